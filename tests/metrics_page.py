@@ -43,6 +43,7 @@ Without a port to scrape, for instance under cron:
 saf metrics                                        # once, to standard output
 saf metrics --textfile saf.prom                    # for the node exporter
 saf forward --metrics-textfile saf-forward.prom    # what this run has done
+saf purge --metrics-textfile saf-purge.prom        # what this purge has emptied
 ```
 
 `--metrics-push http://gateway:9091` (`saf metrics --push`) pushes the same to a pushgateway, when
@@ -93,7 +94,7 @@ SECTIONS = {
     "dispatcher": ("What a dispatcher has done", "By `saf dispatch`."),
     "purge": (
         "What a purge has done",
-        "By a forwarder that purges at the end of its runs, or in its pauses.",
+        "By `saf purge`, and by a forwarder that purges at the end of its runs, or in its pauses.",
     ),
 }
 

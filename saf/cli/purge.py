@@ -13,8 +13,9 @@ import typer
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo
 from saf.cli.listing import Listing
+from saf.cli.metrics import Push, Textfile, published
 from saf.config import load, with_options
-from saf.operating.maintenance import Outcome, purge_by_rules
+from saf.operating.maintenance import Outcome, count_purged, purge_by_rules
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -62,6 +63,8 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be done.")
     ] = False,
+    metrics_textfile: Textfile = None,
+    metrics_push: Push = None,
     as_json: AsJson = False,
 ) -> None:
     """Purge old messages that everybody has completed.
@@ -72,10 +75,15 @@ def command(
     settings = load(config)
     rules = with_options(settings.purge, retention_seconds=retention, archive=archive)
     round_ = Round(chosen(settings, broker))
-    known = round_.visit(
-        "purge",
-        lambda connection, source: purge_by_rules(connection, source.dsn, rules, dry_run=dry_run),
-    )
+    with published(textfile=metrics_textfile, push=metrics_push, job="saf-purge"):
+        known = round_.visit(
+            "purge",
+            lambda connection, source: purge_by_rules(
+                connection, source.dsn, rules, dry_run=dry_run
+            ),
+        )
+        for name, outcome in known.items():
+            count_purged(name, outcome)
     if as_json:
         brokers = [_as_dict(name, outcome) for name, outcome in known.items()]
         echo(json.dumps({"dry_run": dry_run, "brokers": brokers, "errors": round_.errors()}))

@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from saf.config import Purge
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import SafError
-from saf.forwarding import reporting
 from saf.forwarding.broker import SourceBroker
 from saf.logger import Log
-from saf.operating.maintenance import purge_by_rules
+from saf.operating.maintenance import count_purged, purge_by_rules
 
 log = Log("saf.forward")
 
@@ -55,7 +54,7 @@ class Purging:
             ):
                 check_schema(connection)
                 outcome = purge_by_rules(connection, broker.dsn, self.rules)
-            reporting.purge(broker.name, outcome)
+            count_purged(broker.name, outcome)
         except SafError as error:
             # not an error: a forwarder need not have the right to purge, and `saf purge` says why
             log.debug("not_purged", broker=broker.name, error=str(error))

@@ -11,7 +11,6 @@ from saf.engine.work import Receipt, Work
 from saf.errors import Fenced
 from saf.metrics import declared as m
 from saf.metrics.process import count, counting, observe
-from saf.operating.maintenance import Outcome
 
 
 def receipts(work: Sequence[Work], found: Sequence[Receipt]) -> None:
@@ -46,11 +45,3 @@ def cycle(seconds: float, messages: int) -> None:
 def problem(broker: str, kind: str) -> None:
     """Count what has gone wrong."""
     count(m.PROBLEMS, broker=broker, kind=kind)
-
-
-def purge(broker: str, outcome: Outcome) -> None:
-    """Count what a purge of a broker has done."""
-    for slot in outcome.slots:
-        if slot.state == "purged":
-            count(m.PURGED_SLOTS, broker=broker, log=slot.log)
-            count(m.PURGED, slot.messages or 0, broker=broker, log=slot.log)

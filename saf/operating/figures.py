@@ -6,8 +6,8 @@ more than `MOST` of what was set aside, and each has a bound (the role ``metrics
 
 Of a broker in which nothing has been committed since the last time, nothing is asked again: two
 snapshots that are equal see the same rows. What time alone changes, such as an age, is worked out
-from them anew. What the server knows outside of tables, its statistics, is at most `KEPT_SECONDS`
-old.
+from them anew, and a route that expires lets the broker be asked. What the server knows outside of
+tables, its statistics, is at most `KEPT_SECONDS` old.
 
 A subscription of the outbox other than the forwarder's is an application's own: it has a lag, and
 its messages are not pending.
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,7 +47,7 @@ MOST_ENDPOINTS = 200
 
 NONE, SEVERAL, ROUTER = "(none)", "(several)", "(router)"
 
-KEPT_SECONDS = 60.0
+KEPT_SECONDS = 300.0
 """For how long a broker is not asked again while nothing is committed in its server."""
 
 PARKED = """
@@ -103,6 +103,8 @@ ORDER BY 1
 STATES = ("closed", "open", "disabled", "paused")
 CONDITIONS = ("up", "down", "waiting")
 
+EXPIRIES = "SELECT expires_at FROM saf.route WHERE enabled AND expires_at IS NOT NULL"
+
 Ask = Callable[[psycopg.Connection[Any], str], list[Sample]]
 
 
@@ -123,6 +125,8 @@ class Known:
     snapshot: str
     """From before it was asked."""
     at: datetime
+    until: datetime
+    """When it may say something else, although nothing was committed."""
     figures: tuple[Sample | Timed, ...]
 
     def holds(self, snapshot: str, now: datetime) -> bool:
@@ -130,13 +134,13 @@ class Known:
 
         >>> from datetime import UTC
         >>> noon = datetime(2024, 1, 1, 12, tzinfo=UTC)
-        >>> known = Known(snapshot="7:9:8", at=noon, figures=())
+        >>> known = Known(snapshot="7:9:8", at=noon, until=noon.replace(minute=2), figures=())
         >>> known.holds("7:9:8", noon), known.holds("7:9:", noon)
         (True, False)
-        >>> known.holds("7:9:8", noon.replace(minute=2))
-        False
+        >>> known.holds("7:9:8", noon.replace(minute=2)), known.holds("7:9:8", noon.replace(hour=1))
+        (False, False)
         """
-        return snapshot == self.snapshot and abs((now - self.at).total_seconds()) < KEPT_SECONDS
+        return snapshot == self.snapshot and self.at <= now < self.until
 
 
 def asker(settings: Settings) -> Ask:
@@ -155,7 +159,9 @@ def asker(settings: Settings) -> Ask:
         known = before.get(connection)
         if known is None or not known.holds(snapshot, now):
             figures = (*_figures(connection, name, settings),)
-            known = before[connection] = Known(snapshot=snapshot, at=now, figures=figures)
+            until = _until(connection, now, settings)
+            known = Known(snapshot=snapshot, at=now, until=until, figures=figures)
+            before[connection] = known
         return [
             _sample(m.OLDEST_TRANSACTION, seconds, name),
             *(
@@ -165,6 +171,13 @@ def asker(settings: Settings) -> Ask:
         ]
 
     return ask
+
+
+def _until(connection: psycopg.Connection[Any], now: datetime, settings: Settings) -> datetime:
+    """Until when figures hold: a route that expires leads messages elsewhere."""
+    expiries = [one.expires_at for one in settings.declared.routes if one.expires_at is not None]
+    expiries += [one for (one,) in fetch(connection, EXPIRIES)]
+    return min([now + timedelta(seconds=KEPT_SECONDS), *(one for one in expiries if one > now)])
 
 
 def _figures(

@@ -23,6 +23,8 @@ from saf.database import Dsn, fetch
 from saf.dialogs import conversations
 from saf.errors import UsageError
 from saf.log.ring import AGE_COLUMN, LOCK_TIMEOUT_SECONDS, Archive, Slot, purge, rotate
+from saf.metrics import declared as m
+from saf.metrics.process import count
 from saf.routing.route_choices import forget
 from saf.sending import staging
 
@@ -134,6 +136,14 @@ def purge_by_rules(
         archive=archive,
         dry_run=dry_run,
     )
+
+
+def count_purged(broker: str, outcome: Outcome) -> None:
+    """Count for the metrics of this process what a purge has emptied, be it nothing."""
+    for slot in outcome.slots:
+        purged = slot.state == "purged"
+        count(m.PURGED_SLOTS, int(purged), broker=broker, log=slot.log)
+        count(m.PURGED, (slot.messages or 0) * purged, broker=broker, log=slot.log)
 
 
 def _forget_routes(connection: psycopg.Connection[Any], retention_seconds: float) -> int:

@@ -11,7 +11,8 @@ says the same of all messages at once; what is here reads no more than a page ne
   set aside.
 
 A filter that few messages pass may still read a whole log. So a statement has a bound, and what
-does not answer in time says how to ask for less.
+does not answer in time says how to ask for less. Whoever would rather have a part soon says for how
+long to look (`saf.operating.stretches`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from saf.log.cursor import BY_INDEX
 from saf.log.finding import Row
 from saf.log.ring import SLOT_ROWS, SLOTS
 from saf.log.shards import LAST, shard_of
+from saf.operating.stretches import Looked, look
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import SAME_LANE
 
@@ -83,13 +85,25 @@ PAGE = f"""
 SELECT o.id, o.txid::text || '.' || o.id AS page_end, o.complete, {SHOWN_OF_MESSAGE}
 FROM ({CURSORS}) AS c CROSS JOIN LATERAL (
     SELECT o.*, {COMPLETE} AS complete FROM saf.outbox o
-    WHERE o.shard = c.shard AND o.txid >= %(txid)s::xid8
+    WHERE o.shard = c.shard AND o.txid >= %(txid)s::xid8 AND o.txid < %(before)s::xid8
       AND (o.txid, o.id) > (%(txid)s::xid8, %(id)s)
       AND (%(complete)s::boolean IS NOT FALSE OR o.txid >= pg_snapshot_xmin(c.done))
       AND (%(complete)s::boolean IS NULL OR %(complete)s::boolean = {COMPLETE})
       AND {FILTER}
     ORDER BY o.txid, o.id LIMIT %(limit)s) AS o
 ORDER BY o.txid, o.id LIMIT %(limit)s
+"""
+NO_LAST = str((1 << 64) - 1)
+"""A transaction id that is above all."""
+
+FOLLOWING = f"""
+SELECT o.txid::text, o.created_at
+FROM ({CURSORS}) AS c CROSS JOIN LATERAL (
+    SELECT o.txid, o.created_at FROM saf.outbox o
+    WHERE o.shard = c.shard AND o.txid >= %(txid)s::xid8
+      AND (%(complete)s::boolean IS NOT FALSE OR o.txid >= pg_snapshot_xmin(c.done))
+    ORDER BY o.txid LIMIT 1) AS o
+ORDER BY o.txid LIMIT 1
 """
 
 # Of messages that the cursors are past: which are set aside, and where
@@ -180,6 +194,8 @@ class Page:
 
     messages: tuple[Sent, ...]
     next: str | None
+    before: datetime | None = None
+    """If the time to look was over first: only messages from before then were looked at, about."""
 
 
 def messages(
@@ -189,6 +205,7 @@ def messages(
     after: str | None = None,
     limit: int = 100,
     seconds: float = SECONDS,
+    look_seconds: float | None = None,
 ) -> Page:
     """Return a page of an outbox, the oldest transactions first. Only reads.
 
@@ -198,9 +215,11 @@ def messages(
         after: where the page before has ended; None for the first page.
         limit: the most messages.
         seconds: the bound of a statement.
+        look_seconds: after so long, what was found by then is the page; None: the page is full, or
+            the last one.
 
     Raises:
-        UsageError: it takes longer, or ``after`` ends no page of these.
+        UsageError: a statement takes longer, or ``after`` ends no page of these.
         Restored: the cursors do not say what is pending.
     """
     refuse(connection)
@@ -211,6 +230,7 @@ def messages(
         "id": number,
         "limit": limit,
         "shard": None,
+        "before": NO_LAST,
         "complete": {"pending": False, "forwarded": True}.get(wanted.state or ""),
     }
     with _bounded(connection, seconds):
@@ -218,16 +238,21 @@ def messages(
             ((shards,),) = fetch(connection, SHARDS)
             params["shard"] = shard_of(wanted.key, shards)
         if wanted.state in OF_STATE:
-            rows = _rows(connection, OF_STATE[wanted.state], params)
-            found = tuple(Sent(**{k: v for k, v in row.items() if k != "page_end"}) for row in rows)
+            looked = Looked(rows=_rows(connection, OF_STATE[wanted.state], params))
+            found = tuple(
+                Sent(**{k: v for k, v in row.items() if k != "page_end"}) for row in looked.rows
+            )
         else:
-            rows = _rows(connection, PAGE, params)
+            looked = _looked(connection, params, look_seconds)
             found = tuple(
                 one
-                for one in _with_state(connection, rows)
+                for one in _with_state(connection, looked.rows)
                 if wanted.state is None or one.state == wanted.state
             )
-    return Page(messages=found, next=rows[-1]["page_end"] if len(rows) == limit else None)
+    end = looked.rows[-1]["page_end"] if len(looked.rows) == limit else None
+    if looked.place is not None:
+        end = f"{looked.place}.0"  # all ids are above it
+    return Page(messages=found, next=end, before=looked.before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,6 +338,24 @@ def body(connection: psycopg.Connection[Any], id_: int) -> bytes | None:
     """Return the body of a message by its id; None if there is no such message."""
     found = fetch(connection, BODY, {"slot": id_ // SLOT_ROWS % SLOTS, "id": id_})
     return bytes(found[0][0]) if found else None
+
+
+def _looked(
+    connection: psycopg.Connection[Any], params: dict[str, Any], seconds: float | None
+) -> Looked:
+    if seconds is None:
+        return Looked(rows=_rows(connection, PAGE, params))
+
+    def following(txid: str) -> tuple[str, datetime] | None:
+        return next(iter(fetch(connection, FOLLOWING, params | {"txid": txid})), None)
+
+    def within(first: str, after: str, limit: int) -> list[dict[str, Any]]:
+        more = {"txid": first, "before": after, "limit": limit}
+        if first != params["txid"]:
+            more["id"] = 0  # the page before has ended in another transaction
+        return _rows(connection, PAGE, params | more)
+
+    return look(following, within, txid=params["txid"], limit=params["limit"], seconds=seconds)
 
 
 def _with_state(

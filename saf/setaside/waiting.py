@@ -19,6 +19,7 @@ class Parked(Backoff):
     """A lane that waits, and how many messages are in it."""
 
     messages: int
+    """Counted up to as many as was asked for."""
     subscription: str
     awaits_handler: bool
     message_type: str | None
@@ -56,7 +57,8 @@ class _Parked(Parked):
 PARKED = f"""
 SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attempt_at, due, error,
        since, awaits_handler, message_type, lanes,
-       (SELECT count(*) FROM saf.parked p WHERE {SAME_LANE}) AS messages
+       (SELECT count(*) FROM (SELECT FROM saf.parked p WHERE {SAME_LANE} LIMIT %(most)s) AS counted
+       ) AS messages
 FROM (SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due,
              count(*) OVER () AS lanes
       FROM (SELECT subscription_id, {THE_LANE}, attempts, next_attempt_at, error, since,
@@ -115,12 +117,12 @@ def parked(
     *,
     lanes: Lanes = ANY,
     offset: int = 0,
-    count: bool = True,
+    most: int | None = None,
 ) -> Waiting:
     """Return up to ``limit`` lanes that wait in a broker, or in one of its subscriptions.
 
-    The first ``offset`` lanes are left out; beyond the last one, nothing is said of any. Without
-    ``count``, the messages of all lanes together are not counted.
+    The first ``offset`` lanes are left out; beyond the last one, nothing is said of any. With
+    ``most``, no more messages of a lane are counted, and those of all lanes together are not.
     """
     chosen = replace(lanes, subscription=subscription) if subscription else lanes
     with psycopg.Cursor(connection, row_factory=class_row(_Parked)) as cursor:
@@ -128,10 +130,11 @@ def parked(
             "of_service": list(OF_SERVICE),
             "limit": limit,
             "offset": offset,
+            "most": most,
             **asdict(chosen),
         }
         found = cursor.execute(PARKED, params).fetchall()
-    messages = fetch(connection, PARKED_MESSAGES, params)[0][0] if count else 0
+    messages = fetch(connection, PARKED_MESSAGES, params)[0][0] if most is None else 0
     shown = tuple(Parked(**{f.name: getattr(one, f.name) for f in fields(Parked)}) for one in found)
     return Waiting(shown=shown, lanes=found[0].lanes if found else 0, messages=messages)
 

@@ -10,6 +10,7 @@ import psycopg
 from saf.config import Broker, Settings
 from saf.database import Dsn
 from saf.destinations.postgresql import Postgresql
+from saf.metrics.declared import PENDING
 from saf.operating.figures import Ask, asker
 from tests.destinations import NOWHERE
 from tests.pipeline import connect, new_member, send
@@ -82,3 +83,20 @@ def test_ages_and_leases_go_on_although_nothing_is_committed(app: Dsn) -> None:
         later = asked(ask, connection)
         for metric in ("saf_subscription_lag_seconds", "saf_oldest_pending_seconds"):
             assert later[metric] > first[metric]
+
+
+def test_a_route_that_expires_leads_elsewhere_although_nothing_is_committed(app: Dsn) -> None:
+    ask = asker(SETTINGS)
+    with connect(app) as connection:
+        send(connection, "1")
+        connection.execute(
+            "INSERT INTO saf.route (destination, expires_at) "
+            "VALUES ('erp', clock_timestamp() + interval '2 seconds')"
+        )
+
+        def leads_to(destination: str) -> bool:
+            figures = ask(connection, "shop")
+            return any(one.metric is PENDING and destination in one.labels for one in figures)
+
+        assert leads_to("erp")
+        until(lambda: leads_to("(none)"), seconds=30)

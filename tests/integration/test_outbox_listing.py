@@ -11,6 +11,7 @@ import pytest
 
 from saf import create_service
 from saf.database import Dsn, fetch
+from saf.operating.outbox import Sent, State, Wanted, messages
 from tests.pipeline import connect, forward, send
 from tests.programs import configuration, saf
 from tests.programs import send as send_many
@@ -88,6 +89,37 @@ def test_pages_follow_each_other_without_a_gap_or_a_repeat(
             break
     assert pages == whole
     assert len(set(whole)) == len(whole) > 0
+
+
+@pytest.mark.parametrize("state", [None, "pending", "forwarded"])
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_a_look_whose_time_is_over_says_how_far_it_came_and_the_next_one_goes_on_there(
+    app: Dsn, config: Path, state: State | None, seconds: float
+) -> None:
+    assert config
+    send_many(app, 25)
+    with connect(app) as connection:
+        for number in range(30):
+            connection.execute(
+                "INSERT INTO saf.outbox (to_service, key, body) "
+                "SELECT 'billing', %s, '' FROM generate_series(1, 4)",
+                [f"k{number % 3}"],
+            )
+        for wanted in (Wanted(state=state), Wanted(state=state, key="k1"),
+                       Wanted(state=state, service="nobody")):  # fmt: skip
+            whole = messages(connection, wanted, limit=1000)
+            found: list[Sent] = []
+            after, cut = None, 0
+            for _ in range(200):
+                page = messages(connection, wanted, after=after, limit=7, look_seconds=seconds)
+                assert len(page.messages) <= 7
+                found += page.messages
+                cut += page.before is not None
+                after = page.next
+                if after is None:
+                    break
+            assert found == [*whole.messages]
+            assert (cut > 0) is (seconds == 0)
 
 
 def test_the_end_of_another_listing_is_refused(config: Path) -> None:

@@ -21,6 +21,7 @@ from saf.operating.maintenance import purge_broker
 from tests.pipeline import connect, forward
 from tests.processes import start, wait
 from tests.programs import configuration, last_json, run, saf, send
+from tests.scraping import value
 from tests.waits import until
 
 DONE, USAGE, TRY_AGAIN = 0, 2, 75
@@ -99,6 +100,23 @@ def test_purge_frees_what_is_forwarded_and_old_enough(tmp_path: Path, app: Dsn, 
     }
     assert len(done.stdout.splitlines()) == 1
     assert counted(app) == 0
+
+
+def test_a_purge_under_cron_says_in_metrics_what_it_has_emptied(
+    tmp_path: Path, app: Dsn, mom: Dsn
+) -> None:
+    configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    fill_a_slot(app, mom, 50)
+    of = {"broker": "app", "log": "outbox"}
+    for options, emptied in ((["--dry-run"], 0), ([], 50), ([], 0)):
+        done = saf(
+            *("purge", "--retention", "0", *options, "--metrics-textfile", "purge.prom"),
+            cwd=tmp_path,
+        )
+        assert done.returncode == DONE, done.stderr
+        page = (tmp_path / "purge.prom").read_text()
+        assert value(page, "saf_purged_messages_total", **of) == emptied
+        assert value(page, "saf_purged_slots_total", **of) == (emptied > 0)
 
 
 def test_people_see_a_line_for_each_slot_that_holds_something(

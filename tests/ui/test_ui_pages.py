@@ -21,13 +21,12 @@ from saf.config import Settings
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
 from saf.log import finding
-from saf.setaside import dead
-from saf.setaside.dead import Filter
-from saf.ui.pages import PAGES, message
+from saf.ui.pages import PAGES, message, outbox
 from saf.ui.redaction import HIDDEN
 from tests.dashboard import Dashboard, dashboard, finished, served, settings
 from tests.pipeline import bodies, connect, new_member, run, send
 from tests.ui.conftest import ORDER, REFUSE
+from tests.ui.dead_letters import LETTER, letters, many, second_chunk_held
 from tests.waits import until
 
 READ = sorted(
@@ -35,23 +34,6 @@ READ = sorted(
     for path, one in PAGES.items()
     if not one.changes and "{" not in path and path not in ("/nav", "/dialog")
 )
-LETTER = """
-INSERT INTO saf.dead_letter (subscription_id, destination, shard, id, reason, error, to_service,
-                             key, body)
-SELECT subscription_id, 'mom', 0, n, 'rejected', 'no', 'billing', 'k', ''
-FROM saf.subscription, generate_series(1, %s) AS n WHERE log = 'outbox' AND name = 'forwarder'
-"""
-
-
-SECOND_CHUNK = """
-SELECT FROM saf.dead_letter
-WHERE dead_letter_id = (SELECT min(dead_letter_id) + 1500 FROM saf.dead_letter) FOR UPDATE
-"""
-
-
-def letters(app: Dsn) -> int:
-    with connect(app) as connection:
-        return dead.count(connection, Filter(), 1_000_000).messages
 
 
 def message_id(app: Dsn, key: str) -> str:
@@ -121,20 +103,17 @@ def test_two_operators_at_once_decide_about_each_message_once(
 
 
 def test_a_job_that_is_stopped_leaves_the_rest_as_it_was(there: Dashboard, app: Dsn) -> None:
-    with connect(app) as connection, connect(app) as holder:
-        connection.execute(LETTER, [2500])
-        visitor = there.client()
-        form = visitor.counted("discard", {"matching": "yes"})
-        assert form["expected"] == ["2500"]
-        with holder.transaction():
-            # the second chunk waits for this row, so the job can be stopped in between
-            holder.execute(SECOND_CHUNK)
-            job = visitor.form("/dead", "/dead/decide", form).url.path
-            until(lambda: "1,000 messages of 2,500" in visitor.get(job).text)
-            visitor.form(job, f"{job}/cancel", {})
-        page = finished(visitor, job)
-        assert "cancelled" in page
-        assert letters(app) == 500
+    many(app)
+    visitor = there.client()
+    form = visitor.counted("discard", {"matching": "yes"})
+    assert form["expected"] == ["2500"]
+    with second_chunk_held(app):
+        job = visitor.form("/dead", "/dead/decide", form).url.path
+        until(lambda: "1,000 messages of 2,500" in visitor.get(job).text)
+        visitor.form(job, f"{job}/cancel", {})
+    page = finished(visitor, job)
+    assert "cancelled" in page
+    assert letters(app) == 500
 
 
 def test_a_dead_letter_is_redirected_to_a_destination_of_saf_toml_alone(
@@ -164,8 +143,7 @@ def test_a_filter_of_dead_letters_is_the_commands(there: Dashboard, orders: list
 
 
 def test_dead_letters_come_page_by_page(there: Dashboard, app: Dsn) -> None:
-    with connect(app) as connection:
-        connection.execute(LETTER, [120])
+    many(app, 120)
     visitor, page, numbers = there.client(), "/dead?broker=shop", []
     while page:
         text = visitor.get(page).text
@@ -243,6 +221,28 @@ def test_a_message_that_is_not_found_in_time_is_looked_for_further_back(
         answer = visitor.get("/message", params=params)
         assert "<b>" not in answer.text
         assert answer.status_code == 400 or "is no place where" in answer.text
+
+
+def test_messages_that_are_rare_are_looked_for_further_on(
+    there: Dashboard, app: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(outbox, "FURTHER_SECONDS", 0.0)
+    with connect(app) as connection:
+        for number in range(12):
+            send(connection, "x", key=f"k{number}")
+        connection.execute("INSERT INTO saf.outbox (to_service, key, body) VALUES ('rare', '', '')")
+    visitor = there.client()
+    page = visitor.get("/outbox", params={"broker": "shop", "service": "rare"}).text
+    steps = 0
+    while 'badge idle">pending' not in page:
+        assert "None so far" in page
+        assert "Only what was sent before" in page
+        (further,) = re.findall(r'href="([^"]+)">Look further<', page)
+        page = visitor.get(html.unescape(further)).text
+        steps += 1
+    assert steps >= 6
+    assert "Look further" not in page
 
 
 def test_bodies_are_hidden_unless_they_are_allowed_and_redaction_applies_everywhere(

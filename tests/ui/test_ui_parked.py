@@ -12,6 +12,7 @@ import pytest
 from saf.database import Dsn
 from saf.setaside import parked_messages
 from saf.setaside.parked_messages import ParkedFilter
+from saf.ui.pages import parked
 from tests.dashboard import Dashboard, Visitor, dashboard, finished, settings
 from tests.destinations import NOWHERE, route, send_to
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, run
@@ -88,6 +89,18 @@ def test_what_is_parked_between_the_count_and_the_decision_is_left_alone(
             cycle.run()
         finished(visitor, visitor.form(PAGE, DECIDE, form).url.path)
         assert parked_messages.count(connection, ParkedFilter(), 100).messages == 1
+
+
+def test_of_a_lane_no_more_messages_are_counted_than_a_page_has_time_for(
+    shop: Dashboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visitor = shop.client()
+    counts = {}
+    for most in (5, 6):
+        monkeypatch.setattr(parked, "MOST", most)
+        counts[most] = ">5 and more<" in visitor.get("/parked").text
+        assert "of destination &#39;mom&#39;" in visitor.get("/parked").text.replace("<bdi>", "")
+    assert counts == {5: True, 6: False}
 
 
 def test_who_may_view_sees_parked_messages_and_decides_nothing(shop: Dashboard) -> None:

@@ -16,6 +16,11 @@ from saf.ui.site import Visit
 
 ROWS = 50
 SECONDS = PATIENCE_SECONDS / 2
+"""The bound of a statement."""
+LOOK_SECONDS = 0.08
+"""How long an outbox is looked through for one page."""
+FURTHER_SECONDS = 0.5
+"""How long, if somebody has asked to look further."""
 
 
 def messages(visit: Visit) -> Response:
@@ -35,9 +40,12 @@ def messages(visit: Visit) -> Response:
         until=moment_of(visit.given("until")),
     )
     after = visit.given("after")
+    look_seconds = FURTHER_SECONDS if visit.given("further") else LOOK_SECONDS
 
     def page(connection: psycopg.Connection[Any]) -> Page:
-        return outbox.messages(connection, wanted, after=after, limit=ROWS, seconds=SECONDS)
+        return outbox.messages(
+            connection, wanted, after=after, limit=ROWS, seconds=SECONDS, look_seconds=look_seconds
+        )
 
     answers = visit.site.brokers.ask(page, [broker])
     return visit.page(

@@ -15,7 +15,9 @@ from saf.ui.site import LIVE, Visit
 
 ROWS = 25
 """How many lanes of a broker are shown, those that hold up most; of one broker alone, more."""
-ROWS_OF_ONE = 100
+ROWS_OF_ONE = 50
+MOST = 10_000
+"""How many messages of a lane are counted."""
 FIELDS = ("subscription", "destination", "lane", "subject")
 
 
@@ -32,6 +34,7 @@ def lanes(visit: Visit) -> Response:
         found=found,
         errors=errors,
         kinds=[*Kind],
+        most=MOST,
         wanted=_wanted(visit),
         broker=broker,
         first=first,
@@ -69,9 +72,7 @@ def _found(visit: Visit) -> tuple[dict[str, Waiting], Any]:
     wanted, brokers = _wanted(visit), _brokers(visit)
     most = ROWS if brokers is None else ROWS_OF_ONE
     answers = visit.site.brokers.ask(
-        lambda connection: parked(
-            connection, most, lanes=wanted, offset=_first(visit), count=False
-        ),
+        lambda connection: parked(connection, most, lanes=wanted, offset=_first(visit), most=MOST),
         brokers,
     )
     return {name: one for name, one in answers.found.items() if one.lanes}, answers.errors

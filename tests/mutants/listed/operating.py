@@ -34,10 +34,17 @@ OF_STATUS, SETTINGS = "contract/test_status.py", "unit/test_settings.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "figures are kept although a route has expired",
+        FIGURES,
+        "self.at <= now < self.until",
+        "self.at <= now",
+        f"{OF_FIGURES}::test_a_route_that_expires_leads_elsewhere_although_nothing_is_committed",
+    ),
+    mutant(
         "figures are kept although something was committed",
         FIGURES,
-        "return snapshot == self.snapshot and abs(",
-        "return abs(",
+        "return snapshot == self.snapshot and self.at",
+        "return self.at",
         f"{OF_FIGURES}::test_what_is_committed_shows_at_once_also_of_a_transaction_that_was_open",
     ),
     mutant(
@@ -293,6 +300,13 @@ MUTANTS: list[Mutant] = [
         "WHERE datallowconn AND NOT datistemplate",
         "WHERE datallowconn",
         f"{OF_FLEETS}::test_a_pattern_finds_no_templates",
+    ),
+    mutant(
+        "a purge counts what it has kept",
+        "saf/operating/maintenance.py",
+        "(slot.messages or 0) * purged",
+        "slot.messages or 0",
+        "integration/test_purge.py::test_a_purge_under_cron_says_in_metrics_what_it_has_emptied",
     ),
     mutant(
         "two purges are at work",

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant, mutant
 
 ACCESS, PAGES, BULK = "ui/test_ui_access.py", "ui/test_ui_pages.py", "contract/test_bulk.py"
 DECIDED = "contract/test_decide_parked.py"
+LOOKS = "unit/test_stretches.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -119,6 +120,35 @@ MUTANTS: list[Mutant] = [
         "            if rows.arrived:\n",
         "            if rows.arrived and not rows:\n",
         f"{DECIDED}::test_a_dialog_fails_at_both_ends_if_a_message_is_given_up_where_it_had_arrived",
+    ),
+    mutant(
+        "a list does not say that it has not looked at everything",
+        "saf/operating/outbox.py",
+        "before=looked.before",
+        "before=looked.before if looked.rows else None",
+        f"{PAGES}::test_messages_that_are_rare_are_looked_for_further_on",
+    ),
+    mutant(
+        "the next look leaves a transaction out",
+        "saf/operating/stretches.py",
+        "place=txid, before=sent_at",
+        "place=str(int(txid) + 1), before=sent_at",
+        f"{LOOKS}::test_looks_that_follow_each_other_find_everything_once_and_come_to_an_end",
+    ),
+    mutant(
+        "a look whose time is over has looked at nothing",
+        "saf/operating/stretches.py",
+        "if width and now >= until:",
+        "if now >= until:",
+        f"{LOOKS}::test_looks_that_follow_each_other_find_everything_once_and_come_to_an_end",
+    ),
+    mutant(
+        "all messages of a lane are counted for a page",
+        "saf/ui/pages/parked.py",
+        "offset=_first(visit), most=MOST",
+        "offset=_first(visit)",
+        "ui/test_ui_parked.py"
+        "::test_of_a_lane_no_more_messages_are_counted_than_a_page_has_time_for",
     ),
     mutant(
         "what is parked after the count is decided about too",
