@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -151,3 +152,11 @@ def repeats_in_a_dialog_taken(patch: pytest.MonkeyPatch) -> None:
         return (Verdict.TAKE, before) if repeat else judge(before, message, **more)
 
     patch.setattr(arrival, "judge", trusting)
+
+
+def with_bug(name: str, program: Callable[..., None], *arguments: object) -> None:
+    """Run a program, for `tests.processes`, in which one of these is planted; "" for none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name:
+            globals()[name](patch)
+        program(*arguments)

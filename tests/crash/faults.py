@@ -20,12 +20,23 @@ from tests.crash.forwarders import LEASE_SECONDS
 from tests.crash.plan import QUALITIES, Fault
 
 if TYPE_CHECKING:
-    from tests.crash.rounds import Round
+    from tests.crash.rounds import Round, Started
 
 TERMINATE = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE datname IN ('app', 'mom', 'other') AND application_name <> 'saf crash'
 """
+
+LOCKED = (
+    ("saf.cursor", "app"),
+    ("saf.outbox", "app"),
+    ("saf.member", "app"),
+    ("saf.parked", "app"),
+    ("saf.inbox", "stores"),
+    ("saf.watermark", "stores"),
+    ("saf.cursor", "stores"),
+)
+"""What a person may lock, and where."""
 
 
 def kill_forwarder(round_: Round, fault: Fault) -> None:
@@ -58,16 +69,38 @@ def crash_mom(round_: Round, _: Fault) -> None:
     _crash(round_.site.mom)
 
 
+def kill_consumer(round_: Round, fault: Fault) -> None:
+    round_.again(round_.consumers, fault.target)
+
+
+def kill_router(round_: Round, fault: Fault) -> None:
+    """One that serves a hub."""
+    round_.again(round_.routers, fault.target)
+
+
+def kill_pooler(round_: Round, _: Fault) -> None:
+    if round_.site.pooler:
+        round_.site.pooler.kill()
+
+
 def stop_forwarder(round_: Round, fault: Fault) -> None:
     """Past its lease; the others, or a new one, take over."""
-    stopped: BaseProcess = round_.forwarders[fault.target % len(round_.forwarders)][0]
-    assert stopped.pid is not None
-    if os.getpgid(stopped.pid) != stopped.pid:
-        return  # too young for a group of its own
-    os.killpg(stopped.pid, signal.SIGSTOP)
-    round_.forwarders.append(round_.start_forwarder(skewed=False))
-    time.sleep(LEASE_SECONDS + fault.lasts)
-    os.killpg(stopped.pid, signal.SIGCONT)
+    stopped = round_.forwarders[fault.target % len(round_.forwarders)][0]
+    if _is_young(stopped):
+        return
+    with _stopped(stopped):
+        round_.forwarders.append(round_.start_forwarder(skewed=False))
+        time.sleep(LEASE_SECONDS + fault.lasts)
+
+
+def stop_consumer(round_: Round, fault: Fault) -> None:
+    """Past its lease, if it has one; the others take over what they may."""
+    _stop_one(round_.consumers, fault)
+
+
+def stop_router(round_: Round, fault: Fault) -> None:
+    """Past its lease."""
+    _stop_one(round_.routers, fault)
 
 
 def lose_answer(round_: Round, fault: Fault) -> None:
@@ -86,14 +119,40 @@ def terminate_mom(round_: Round, fault: Fault) -> None:
 
 def disk_full(round_: Round, fault: Fault) -> None:
     """Not a byte is left where the inbox grows."""
-    if round_.site.disk is None:
-        return
-    filler = round_.site.disk / "filler"
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        while True:
-            file.write(b"x" * 4096)
-    time.sleep(fault.lasts)
-    filler.unlink()
+    _fill(round_, round_.site.mom, fault.lasts)
+
+
+def disk_full_source(round_: Round, fault: Fault) -> None:
+    """Not a byte is left where the outbox grows."""
+    _fill(round_, round_.site.source, fault.lasts)
+
+
+def freeze_source(round_: Round, fault: Fault) -> None:
+    """All processes of the server are stopped, past everybody's lease."""
+    _freeze(round_.site.source, LEASE_SECONDS + fault.lasts)
+
+
+def freeze_mom(round_: Round, fault: Fault) -> None:
+    """All processes of the server are stopped, past everybody's lease."""
+    _freeze(round_.site.mom, LEASE_SECONDS + fault.lasts)
+
+
+def vanish_mom(round_: Round, fault: Fault) -> None:
+    """The MOM store's machine is off the network, and later on it again."""
+    if round_.site.away:
+        round_.site.away.vanish()
+        time.sleep(LEASE_SECONDS + fault.lasts)
+        round_.site.away.vanish(False)
+
+
+def hold_lock(round_: Round, fault: Fault) -> None:
+    """A person locks a table, and thinks."""
+    _hold(round_, fault, "LOCK TABLE {} IN ACCESS EXCLUSIVE MODE")
+
+
+def hold_rows(round_: Round, fault: Fault) -> None:
+    """A person locks all rows of a table, and thinks."""
+    _hold(round_, fault, "SELECT FROM {} FOR UPDATE")
 
 
 def service_unknown(round_: Round, fault: Fault) -> None:
@@ -125,6 +184,62 @@ def _kill_part(round_: Round, fault: Fault, command: bytes) -> None:
     if parts:
         with contextlib.suppress(ProcessLookupError):
             os.kill(sorted(parts)[fault.target % len(parts)], signal.SIGKILL)
+
+
+def _is_young(process: BaseProcess) -> bool:
+    """Whether it has no group of its own yet."""
+    assert process.pid is not None
+    return os.getpgid(process.pid) != process.pid
+
+
+@contextmanager
+def _stopped(process: BaseProcess) -> Iterator[None]:
+    assert process.pid is not None
+    os.killpg(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGCONT)
+
+
+def _stop_one(group: list[Started], fault: Fault) -> None:
+    process = group[fault.target % len(group)][0]
+    if not _is_young(process):
+        with _stopped(process):
+            time.sleep(LEASE_SECONDS + fault.lasts)
+
+
+def _fill(round_: Round, server: EmbeddedServer, seconds: float) -> None:
+    if disk := round_.site.disks.get(server):
+        filler = disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        time.sleep(seconds)
+        filler.unlink()
+
+
+def _freeze(server: EmbeddedServer, seconds: float) -> None:
+    first = int((server.data_dir / "postmaster.pid").read_text().split()[0])
+    os.kill(first, signal.SIGSTOP)  # it starts no more of them
+    children = f"/proc/{first}/task/{first}/children"
+    stopped = [*map(int, Path(children).read_text().split()), first]
+    for signals in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signals)
+        time.sleep(seconds if signals is signal.SIGSTOP else 0.0)
+
+
+def _hold(round_: Round, fault: Fault, statement: str) -> None:
+    stores = round_.stores or {"app": round_.app}
+    table, dsns = LOCKED[fault.target % len(LOCKED)]
+    dsn = round_.app if dsns == "app" else stores[sorted(stores)[fault.target % len(stores)]]
+    with dsn.connect(role="crash") as person, contextlib.suppress(psycopg.OperationalError):
+        person.execute("SET lock_timeout = '3s'")
+        person.execute(statement.format(table).encode())
+        time.sleep(LEASE_SECONDS + fault.lasts)
+        person.rollback()
 
 
 def _crash(server: EmbeddedServer) -> None:

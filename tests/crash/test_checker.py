@@ -22,11 +22,12 @@ from saf.errors import Fenced
 from saf.failpoints import arm
 from saf.operating.maintenance import purge_broker
 from tests.crash import bugs
-from tests.crash.checker import check, left, listen
+from tests.crash.checker import check, left
+from tests.crash.hearing import listen
 from tests.crash.plan import QUALITIES
 from tests.crash.site import POLITE
 from tests.crash.talks import DESK, STOCK, hear, hear_and_answer, introduce, talk
-from tests.crash.writers import ACCOUNTS, TABLES, _count_up
+from tests.crash.writers import ACCOUNTS, TABLES, count_up
 from tests.destinations import NOWHERE
 from tests.dying import Crash, crash
 from tests.pipeline import Cycle, connect, forwarding_rules, let_time_pass
@@ -47,13 +48,13 @@ class World:
     def send(self, account: str = "orders-0", times: int = 1, *, poison: bool = False) -> None:
         with self.app.connect(role="test") as connection:
             for _ in range(times):
-                _count_up(connection, self.outbox, account, poison)
+                count_up(connection, self.outbox, account, poison=poison)
 
     @contextmanager
     def late(self, account: str) -> Iterator[None]:
         """A transaction that has its ids before what is done meanwhile, and commits after."""
         with self.app.connect(role="test") as connection:
-            _count_up(connection, self.outbox, account, False)
+            count_up(connection, self.outbox, account)
             yield
 
     def cycle(self, **destinations: Dsn) -> Cycle:
@@ -249,7 +250,7 @@ def a_purge_of_what_is_pending(world: World) -> None:
 
 def a_rollback(world: World) -> None:
     with world.app.connect(role="test") as connection:
-        _count_up(connection, world.outbox, "orders-0", False)
+        count_up(connection, world.outbox, "orders-0")
         connection.rollback()
     world.forward()
 
