@@ -52,6 +52,7 @@ FORBIDDEN = (
 )
 NOTE = "INSERT INTO sent VALUES (%s, 1, %s, %s, false, %s)"
 ODD_TEXTS = ("", " ", "\n", "\x1b[2J", "é" * 60, "'; DROP TABLE saf.outbox; --", "\u202e", "NULL")
+IDLE_SECONDS = 1.0
 FAR = timedelta(days=300000)
 EXPIRED = (0.7, 0.8)
 """The chance of a message that is of no use any more when it is sent."""
@@ -73,14 +74,12 @@ def hostile(app: Dsn, seed: str, plan: Plan, allowed: Path) -> None:
         with contextlib.suppress(psycopg.OperationalError), psycopg.connect(dsn) as connection:
             while left != 0:
                 left = None if left is None else left - 1
-                _do_something(connection, chance, allowed)
+                do_something(connection, chance, allowed)
                 time.sleep(chance.uniform(0.0, 0.05))
         time.sleep(0.05)
 
 
-def _do_something(
-    connection: psycopg.Connection[Any], chance: random.Random, allowed: Path
-) -> None:
+def do_something(connection: psycopg.Connection[Any], chance: random.Random, allowed: Path) -> None:
     if chance.random() < 0.3:
         statement = chance.choice(FORBIDDEN)
         with contextlib.suppress(psycopg.ProgrammingError), connection.transaction():
@@ -93,7 +92,7 @@ def _do_something(
         for _ in range(chance.randint(1, 3)):
             _send(connection, chance)
         if chance.random() < 0.1:
-            time.sleep(1.0)  # idle, in a transaction, with messages that nobody sees yet
+            time.sleep(IDLE_SECONDS)  # in a transaction, with messages that nobody sees yet
 
 
 def _send(connection: psycopg.Connection[Any], chance: random.Random) -> None:
