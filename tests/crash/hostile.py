@@ -59,8 +59,7 @@ EXPIRED = (0.7, 0.8)
 
 
 def admit(connection: psycopg.Connection[Any]) -> None:
-    """Let him in at an application's database."""
-    connection.execute(CREATE)
+    """Let him in at an application's database, whose cluster knows him."""
     connection.execute(f"GRANT INSERT ON sent TO {ROLE}")
     grant(connection, ROLE, [Kind.WRITER])
 

@@ -195,8 +195,10 @@ class Site:
         return dsn
 
     def _furnish(self, server: EmbeddedServer) -> None:
-        """What each cluster has: a template, and a tablespace where there are small disks."""
+        """What each cluster has: a template, a role, and a tablespace where there are small disks."""
         migrate(server.create_database("saf_template"), SHARDS)
+        with server.dsn("postgres").connect(role="crash", autocommit=True) as connection:
+            connection.execute(hostile.CREATE)
         if self.disks:
             disk = self.disks.get(server, server.data_dir.with_name(f"{server.data_dir.name}-disk"))
             space = disk / "space"

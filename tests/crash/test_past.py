@@ -132,6 +132,7 @@ def test_what_a_hostile_writer_may_do_without_the_right_to_is_found(
     allowed.write_text("")
     with connect(app) as connection:
         connection.execute(TABLES)
+        connection.execute(hostile.CREATE)
         hostile.admit(connection)
     with psycopg.connect(make_conninfo(app.conninfo, user=hostile.ROLE)) as connection:
         monkeypatch.setattr(hostile, "IDLE_SECONDS", 0.0)
