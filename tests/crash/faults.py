@@ -27,17 +27,6 @@ SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE datname IN ('app', 'mom', 'other') AND application_name <> 'saf crash'
 """
 
-LOCKED = (
-    ("saf.cursor", "app"),
-    ("saf.outbox", "app"),
-    ("saf.member", "app"),
-    ("saf.parked", "app"),
-    ("saf.inbox", "stores"),
-    ("saf.watermark", "stores"),
-    ("saf.cursor", "stores"),
-)
-"""What a person may lock, and where."""
-
 
 def kill_forwarder(round_: Round, fault: Fault) -> None:
     round_.again(round_.forwarders, fault.target)
@@ -127,34 +116,6 @@ def disk_full_source(round_: Round, fault: Fault) -> None:
     _fill(round_, round_.site.source, fault.lasts)
 
 
-def freeze_source(round_: Round, fault: Fault) -> None:
-    """All processes of the server are stopped, past everybody's lease."""
-    _freeze(round_.site.source, LEASE_SECONDS + fault.lasts)
-
-
-def freeze_mom(round_: Round, fault: Fault) -> None:
-    """All processes of the server are stopped, past everybody's lease."""
-    _freeze(round_.site.mom, LEASE_SECONDS + fault.lasts)
-
-
-def vanish_mom(round_: Round, fault: Fault) -> None:
-    """The MOM store's machine is off the network, and later on it again."""
-    if round_.site.away:
-        round_.site.away.vanish()
-        time.sleep(LEASE_SECONDS + fault.lasts)
-        round_.site.away.vanish(False)
-
-
-def hold_lock(round_: Round, fault: Fault) -> None:
-    """A person locks a table, and thinks."""
-    _hold(round_, fault, "LOCK TABLE {} IN ACCESS EXCLUSIVE MODE")
-
-
-def hold_rows(round_: Round, fault: Fault) -> None:
-    """A person locks all rows of a table, and thinks."""
-    _hold(round_, fault, "SELECT FROM {} FOR UPDATE")
-
-
 def service_unknown(round_: Round, fault: Fault) -> None:
     """The stores forget a service for a while."""
     service = list(QUALITIES)[fault.target % len(QUALITIES)]
@@ -217,29 +178,6 @@ def _fill(round_: Round, server: EmbeddedServer, seconds: float) -> None:
                 file.write(b"x" * 4096)
         time.sleep(seconds)
         filler.unlink()
-
-
-def _freeze(server: EmbeddedServer, seconds: float) -> None:
-    first = int((server.data_dir / "postmaster.pid").read_text().split()[0])
-    os.kill(first, signal.SIGSTOP)  # it starts no more of them
-    children = f"/proc/{first}/task/{first}/children"
-    stopped = [*map(int, Path(children).read_text().split()), first]
-    for signals in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signals)
-        time.sleep(seconds if signals is signal.SIGSTOP else 0.0)
-
-
-def _hold(round_: Round, fault: Fault, statement: str) -> None:
-    stores = round_.stores or {"app": round_.app}
-    table, dsns = LOCKED[fault.target % len(LOCKED)]
-    dsn = round_.app if dsns == "app" else stores[sorted(stores)[fault.target % len(stores)]]
-    with dsn.connect(role="crash") as person, contextlib.suppress(psycopg.OperationalError):
-        person.execute("SET lock_timeout = '3s'")
-        person.execute(statement.format(table).encode())
-        time.sleep(LEASE_SECONDS + fault.lasts)
-        person.rollback()
 
 
 def _crash(server: EmbeddedServer) -> None:

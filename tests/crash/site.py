@@ -20,7 +20,7 @@ from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
 from saf.database import Dsn
 from saf.destinations.settings import DestinationSettings
-from tests.crash import consumers, faults, hostile, hubs, set_backs
+from tests.crash import consumers, faults, hangs, hostile, hubs, set_backs
 from tests.crash.copies import Copies
 from tests.crash.network import elsewhere
 from tests.crash.plan import FAULTS, QUALITIES, Fault, Plan, plan
@@ -117,8 +117,10 @@ class Site:
 
     def fault(self, kind: str) -> Callable[[Any, Fault], None]:
         """What does a fault of this kind to a round."""
-        room = set_backs if hasattr(set_backs, kind) else faults
-        found: Callable[[Any, Fault], None] = getattr(room, kind)
+        rooms = (faults, hangs, set_backs)
+        found: Callable[[Any, Fault], None] = next(
+            getattr(room, kind) for room in rooms if hasattr(room, kind)
+        )
         return found
 
     def plan(self, seed: int, number: int, kinds: tuple[str, ...] = ()) -> Plan:
@@ -195,7 +197,7 @@ class Site:
         return dsn
 
     def _furnish(self, server: EmbeddedServer) -> None:
-        """What each cluster has: a template, a role, and a tablespace where there are small disks."""
+        """What each cluster has: a template, a role, and a tablespace if disks are small."""
         migrate(server.create_database("saf_template"), SHARDS)
         with server.dsn("postgres").connect(role="crash", autocommit=True) as connection:
             connection.execute(hostile.CREATE)
