@@ -7,8 +7,9 @@ again where something is refused still, as when a forwarder had a commit at the 
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING
 import psycopg
 from psycopg import sql
 
+from saf.database import Dsn
 from tests.crash.copies import Copies
-from tests.crash.past import life, stored
+from tests.crash.past import life, message, stored
 from tests.crash.plan import QUALITIES, Fault
-from tests.programs import configuration, saf
+from tests.programs import saf
 
 if TYPE_CHECKING:
-    from saf.database import Dsn
     from tests.crash.rounds import Round
 
 NOTICED_SECONDS = 15.0
@@ -95,9 +96,7 @@ def repair(round_: Round) -> None:
     everything_runs = not (round_.past.lives or round_.plan.dialogs)
     said: list[str] = []
     with nullcontext() if everything_runs else round_.at_rest():
-        file = configuration(
-            round_.site.folder / "person.toml", round_.brokers, _destinations(round_)
-        )
+        file = _configure(round_)
         round_.refusals.seen = len(round_.refusals.all())
         until = time.monotonic() + REST_SECONDS
         while True:
@@ -133,7 +132,8 @@ def _source_goes_back(
     was = go_back(copies)
     with copies.running(was) as old, copies.running(_newest(copies)) as copy:
         round_.past.source_goes_back(old.dsn("app").conninfo, copy.dsn("app").conninfo)
-    arrived = {one for store in round_.stores.values() for one in stored(store.conninfo)}
+    arrived = {message(body) for body in round_.site.arrived()}
+    arrived |= {one for store in round_.stores.values() for one in stored(store.conninfo)}
     now = life(round_.app.conninfo)
     ahead = [
         one
@@ -143,7 +143,7 @@ def _source_goes_back(
     ]
     if by_dump:
         _expect_a_refusal(round_, "the application's database was in another cluster")
-    elif ahead:
+    elif ahead and round_.site.keeps_marks:
         _expect_a_refusal(round_, f"the stores had {len(ahead)} messages that it did not know")
     repair(round_)
 
@@ -159,10 +159,24 @@ def _newest(copies: Copies) -> Path:
     return copies.newest
 
 
-def _destinations(round_: Round) -> Mapping[str, Dsn]:
-    return {name: dsn for name, dsn in round_.brokers.items() if name != "app"} | (
-        {"app": round_.app} if round_.plan.dialogs else {}
-    )
+def _configure(round_: Round) -> Path:
+    """The person's saf.toml: every broker, and all destinations of each of them."""
+    lines = []
+    for name, dsn in round_.brokers.items():
+        lines += [f"[brokers.{name}]", f"dsn = {json.dumps(dsn.conninfo)}"]
+    theirs = {**round_.site.by_proxy(round_.plan), **round_.brokers}
+    for name, there in theirs.items():
+        if name == "app" and not round_.plan.dialogs:
+            continue
+        lines.append(f"[destinations.{name}]")
+        if isinstance(there, Dsn):
+            lines.append(f"dsn = {json.dumps(there.conninfo)}")
+        else:
+            said = {"kind": there.kind, **there.model_dump(mode="json", exclude_unset=True)}
+            lines += [f"{field} = {json.dumps(value)}" for field, value in said.items()]
+    file = round_.site.folder / "person.toml"
+    file.write_text("\n".join(lines) + "\n")
+    return file
 
 
 def _expect_a_refusal(round_: Round, why: str) -> None:
