@@ -23,7 +23,11 @@ DEAD = """
 SELECT conversation_id::text, reason, error FROM saf.dead_letter
 WHERE conversation_id IS NOT NULL AND NOT (%(may_fail)s AND reason IN ('no_dialog', 'rejected'))
 """
-ENDS = "SELECT conversation_id::text, state, error_code IS NOT NULL FROM saf.conversation"
+ENDS = """
+SELECT conversation_id::text, state, error_code IS NOT NULL, is_initiator, send_sequence,
+       receive_sequence, error_text
+FROM saf.conversation
+"""
 
 
 @dataclass(kw_only=True)
@@ -33,7 +37,8 @@ class Side:
     heard: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     closed: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
-    known: set[str] = field(default_factory=set)
+    known: dict[str, list[str]] = field(default_factory=dict)
+    """All ends, each in words."""
 
 
 def unheard(source: str, store: str, past: Past | None = None) -> int:
@@ -44,7 +49,7 @@ def unheard(source: str, store: str, past: Past | None = None) -> int:
     return sum(
         max(0, n - len(side.heard[talk])) + (ended and talk not in side.closed)
         if talk not in failed
-        else talk in side.known - side.failed
+        else talk in side.known.keys() - side.failed
         for side in sides
         for talk, (n, ended) in talks.items()
     ) + sum(len(_untold(side, talks.keys(), past)) for side in sides)
@@ -63,15 +68,15 @@ def listen(
             verdict.dead_wrongly += dead.fetchall()
             verdict.ended_wrongly += [
                 (place, conversation)
-                for conversation, _, with_error in connection.execute(ENDS).fetchall()
+                for conversation, _, with_error, *_ in connection.execute(ENDS).fetchall()
                 if with_error and not past.talks_may_fail
             ]
     verdict.sent += sum(n for n, _ in talks.values())
     for side in sides:
         for talk, (n, ended) in talks.items():
             if talk in failed:
-                if talk in side.known - side.failed:
-                    verdict.ended_wrongly.append((talk, n))
+                if talk in side.known.keys() - side.failed:
+                    verdict.ended_wrongly.append((talk, n, *(one.known.get(talk) for one in sides)))
                 continue
             mine, said = side.heard[talk], range(1, n + 1)
             verdict.lost += [(talk, one) for one in said if one not in mine]
@@ -79,7 +84,7 @@ def listen(
             verdict.out_of_order += [(talk, b) for a, b in pairwise(mine) if b < a]
             verdict.unexpected += [(talk, one) for one in mine if one not in said]
             if (talk in side.closed) != ended or talk in side.failed:
-                verdict.ended_wrongly.append((talk, n))
+                verdict.ended_wrongly.append((talk, n, *(one.known.get(talk) for one in sides)))
         verdict.unexpected += [(talk, 0) for talk in side.heard.keys() - talks.keys() - past.talks]
         verdict.ended_wrongly += [(talk, 0) for talk in _untold(side, talks.keys(), past)]
 
@@ -102,9 +107,9 @@ def _talks(source: str, store: str) -> tuple[dict[str, tuple[int, bool]], list[S
             for talk, conversation, n in connection.execute(HEARD).fetchall():
                 side.heard[talk].append(n)
                 talk_of[conversation] = talk
-        for conversation, state, with_error in ends:
+        for conversation, state, with_error, *more in ends:
             talk = talk_of.get(conversation, conversation)
-            side.known.add(talk)
+            side.known.setdefault(talk, []).append(f"{conversation} {state} {more}")
             if state == "closed":
                 side.closed.add(talk)
             if with_error:
