@@ -127,11 +127,12 @@ def _fill(space: Path, of: Path) -> None:
 
 
 def _dump(dsn: Dsn) -> bytes:
-    command = [programs(DEFAULT_VERSION) / "pg_dump", "--no-owner", dsn.conninfo]
+    pg_dump = str(programs(DEFAULT_VERSION) / "pg_dump")
+    command = [pg_dump, "--no-owner", dsn.conninfo]
     return subprocess.run(command, capture_output=True, check=True).stdout
 
 
 def _load(dsn: Dsn, dump: bytes) -> None:
-    psql = programs(DEFAULT_VERSION) / "psql"
+    psql = str(programs(DEFAULT_VERSION) / "psql")
     command = [psql, "-qX", "-v", "ON_ERROR_STOP=1", dsn.conninfo]
     subprocess.run(command, input=dump, stdout=subprocess.DEVNULL, check=True)

@@ -64,7 +64,7 @@ def forwarder(
         except Fenced:
             continue
         except Restored as error:
-            refused = receipts = [f"Restored: {error}"]
+            receipts, refused = [], [f"Restored: {error}"]
         except Unavailable:
             cycle.broker.forget_connection()
             time.sleep(0.05)

@@ -108,7 +108,7 @@ def _talks(source: str, store: str) -> tuple[dict[str, tuple[int, bool]], list[S
                 side.heard[talk].append(n)
                 talk_of[conversation] = talk
         for conversation, state, with_error, *more in ends:
-            talk = talk_of.get(conversation, conversation)
+            talk = talk_of.get(str(conversation), str(conversation))
             side.known.setdefault(talk, []).append(f"{conversation} {state} {more}")
             if state == "closed":
                 side.closed.add(talk)

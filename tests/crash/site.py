@@ -164,10 +164,10 @@ class Site:
         with app.connect(role="crash", autocommit=True) as connection:
             connection.execute(TABLES)
             connection.execute("INSERT INTO account SELECT unnest(%s::text[]), 0", [ACCOUNTS])
-            for service, store in self.places(plan).items():
+            for service, destination in self.places(plan).items():
                 connection.execute(
                     "INSERT INTO saf.route (service, destination, quality) VALUES (%s, %s, %s)",
-                    [service, store, self.qualities[service]],
+                    [service, destination, self.qualities[service]],
                 )
             hostile.admit(connection)
         if plan.dialogs:
