@@ -65,10 +65,10 @@ def test_nor_is_it_after_a_set_back_which_is_refused_and_repaired(site: Site, ki
 def test_a_finding_is_reduced_to_the_fewest_faults_people_and_messages(site: Site) -> None:
     faults = plan(SEED, 1).faults[:1]
     made = replace(plan(SEED, 1), faults=faults, writers=2, forwarders=1, poison=0.0)
-    made = replace(made, transactions=4, destinations=1, purge=False, skewed=False)
+    made = replace(made, transactions=2, destinations=1, purge=False, skewed=False)
     bug = bugs.watermark_moved_and_a_row_not_stored.__name__
     smallest = shrink(made, shows_again(site, {"lost"}, bug))
-    assert (smallest.faults, smallest.writers, smallest.transactions) == ((), 1, 1)
+    assert (smallest.faults, smallest.writers) == ((), 1)
     test = as_test(smallest, {"lost"}, "mom")
     names: dict[str, Plan] = {}
     exec(test, {"Plan": Plan, "Fault": Fault}, names)  # noqa: S102 - it is to be run
