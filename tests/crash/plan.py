@@ -65,6 +65,8 @@ MORE = (
     "freeze_mom",
     "hold_rows",
     "vanish_mom",
+    "jump_clock_source",
+    "jump_clock_mom",
 )
 """What may go wrong besides, in any round that is not on Spark."""
 OF_MORE = {
