@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 # All that a running program compares with the clock of the database
 JUMPS = (
     "UPDATE saf.member SET lease_until = lease_until - interval '1 hour'",
-    "UPDATE saf.backoff SET next_attempt_at = next_attempt_at - interval '1 hour'",
+    # what is after all days waits for a person or a handler
+    "UPDATE saf.backoff SET next_attempt_at = next_attempt_at - interval '1 hour' "
+    "WHERE next_attempt_at < '9000-01-01'",
 )
 
 
