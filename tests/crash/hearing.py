@@ -36,6 +36,8 @@ class Side:
 
     heard: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     closed: set[str] = field(default_factory=set)
+    over: set[str] = field(default_factory=set)
+    """Those that it has ended itself, or both: it hears no more, and of no failure either."""
     failed: set[str] = field(default_factory=set)
     known: dict[str, list[str]] = field(default_factory=dict)
     """All ends, each in words."""
@@ -49,7 +51,7 @@ def unheard(source: str, store: str, past: Past | None = None) -> int:
     return sum(
         max(0, n - len(side.heard[talk])) + (ended and talk not in side.closed)
         if talk not in failed
-        else talk in side.known.keys() - side.failed
+        else talk in side.known.keys() - side.failed - side.over
         for side in sides
         for talk, (n, ended) in talks.items()
     ) + sum(len(_untold(side, talks.keys(), past)) for side in sides)
@@ -75,7 +77,7 @@ def listen(
     for side in sides:
         for talk, (n, ended) in talks.items():
             if talk in failed:
-                if talk in side.known.keys() - side.failed:
+                if talk in side.known.keys() - side.failed - side.over:
                     verdict.ended_wrongly.append((talk, n, *(one.known.get(talk) for one in sides)))
                 continue
             mine, said = side.heard[talk], range(1, n + 1)
@@ -90,8 +92,8 @@ def listen(
 
 
 def _untold(side: Side, talks: Set[str], past: Past) -> set[str]:
-    """Ends that do not know yet that their other end has forgotten them, and are not over."""
-    return (side.heard.keys() & past.talks) - talks - side.failed - side.closed
+    """Ends that go on, and do not know yet that their other end has forgotten them."""
+    return (side.heard.keys() & past.talks) - talks - side.failed - side.over
 
 
 def _talks(source: str, store: str) -> tuple[dict[str, tuple[int, bool]], list[Side]]:
@@ -112,6 +114,8 @@ def _talks(source: str, store: str) -> tuple[dict[str, tuple[int, bool]], list[S
             side.known.setdefault(talk, []).append(f"{conversation} {state} {more}")
             if state == "closed":
                 side.closed.add(talk)
+            if state.startswith(("closed", "disconnected")):
+                side.over.add(talk)
             if with_error:
                 side.failed.add(talk)
         sides.append(side)
