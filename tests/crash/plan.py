@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 QUALITIES = {
@@ -57,7 +56,6 @@ SET_BACKS = {
     "set_back_mom": "back_up_mom",
 }
 """Set-backs, and what has to come before each."""
-OF_SOURCE = ("set_back_source", "restore_source")
 MORE = (
     "hold_lock",
     "disk_full_source",
@@ -170,7 +168,7 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
         return made
     if made.dialogs:
         made = replace(made, faults=(*faults, replace(faults[-1], kind=SILENCE)))
-    return made if spark else with_set_back(_more(made))
+    return made if spark else _set_back(_more(made))
 
 
 def _more(made: Plan) -> Plan:
@@ -190,12 +188,12 @@ def _more(made: Plan) -> Plan:
     return _with(made, chance, *(kind for kind in [chance.choice(kinds)] if chance.random() < 0.6))
 
 
-def with_set_back(made: Plan, kinds: Sequence[str] = tuple(SET_BACKS)) -> Plan:
+def _set_back(made: Plan) -> Plan:
     """A plan in which perhaps something is set back, to a copy that was taken earlier."""
     chance = random.Random(f"{made.seed} {made.round} set back")
     if chance.random() >= SET_BACK:
         return made
-    kind = chance.choice(kinds)
+    kind = chance.choice(list(SET_BACKS))
     # what was purged since cannot be sent again
     made = replace(made, purge=made.purge and kind != "set_back_mom")
     return _with(_with(made, chance, SET_BACKS[kind]), chance, kind, last=True)

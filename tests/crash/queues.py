@@ -19,7 +19,7 @@ from saf.destinations.rabbitmq import Rabbitmq
 from saf.destinations.rabbitmq_stream import RabbitmqStream
 from saf.destinations.redis import Redis
 from saf.destinations.settings import DestinationSettings
-from tests.crash.plan import OF_SOURCE, QUALITIES, Fault, Plan, plan, with_set_back
+from tests.crash.plan import QUALITIES, Fault, Plan, plan
 from tests.crash.site import Site
 from tests.kafka_server import ENDS, KafkaQueue, KafkaServer, LossyKafka
 from tests.lossy import Lossy
@@ -46,8 +46,7 @@ FAULTS = (
 def plan_to(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
     """The plan of a round to a queue."""
     made = plan(seed, number, kinds)
-    made = replace(made, destinations=1, poison=0.0, spark=False, dialogs=False)
-    return with_set_back(made, OF_SOURCE) if len(kinds) > 1 else made
+    return replace(made, destinations=1, poison=0.0, spark=False, dialogs=False)
 
 
 class LosesAnswers:
@@ -190,7 +189,6 @@ class RabbitmqSite(QueueSite):
     """With queues of a RabbitMQ server, which store at least once."""
 
     request = b"saf-created-at"
-    keeps_marks = False
     qualities: ClassVar[Mapping[str, str]] = {
         service: "at_least_once" if quality == "exactly_once" else quality
         for service, quality in QUALITIES.items()

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import psycopg
 from psycopg import sql
 
-from saf.database import Dsn
 from tests.crash.copies import Copies
-from tests.crash.past import life, message, stored
+from tests.crash.past import life, stored
 from tests.crash.plan import QUALITIES, Fault
 from tests.programs import saf
 
 if TYPE_CHECKING:
+    from saf.database import Dsn
     from tests.crash.rounds import Round
 
 NOTICED_SECONDS = 15.0
@@ -132,8 +132,7 @@ def _source_goes_back(
     was = go_back(copies)
     with copies.running(was) as old, copies.running(_newest(copies)) as copy:
         round_.past.source_goes_back(old.dsn("app").conninfo, copy.dsn("app").conninfo)
-    arrived = {message(body) for body in round_.site.arrived()}
-    arrived |= {one for store in round_.stores.values() for one in stored(store.conninfo)}
+    arrived = {one for store in round_.stores.values() for one in stored(store.conninfo)}
     now = life(round_.app.conninfo)
     ahead = [
         one
@@ -143,7 +142,7 @@ def _source_goes_back(
     ]
     if by_dump:
         _expect_a_refusal(round_, "the application's database was in another cluster")
-    elif ahead and round_.site.keeps_marks:
+    elif ahead:
         _expect_a_refusal(round_, f"the stores had {len(ahead)} messages that it did not know")
     repair(round_)
 
@@ -164,16 +163,9 @@ def _configure(round_: Round) -> Path:
     lines = []
     for name, dsn in round_.brokers.items():
         lines += [f"[brokers.{name}]", f"dsn = {json.dumps(dsn.conninfo)}"]
-    theirs = {**round_.site.by_proxy(round_.plan), **round_.brokers}
-    for name, there in theirs.items():
-        if name == "app" and not round_.plan.dialogs:
-            continue
-        lines.append(f"[destinations.{name}]")
-        if isinstance(there, Dsn):
-            lines.append(f"dsn = {json.dumps(there.conninfo)}")
-        else:
-            said = {"kind": there.kind, **there.model_dump(mode="json", exclude_unset=True)}
-            lines += [f"{field} = {json.dumps(value)}" for field, value in said.items()]
+    for name, dsn in round_.brokers.items():
+        if name != "app" or round_.plan.dialogs:
+            lines += [f"[destinations.{name}]", f"dsn = {json.dumps(dsn.conninfo)}"]
     file = round_.site.folder / "person.toml"
     file.write_text("\n".join(lines) + "\n")
     return file

@@ -141,8 +141,6 @@ class Site:
 
     qualities: ClassVar[Mapping[str, str]] = QUALITIES
     """What each service is promised here."""
-    keeps_marks: ClassVar[bool] = True
-    """Whether destinations know how far a source had got, and so notice that it was set back."""
 
     def arrived(self) -> Sequence[str]:
         """The bodies that have arrived elsewhere than in MOM stores."""
