@@ -21,7 +21,7 @@ HEARD = "SELECT talk::text, conversation::text, n FROM heard ORDER BY number"
 # What an end has said that is forgotten, or to one that is forgotten, is dead after a set-back
 DEAD = """
 SELECT conversation_id::text, reason, error FROM saf.dead_letter
-WHERE conversation_id IS NOT NULL AND NOT (%(may_fail)s AND reason IN ('no_dialog', 'rejected'))
+WHERE conversation_id IS NOT NULL AND NOT (%(went_back)s AND reason IN ('no_dialog', 'rejected'))
 """
 ENDS = """
 SELECT conversation_id::text, state, error_code IS NOT NULL, is_initiator, send_sequence,
@@ -63,15 +63,15 @@ def listen(
     """Add what is wrong with talks."""
     past = past or Past()
     talks, sides = _talks(source, store)
-    failed = sides[0].failed | sides[1].failed if past.talks_may_fail else set()
+    failed = sides[0].failed | sides[1].failed if past.went_back else set()
     for place in (source, store, *hubs):
         with psycopg.connect(place) as connection:
-            dead = connection.execute(DEAD, {"may_fail": past.talks_may_fail})
+            dead = connection.execute(DEAD, {"went_back": past.went_back})
             verdict.dead_wrongly += dead.fetchall()
             verdict.ended_wrongly += [
                 (place, conversation)
                 for conversation, _, with_error, *_ in connection.execute(ENDS).fetchall()
-                if with_error and not past.talks_may_fail
+                if with_error and not past.went_back
             ]
     verdict.sent += sum(n for n, _ in talks.values())
     for side in sides:

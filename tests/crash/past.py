@@ -53,7 +53,8 @@ class Past:
     again: Counter[Message] = field(default_factory=Counter)
     """How often messages may have been delivered once more."""
     out_of_turn: set[Message] = field(default_factory=set)
-    talks_may_fail: bool = False
+    went_back: bool = False
+    """Whether anything did."""
     talks: set[str] = field(default_factory=set)
     """Those of earlier lives."""
 
@@ -73,13 +74,13 @@ class Past:
         with psycopg.connect(was) as connection:
             if connection.execute("SELECT to_regclass('talk')").fetchone() != (None,):
                 self.talks.update(talk for (talk,) in connection.execute(TALKS).fetchall())
-        self.talks_may_fail = True
+        self.went_back = True
 
     def store_goes_back(self, was: str, copy: str) -> int:
         """A MOM store is what the copy is; return how many messages it has lost."""
         lost = stored(was) - stored(copy)
         self.out_of_turn |= lost
-        self.talks_may_fail = True
+        self.went_back = True
         return len(lost)
 
 

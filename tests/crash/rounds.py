@@ -132,7 +132,7 @@ class Round:
             time.sleep(0.1)
             self._end_writers()
             remaining = self._drain()
-            if self.past.talks_may_fail:
+            if self.past.went_back:
                 # what a forwarder had in hand meanwhile may have been noticed by nobody yet
                 set_backs.repair(self)
                 remaining = self._drain()
@@ -262,7 +262,7 @@ class Round:
         while (remaining := self._left()) and time.monotonic() < until:
             if remaining > 0 and (least is None or remaining < least):
                 least, until = remaining, time.monotonic() + seconds
-            if self.refusals.new() and self.past.talks_may_fail:
+            if self.refusals.new() and self.past.went_back:
                 set_backs.repair(self)
             time.sleep(0.02)
         if remaining:
