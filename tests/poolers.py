@@ -46,16 +46,26 @@ class PgBouncer:
         self._folder.chmod(0o755)
         file = self._folder / "pgbouncer.ini"
         file.write_text(CONFIGURATION.format(**server.parts, here=self._port, mode=mode, size=size))
-        self._process = subprocess.Popen(
-            [program, str(file)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            user="nobody" if os.geteuid() == 0 else None,  # it refuses to run as root
-        )
+        self._command = [program, str(file)]
+        self._start()
 
     def __call__(self, dsn: Dsn) -> Dsn:
         """The same database, through here."""
         return Dsn(make_conninfo(dsn.conninfo, host="127.0.0.1", port=self._port), dsn.bounds)
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL, and start another in its place."""
+        self._process.kill()
+        self._process.wait()
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            self._command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            user="nobody" if os.geteuid() == 0 else None,  # it refuses to run as root
+        )
 
     def __enter__(self) -> Self:
         until = time.monotonic() + 30

@@ -28,6 +28,8 @@ CONTEXT.set_forkserver_preload(
         "tests.crash.writers",
         "tests.crash.site",
         "tests.crash.talks",
+        "tests.crash.bugs",
+        "tests.crash.hubs",
     ]
 )
 

@@ -170,7 +170,7 @@ def consumer(mom: Dsn, seed: int) -> None:
 
 def consume(
     mom: Dsn,
-    seed: int,
+    seed: int | str,
     subscription: str,
     handle: Callable[[psycopg.Connection[Any], saf.Received], object],
 ) -> None:

@@ -1,4 +1,7 @@
-"""``make crash ROUNDS=20 SEED=7``: rounds of faults, a line for each, and what they came to."""
+"""``make crash ROUNDS=20 SEED=7``: rounds of faults, a line for each, and what they came to.
+
+``make crash SEED=7 SHRINK=12`` reduces the plan of a round with a finding, and prints a test.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ import sys
 import time
 from collections.abc import Mapping
 
-from tests.crash import lake, queues, webhooks
-from tests.crash.plan import FAULTS, SPARK_FAULTS
+from tests.crash import lake, queues, shrink, webhooks
+from tests.crash.plan import FAULTS, MORE, OF_MORE, SET_BACKS, SPARK_FAULTS, Plan
 from tests.crash.rounds import Outcome, Round
 from tests.crash.site import Site
 
@@ -29,12 +32,17 @@ def main() -> int:
     """Run; exit 1 on any finding."""
     parser = argparse.ArgumentParser(prog="python -m tests.crash", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--first", type=int, default=0, help="the first round's number")
+    parser.add_argument("--first", "--round", type=int, default=0, help="the first one's number")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--seconds", type=float, help="start no round after so long")
     parser.add_argument("--to", choices=SITES, default="mom")
-    kinds = sorted({*FAULTS, *SPARK_FAULTS, *queues.FAULTS, *lake.FAULTS, *webhooks.FAULTS})
+    kinds = sorted(
+        {*FAULTS, *SPARK_FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values()}
+        | {*queues.FAULTS, *lake.FAULTS, *webhooks.FAULTS}
+    )
     parser.add_argument("--only", nargs="*", choices=kinds, help="these faults")
+    parser.add_argument("--bug", default="", help="one of tests/crash/bugs.py, planted")
+    parser.add_argument("--shrink", action="store_true", help="reduce the plan of the first one")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its servers do not stay behind
     print(f"seed {given.seed}", flush=True)
@@ -42,15 +50,31 @@ def main() -> int:
     outcomes: list[Outcome] = []
     with contextlib.suppress(KeyboardInterrupt), SITES[given.to]() as site:
         number = given.first
+        if given.shrink:
+            plan = site.plan(given.seed, number, tuple(given.only or ()))
+            return reduce(site, plan, given.to, given.bug)
         while number < given.first + given.rounds or given.seconds:
             if given.seconds and time.monotonic() - began > given.seconds:
                 break
             what = site.plan(given.seed, number, tuple(given.only or ()))
-            outcome = Round(site, what).run()
+            outcome = Round(site, what, bug=given.bug).run()
             outcomes.append(outcome)
             show(outcome)
             number += 1
     return summary(outcomes)
+
+
+def reduce(site: Site, plan: Plan, to: str, bug: str) -> int:
+    """Print the smallest plan with a finding as a test; 1 if there was a finding."""
+    for _ in range(shrink.TRIES):
+        outcome = Round(site, plan, bug=bug).run()
+        show(outcome)
+        if not outcome.good:
+            smallest = shrink.shrink(plan, shrink.shows_again(site, outcome.findings, bug))
+            print(shrink.as_test(smallest, outcome.findings, to))
+            return 1
+    print(f"no finding in {shrink.TRIES} rounds")
+    return 0
 
 
 def show(outcome: Outcome) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -11,8 +12,12 @@ from psycopg import sql
 import saf
 import saf.engine.earlier_task
 import saf.engine.sending
+import saf.routing_service
 from saf import Outbox
-from saf.destinations import Chunk
+from saf.broker import grants
+from saf.broker.grants import RIGHTS, Kind
+from saf.destinations import Chunk, places
+from saf.destinations.marks import Difference
 from saf.destinations.postgresql import inbox
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.dialogs import arrival
@@ -22,6 +27,8 @@ from saf.engine.storing import Storing
 from saf.errors import Rejected
 from saf.log import cursor, ring
 from saf.log.cursor import Batch
+from saf.receiving import claim
+from saf.repair import rebase, send_again
 from saf.setaside import dead, parking
 
 
@@ -151,3 +158,44 @@ def repeats_in_a_dialog_taken(patch: pytest.MonkeyPatch) -> None:
         return (Verdict.TAKE, before) if repeat else judge(before, message, **more)
 
     patch.setattr(arrival, "judge", trusting)
+
+
+def marks_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(places, "compare", lambda *_: Difference())
+
+
+def a_repair_sends_nothing_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(send_again, "replay", lambda *_, **__: {})
+
+
+def a_repair_does_not_go_on_after_what_destinations_know(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rebase, "_go_on_after", lambda *_: None)
+
+
+def a_receiver_forgets_how_far_it_got(patch: pytest.MonkeyPatch) -> None:
+    moved = claim.MOVE_CURSORS.replace("position = m.position", "position = c.position")
+    patch.setattr(claim, "MOVE_CURSORS", moved)
+
+
+def a_hub_passes_nothing_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(saf.routing_service, "pass_on", lambda *_, **__: True)
+
+
+def a_writer_may_read(patch: pytest.MonkeyPatch) -> None:
+    more = {Kind.WRITER: (*RIGHTS[Kind.WRITER], {"outbox": {"SELECT": ()}})}
+    patch.setattr(grants, "RIGHTS", {**RIGHTS, **more})
+
+
+def dead_for_another_reason(patch: pytest.MonkeyPatch) -> None:
+    bury = SetAside.bury
+    patch.setattr(
+        SetAside, "bury", lambda self, rows, to, _, error: bury(self, rows, to, "expired", error)
+    )
+
+
+def with_bug(name: str, program: Callable[..., None], *arguments: object) -> None:
+    """Run a program, for `tests.processes`, in which one of these is planted; "" for none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name:
+            globals()[name](patch)
+        program(*arguments)

@@ -1,23 +1,26 @@
 """The checker: plain SQL on the databases, and nothing of the library.
 
 What was to arrive is in the application's own table ``sent``; the outbox is not asked, because it
-is purged. Per quality of service, every message has to arrive (exactly once; at least once; at
-most once), in the order of its key, unless it is one that the MOM store rejects: then it has to be
-a dead letter, once.
+is purged. Each message has to have one of the ends of docs/where-messages-end.md that its promise
+allows: stored (exactly once; at least once; at most once) in the order of its key, or a dead
+letter, once, for a reason that it gave. Where something was set back, `tests.crash.past` says what
+else may be. What is said in talks is looked at by `tests.crash.hearing`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import psycopg
 
-SENT = "SELECT account, n, service, poison FROM sent"
-COUNTED = "SELECT id, version FROM account"
+from tests.crash.past import Known, Message, Past, life, message
+
+COUNTED = """
+SELECT id FROM account WHERE version <> (SELECT count(*) FROM sent WHERE account = account.id)
+"""
 ARRIVED = """
 SELECT convert_from(body, 'UTF8') FROM saf.inbox WHERE conversation_id IS NULL ORDER BY id
 """
@@ -31,15 +34,7 @@ SELECT (SELECT count(*) FROM saf.outbox o JOIN saf.cursor c USING (shard)
           AND (pg_visible_in_snapshot(o.txid, c.open) AND o.id <= c.position) IS NOT TRUE)
      + (SELECT count(*) FROM saf.parked)
 """
-
-TALKS = "SELECT conversation::text, n, ended FROM talk"
-HEARD = "SELECT conversation::text, n FROM heard ORDER BY number"
-DEAD_TALKS = """
-SELECT conversation_id::text, 0 FROM saf.dead_letter WHERE conversation_id IS NOT NULL
-"""
-STATES = "SELECT conversation_id::text, state FROM saf.conversation"
-
-Message = tuple[str, int]
+RECEIVED = "SELECT body FROM effect ORDER BY number"
 
 
 @dataclass(kw_only=True)
@@ -47,14 +42,22 @@ class Verdict:
     """What the checker found; each list names messages."""
 
     sent: int = 0
-    lost: list[Message] = field(default_factory=list)
-    duplicated: list[Message] = field(default_factory=list)
-    unexpected: list[Message] = field(default_factory=list)
-    out_of_order: list[Message] = field(default_factory=list)
-    dead_wrongly: list[Message] = field(default_factory=list)
-    """Dead letters that should not be, or twice; poison that is not dead."""
-    ended_wrongly: list[Message] = field(default_factory=list)
+    lost: list[Any] = field(default_factory=list)
+    duplicated: list[Any] = field(default_factory=list)
+    unexpected: list[Any] = field(default_factory=list)
+    out_of_order: list[Any] = field(default_factory=list)
+    dead_wrongly: list[Any] = field(default_factory=list)
+    """Dead letters that should not be, or twice, or stored as well; poison that is not dead."""
+    received_wrongly: list[Any] = field(default_factory=list)
+    """What has taken effect otherwise than it is stored: not, more often, in another order."""
+    ended_wrongly: list[Any] = field(default_factory=list)
     """Talks, and by how much they were said, that have not ended as they were to."""
+    not_refused: list[str] = field(default_factory=list)
+    """Set-backs after which forwarders went on as if nothing were."""
+    not_repaired: list[str] = field(default_factory=list)
+    """What the documented repair said where it did not help."""
+    allowed: list[str] = field(default_factory=list)
+    """What somebody could do without the right to."""
     not_atomic: list[str] = field(default_factory=list)
     """Accounts whose version and messages differ: the harness itself is broken."""
 
@@ -72,103 +75,110 @@ def left(source: str) -> int:
 
 
 def check(
-    source: str, stores: Iterable[str], qualities: Mapping[str, str], queued: Iterable[str] = ()
+    source: str,
+    stores: Iterable[str],
+    qualities: Mapping[str, str],
+    queued: Iterable[str] = (),
+    past: Past | None = None,
 ) -> Verdict:
     """Compare what was sent with what is there, in databases that nobody writes to any more.
 
     ``queued`` are bodies that a queue has, in their order.
     """
+    past = past or Past()
     with psycopg.connect(source) as connection:
-        sent = connection.execute(SENT).fetchall()
         counted = connection.execute(COUNTED).fetchall()
-        dead = [(_message(b), reason) for b, reason in connection.execute(DEAD).fetchall()]
-    arrived = [_message(body) for body in queued]
+        dead = [(message(body), reason) for body, reason in connection.execute(DEAD).fetchall()]
+    arrived = [message(body) for body in queued]
     for store in stores:
         with psycopg.connect(store) as connection:
-            arrived += [_message(body) for (body,) in connection.execute(ARRIVED).fetchall()]
-    copies, deaths = Counter(arrived), Counter(message for message, _ in dead)
-    verdict = Verdict(sent=len(sent))
-    verdict.not_atomic = [
-        account for account, version in counted if version != sum(s[0] == account for s in sent)
+            arrived += [message(body) for (body,) in connection.execute(ARRIVED).fetchall()]
+    sent, copies, deaths = life(source), Counter(arrived), Counter(one for one, _ in dead)
+    known = past.forgotten | sent
+    verdict = Verdict(sent=len(sent), not_atomic=[account for (account,) in counted])
+    for one, facts in known.items():
+        quality = qualities[facts.service]
+        ended = copies[one] + deaths[one]
+        if one in sent and quality != "at_most_once" and not ended:
+            verdict.lost.append(one)
+        if quality != "at_least_once" and copies[one] > 1 + past.again[one]:
+            verdict.duplicated.append(one)
+        both = copies[one] and deaths[one] and quality == "exactly_once"
+        if (both and not past.again[one]) or deaths[one] > 1 or (facts.poison and copies[one]):
+            verdict.dead_wrongly.append(one)
+        if one in sent and facts.poison and not deaths[one]:
+            verdict.dead_wrongly.append(one)
+    verdict.dead_wrongly += [
+        (one, reason)
+        for one, reason in dead
+        if one in known and reason not in _reasons(known[one], qualities)
     ]
-    known = {(account, n): (qualities[service], poison) for account, n, service, poison in sent}
-    for message, (quality, poison) in known.items():
-        # what may have left at most once, and is not known to have arrived, is said to be dead
-        may_die = poison or quality == "at_most_once"
-        if deaths[message] > may_die or (poison and copies[message]):
-            verdict.dead_wrongly.append(message)
-        if poison and not deaths[message]:
-            verdict.dead_wrongly.append(message)
-        if quality != "at_most_once" and not copies[message] and not deaths[message]:
-            verdict.lost.append(message)
-        if quality != "at_least_once" and copies[message] > 1:
-            verdict.duplicated.append(message)
     verdict.unexpected = sorted((copies.keys() | deaths.keys()) - known.keys())
-    verdict.out_of_order = _out_of_order(arrived, known)
+    for one_life in (*past.lives, sent):
+        verdict.out_of_order += _out_of_order(arrived, one_life.keys() - past.out_of_turn)
     return verdict
 
 
-def unheard(source: str, store: str) -> int:
-    """How much that was said in talks has not been heard, at either side; and ends untold."""
-    talks, *sides = _talks(source, store)
-    return sum(
-        max(0, n - len(heard[talk])) + (ended and states.get(talk) != "closed")
-        for heard, states in sides
-        for talk, (n, ended) in talks.items()
-    )
+def unreceived(stores: Iterable[str], services: Collection[str]) -> int:
+    """How much that the stores have for services has not been dealt with by their consumers."""
+    count = 0
+    for store in stores:
+        stored, received, dead = _consumed(store, services)
+        count += len(stored) - len(received) - len(dead)
+    return count
 
 
-def listen(source: str, store: str, verdict: Verdict) -> None:
-    """Add what is wrong with talks: each is 1, 2, 3 … at either side."""
-    talks, *sides = _talks(source, store)
-    for side in (source, store):
-        with psycopg.connect(side) as connection:
-            verdict.dead_wrongly += connection.execute(DEAD_TALKS).fetchall()
-    verdict.sent += sum(n for n, _ in talks.values())
-    for heard, states in sides:
-        for talk, (n, ended) in talks.items():
-            mine, said = heard[talk], range(1, n + 1)
-            verdict.lost += [(talk, one) for one in said if one not in mine]
-            verdict.duplicated += [(talk, one) for one in said if mine.count(one) > 1]
-            verdict.out_of_order += [(talk, b) for a, b in pairwise(mine) if b < a]
-            verdict.unexpected += [(talk, one) for one in mine if one not in said]
-            if (states.get(talk) == "closed") != ended or states.get(talk) == "error":
-                verdict.ended_wrongly.append((talk, n))
-        verdict.unexpected += [(talk, 0) for talk in heard.keys() - talks.keys()]
+def receive(stores: Iterable[str], services: Collection[str], verdict: Verdict) -> None:
+    """Add what consumers have done otherwise than once for each message, in order."""
+    for store in stores:
+        stored, received, dead = _consumed(store, services)
+        # only what was mortal, which the application says, may have died with the receiver
+        ended = Counter(received) + Counter(dead)
+        verdict.received_wrongly += list((ended - Counter(stored)) + (Counter(stored) - ended))
+        there, happened = _by_account(stored, dead), _by_account(received, dead)
+        verdict.received_wrongly += [key for key in there if there[key] != happened[key]]
 
 
-def _talks(source: str, store: str) -> tuple[Any, ...]:
-    """What was said in each talk, and whether that was all; and what either side has of them."""
-    with psycopg.connect(source) as connection:
-        rows = connection.execute(TALKS).fetchall()
-    sides = []
-    for side in (source, store):
-        heard: dict[str, list[int]] = defaultdict(list)
-        with psycopg.connect(side) as connection:
-            states: dict[str, str] = dict(connection.execute(STATES).fetchall())
-            for talk, n in connection.execute(HEARD).fetchall():
-                heard[talk].append(n)
-        sides.append((heard, states))
-    return {talk: (n, ended) for talk, n, ended in rows}, *sides
+def _reasons(facts: Known, qualities: Mapping[str, str]) -> set[str]:
+    """The reasons for which a message may be dead."""
+    reasons = {
+        "rejected": facts.poison,
+        "expired": facts.mortal,
+        # what may have left at most once, and is not known to have arrived, is said to be dead
+        "unavailable": qualities[facts.service] == "at_most_once",
+    }
+    return {reason for reason, allowed in reasons.items() if allowed}
 
 
-def _message(body: str) -> Message:
-    account, n, *_ = body.split()
-    return account, int(n)
+def _consumed(
+    store: str, services: Collection[str]
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """What is stored for services, what has taken effect of that, and what is dead, in order."""
+    with psycopg.connect(store) as connection:
+        lists = [
+            [message(body) for body, *_ in connection.execute(query).fetchall()]
+            for query in (ARRIVED, RECEIVED, DEAD)
+        ]
+    stored, received, dead = lists
+    return [one for one in stored if one[0].partition("-")[0] in services], received, dead
 
 
-def _out_of_order(
-    arrived: list[Message], known: Mapping[Message, tuple[str, bool]]
-) -> list[Message]:
+def _by_account(messages: Iterable[Message], dead: Collection[Message]) -> dict[str, list[Message]]:
+    found: dict[str, list[Message]] = defaultdict(list)
+    for one in messages:
+        if one not in dead:
+            found[one[0]].append(one)
+    return found
+
+
+def _out_of_order(arrived: list[Message], mine: Collection[Message]) -> list[Message]:
     """Messages whose first arrival comes after that of a later one of their key."""
     highest: dict[str, int] = defaultdict(int)
-    seen: set[Message] = set()
     found = []
-    for message in arrived:
-        if message in known and message not in seen:
-            account, n = message
+    for one in dict.fromkeys(arrived):
+        account, n, _ = one
+        if one in mine:
             if n < highest[account]:
-                found.append(message)
+                found.append(one)
             highest[account] = max(highest[account], n)
-        seen.add(message)
     return found

@@ -20,7 +20,7 @@ from tests.crash.forwarders import LEASE_SECONDS
 from tests.crash.plan import QUALITIES, Fault
 
 if TYPE_CHECKING:
-    from tests.crash.rounds import Round
+    from tests.crash.rounds import Round, Started
 
 TERMINATE = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
@@ -58,16 +58,38 @@ def crash_mom(round_: Round, _: Fault) -> None:
     _crash(round_.site.mom)
 
 
+def kill_consumer(round_: Round, fault: Fault) -> None:
+    round_.again(round_.consumers, fault.target)
+
+
+def kill_router(round_: Round, fault: Fault) -> None:
+    """One that serves a hub."""
+    round_.again(round_.routers, fault.target)
+
+
+def kill_pooler(round_: Round, _: Fault) -> None:
+    if round_.site.pooler:
+        round_.site.pooler.kill()
+
+
 def stop_forwarder(round_: Round, fault: Fault) -> None:
     """Past its lease; the others, or a new one, take over."""
-    stopped: BaseProcess = round_.forwarders[fault.target % len(round_.forwarders)][0]
-    assert stopped.pid is not None
-    if os.getpgid(stopped.pid) != stopped.pid:
-        return  # too young for a group of its own
-    os.killpg(stopped.pid, signal.SIGSTOP)
-    round_.forwarders.append(round_.start_forwarder(skewed=False))
-    time.sleep(LEASE_SECONDS + fault.lasts)
-    os.killpg(stopped.pid, signal.SIGCONT)
+    stopped = round_.forwarders[fault.target % len(round_.forwarders)][0]
+    if _is_young(stopped):
+        return
+    with _stopped(stopped):
+        round_.forwarders.append(round_.start_forwarder(skewed=False))
+        time.sleep(LEASE_SECONDS + fault.lasts)
+
+
+def stop_consumer(round_: Round, fault: Fault) -> None:
+    """Past its lease, if it has one; the others take over what they may."""
+    _stop_one(round_.consumers, fault)
+
+
+def stop_router(round_: Round, fault: Fault) -> None:
+    """Past its lease."""
+    _stop_one(round_.routers, fault)
 
 
 def lose_answer(round_: Round, fault: Fault) -> None:
@@ -86,14 +108,12 @@ def terminate_mom(round_: Round, fault: Fault) -> None:
 
 def disk_full(round_: Round, fault: Fault) -> None:
     """Not a byte is left where the inbox grows."""
-    if round_.site.disk is None:
-        return
-    filler = round_.site.disk / "filler"
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        while True:
-            file.write(b"x" * 4096)
-    time.sleep(fault.lasts)
-    filler.unlink()
+    _fill(round_, round_.site.mom, fault.lasts)
+
+
+def disk_full_source(round_: Round, fault: Fault) -> None:
+    """Not a byte is left where the outbox grows."""
+    _fill(round_, round_.site.source, fault.lasts)
 
 
 def service_unknown(round_: Round, fault: Fault) -> None:
@@ -125,6 +145,39 @@ def _kill_part(round_: Round, fault: Fault, command: bytes) -> None:
     if parts:
         with contextlib.suppress(ProcessLookupError):
             os.kill(sorted(parts)[fault.target % len(parts)], signal.SIGKILL)
+
+
+def _is_young(process: BaseProcess) -> bool:
+    """Whether it has no group of its own yet."""
+    assert process.pid is not None
+    return os.getpgid(process.pid) != process.pid
+
+
+@contextmanager
+def _stopped(process: BaseProcess) -> Iterator[None]:
+    assert process.pid is not None
+    os.killpg(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGCONT)
+
+
+def _stop_one(group: list[Started], fault: Fault) -> None:
+    process = group[fault.target % len(group)][0]
+    if not _is_young(process):
+        with _stopped(process):
+            time.sleep(LEASE_SECONDS + fault.lasts)
+
+
+def _fill(round_: Round, server: EmbeddedServer, seconds: float) -> None:
+    if disk := round_.site.disks.get(server):
+        filler = disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        time.sleep(seconds)
+        filler.unlink()
 
 
 def _crash(server: EmbeddedServer) -> None:

@@ -14,7 +14,7 @@ import psycopg
 
 from saf.database import Dsn
 from saf.engine.work import Receipt, Work
-from saf.errors import Fenced, Unavailable
+from saf.errors import Fenced, Restored, Unavailable
 from saf.operating.maintenance import purge_broker
 from saf.setaside import parking
 from tests.crash.stall import listen
@@ -22,6 +22,7 @@ from tests.pipeline import Cycle, forwarding_rules
 from tests.programs import BIN, configuration, environment
 
 LEASE_SECONDS = 1.0
+REFUSED = ("Ahead", "Behind", "Restored")
 FASTER = 20
 """How much quicker lanes are tried again, so that a round takes seconds."""
 
@@ -43,8 +44,13 @@ class Forwarding(Cycle):
             return job.result()
 
 
-def forwarder(app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, skewed: bool) -> None:
-    """Forward for ever; come back from whatever one can wait out."""
+def forwarder(
+    app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, skewed: bool, refusals: Path
+) -> None:
+    """Forward for ever; come back from whatever one can wait out.
+
+    What it refuses to do, because something was set back, goes to a file.
+    """
     listen()
     hurry()
     if skewed:
@@ -53,13 +59,21 @@ def forwarder(app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, skewed
     cycle = Forwarding(app, rules, lease_seconds=LEASE_SECONDS)
     while True:
         try:
-            if not cycle.run():
-                time.sleep(0.1)
+            receipts = cycle.run()
+            refused = [f"{r.error_kind}: {r.error}" for r in receipts if r.error_kind in REFUSED]
         except Fenced:
             continue
+        except Restored as error:
+            receipts, refused = [], [f"Restored: {error}"]
         except Unavailable:
             cycle.broker.forget_connection()
             time.sleep(0.05)
+            continue
+        if refused:
+            with refusals.open("a") as file:
+                file.writelines(f"{' '.join(line.split())}\n" for line in refused)
+        if refused or not receipts:
+            time.sleep(0.1)
 
 
 def spark_forwarder(
@@ -94,7 +108,7 @@ def purger(app: Dsn) -> None:
                 while True:
                     purge_broker(connection, retention_seconds=0, rotate_after_seconds=0.1)
                     time.sleep(0.5)
-        except (Unavailable, psycopg.Error):
+        except (Restored, Unavailable, psycopg.Error):
             time.sleep(0.05)
 
 

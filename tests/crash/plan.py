@@ -47,6 +47,36 @@ SILENCE = "kill_listener"
 """What goes wrong besides in rounds with dialogs."""
 SPARK_EVERY = 25
 """Each round of so many is one of those."""
+HUBS_EVERY = 3
+"""In each round of so many, talks go by hubs."""
+
+SET_BACKS = {
+    "set_back_source": "back_up_source",
+    "restore_source": "back_up_source",
+    "set_back_mom": "back_up_mom",
+}
+"""Set-backs, and what has to come before each."""
+MORE = (
+    "hold_lock",
+    "disk_full_source",
+    "freeze_source",
+    "freeze_mom",
+    "hold_rows",
+    "vanish_mom",
+    "jump_clock_source",
+    "jump_clock_mom",
+)
+"""What may go wrong besides, in any round that is not on Spark."""
+OF_MORE = {
+    "kill_consumer": "consumers",
+    "stop_consumer": "consumers",
+    "kill_router": "hubs",
+    "stop_router": "hubs",
+    "kill_pooler": "pooled",
+}
+"""What may go wrong with those who are there in some rounds only."""
+SET_BACK = 0.25
+"""The share of rounds in which something is set back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +111,18 @@ class Plan:
     """Forwarders are whole Spark jobs; else the same steps, in one process each."""
     dialogs: bool
     """The application and the MOM store talk, both ways."""
+    hubs: int = 0
+    """How many routing services some of the talks go by."""
+    consumers: bool = False
+    """Processors and workers receive what the MOM stores have."""
+    hostile: bool = False
+    """Somebody with a sender's rights alone does what he can."""
+    pooled: bool = False
+    """Writers are behind a pooler."""
+    mortal: float = 0.0
+    """The share of messages that expire within a moment."""
+    transactions: int | None = None
+    """How many each writer begins at most."""
     faults: tuple[Fault, ...]
 
 
@@ -91,7 +133,8 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
     True
     """
     chance = random.Random(f"{seed} {number}")
-    spark = number % SPARK_EVERY == SPARK_EVERY - 1 or set(kinds) - set(FAULTS) != set()
+    others = set(kinds) - {*FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values()}
+    spark = number % SPARK_EVERY == SPARK_EVERY - 1 or others != set()
     turn = number
     if spark and kinds is FAULTS:
         kinds, turn = SPARK_FAULTS, number // SPARK_EVERY
@@ -121,7 +164,50 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
         # by chance of its own: what else happens in a round stays as it was
         dialogs=not spark and random.Random(f"{seed} {number} dialogs").random() < DIALOGS,
     )
-    if not made.dialogs or kinds is not FAULTS:
+    if kinds is not FAULTS:
         return made
-    silence = replace(faults[-1], kind=SILENCE)
-    return replace(made, faults=(*faults, silence))
+    if made.dialogs:
+        made = replace(made, faults=(*faults, replace(faults[-1], kind=SILENCE)))
+    return made if spark else _set_back(_more(made))
+
+
+def _more(made: Plan) -> Plan:
+    """Who else is there, and what else goes wrong; by chance of its own, as all that follows."""
+    chance = random.Random(f"{made.seed} {made.round} more")
+    hubs = chance.randint(1, 3) if made.round % HUBS_EVERY == HUBS_EVERY - 1 else 0
+    made = replace(
+        made,
+        hubs=hubs,
+        dialogs=made.dialogs or hubs > 0,
+        consumers=chance.random() < 0.4,
+        hostile=chance.random() < 0.25,
+        pooled=chance.random() < 0.25,
+        mortal=chance.choice((0.0, 0.01)),
+    )
+    kinds = [*MORE, *(kind for kind, there in OF_MORE.items() if getattr(made, there))]
+    return _with(made, chance, *(kind for kind in [chance.choice(kinds)] if chance.random() < 0.6))
+
+
+def _set_back(made: Plan) -> Plan:
+    """A plan in which perhaps something is set back, to a copy that was taken earlier."""
+    chance = random.Random(f"{made.seed} {made.round} set back")
+    if chance.random() >= SET_BACK:
+        return made
+    kind = chance.choice(list(SET_BACKS))
+    # what was purged since cannot be sent again
+    made = replace(made, purge=made.purge and kind != "set_back_mom")
+    return _with(_with(made, chance, SET_BACKS[kind]), chance, kind, last=True)
+
+
+def _with(made: Plan, chance: random.Random, *kinds: str, last: bool = False) -> Plan:
+    """With more faults, each somewhere among the others, or at the end."""
+    faults = list(made.faults)
+    for kind in kinds:
+        fault = Fault(
+            kind=kind,
+            after=chance.uniform(0.1, 0.4),
+            lasts=chance.uniform(0.2, 0.6),
+            target=chance.randrange(100),
+        )
+        faults.insert(len(faults) if last else chance.randrange(len(faults)), fault)
+    return replace(made, faults=tuple(faults))

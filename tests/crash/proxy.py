@@ -1,4 +1,7 @@
-"""A proxy in front of a server, that on command loses the answer to a COMMIT."""
+"""A proxy in front of a server, that on command loses the answer to a COMMIT.
+
+It may listen as a machine on a network of its own, which can vanish.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,21 @@ import select
 import socket
 import threading
 
+from tests.crash.network import Elsewhere
+
 COMMIT = b"COMMIT"
 
 
 class Proxy:
-    """Passes everything on between 127.0.0.1 and the server's unix socket."""
+    """Passes everything on between its address and the server's unix socket."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, away: Elsewhere | None = None) -> None:
         self.server = f"{folder}/.s.PGSQL.5432"
         self.lost = 0
         """How many answers were lost so far."""
         self._armed = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
+        self._listener = away.listen() if away else socket.create_server(("127.0.0.1", 0))
+        self.host, self.port = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def lose_answer(self, armed: bool = True) -> None:

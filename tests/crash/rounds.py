@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -14,10 +15,16 @@ import psycopg
 from psycopg import sql
 
 from saf.database import Dsn
-from tests.crash import stall
-from tests.crash.checker import Verdict, check, left, listen, unheard
+from tests.crash import consumers, set_backs, stall
+from tests.crash.bugs import with_bug
+from tests.crash.checker import Verdict, check, left, receive, unreceived
 from tests.crash.forwarders import forwarder, purger, spark_forwarder
+from tests.crash.hearing import listen, unheard
+from tests.crash.hostile import hostile
+from tests.crash.hubs import router
+from tests.crash.past import Past
 from tests.crash.plan import Plan
+from tests.crash.set_backs import Refusals
 from tests.crash.site import Site
 from tests.crash.talks import DESK, STOCK, listener
 from tests.crash.writers import writer
@@ -25,7 +32,7 @@ from tests.processes import start
 
 DRAIN_SECONDS = 30.0
 SPARK_DRAIN_SECONDS = 120.0
-FOREVER = 3600.0
+WRITING_SECONDS = 60.0
 
 Started = tuple[BaseProcess, Any]
 """A process, and what starts another like it."""
@@ -55,21 +62,40 @@ class Outcome:
     """From the end of the last fault to the last message dealt with."""
 
     @property
+    def findings(self) -> set[str]:
+        """The names of all that was found."""
+        others = {"left": self.left, "died": self.died}
+        return {*self.verdict.findings, *(name for name, found in others.items() if found)}
+
+    @property
     def good(self) -> bool:
-        return not (self.verdict.findings or self.left or self.died)
+        return not self.findings
 
 
 class Round:
-    """The processes of a plan, on fresh databases of a site."""
+    """The processes of a plan, on fresh databases of a site.
 
-    def __init__(self, site: Site, plan: Plan) -> None:
-        self.site, self.plan = site, plan
+    ``bug`` names one of `tests.crash.bugs`, which is planted in the forwarders.
+    """
+
+    def __init__(self, site: Site, plan: Plan, *, bug: str = "") -> None:
+        self.site, self.plan, self.bug = site, plan, bug
         self.app: Dsn = site.prepare(plan)
         self.stores = site.stores(plan)
+        self.hubs = site.hubs(plan)
+        self.past = Past()
+        self.refusals = Refusals(site.folder / "refusals")
+        self.not_refused: list[str] = []
+        self.not_repaired: list[str] = []
+        self.allowed = site.folder / "allowed"
+        """What a hostile writer should not have been let do."""
+        self.allowed.write_text("")
         self.died: list[int] = []
         self.in_the_way: list[str] = []
         self._number = 0
         self.writers = [self.start_writer() for _ in range(plan.writers)]
+        if plan.hostile:
+            self.writers.append(self.start_hostile())
         self.forwarders = [
             self.start_forwarder(skewed=plan.skewed and nth == 0) for nth in range(plan.forwarders)
         ]
@@ -77,9 +103,20 @@ class Round:
             self.start_listener(service) for service in (STOCK, STOCK, DESK) if plan.dialogs
         ]
         if plan.dialogs:
-            self.forwarders.append(self.start_returning())
+            self.forwarders.append(self.start_returning(self.stores["mom"]))
+        self.routers = [self.start_router(hub) for hub in self.hubs.values()]
+        self.forwarders += [self.start_returning(hub) for hub in self.hubs.values()]
+        self.consumers = [
+            self.start_consumer(*arguments)
+            for arguments in consumers.chosen(plan, self.stores, site.places(plan))
+        ]
         self.others = [self.start_other(nth) for nth in range(len(site.others()))]
-        self.purgers = [start(purger, self.app)] if plan.purge else []
+        self.purgers = [self.start_purger()] if plan.purge else []
+
+    @property
+    def brokers(self) -> dict[str, Dsn]:
+        """All of them, by the names that routes and saf.toml have for them."""
+        return {"app": self.app, **self.stores, **self.hubs}
 
     def run(self) -> Outcome:
         """Let it all happen; leave no process behind."""
@@ -89,38 +126,49 @@ class Round:
             for fault in self.plan.faults:
                 time.sleep(fault.after)
                 self.site.fault(fault.kind)(self, fault)
+            if self.plan.transactions is not None:
+                self._wait_for_the_writers()
             ended = time.monotonic()
             time.sleep(0.1)
             self._end_writers()
             remaining = self._drain()
+            if self.past.went_back:
+                # what a forwarder had in hand meanwhile may have been noticed by nobody yet
+                set_backs.repair(self)
+                remaining = self._drain()
             recovery = time.monotonic() - ended
         finally:
-            started = self.writers + self.forwarders + self.listeners + self.others
-            for process in [process for process, _ in started] + self.purgers:
+            for process, _ in (*self.writers, *self._readers()):
                 self._end(process)
-        stores = [store.conninfo for store in self.site.checked(self.plan).values()]
-        verdict = check(self.app.conninfo, stores, self.site.qualities, self.site.arrived())
-        if self.plan.dialogs:
-            listen(self.app.conninfo, self.stores["mom"].conninfo, verdict)
         return Outcome(
             plan=self.plan,
-            verdict=verdict,
+            verdict=self._check(),
             left=remaining,
             in_the_way=self.in_the_way,
             died=self.died,
             recovery_seconds=recovery,
         )
 
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """All but the writers are stopped meanwhile."""
+        for process, _ in self._readers():
+            self._end(process)
+        yield
+        groups = (self.forwarders, self.listeners, self.routers)
+        for group in (*groups, self.consumers, self.others, self.purgers):
+            group[:] = [anew() for _, anew in group]
+
     def start_writer(self) -> Started:
-        self._number += 1
-        seed = f"{self.plan.seed} {self.plan.round} {self._number}"
-        process = start(writer, self.app, seed, self.plan.poison, self.plan.dialogs, FOREVER)
-        return process, self.start_writer
+        app = self.site.writers_see(self.app)
+        return start(writer, app, self._seed(), self.plan), self.start_writer
+
+    def start_hostile(self) -> Started:
+        return start(hostile, self.app, self._seed(), self.plan, self.allowed), self.start_hostile
 
     def start_listener(self, service: str) -> Started:
-        self._number += 1
         where = self.app if service == DESK else self.stores["mom"]
-        process = start(listener, where, service, self._number)
+        process = start(listener, where, service, self._seed())
         return process, lambda: self.start_listener(service)
 
     def start_forwarder(self, *, skewed: bool = False) -> Started:
@@ -130,25 +178,47 @@ class Round:
                 spark_forwarder, self.app, stores, self.plan.chunk_rows, self.site.folder
             )
             return process, self.start_forwarder
-        return start(
-            forwarder, self.app, stores, self.plan.chunk_rows, skewed
-        ), self.start_forwarder
+        return self._forwarder(self.app, stores, skewed), self.start_forwarder
 
-    def start_returning(self) -> Started:
-        """From the MOM store to the application."""
-        stores = {"app": self.app}
-        process = start(forwarder, self.stores["mom"], stores, self.plan.chunk_rows, False)
-        return process, self.start_returning
+    def start_returning(self, source: Dsn) -> Started:
+        """From a MOM store or a hub to the others."""
+        places = {name: dsn for name, dsn in self.brokers.items() if dsn != source}
+        process = self._forwarder(source, places, skewed=False)
+        return process, lambda: self.start_returning(source)
+
+    def start_router(self, hub: Dsn) -> Started:
+        return start(router, hub), lambda: self.start_router(hub)
+
+    def start_consumer(self, store: Dsn, service: str, kind: str) -> Started:
+        process = start(consumers.consumer, store, service, kind)
+        return process, lambda: self.start_consumer(store, service, kind)
+
+    def start_purger(self) -> Started:
+        return start(purger, self.app), self.start_purger
 
     def start_other(self, nth: int) -> Started:
         program, arguments = self.site.others()[nth]
         return start(program, *arguments), lambda: self.start_other(nth)
 
+    def _forwarder(self, source: Dsn, places: Any, skewed: bool) -> BaseProcess:
+        arguments = (source, places, self.plan.chunk_rows, skewed, self.refusals.file)
+        return start(with_bug, self.bug, forwarder, *arguments)
+
+    def _seed(self) -> str:
+        self._number += 1
+        return f"{self.plan.seed} {self.plan.round} {self._number}"
+
+    def _readers(self) -> list[Started]:
+        """All processes but the writers."""
+        started = self.forwarders + self.listeners + self.routers + self.consumers
+        return started + self.others + self.purgers
+
     def again(self, group: list[Started], target: int) -> None:
         """Kill one of a group, and start another."""
-        process, anew = group[target % len(group)]
-        self._end(process)
-        group[target % len(group)] = anew()
+        if group:
+            process, anew = group[target % len(group)]
+            self._end(process)
+            group[target % len(group)] = anew()
 
     def _end(self, process: BaseProcess) -> None:
         assert process.pid is not None
@@ -156,8 +226,8 @@ class Round:
             with contextlib.suppress(ProcessLookupError):
                 kill(process.pid, signal.SIGKILL)
         process.join()
-        if process.exitcode not in (-signal.SIGKILL, None):
-            self.died.append(process.exitcode or 0)
+        if process.exitcode not in (-signal.SIGKILL, 0, None):
+            self.died.append(process.exitcode)
 
     def _end_writers(self) -> None:
         """Their sessions have ended, and somebody has decided what they had prepared."""
@@ -170,6 +240,11 @@ class Round:
                 "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()"
             ).fetchall():
                 connection.execute(sql.SQL("COMMIT PREPARED {}").format(sql.Literal(gid)))
+
+    def _wait_for_the_writers(self) -> None:
+        """Until each has done what it was to do at most."""
+        for process, _ in self.writers:
+            process.join(WRITING_SECONDS)
 
     def _wait_for_the_first(self) -> None:
         """A Spark job takes seconds to start, and there is little to break before."""
@@ -187,10 +262,11 @@ class Round:
         while (remaining := self._left()) and time.monotonic() < until:
             if remaining > 0 and (least is None or remaining < least):
                 least, until = remaining, time.monotonic() + seconds
+            if self.refusals.new() and self.past.went_back:
+                set_backs.repair(self)
             time.sleep(0.02)
         if remaining:
-            databases = [self.app, *self.stores.values()]
-            self.in_the_way = stall.describe(databases, self._listening())
+            self.in_the_way = stall.describe(self.brokers.values(), self._listening())
         return remaining
 
     def _listening(self) -> list[BaseProcess]:
@@ -199,8 +275,28 @@ class Round:
 
     def _left(self) -> int:
         with contextlib.suppress(psycopg.OperationalError):
-            untold = 0
+            count = left(self.app.conninfo) + self.site.left()
             if self.plan.dialogs:
-                untold = unheard(self.app.conninfo, self.stores["mom"].conninfo)
-            return left(self.app.conninfo) + untold + self.site.left()
+                count += unheard(self.app.conninfo, self.stores["mom"].conninfo, self.past)
+            if self.plan.consumers:
+                count += unreceived(self._stores(), consumers.CONSUMED)
+            return count
         return -1
+
+    def _stores(self) -> list[str]:
+        """Where messages are to arrive."""
+        return [store.conninfo for store in self.site.checked(self.plan).values()]
+
+    def _check(self) -> Verdict:
+        app = self.app.conninfo
+        arrived = self.site.arrived()
+        verdict = check(app, self._stores(), self.site.qualities, arrived, self.past)
+        verdict.not_refused += self.not_refused
+        verdict.not_repaired += self.not_repaired
+        verdict.allowed += self.allowed.read_text().splitlines()
+        if self.plan.consumers:
+            receive(self._stores(), consumers.CONSUMED, verdict)
+        if self.plan.dialogs:
+            hubs = [hub.conninfo for hub in self.hubs.values()]
+            listen(app, self.stores["mom"].conninfo, verdict, self.past, hubs)
+        return verdict

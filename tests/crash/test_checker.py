@@ -5,122 +5,23 @@ Each scenario is run as it is, and must come out clean, and then with its bug.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psycopg
 import pytest
 
-from saf import Outbox
-from saf.database import Dsn
 from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing
 from saf.errors import Fenced
-from saf.failpoints import arm
 from saf.operating.maintenance import purge_broker
 from tests.crash import bugs
-from tests.crash.checker import check, left, listen
-from tests.crash.plan import QUALITIES
-from tests.crash.site import POLITE
-from tests.crash.talks import DESK, STOCK, hear, hear_and_answer, introduce, talk
-from tests.crash.writers import ACCOUNTS, TABLES, _count_up
+from tests.crash.world import World
+from tests.crash.writers import count_up
 from tests.destinations import NOWHERE
-from tests.dying import Crash, crash
-from tests.pipeline import Cycle, connect, forwarding_rules, let_time_pass
-from tests.receivers import consume
-
-
-@dataclass
-class World:
-    """Two stores and an application, driven step by step."""
-
-    app: Dsn
-    mom: Dsn
-    other: Dsn
-    patch: pytest.MonkeyPatch
-    outbox: Outbox = field(default_factory=Outbox)
-    talks: bool = False
-
-    def send(self, account: str = "orders-0", times: int = 1, *, poison: bool = False) -> None:
-        with self.app.connect(role="test") as connection:
-            for _ in range(times):
-                _count_up(connection, self.outbox, account, poison)
-
-    @contextmanager
-    def late(self, account: str) -> Iterator[None]:
-        """A transaction that has its ids before what is done meanwhile, and commits after."""
-        with self.app.connect(role="test") as connection:
-            _count_up(connection, self.outbox, account, False)
-            yield
-
-    def cycle(self, **destinations: Dsn) -> Cycle:
-        stores = {"mom": self.mom, "other": self.other, **destinations}
-        rules = forwarding_rules("exactly_once", 100, **stores)
-        return Cycle(self.app, rules)
-
-    def forward(self, times: int = 1, **destinations: Dsn) -> None:
-        for _ in range(times):
-            with self.cycle(**destinations) as cycle:
-                cycle.run()
-            let_time_pass(self.app)
-
-    def crash(self, point: str) -> None:
-        with suppress(Crash):
-            arm(point, crash)
-            self.forward()
-
-    def take_over(self) -> None:
-        """Another forwarder, as if the lease of the one at work were over."""
-        with connect(self.app) as connection:
-            connection.execute("DELETE FROM saf.member")
-        self.forward(2)
-
-    def findings(self) -> set[str]:
-        stores = [self.mom.conninfo, self.other.conninfo]
-        verdict = check(self.app.conninfo, stores, QUALITIES)
-        if self.talks:
-            listen(self.app.conninfo, self.mom.conninfo, verdict)
-        return set(verdict.findings) | ({"left"} if left(self.app.conninfo) else set())
-
-    def talk(self) -> None:
-        """Say something to the MOM store, in a dialog."""
-        if not self.talks:
-            introduce(self.app, self.mom)
-            self.talks = True
-        with self.app.connect(role="test") as connection:
-            talk(connection, random.Random(1))
-
-    def hear(self) -> None:
-        """All that has been said to the MOM store; and at the application, its answers."""
-        consume(self.mom, 1, STOCK, hear_and_answer)
-        with Cycle(self.mom, forwarding_rules("exactly_once", 100, app=self.app)) as back:
-            back.run()
-        consume(self.app, 1, DESK, hear)
-
-
-@pytest.fixture
-def world(new_broker: Callable[[str], Dsn], monkeypatch: pytest.MonkeyPatch) -> Callable[[], World]:
-    def build() -> World:
-        made = World(new_broker("app"), new_broker("mom"), new_broker("other"), monkeypatch)
-        with connect(made.app) as connection:
-            connection.execute(TABLES)
-            connection.execute("INSERT INTO account SELECT unnest(%s::text[]), 0", [ACCOUNTS])
-            for service, quality in QUALITIES.items():
-                destination = "other" if service == "audit" else "mom"
-                connection.execute(
-                    "INSERT INTO saf.route (service, destination, quality) VALUES (%s, %s, %s)",
-                    [service, destination, quality],
-                )
-        for store in (made.mom, made.other):
-            with connect(store) as connection:
-                connection.execute(POLITE)
-        return made
-
-    return build
-
+from tests.dying import Crash
+from tests.pipeline import connect
 
 # Scenarios
 
@@ -249,7 +150,7 @@ def a_purge_of_what_is_pending(world: World) -> None:
 
 def a_rollback(world: World) -> None:
     with world.app.connect(role="test") as connection:
-        _count_up(connection, world.outbox, "orders-0", False)
+        count_up(connection, world.outbox, "orders-0")
         connection.rollback()
     world.forward()
 

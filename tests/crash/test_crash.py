@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.crash import faults, rounds
+from tests.crash import bugs, faults, rounds
 from tests.crash.lake import DeltaSite, IcebergSite
-from tests.crash.plan import Fault, plan
+from tests.crash.plan import Fault, Plan, plan
 from tests.crash.queues import QUEUES
 from tests.crash.rounds import Round
+from tests.crash.shrink import as_test, shows_again, shrink
 from tests.crash.site import Site
 from tests.crash.webhooks import WebhookSite
 
@@ -46,6 +47,32 @@ def webhook_site() -> Iterator[Site]:
 def test_nothing_is_lost_doubled_or_out_of_order_whatever_fails(site: Site, number: int) -> None:
     outcome = Round(site, plan(SEED, number)).run()
     assert outcome.good, outcome
+
+
+EVERYBODY = {"dialogs": True, "hubs": 1, "consumers": True, "hostile": True, "pooled": True}
+
+
+@pytest.mark.parametrize("kind", ["set_back_source", "restore_source", "set_back_mom"])
+def test_nor_is_it_after_a_set_back_which_is_refused_and_repaired(site: Site, kind: str) -> None:
+    """With everybody who is there in some rounds only; in one of them, to save time."""
+    more = EVERYBODY if kind == "set_back_source" else {}
+    fault = Fault(kind=kind, after=0.5, lasts=0.5, target=0)
+    made = replace(plan(SEED, 0), faults=(fault,), purge=False, mortal=0.02)
+    outcome = Round(site, replace(made, **more)).run()  # type: ignore[arg-type]
+    assert outcome.good, outcome
+
+
+def test_a_finding_is_reduced_to_the_fewest_faults_people_and_messages(site: Site) -> None:
+    faults = plan(SEED, 1).faults[:1]
+    made = replace(plan(SEED, 1), faults=faults, writers=2, forwarders=1, poison=0.0)
+    made = replace(made, transactions=2, destinations=1, purge=False, skewed=False)
+    bug = bugs.watermark_moved_and_a_row_not_stored.__name__
+    smallest = shrink(made, shows_again(site, {"lost"}, bug))
+    assert (smallest.faults, smallest.writers) == ((), 1)
+    test = as_test(smallest, {"lost"}, "mom")
+    names: dict[str, Plan] = {}
+    exec(test, {"Plan": Plan, "Fault": Fault}, names)  # noqa: S102 - it is to be run
+    assert names["PLAN"] == smallest
 
 
 def test_nor_is_it_with_a_queue_that_is_killed(queue_site: Site) -> None:

@@ -1,0 +1,182 @@
+"""Set-backs in a round: a server is what it was at a copy, and nobody is told.
+
+The writers go on at once. The forwarders have to refuse by name, and to write nothing meanwhile
+that would be lost or come twice. Then a person does what docs/operations.md says; and does it
+again where something is refused still, as when a forwarder had a commit at the old server in hand.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psycopg
+from psycopg import sql
+
+from tests.crash.copies import Copies
+from tests.crash.past import life, stored
+from tests.crash.plan import QUALITIES, Fault
+from tests.programs import saf
+
+if TYPE_CHECKING:
+    from saf.database import Dsn
+    from tests.crash.rounds import Round
+
+NOTICED_SECONDS = 15.0
+REST_SECONDS = 20.0
+COMMAND = "saf rebase"
+STILL_AT_WORK = "stop all forwarders and receivers first"
+
+# Whose transaction of two phases is that old has nobody who decides any more
+UNDECIDED = """
+SELECT gid FROM pg_prepared_xacts
+WHERE database = current_database() AND prepared < now() - interval '1 second'
+"""
+
+
+class Refusals:
+    """What forwarders say that they refuse to do, in a file that all of them append to."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.seen = 0
+        """How many there were when somebody last did something about it."""
+        file.write_text("")
+
+    def all(self) -> list[str]:
+        """Each in a line."""
+        return self.file.read_text().splitlines()
+
+    def new(self) -> list[str]:
+        """Those of which nobody has taken care."""
+        return self.all()[self.seen :]
+
+
+def back_up_source(round_: Round, _: Fault) -> None:
+    """A copy is taken while all work."""
+    round_.site.copies_of_source.take()
+
+
+def back_up_mom(round_: Round, _: Fault) -> None:
+    """A copy is taken while all work."""
+    round_.site.copies_of_mom.take()
+
+
+def set_back_source(round_: Round, fault: Fault) -> None:
+    """The application's cluster is what it was."""
+    _source_goes_back(round_, fault, Copies.set_back, by_dump=False)
+
+
+def restore_source(round_: Round, fault: Fault) -> None:
+    """The application's database is a dump in another cluster."""
+    _source_goes_back(round_, fault, lambda copies: copies.restore("app"), by_dump=True)
+
+
+def set_back_mom(round_: Round, fault: Fault) -> None:
+    """The cluster of the MOM stores is what it was."""
+    copies = round_.site.copies_of_mom
+    _have_a_copy(copies, fault)
+    was = copies.set_back()
+    lost = 0
+    with copies.running(was) as old, copies.running(_newest(copies)) as copy:
+        for name in round_.stores:
+            lost += round_.past.store_goes_back(old.dsn(name).conninfo, copy.dsn(name).conninfo)
+    if lost:
+        _expect_a_refusal(round_, f"the MOM stores had lost {lost} messages")
+    repair(round_)
+
+
+def repair(round_: Round) -> None:
+    """What a person does who was told to."""
+    # without talks the MOM stores send nothing, so they were not set back as sources
+    everything_runs = not (round_.past.lives or round_.plan.dialogs)
+    said: list[str] = []
+    with nullcontext() if everything_runs else round_.at_rest():
+        file = _configure(round_)
+        round_.refusals.seen = len(round_.refusals.all())
+        until = time.monotonic() + REST_SECONDS
+        while True:
+            for dsn in round_.brokers.values():
+                decide(dsn)
+            done = saf("rebase", "--config", file)
+            again = done.returncode == 75 or STILL_AT_WORK in done.stderr
+            if not again or time.monotonic() > until:
+                break
+            time.sleep(0.2)
+        said += [f"saf rebase: {done.returncode}: {done.stderr}"] * (done.returncode != 0)
+    if round_.plan.dialogs:
+        done = saf("dialog", "compare", "--config", file)
+        said += [f"saf dialog compare: {done.returncode}: {done.stderr}"] * (done.returncode != 0)
+    round_.not_repaired += said
+
+
+def decide(dsn: Dsn) -> None:
+    """Commit what was prepared by somebody who is gone, and holds locks."""
+    with dsn.connect(role="crash", autocommit=True) as connection:
+        for (gid,) in connection.execute(UNDECIDED).fetchall():
+            try:
+                connection.execute(sql.SQL("COMMIT PREPARED {}").format(sql.Literal(gid)))
+            except psycopg.errors.UndefinedObject:
+                continue  # its writer was there after all
+
+
+def _source_goes_back(
+    round_: Round, fault: Fault, go_back: Callable[[Copies], Path], *, by_dump: bool
+) -> None:
+    copies = round_.site.copies_of_source
+    _have_a_copy(copies, fault)
+    was = go_back(copies)
+    with copies.running(was) as old, copies.running(_newest(copies)) as copy:
+        round_.past.source_goes_back(old.dsn("app").conninfo, copy.dsn("app").conninfo)
+    arrived = {one for store in round_.stores.values() for one in stored(store.conninfo)}
+    now = life(round_.app.conninfo)
+    ahead = [
+        one
+        for one, known in round_.past.lives[-1].items()
+        # of what goes at most once, the numbers of two forwarders' batches may hide it
+        if one in arrived and one not in now and QUALITIES[known.service] != "at_most_once"
+    ]
+    if by_dump:
+        _expect_a_refusal(round_, "the application's database was in another cluster")
+    elif ahead:
+        _expect_a_refusal(round_, f"the stores had {len(ahead)} messages that it did not know")
+    repair(round_)
+
+
+def _have_a_copy(copies: Copies, fault: Fault) -> None:
+    if copies.newest is None:
+        copies.take()
+        time.sleep(fault.lasts)
+
+
+def _newest(copies: Copies) -> Path:
+    assert copies.newest is not None
+    return copies.newest
+
+
+def _configure(round_: Round) -> Path:
+    """The person's saf.toml: every broker, and all destinations of each of them."""
+    lines = []
+    for name, dsn in round_.brokers.items():
+        lines += [f"[brokers.{name}]", f"dsn = {json.dumps(dsn.conninfo)}"]
+    for name, dsn in round_.brokers.items():
+        if name != "app" or round_.plan.dialogs:
+            lines += [f"[destinations.{name}]", f"dsn = {json.dumps(dsn.conninfo)}"]
+    file = round_.site.folder / "person.toml"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def _expect_a_refusal(round_: Round, why: str) -> None:
+    """Wait for one; without one, what was set back was gone on with."""
+    until = time.monotonic() + NOTICED_SECONDS
+    while not any(COMMAND in line for line in round_.refusals.new()):
+        if time.monotonic() > until:
+            if round_.plan.transactions is None:  # else nobody may have sent anything since
+                round_.not_refused.append(why)
+            return
+        time.sleep(0.05)
