@@ -34,12 +34,6 @@ def table_at(place: str) -> DestinationSettings | None:
     return None
 
 
-def checked(place: str) -> str:
-    """Return the place of an archive; raise a ValueError if it can be none."""
-    table_at(place)
-    return place
-
-
 def archive_at(place: str, dsn: Dsn) -> Archive:
     """Return what writes slots of a broker's logs there.
 

@@ -36,7 +36,7 @@ from typing import Literal, cast
 
 from saf.config import Broker, did_you_mean, load
 from saf.database import Dsn
-from saf.destinations.archives import checked
+from saf.destinations.archives import table_at
 from saf.errors import ConfigurationError
 from saf.log.cuts import NO_LIMIT, Limit
 from saf.log.shards import MAX_SHARDS
@@ -259,12 +259,12 @@ def subscription_of(options: Options) -> str:
 
 
 def _archive(text: str | None) -> str | None:
-    if text is None:
-        return None
-    try:
-        return checked(text)
-    except ValueError as error:
-        raise ConfigurationError(f"the option archive: {error}") from None
+    if text is not None:
+        try:
+            table_at(text)
+        except ValueError as error:
+            raise ConfigurationError(f"the option archive: {error}") from None
+    return text
 
 
 def _start(text: str) -> Start:
