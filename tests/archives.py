@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from deltalake import DeltaTable
 
 from saf.database import Dsn
 from saf.log.ring import SLOT_ROWS
+from saf.spark.table import archived_rows, part
+from saf.spark.table.archived import Archived
+from saf.spark.table.source import Messages
 from tests.pipeline import connect, run, send
 
 FORMS = ("folder", "table")
@@ -40,6 +44,25 @@ def rows(where: str, log: str = "outbox") -> list[dict[str, Any]]:
 def texts(where: str) -> list[str]:
     """The bodies of all that an archive has of an outbox, sorted."""
     return sorted(row["body"].decode() for row in rows(where))
+
+
+class Reading:
+    """A read in two steps, as Spark makes it: the plan, and then its tasks."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        source = Messages({"partitions": "2", **options})
+        schema = source.schema()
+        self._query = part.Query(asked=schema)
+        self.parts = source.reader(schema).partitions()
+
+    def texts(self) -> list[str]:
+        """The bodies that its tasks give, sorted."""
+        found: list[str] = []
+        for one in self.parts:
+            read: Any = archived_rows.read if isinstance(one, Archived) else part.read
+            for rows in read(one, self._query):
+                found += [body.decode() for body in rows["body"].to_pylist()]
+        return sorted(found)
 
 
 def fill(app: Dsn, *texts: str) -> None:

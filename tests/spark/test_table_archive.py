@@ -20,10 +20,8 @@ from saf.errors import ConfigurationError, PurgedMeanwhile, Refused, Unavailable
 from saf.failpoints import arm
 from saf.operating.maintenance import purge_broker
 from saf.repair.incarnation import raise_incarnation
-from saf.spark.table import archived, archived_rows, part
-from saf.spark.table.archived import Archived
-from saf.spark.table.source import Messages
-from tests.archives import DONE, FORMS, fill, in_log, may_go, next_slot, place, texts
+from saf.spark.table import archived
+from tests.archives import DONE, FORMS, Reading, fill, in_log, may_go, next_slot, place, texts
 from tests.dying import Crash, crash
 from tests.pipeline import connect, send
 from tests.sizes import sized
@@ -55,24 +53,10 @@ def purge(app: Dsn, where: str) -> set[str]:
     return {slot.state for slot in outcome.slots if slot.log == "outbox"}
 
 
-class Read:
-    """A read in two steps, as Spark makes it: the plan, and then its tasks."""
-
-    def __init__(self, tables: Tables, where: str) -> None:
-        options = {"broker": "app", "config": str(tables.config), "log": "outbox", "archive": where}
-        source = Messages({**options, "partitions": "2"})
-        schema = source.schema()
-        self._query = part.Query(asked=schema)
-        self.parts = source.reader(schema).partitions()
-
-    def texts(self) -> list[str]:
-        """The bodies that its tasks give, sorted."""
-        found: list[str] = []
-        for one in self.parts:
-            read: Any = archived_rows.read if isinstance(one, Archived) else part.read
-            for rows in read(one, self._query):
-                found += [body.decode() for body in rows["body"].to_pylist()]
-        return sorted(found)
+def planned(tables: Tables, where: str) -> Reading:
+    """A read whose tasks have not run yet."""
+    options = {"broker": "app", "config": str(tables.config), "log": "outbox", "archive": where}
+    return Reading(options)
 
 
 def test_what_has_left_the_log_is_read_with_the_same_columns_and_types(
@@ -148,7 +132,7 @@ def test_what_is_archived_and_has_not_left_the_log_is_read_once(
             arm("")
         sent = in_log(app)
         assert texts(where) == sent
-        assert Read(tables, where).texts() == sent
+        assert planned(tables, where).texts() == sent
         with connect(app) as connection:
             connection.execute(
                 "INSERT INTO saf.outbox (id, to_service, body) OVERRIDING SYSTEM VALUE "
@@ -156,11 +140,11 @@ def test_what_is_archived_and_has_not_left_the_log_is_read_once(
                 [100 + number, f"late {number}".encode()],
             )
             connection.execute(DONE)
-        assert Read(tables, where).texts() == sorted([*sent, f"late {number}"])
+        assert planned(tables, where).texts() == sorted([*sent, f"late {number}"])
     everything = in_log(app)
     assert "purged" in purge(app, where)
     assert in_log(app) == []
-    assert Read(tables, where).texts() == everything
+    assert planned(tables, where).texts() == everything
 
 
 def test_a_slot_that_fills_again_is_read_beside_what_left_it(
@@ -171,9 +155,9 @@ def test_a_slot_that_fills_again_is_read_beside_what_left_it(
         sent += [f"{turn} {number}" for number in range(3)]
         fill(app, *sent[-3:])
         may_go(app, mom)
-        assert Read(tables, where).texts() == sorted(sent)
+        assert planned(tables, where).texts() == sorted(sent)
         assert "purged" in purge(app, where)
-    assert Read(tables, where).texts() == sorted(sent)
+    assert planned(tables, where).texts() == sorted(sent)
 
 
 def test_a_purge_between_the_plan_and_its_tasks_is_noticed_and_an_archive_changes_nothing(
@@ -184,7 +168,7 @@ def test_a_purge_between_the_plan_and_its_tasks_is_noticed_and_an_archive_change
     purge(app, where)
     fill(app, "c", "d")
     may_go(app, mom)
-    one, other = Read(tables, where), Read(tables, where)
+    one, other = planned(tables, where), planned(tables, where)
     arm("archived", crash)
     try:
         with pytest.raises(Crash):
@@ -195,7 +179,7 @@ def test_a_purge_between_the_plan_and_its_tasks_is_noticed_and_an_archive_change
     assert "purged" in purge(app, where)
     with pytest.raises(PurgedMeanwhile, match=r"load\(\) it again"):
         other.texts()
-    assert Read(tables, where).texts() == ["a", "b", "c", "d"]
+    assert planned(tables, where).texts() == ["a", "b", "c", "d"]
 
 
 def test_a_purge_waits_while_a_read_is_planned(
@@ -212,9 +196,9 @@ def test_a_purge_waits_while_a_read_is_planned(
         return found
 
     monkeypatch.setattr(archived.Log, "of", then_purge)
-    planned = Read(tables, where)
+    before = planned(tables, where)
     assert "locked" in states
-    assert planned.texts() == ["a", "b"]
+    assert before.texts() == ["a", "b"]
 
 
 def test_what_is_committed_after_the_plan_is_not_read_wherever_it_goes(
@@ -224,7 +208,7 @@ def test_what_is_committed_after_the_plan_is_not_read_wherever_it_goes(
     fill(app, "a")
     may_go(app, mom)
     purge(app, where)
-    planned = Read(tables, where)
+    before = planned(tables, where)
     fill(app, "b")
     may_go(app, mom)
     arm("archived", crash)
@@ -233,8 +217,8 @@ def test_what_is_committed_after_the_plan_is_not_read_wherever_it_goes(
             purge(app, where)
     finally:
         arm("")
-    assert planned.texts() == ["a"]
-    assert Read(tables, where).texts() == ["a", "b"]
+    assert before.texts() == ["a"]
+    assert planned(tables, where).texts() == ["a", "b"]
 
 
 def test_reads_beside_senders_and_purges_have_each_message_once_or_say_that_one_was_purged(
@@ -270,7 +254,7 @@ def test_reads_beside_senders_and_purges_have_each_message_once_or_say_that_one_
     while not done.is_set() or not whole:
         before = set(committed)
         try:
-            found = Read(tables, where).texts() if before else []
+            found = planned(tables, where).texts() if before else []
         except PurgedMeanwhile:
             continue
         assert [name for name, count in Counter(found).items() if count > 1] == []
@@ -280,7 +264,7 @@ def test_reads_beside_senders_and_purges_have_each_message_once_or_say_that_one_
             break
     worker.join()
     assert not failed
-    assert Read(tables, where).texts() == sorted(committed)
+    assert planned(tables, where).texts() == sorted(committed)
 
 
 def test_an_archive_that_is_not_there_is_named_and_an_empty_one_is_empty(
@@ -290,9 +274,9 @@ def test_an_archive_that_is_not_there_is_named_and_an_empty_one_is_empty(
     for form in FORMS:
         where = place(form, tmp_path / form)
         with pytest.raises(Unavailable, match=r"archive .*No such file"):
-            Read(tables, where)
+            planned(tables, where)
         (tmp_path / form / "archive").mkdir(parents=True)
-        assert Read(tables, where).texts() == ["a"]
+        assert planned(tables, where).texts() == ["a"]
 
 
 def test_a_file_that_somebody_removes_is_missed(
@@ -301,11 +285,11 @@ def test_a_file_that_somebody_removes_is_missed(
     fill(app, "a")
     may_go(app, mom)
     purge(app, where)
-    planned = Read(tables, where)
+    before = planned(tables, where)
     (file,) = (tmp_path / "archive").rglob("*.parquet")
     file.unlink()
     with pytest.raises(Unavailable, match=r"archive .*\.parquet"):
-        planned.texts()
+        before.texts()
 
 
 def test_a_broker_that_was_set_back_has_another_archive(
@@ -319,13 +303,13 @@ def test_a_broker_that_was_set_back_has_another_archive(
         raise_incarnation(connection)
     refused = "was repaired after it was set back"
     with pytest.raises(ConfigurationError, match=refused):
-        Read(tables, where)
+        planned(tables, where)
     fill(app, "b")
     may_go(app, mom)
     purge(app, where)
     assert texts(where) == ["a", "b"]
     with pytest.raises(ConfigurationError, match=refused):
-        Read(tables, where)
+        planned(tables, where)
     with pytest.raises(Exception, match=refused):
         tables(archive=where).count()
 
@@ -336,13 +320,13 @@ def test_a_table_that_is_no_archive_is_refused(tables: Tables, tmp_path: Path) -
 
     write_deltalake(tmp_path / "other", pa.table({"id": [1]}))
     with pytest.raises(Refused, match="a table for something else"):
-        Read(tables, f"delta:{tmp_path}/other")
+        planned(tables, f"delta:{tmp_path}/other")
 
 
 @pytest.mark.parametrize("wrong", ["s3://bucket/archive", "kafka:archive", "delta:file:///x"])
 def test_what_can_be_no_archive_is_said(tables: Tables, wrong: str) -> None:
     with pytest.raises(ConfigurationError, match="the option archive: "):
-        Read(tables, wrong)
+        planned(tables, wrong)
 
 
 def test_streams_and_sinks_have_no_archive(tables: Tables, tmp_path: Path) -> None:
@@ -350,9 +334,9 @@ def test_streams_and_sinks_have_no_archive(tables: Tables, tmp_path: Path) -> No
     more = {**given, "archive": str(tmp_path), "subscription": "lake"}
     refused = "the option archive is one of reads of what is there: spark.read"
     stream = tables.spark.readStream.format("saf").options(**more).load()
+    query = stream.writeStream.format("noop").option("checkpointLocation", str(tmp_path)).start()
     with pytest.raises(Exception, match=refused):
-        query = stream.writeStream.format("noop").option("checkpointLocation", str(tmp_path))
-        query.start().awaitTermination(60)
+        query.awaitTermination(60)
     rows = tables.spark.createDataFrame([("billing", b"x")], "service string, body binary")
     with pytest.raises(Exception, match=refused):
         rows.write.format("saf").options(**given, archive=str(tmp_path)).mode("append").save()
@@ -360,4 +344,4 @@ def test_streams_and_sinks_have_no_archive(tables: Tables, tmp_path: Path) -> No
 
 def test_a_task_shows_no_secret_of_an_archive(tables: Tables, tmp_path: Path) -> None:
     (tmp_path / "archive").mkdir()
-    assert "archive" not in repr(Read(tables, str(tmp_path / "archive")).parts)
+    assert "archive" not in repr(planned(tables, str(tmp_path / "archive")).parts)
