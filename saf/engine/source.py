@@ -31,15 +31,22 @@ GONE = (
 """What servers, by version, say of a snapshot whose transaction has ended."""
 
 
-def messages(work: Work, max_bytes: int) -> Generator[pa.RecordBatch, None, None]:
+SOME = "SELECT * FROM ({rows}) AS message WHERE {condition}"
+
+
+def messages(
+    work: Work, max_bytes: int, condition: str | None = None
+) -> Generator[pa.RecordBatch, None, None]:
     """Give what is left of one item of work, with the columns of `saf.log.columns`, by id.
+
+    ``condition`` is SQL over ``id`` and ``to_service``: only messages for which it holds.
 
     Close it: until then it holds a snapshot at the source. Raises as `read` does.
     """
     rest = work.batch
     if work.deep:
         try:
-            for rows in _in_windows(work, max_bytes):
+            for rows in _in_windows(work, max_bytes, condition):
                 yield rows
                 rest = replace(rest, position=int(rows["id"][-1].as_py()))
         except (NotInWindows, NotSurveyed):
@@ -47,10 +54,21 @@ def messages(work: Work, max_bytes: int) -> Generator[pa.RecordBatch, None, None
         else:
             return
     with _reading(work) as cursor:
-        yield from given(cursor, rest.select(_columns(cursor, rest.log, max_bytes)))
+        columns = _columns(cursor, rest.log, max_bytes)
+        query = (
+            rest.select(columns)
+            if condition is None
+            else f"{_of(rest.rows(columns), condition)} ORDER BY id"
+        )
+        yield from given(cursor, query)
 
 
-def _in_windows(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
+def _of(rows: str, condition: str | None) -> str:
+    """Return the query for those of some rows for which a condition holds."""
+    return rows if condition is None else SOME.format(rows=rows, condition=condition)
+
+
+def _in_windows(work: Work, max_bytes: int, condition: str | None) -> Iterator[pa.RecordBatch]:
     batch = work.batch
     with _reading(work) as cursor:
         windows = _windows(cursor, work)
@@ -60,12 +78,12 @@ def _in_windows(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
         def within(window: Window) -> Iterable[pa.RecordBatch]:
             nonlocal asked
             if asked is not columns:
-                rows = bounded(given(cursor, window.rows(batch, asked)))
+                rows = bounded(given(cursor, _of(window.rows(batch, asked), condition)))
                 whole = [complete for some in rows if (complete := completed(some)) is not None]
                 if len(whole) == len(rows):
                     return whole
                 asked = columns  # the other windows will have the columns that these have
-            return given(cursor, window.rows(batch, columns))
+            return given(cursor, _of(window.rows(batch, columns), condition))
 
         yield from in_order(windows, within)
 

@@ -173,7 +173,7 @@ class Evaluation:
             faults=self.faults,
             parked=self.parked,
         )
-        rows = in_order(self.spark, [one.frame for one in usable.values()])
+        rows = in_order(self.spark, [*usable.values()], parked=bool(self.parked))
         done = rows.mapInArrow(
             deliver(self.number, self.item, self.rules, evaluated, self.last), "said binary"
         ).collect()

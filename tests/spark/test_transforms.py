@@ -289,6 +289,18 @@ def test_a_deep_backlog_is_transformed_some_at_a_time_in_order(
     assert said["cycles"] > 2
 
 
+@pytest.mark.parametrize("function", ["backwards", "turned", "in_python", "masked"])
+def test_results_are_delivered_in_order_whatever_order_a_function_gives(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config, function: str
+) -> None:
+    texts = [str(n) for n in range(50)]
+    send(source, *texts)
+    path = config(f"tests.transforms:{function}")
+    path.write_text(path.read_text().replace("attempts = 1", "attempts = 1\nchunk_rows = 7"))
+    forward(path)
+    assert bodies(mom) == texts
+
+
 def test_each_destination_of_a_topic_gets_what_the_transform_made(
     source: psycopg.Connection[Any], mom: Dsn, other: Dsn, config: Config
 ) -> None:
