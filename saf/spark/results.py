@@ -19,15 +19,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from saf.columns import EXPRESSED, UUIDS
-from saf.destinations.texts import uuids
+from saf.columns import EXPRESSED
 from saf.engine.source import messages, read
 from saf.engine.transforming import GIVEN, RESULT
 from saf.engine.work import Work
 from saf.errors import ConfigurationError
 from saf.log.arrow import OF_SPARK
 from saf.routing.routers import imported
-from saf.spark.questions import as_text
+from saf.spark.questions import as_seen, as_text
 from saf.spark.session import first_line
 
 if TYPE_CHECKING:
@@ -176,25 +175,14 @@ def _reader(asked: Asked) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.Re
             pass
         if asked.parked:
             for rows in read(asked.item, _parked(asked)):
-                yield _shaped(rows)
+                yield as_seen(rows, SCHEMA)
         some = _some(asked, asked.parked | asked.but)
-        with closing(messages(asked.item, asked.max_bytes, some)) as batch:
+        with closing(messages(asked.item, asked.max_bytes, condition=some)) as batch:
             for rows in batch:
                 sent = pc.and_(rows["conversation_id"].is_null(), rows["body"].is_valid())
-                yield _shaped(rows.filter(sent))
+                yield as_seen(rows.filter(sent), SCHEMA)
 
     return task
-
-
-def _shaped(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Give messages the types that a function sees."""
-    columns = []
-    for field in SCHEMA:
-        column = rows[field.name]
-        if field.name in UUIDS and pa.types.is_binary(column.type):
-            column = uuids(column)
-        columns.append(column.cast(field.type))
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
 def _some(asked: Asked, but: Collection[int]) -> str:

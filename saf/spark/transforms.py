@@ -18,7 +18,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -34,6 +34,7 @@ from saf.engine.task import BEATS, Task
 from saf.engine.transforming import Evaluated, Transforming
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import ConfigurationError, JobFailed, SafError
+from saf.log.cursor import lock_cursors
 from saf.routing.matching import SQL
 from saf.setaside import parking
 from saf.spark import items
@@ -208,7 +209,9 @@ class Evaluation:
         patience = self.item.dsn.bounds.chunk_seconds
         before = len(self.problems) + len(self.faults)
         try:
-            session(lambda source: source.execute("SELECT"))
+            # what the job has delivered before it failed is not looked at, nor sent, again
+            position = session(lambda source: lock_cursors(source, self.item.batch))
+            self.item = replace(self.item, batch=replace(self.item.batch, position=position))
             with Pulse(session.beat, self.item.lease_seconds / BEATS, patience):
                 for service in self._usable():
                     self._look_at(service)

@@ -9,6 +9,14 @@ UNIT = "unit/test_transforming.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "what was delivered before a fault was found is sent again",
+        "saf/spark/transforms.py",
+        "batch=replace(self.item.batch, position=position)",
+        "batch=replace(self.item.batch, position=position * 0)",
+        "spark/test_transforms.py"
+        "::test_what_was_delivered_before_a_message_at_fault_is_not_sent_again",
+    ),
+    mutant(
         "results are taken to be in order whatever a function does",
         "saf/spark/results.py",
         'by_id="part" not in kinds and _row_by_row(frame),',
