@@ -18,9 +18,9 @@ import fcntl
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from uuid import uuid4
 
@@ -48,6 +48,8 @@ FIRST = 1
 KEY = ("id", "message_id")
 """What tells messages of a broker apart, also one from before and one from after a set-back."""
 KEY_BYTES = 24
+LOCK = ".lock"
+"""The file that whoever writes to a broker's folder has locked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +95,13 @@ class ParquetArchive:
 
     @contextmanager
     def _alone(self, folder: Path) -> Iterator[None]:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
+        with (folder / LOCK).open("w") as lock:  # not the folder, which NFS would not lock
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 what = f"archive {self.folder}"
                 raise Unavailable(what, "another purge is writing to it") from None
             yield
-        finally:
-            os.close(descriptor)
 
 
 def pieces(folder: Path, broker_id: str, log: str) -> list[Piece]:
@@ -142,6 +141,7 @@ def _write(rows: SlotRows, contents: Contents, folder: Path) -> Path | None:
         if read != contents.messages:
             return None
         if ends is None:
+            _to_disk(folder)  # whoever gave them their names may have died before
             return max((one.path for one in before), key=lambda path: path.stat().st_mtime_ns)
         fail_point("archive_written")
         life = "" if rows.incarnation == FIRST else f"-life-{rows.incarnation}"
@@ -203,12 +203,9 @@ def _keys(rows: pa.Table | pa.RecordBatch) -> pa.Array:
 
 def _named(part: Path, file: Path) -> Path:
     """Give a file its name, or the next one that is free; what is there is not replaced."""
-    for number in count(1):
-        name = file if number == 1 else file.with_suffix(f".{number}.parquet")
-        with suppress(FileExistsError):
-            name.hardlink_to(part)
-            return name
-    raise AssertionError
+    names = (file.with_suffix(f".{number}.parquet") for number in count(2))
+    name = next(one for one in chain([file], names) if not one.exists())
+    return part.rename(name)
 
 
 def _to_disk(folder: Path) -> None:

@@ -344,8 +344,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "two purges write to a folder at the same time",
         ARCHIVE,
-        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)",
         f"{ARCHIVES}::test_of_two_that_archive_a_slot_at_the_same_time_one_does",
     ),
     mutant(
