@@ -209,9 +209,8 @@ class Evaluation:
         patience = self.item.dsn.bounds.chunk_seconds
         before = len(self.problems) + len(self.faults)
         try:
-            # what the job has delivered before it failed is not looked at, nor sent, again
-            position = session(lambda source: lock_cursors(source, self.item.batch))
-            self.item = replace(self.item, batch=replace(self.item.batch, position=position))
+            self.item = gone_on(self.item, self.rules.attempts)
+            session(lambda source: source.execute("SELECT"))
             with Pulse(session.beat, self.item.lease_seconds / BEATS, patience):
                 for service in self._usable():
                     self._look_at(service)
@@ -279,14 +278,36 @@ def deliver(
     """Return the function for mapInArrow: results in, receipts out."""
 
     def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
         from saf.forwarding.runner import bounded
 
-        transforming = Transforming(
-            rules.transforms, evaluated, items.unbroken(partition), max_bytes=rules.max_bytes
-        )
-        running = Task(number, item, rules, transforming=transforming, partly=last < LAST)
-        with closing(messages(item, rules.max_bytes)) as rows:
-            receipts = bounded(number, item, lambda: running.run(up_to(rows, last)))
-        yield pa.RecordBatch.from_pydict({"said": [pickle.dumps(receipts)]})
+        def run() -> list[Receipt]:
+            context = TaskContext.get()
+            again = context is not None and context.attemptNumber() > 0
+            work = gone_on(item, rules.attempts) if again else item
+            transforming = Transforming(
+                rules.transforms, evaluated, items.unbroken(partition), max_bytes=rules.max_bytes
+            )
+            running = Task(number, work, rules, transforming=transforming, partly=last < LAST)
+            with closing(messages(work, rules.max_bytes)) as rows:
+                return running.run(up_to(rows, last))
+
+        yield pa.RecordBatch.from_pydict({"said": [pickle.dumps(bounded(number, item, run))]})
 
     return task
+
+
+def gone_on(item: Work, attempts: int) -> Work:
+    """Return an item from where an attempt before has got to, so that nothing is sent again.
+
+    If that cannot be found out, it is the item as it was; whoever works on it meets the reason.
+    """
+    session = SourceSession(item, attempts)
+    try:
+        position = session(lambda source: lock_cursors(source, item.batch))
+    except SafError:
+        return item
+    finally:
+        session.close()
+    return replace(item, batch=replace(item.batch, position=position))
