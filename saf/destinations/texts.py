@@ -96,7 +96,7 @@ def whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 def _spread(text: npt.NDArray[np.uint8], values: pa.Array) -> pa.Array:
     """Return texts of one length as a column that is null where the values are."""
     count, size = text.shape
-    ends = np.arange(0, size * (count + 1), size, np.int64)
+    ends = size * np.arange(count + 1, dtype=np.int64)
     written = pa.LargeStringArray.from_buffers(count, pa.py_buffer(ends), pa.py_buffer(text))
     if count < len(values):
         place = pc.cumulative_sum(pc.cast(values.is_valid(), pa.int64()))

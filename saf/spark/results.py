@@ -151,10 +151,10 @@ def messages_of(spark: SparkSession, asked: Asked) -> DataFrame:
     return rows.withColumn("text", F.col("body").cast("string"))
 
 
-def in_order(spark: SparkSession, results: Sequence[Usable], *, parked: bool) -> DataFrame:
+def in_order(spark: SparkSession, results: Sequence[Usable], *, at_once: bool) -> DataFrame:
     """Return results as one partition, in the order of ids and parts, and that they have ended.
 
-    ``parked``: parked messages are among them, which are read before the others.
+    ``at_once``: the first ones may come before the last ones are evaluated.
     """
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
@@ -164,8 +164,8 @@ def in_order(spark: SparkSession, results: Sequence[Usable], *, parked: bool) ->
     )
     frames = [one.frame for one in results]
     whole: DataFrame = reduce(lambda some, more: some.union(more), [*frames, end]).coalesce(1)
-    if len(results) == 1 and results[0].by_id and not parked:
-        return whole  # so that the first ones are delivered while others are evaluated
+    if at_once and len(results) == 1 and results[0].by_id:
+        return whole
     return whole.sortWithinPartitions("id", "part")
 
 

@@ -18,7 +18,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -34,7 +34,6 @@ from saf.engine.task import BEATS, Task
 from saf.engine.transforming import Evaluated, Transforming
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import ConfigurationError, JobFailed, SafError
-from saf.log.cursor import lock_cursors
 from saf.routing.matching import SQL
 from saf.setaside import parking
 from saf.spark import items
@@ -174,11 +173,20 @@ class Evaluation:
             faults=self.faults,
             parked=self.parked,
         )
-        rows = in_order(self.spark, [*usable.values()], parked=bool(self.parked))
+        rows = in_order(self.spark, [*usable.values()], at_once=self._may_deliver_at_once())
         done = rows.mapInArrow(
             deliver(self.number, self.item, self.rules, evaluated, self.last), "said binary"
         ).collect()
         return [receipt for row in done for receipt in pickle.loads(row.said)]  # noqa: S301 - ours  # nosec B301
+
+    def _may_deliver_at_once(self) -> bool:
+        """Whether first results may be delivered while a function may still fail for others.
+
+        Then another attempt delivers them again, which only marks make harmless. And parked
+        messages are not read in their place among the others.
+        """
+        said = {route.quality for route in self.item.routes.routes if route.quality}
+        return not self.parked and said | {*self.rules.qualities.values()} == {"exactly_once"}
 
     def _usable(self) -> dict[str, Usable]:
         """The services whose function can be used; the others have a problem from now on."""
@@ -209,7 +217,6 @@ class Evaluation:
         patience = self.item.dsn.bounds.chunk_seconds
         before = len(self.problems) + len(self.faults)
         try:
-            self.item = gone_on(self.item, self.rules.attempts)
             session(lambda source: source.execute("SELECT"))
             with Pulse(session.beat, self.item.lease_seconds / BEATS, patience):
                 for service in self._usable():
@@ -278,36 +285,14 @@ def deliver(
     """Return the function for mapInArrow: results in, receipts out."""
 
     def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        from pyspark import TaskContext
-
         from saf.forwarding.runner import bounded
 
-        def run() -> list[Receipt]:
-            context = TaskContext.get()
-            again = context is not None and context.attemptNumber() > 0
-            work = gone_on(item, rules.attempts) if again else item
-            transforming = Transforming(
-                rules.transforms, evaluated, items.unbroken(partition), max_bytes=rules.max_bytes
-            )
-            running = Task(number, work, rules, transforming=transforming, partly=last < LAST)
-            with closing(messages(work, rules.max_bytes)) as rows:
-                return running.run(up_to(rows, last))
-
-        yield pa.RecordBatch.from_pydict({"said": [pickle.dumps(bounded(number, item, run))]})
+        transforming = Transforming(
+            rules.transforms, evaluated, items.unbroken(partition), max_bytes=rules.max_bytes
+        )
+        running = Task(number, item, rules, transforming=transforming, partly=last < LAST)
+        with closing(messages(item, rules.max_bytes)) as rows:
+            receipts = bounded(number, item, lambda: running.run(up_to(rows, last)))
+        yield pa.RecordBatch.from_pydict({"said": [pickle.dumps(receipts)]})
 
     return task
-
-
-def gone_on(item: Work, attempts: int) -> Work:
-    """Return an item from where an attempt before has got to, so that nothing is sent again.
-
-    If that cannot be found out, it is the item as it was; whoever works on it meets the reason.
-    """
-    session = SourceSession(item, attempts)
-    try:
-        position = session(lambda source: lock_cursors(source, item.batch))
-    except SafError:
-        return item
-    finally:
-        session.close()
-    return replace(item, batch=replace(item.batch, position=position))

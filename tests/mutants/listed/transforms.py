@@ -11,8 +11,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was delivered before a fault was found is sent again",
         "saf/spark/transforms.py",
-        "batch=replace(item.batch, position=position)",
-        "batch=replace(item.batch, position=position * 0)",
+        'return not self.parked and said | {*self.rules.qualities.values()} == {"exactly_once"}',
+        "return not self.parked",
         "spark/test_transforms.py"
         "::test_what_was_delivered_before_a_message_at_fault_is_not_sent_again",
     ),
