@@ -242,6 +242,7 @@ def test_a_table_has_few_files_and_any_reader_finds_its_rows(
     assert len(table.file_uris()) == 1
     lake = table.to_pyarrow_dataset()
     found = duckdb.sql("SELECT count(*), max(id) FROM lake WHERE key = 'key 1' AND slot = 0")
+    assert found is not None
     assert found.fetchall() == [(33, 98)]
     assert lake.count_rows() == 100
 

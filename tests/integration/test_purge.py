@@ -186,7 +186,7 @@ def test_the_archive_holds_exactly_what_went(tmp_path: Path, mom: Dsn) -> None:
         )
         ((broker_id,),) = connection.execute("SELECT broker_id::text FROM saf.broker").fetchall()
     slot = outcome.slots[SLOTS]
-    assert slot.archive is not None
+    assert isinstance(slot.archive, Path)
     assert slot.archive == tmp_path / broker_id / "inbox-0-1-4.parquet"
     archived = sorted(pq.read_table(slot.archive).to_pylist(), key=lambda row: int(row["id"]))
     for row in archived:
