@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
-import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 
@@ -32,26 +30,6 @@ def enriched(messages: DataFrame) -> DataFrame:
 def even(messages: DataFrame) -> DataFrame:
     """Those with an even number."""
     return messages.where("CAST(text AS INT) % 2 = 0")
-
-
-def backwards(messages: DataFrame) -> DataFrame:
-    """All, the last one first."""
-    return messages.orderBy(f.desc("id")).select("id", "body")
-
-
-def turned(messages: DataFrame) -> DataFrame:
-    """The same, by Arrow, some at a time."""
-
-    def turn(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            yield batch.take(list(range(batch.num_rows - 1, -1, -1)))
-
-    return messages.select("id", "body").mapInArrow(turn, "id long, body binary")
-
-
-def in_python(messages: DataFrame) -> DataFrame:
-    """All, by a function of Python for each."""
-    return messages.select("id", f.udf(lambda text: text)("text").alias("body"))
 
 
 def split(messages: DataFrame) -> DataFrame:

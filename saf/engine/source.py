@@ -8,7 +8,7 @@ The columns are those of `saf.log.columns`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from saf.engine.survey import ALONE, ONE_SNAPSHOT, NotSurveyed, Window, adopt, s
 from saf.engine.windows import BATCH_BYTES, NotInWindows, bounded, in_order
 from saf.engine.work import Work
 from saf.limits import KEPT
-from saf.log.columns import COLUMNS, UNCOMMON, common, completed, plain, selected
+from saf.log.columns import common, completed, plain, selected
 
 GONE = (
     errors.InvalidParameterValue.sqlstate,
@@ -30,27 +30,16 @@ GONE = (
 )
 """What servers, by version, say of a snapshot whose transaction has ended."""
 
-SOME = "SELECT * FROM ({rows}) AS message WHERE {condition}"
 
-
-def messages(
-    work: Work,
-    max_bytes: int,
-    *,
-    condition: str | None = None,
-    names: Sequence[str] = COLUMNS,
-) -> Generator[pa.RecordBatch, None, None]:
-    """Give what is left of one item of work, by id, with columns of `saf.log.columns`.
-
-    ``condition`` is SQL over ``id`` and ``to_service``: only messages for which it holds. ``names``
-    are the columns that are read, with these two among them.
+def messages(work: Work, max_bytes: int) -> Generator[pa.RecordBatch, None, None]:
+    """Give what is left of one item of work, with the columns of `saf.log.columns`, by id.
 
     Close it: until then it holds a snapshot at the source. Raises as `read` does.
     """
     rest = work.batch
     if work.deep:
         try:
-            for rows in _in_windows(work, max_bytes, condition, names):
+            for rows in _in_windows(work, max_bytes):
                 yield rows
                 rest = replace(rest, position=int(rows["id"][-1].as_py()))
         except (NotInWindows, NotSurveyed):
@@ -58,38 +47,25 @@ def messages(
         else:
             return
     with _reading(work) as cursor:
-        columns = _columns(cursor, rest.log, max_bytes, names)
-        if condition is None:
-            query = rest.select(columns)
-        else:
-            query = f"{_of(rest.rows(columns), condition)} ORDER BY id"
-        yield from given(cursor, query)
+        yield from given(cursor, rest.select(_columns(cursor, rest.log, max_bytes)))
 
 
-def _of(rows: str, condition: str | None) -> str:
-    """Return the query for those of some rows for which a condition holds."""
-    return rows if condition is None else SOME.format(rows=rows, condition=condition)
-
-
-def _in_windows(
-    work: Work, max_bytes: int, condition: str | None, names: Sequence[str]
-) -> Iterator[pa.RecordBatch]:
+def _in_windows(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
     batch = work.batch
     with _reading(work) as cursor:
         windows = _windows(cursor, work)
-        columns = _columns(cursor, batch.log, max_bytes, names)
-        few = common(columns, names)
-        asked = columns if UNCOMMON.keys().isdisjoint(names) else few
+        columns = _columns(cursor, batch.log, max_bytes)
+        asked = common(columns)
 
         def within(window: Window) -> Iterable[pa.RecordBatch]:
             nonlocal asked
-            if asked is few:
-                rows = bounded(given(cursor, _of(window.rows(batch, few), condition)))
-                whole = [one for some in rows if (one := completed(some, names)) is not None]
+            if asked is not columns:
+                rows = bounded(given(cursor, window.rows(batch, asked)))
+                whole = [complete for some in rows if (complete := completed(some)) is not None]
                 if len(whole) == len(rows):
                     return whole
                 asked = columns  # the other windows will have the columns that these have
-            return given(cursor, _of(window.rows(batch, columns), condition))
+            return given(cursor, window.rows(batch, columns))
 
         yield from in_order(windows, within)
 
@@ -117,12 +93,10 @@ def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
         yield from given(cursor, query)
 
 
-def _columns(
-    cursor: bulk.BulkCursor, log: str, max_bytes: int, names: Sequence[str]
-) -> list[str | sql.Composable]:
+def _columns(cursor: bulk.BulkCursor, log: str, max_bytes: int) -> list[str | sql.Composable]:
     cursor.execute(f"SELECT {KEPT.format(log=log)}")
     ((kept,),) = cursor.fetchall()
-    return selected(max_bytes, kept=bool(kept), names=names)
+    return selected(max_bytes, kept=bool(kept))
 
 
 def given(cursor: bulk.BulkCursor, query: str) -> Iterator[pa.RecordBatch]:

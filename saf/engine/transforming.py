@@ -92,7 +92,6 @@ class Transforming:
         self._kept: list[pa.Table] = []
         """The results of parked messages."""
         self._ahead: list[pa.Table] = []
-        self._last = -1
         self._now = RESULT.empty_table()
         self._faults: dict[int, str] = dict(evaluated.faults)
 
@@ -201,23 +200,13 @@ class Transforming:
             if batch is None:
                 raise Unavailable("a transform", "its results have not come to their end")
             rows = pa.Table.from_batches([batch]).cast(RESULT)
-            self._go_on(rows["id"].to_numpy())
             if rows["ended"][-1].as_py():
-                if next(self._results, None) is not None:
-                    raise Unavailable("a transform", "its results go on after their end")
                 self._ended, rows = True, rows.slice(0, rows.num_rows - 1)
             kept = pc.is_in(rows["id"], parked)
             for where, some in ((self._kept, kept), (self._ahead, pc.invert(kept))):
                 mine = rows.filter(some)
                 if mine.num_rows:
                     where.append(mine)
-
-    def _go_on(self, ids: npt.NDArray[np.int64]) -> None:
-        """Make sure that results come by id: else, some would be taken for left out."""
-        if len(ids):
-            if ids[0] < self._last or (np.diff(ids) < 0).any():
-                raise Unavailable("a transform", "its results are not in the order of the messages")
-            self._last = int(ids[-1])
 
     def _note_faults(self) -> None:
         """Note which messages have results that cannot be sent, and leave these results out."""

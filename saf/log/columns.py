@@ -32,22 +32,18 @@ MORE_THAN_COMMON = sql.SQL("CASE WHEN {} THEN NULL ELSE true END AS {}").format(
 )
 
 
-def selected(
-    max_bytes: int | None, *, kept: bool = False, names: Iterable[str] = COLUMNS
-) -> list[str | sql.Composable]:
-    """The expressions to select for columns; a body over ``max_bytes`` is NULL.
+def selected(max_bytes: int | None, *, kept: bool = False) -> list[str | sql.Composable]:
+    """The expressions to select for `COLUMNS`; a body over ``max_bytes`` is NULL.
 
     Of a log, ``kept`` says that its constraint holds for all rows. The conditions that it makes
     needless take the server longer to plan than a few rows to read.
     """
-    return [bounded(name, max_bytes, "true" if kept else "false") for name in names]
+    return [bounded(name, max_bytes, "true" if kept else "false") for name in COLUMNS]
 
 
-def common(
-    columns: Iterable[str | sql.Composable], names: Iterable[str] = COLUMNS
-) -> list[str | sql.Composable]:
+def common(columns: Iterable[str | sql.Composable]) -> list[str | sql.Composable]:
     """The expressions without the seldom columns; `MORE` says whether a row has any of these."""
-    named = zip(names, columns, strict=True)
+    named = zip(COLUMNS, columns, strict=True)
     return [*(column for name, column in named if name not in UNCOMMON), MORE_THAN_COMMON]
 
 

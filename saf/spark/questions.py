@@ -7,16 +7,14 @@ refer to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from saf.columns import EXPRESSED, UUIDS
-from saf.destinations.texts import uuids
-from saf.engine.source import messages, read
+from saf.columns import EXPRESSED
+from saf.engine.source import read
 from saf.engine.work import Work
 from saf.errors import Unavailable
 from saf.log.arrow import OF_SPARK
@@ -53,30 +51,30 @@ def questions(
         }
         if not set(asked.values()) - {OF_NONE}:
             return
-        columns = ["to_service", *(name for name in kinds if name not in (*PLACE, "to_service"))]
+        columns = {"to_service", *kinds} - PLACE.keys()
         try:
-            for rows in _read(item, list(asked), columns, max_bytes):
-                yield _with_item(_shaped(rows, asked, schema), pa.nulls(len(rows), pa.binary()))
+            for query in _queries(item, list(asked), columns, max_bytes):
+                for rows in read(item, query):
+                    yield _with_item(_shaped(rows, asked, schema), pa.nulls(len(rows), pa.binary()))
         except Unavailable:
             return  # the delivery meets the error too, and reports it
 
     return task
 
 
-def _read(
-    item: Work, services: list[str], columns: Sequence[str], max_bytes: int
-) -> Iterator[pa.RecordBatch]:
-    """Give the parked messages that may go on now, and those of the batch by id."""
+def _queries(
+    item: Work, services: list[str], columns: Iterable[str], max_bytes: int
+) -> Iterator[str]:
+    """Give the queries for the parked messages that may go on now, and for the batch by id."""
+    more = [as_text(name, max_bytes) for name in columns]
     some = f"to_service = ANY ({sql.Literal(services).as_string(None)})"
     lanes = [lane for lane in item.waiting if lane.due and not lane.destination]
     if lanes:
         place = sql.SQL("NULL::bigint AS id")
-        more = [as_text(name, max_bytes) for name in columns]
         rows = parking.in_lanes(item.batch, "", lanes, [place, "parked_id", *more])
-        yield from read(item, f"SELECT * FROM ({rows}) AS parked WHERE {some}")
-    names = ("id", *columns)
-    with closing(messages(item, max_bytes, condition=some, names=names)) as batch:
-        yield from batch
+        yield f"SELECT * FROM ({rows}) AS parked WHERE {some}"
+    rows = item.batch.rows(["id", sql.SQL("NULL::bigint AS parked_id"), *more])
+    yield f"SELECT * FROM ({rows}) AS batch WHERE {some} ORDER BY id"
 
 
 def as_text(name: str, max_bytes: int) -> str | sql.Composable:
@@ -100,20 +98,5 @@ def _with_item(rows: pa.RecordBatch, handed: pa.Array) -> pa.RecordBatch:
 def _shaped(rows: pa.RecordBatch, asked: Mapping[str, int], schema: pa.Schema) -> pa.RecordBatch:
     which = pc.index_in(rows["to_service"], value_set=pa.array(asked, pa.string()))
     numbers = pa.array(asked.values(), pa.int32()).take(which)
-    return as_seen(rows, schema, asked=numbers)
-
-
-def as_seen(rows: pa.RecordBatch, schema: pa.Schema, **more: pa.Array) -> pa.RecordBatch:
-    """Give messages the types that Spark has for them; what there is no column for is NULL."""
-    columns = []
-    for field in schema:
-        if field.name in more:
-            column = more[field.name]
-        elif field.name not in rows.schema.names:
-            column = pa.nulls(rows.num_rows, field.type)
-        else:
-            column = rows[field.name]
-            if field.name in UUIDS and pa.types.is_binary(column.type):
-                column = uuids(column)
-        columns.append(column.cast(field.type))
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+    columns = {**dict(zip(rows.schema.names, rows.columns, strict=True)), "asked": numbers}
+    return pa.RecordBatch.from_arrays([columns[f.name].cast(f.type) for f in schema], schema=schema)

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from psycopg import sql
 
 from saf.columns import EXPRESSED
-from saf.engine.source import messages, read
+from saf.engine.source import read
 from saf.engine.transforming import GIVEN, RESULT
 from saf.engine.work import Work
 from saf.errors import ConfigurationError
 from saf.log.arrow import OF_SPARK
 from saf.routing.routers import imported
-from saf.spark.questions import as_seen, as_text
+from saf.spark.questions import as_text
 from saf.spark.session import first_line
 
 if TYPE_CHECKING:
@@ -37,9 +35,6 @@ SEEN = {"id": "long", **EXPRESSED}
 LAST = (1 << 63) - 1
 """Greater than the id of any message."""
 CLOCK = re.compile(r"^(Current(Date|Time|Timestamp)|Now|LocalTimestamp)(Like)?$")
-SCHEMA = pa.schema([(name, OF_SPARK[kind]) for name, kind in SEEN.items()])
-ROW_BY_ROW = ("Project", "Filter", "BatchEvalPython", "ArrowEvalPython")
-"""Spark's names for steps that make at most one row of a row, in the same order."""
 KINDS = dict(zip(RESULT.names, ("long", "int", *["string"] * 3, "binary", "boolean"), strict=True))
 
 
@@ -66,8 +61,6 @@ class Usable:
     frame: DataFrame
     given: frozenset[str]
     """Which of `GIVEN` the function gives."""
-    by_id: bool
-    """Whether its rows come in the order of the ids, because the messages do."""
 
 
 def transformed(messages: DataFrame, whose: str, name: str) -> Usable:
@@ -131,11 +124,7 @@ def _usable(said: Any, whose: str, name: str) -> Usable:
         if column != "ended"
     ]
     frame = said.select(*columns, F.lit(False).alias("ended"))
-    return Usable(
-        frame=frame,
-        given=frozenset({*GIVEN} & kinds.keys()),
-        by_id="part" not in kinds and _row_by_row(frame),
-    )
+    return Usable(frame=frame, given=frozenset({*GIVEN} & kinds.keys()))
 
 
 def messages_of(spark: SparkSession, asked: Asked) -> DataFrame:
@@ -151,88 +140,66 @@ def messages_of(spark: SparkSession, asked: Asked) -> DataFrame:
     return rows.withColumn("text", F.col("body").cast("string"))
 
 
-def in_order(spark: SparkSession, results: Sequence[Usable], *, at_once: bool) -> DataFrame:
-    """Return results as one partition, in the order of ids and parts, and that they have ended.
-
-    ``at_once``: the first ones may come before the last ones are evaluated.
-    """
+def in_order(spark: SparkSession, frames: Sequence[DataFrame]) -> DataFrame:
+    """Return results as one partition, in the order of ids and parts, and that they have ended."""
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
     last = {"id": F.lit(LAST), "ended": F.lit(True)}
     end = spark.range(0, 1, 1, 1).select(
         *(last.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in KINDS.items())
     )
-    frames = [one.frame for one in results]
-    whole: DataFrame = reduce(lambda some, more: some.union(more), [*frames, end]).coalesce(1)
-    if at_once and len(results) == 1 and results[0].by_id:
-        return whole
-    return whole.sortWithinPartitions("id", "part")
+    whole: DataFrame = reduce(lambda some, more: some.union(more), [*frames, end])
+    return whole.coalesce(1).sortWithinPartitions("id", "part")
 
 
 def _reader(asked: Asked) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    schema = pa.schema([(name, OF_SPARK[kind]) for name, kind in SEEN.items()])
+
     def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for _ in partition:
             pass
-        if asked.parked:
-            for rows in read(asked.item, _parked(asked)):
-                yield as_seen(rows, SCHEMA)
-        some = _some(asked, asked.parked | asked.but)
-        with closing(messages(asked.item, asked.max_bytes, condition=some)) as batch:
-            for rows in batch:
-                sent = pc.and_(rows["conversation_id"].is_null(), rows["body"].is_valid())
-                yield as_seen(rows.filter(sent), SCHEMA)
+        for query in _queries(asked):
+            for rows in read(asked.item, query):
+                columns = dict(zip(rows.schema.names, rows.columns, strict=True))
+                yield pa.RecordBatch.from_arrays(
+                    [columns[field.name].cast(field.type) for field in schema], schema=schema
+                )
 
     return task
 
 
-def _some(asked: Asked, but: Collection[int]) -> str:
-    """Return the condition for messages that a function is asked about."""
+def _queries(asked: Asked) -> Iterator[str]:
+    """Give the queries for parked messages, and for those of the batch."""
+    batch = asked.item.batch
+    columns = ["id", *(as_text(name, asked.max_bytes) for name in EXPRESSED)]
     low, high = asked.within
-    return (
-        sql.SQL(
-            "to_service = ANY ({services}) AND id BETWEEN {low} AND {high} "
-            "AND id <> ALL ({but}::bigint[])"
-        )
-        .format(
+    seen = sql.SQL(
+        " WHERE to_service = ANY ({services}) AND conversation_id IS NULL AND body IS NOT NULL"
+        " AND id BETWEEN {low} AND {high} AND id <> ALL ({but}::bigint[])"
+    )
+
+    def query(rows: sql.Composable, but: Collection[int]) -> str:
+        some = seen.format(
             services=sql.Literal([*asked.services]),
             low=sql.Literal(low),
             high=sql.Literal(high),
             but=sql.Literal(sorted(but)),
         )
-        .as_string(None)
-    )
+        return (sql.SQL("SELECT * FROM (") + rows + sql.SQL(") AS m") + some).as_string(None)
 
-
-def _parked(asked: Asked) -> str:
-    """Return the query for parked messages."""
-    batch = asked.item.batch
-    columns = ["id", *(as_text(name, asked.max_bytes) for name in EXPRESSED)]
-    parked = sql.SQL(
-        "SELECT DISTINCT ON (id) {columns} FROM saf.parked"
-        " WHERE subscription_id = {subscription_id} AND id = ANY ({ids}::bigint[])"
-    ).format(
-        columns=sql.SQL(", ").join(
-            sql.Identifier(one) if isinstance(one, str) else one for one in columns
-        ),
-        subscription_id=sql.Literal(batch.subscription_id),
-        ids=sql.Literal(sorted(asked.parked)),
-    )
-    seen = f"conversation_id IS NULL AND body IS NOT NULL AND {_some(asked, asked.but)}"
-    return f"SELECT * FROM ({parked.as_string(None)}) AS m WHERE {seen}"
-
-
-def _row_by_row(frame: DataFrame) -> bool:
-    """Whether Spark makes each row of one row, or drops it, and so keeps the order of messages."""
-    jvm: Any = frame._jdf
-    node = jvm.queryExecution().optimizedPlan()
-    while str(node.getClass().getSimpleName()) in ROW_BY_ROW:
-        node = node.children().apply(0)
-    names = [str(node.getClass().getSimpleName())]
-    names += [
-        str(node.children().apply(place).getClass().getSimpleName())
-        for place in range(node.children().size())
-    ]
-    return names == ["MapInArrow", "Range"]  # the messages, as `messages_of` has them
+    if asked.parked:
+        parked = sql.SQL(
+            "SELECT DISTINCT ON (id) {columns} FROM saf.parked"
+            " WHERE subscription_id = {subscription_id} AND id = ANY ({ids}::bigint[])"
+        ).format(
+            columns=sql.SQL(", ").join(
+                sql.Identifier(one) if isinstance(one, str) else one for one in columns
+            ),
+            subscription_id=sql.Literal(batch.subscription_id),
+            ids=sql.Literal(sorted(asked.parked)),
+        )
+        yield query(parked, asked.but)
+    yield query(sql.SQL(batch.rows(columns)), asked.parked | asked.but)
 
 
 def _changing(frame: DataFrame) -> str | None:

@@ -173,20 +173,11 @@ class Evaluation:
             faults=self.faults,
             parked=self.parked,
         )
-        rows = in_order(self.spark, [*usable.values()], at_once=self._may_deliver_at_once())
+        rows = in_order(self.spark, [one.frame for one in usable.values()])
         done = rows.mapInArrow(
             deliver(self.number, self.item, self.rules, evaluated, self.last), "said binary"
         ).collect()
         return [receipt for row in done for receipt in pickle.loads(row.said)]  # noqa: S301 - ours  # nosec B301
-
-    def _may_deliver_at_once(self) -> bool:
-        """Whether first results may be delivered while a function may still fail for others.
-
-        Then another attempt delivers them again, which only marks make harmless. And parked
-        messages are not read in their place among the others.
-        """
-        said = {route.quality for route in self.item.routes.routes if route.quality}
-        return not self.parked and said | {*self.rules.qualities.values()} == {"exactly_once"}
 
     def _usable(self) -> dict[str, Usable]:
         """The services whose function can be used; the others have a problem from now on."""

@@ -49,7 +49,7 @@ def tried(service: str, function: str, message: Mapping[str, Any], max_bytes: in
         except ConfigurationError as error:
             return Tried(waits=str(error))
         try:
-            batches = in_order(spark, [usable], at_once=False).toArrow().cast(RESULT).to_batches()
+            batches = in_order(spark, [usable.frame]).toArrow().cast(RESULT).to_batches()
         except (PySparkException, Py4JError) as error:
             return Tried(dead=f"its function raises {first_line(error)}")
     finally:

@@ -161,24 +161,6 @@ def test_a_message_that_a_transform_fails_on_is_a_dead_letter_and_its_neighbours
     assert "CAST_INVALID_INPUT" in error
 
 
-def test_what_was_delivered_before_a_message_at_fault_is_not_sent_again(
-    source: psycopg.Connection[Any], mom: Dsn, config: Config
-) -> None:
-    """Also where a destination would take it twice."""
-    source.execute(
-        "INSERT INTO saf.outbox (to_service, key, body) "
-        "SELECT 'billing', 'k', convert_to(n::text, 'UTF8') FROM generate_series(1, 25000) AS n"
-    )
-    send(source, "x", "7")
-    path = config("tests.transforms:number")
-    settings = path.read_text().replace("attempts = 1", "attempts = 1\nchunk_rows = 1000")
-    at_least = '[destinations.mom]\nquality = "at_least_once"\n'
-    path.write_text(settings.replace("[destinations.mom]\n", at_least))
-    forward(path)
-    assert [body for body, _ in dead(source)] == [b"x"]
-    assert bodies(mom) == [str(n + 1) for n in (*range(1, 25001), 7)]
-
-
 def test_several_messages_of_one_have_numbers_or_it_is_a_dead_letter(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:
@@ -305,18 +287,6 @@ def test_a_deep_backlog_is_transformed_some_at_a_time_in_order(
     expected = [str(n) for n in range(20) if n % 5 == 0 or n % 2 == 0]
     assert (bodies(mom), said["left_out"]) == (expected, 20 - len(expected))
     assert said["cycles"] > 2
-
-
-@pytest.mark.parametrize("function", ["backwards", "turned", "in_python", "masked"])
-def test_results_are_delivered_in_order_whatever_order_a_function_gives(
-    source: psycopg.Connection[Any], mom: Dsn, config: Config, function: str
-) -> None:
-    texts = [str(n) for n in range(50)]
-    send(source, *texts)
-    path = config(f"tests.transforms:{function}")
-    path.write_text(path.read_text().replace("attempts = 1", "attempts = 1\nchunk_rows = 7"))
-    forward(path)
-    assert bodies(mom) == texts
 
 
 def test_each_destination_of_a_topic_gets_what_the_transform_made(

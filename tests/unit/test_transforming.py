@@ -62,13 +62,6 @@ def test_messages_of_other_services_are_as_they_were_sent() -> None:
     assert sent(one, mixed) == [(1, b"as it was sent"), (2, b"2"), (3, b"as it was sent")]
 
 
-def test_results_that_are_not_in_order_leave_nothing_out() -> None:
-    for made in ([{"id": 3, "body": b"3"}, {"id": 2, "body": b"2"}, END], [END, {"id": 2}]):
-        one = transforming(results(*made, of_each=1))
-        with pytest.raises(Unavailable, match=r"its results (are not in the order|go on after)"):
-            one.look(rows(2, 3))
-
-
 @pytest.mark.parametrize("broken", [True, False])
 def test_results_that_end_too_early_leave_nothing_out(broken: bool) -> None:
     """They may break off, or just end; a message without a result might be in what is missing."""

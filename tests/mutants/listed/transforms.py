@@ -9,29 +9,6 @@ UNIT = "unit/test_transforming.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
-        "what was delivered before a fault was found is sent again",
-        "saf/spark/transforms.py",
-        'return not self.parked and said | {*self.rules.qualities.values()} == {"exactly_once"}',
-        "return not self.parked",
-        "spark/test_transforms.py"
-        "::test_what_was_delivered_before_a_message_at_fault_is_not_sent_again",
-    ),
-    mutant(
-        "results are taken to be in order whatever a function does",
-        "saf/spark/results.py",
-        'by_id="part" not in kinds and _row_by_row(frame),',
-        "by_id=True,",
-        "spark/test_transforms.py"
-        "::test_results_are_delivered_in_order_whatever_order_a_function_gives[backwards]",
-    ),
-    mutant(
-        "results out of order leave messages out",
-        TRANSFORMING,
-        "            if ids[0] < self._last or (np.diff(ids) < 0).any():\n",
-        "            if ids[0] < -1:\n",
-        f"{UNIT}::test_results_that_are_not_in_order_leave_nothing_out",
-    ),
-    mutant(
         "results that end too early leave messages out",
         TRANSFORMING,
         "            if batch is None:\n                raise Unavailable(",
