@@ -57,6 +57,7 @@ from pydantic_settings import (
 
 from saf.database import Dsn, refuse_unescaped
 from saf.database.bounds import Bounds
+from saf.destinations.archives import table_at
 from saf.destinations.kinds import DEFAULT, AnyDestination, settings_of
 from saf.destinations.settings import Connections, DestinationSettings, DsnField, Quality, within
 from saf.dispatch.settings import Endpoint, Network
@@ -87,6 +88,11 @@ def _printable(name: str) -> str:
     if not name or not fits(name, MAX_NAME) or not name.isprintable():
         raise ValueError(f"a name has 1 to {MAX_NAME} bytes of printable characters")
     return name
+
+
+def _archive(place: str) -> str:
+    table_at(place)
+    return place
 
 
 Seconds = Annotated[float, within(0.01, 366 * DAY)]
@@ -260,8 +266,9 @@ class Purge(_Table):
     """How long a message is kept at least, forwarded or not, in seconds."""
     rotate_after_seconds: Seconds = float(DAY)
     """The age of its oldest message at which a slot is left for the next one, in seconds."""
-    archive: Path | None = None
-    """A folder where the messages of each slot are kept as Parquet before they are deleted."""
+    archive: Annotated[str, AfterValidator(_archive)] | None = None
+    """Where the messages of each slot are kept before they are deleted: a folder, as Parquet, or a
+    table such as `delta:/srv/lake/archive`."""
 
 
 class Dispatch(_Table):

@@ -12,7 +12,8 @@ unrouted_expired, routed
 and those of a receiver: receive_read, receive_handled, receive_settled, receive_committed, and
 attempt_counted, which comes before a failed message is tried alone. A dispatcher has
 dispatch_answered, after each answer, and dispatch_marking and dispatch_marked, before and after it
-commits marks.
+commits marks. A purge has archive_written, before what is archived counts, and archived, before the
+messages leave their log.
 
 ``SAF_FAILPOINT=mom_commit`` kills the process group there with SIGKILL; ``mom_commit:3`` does so
 the third time that this process comes by. If it is not set, a point costs one comparison per chunk.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -57,8 +56,12 @@ def command(
         ),
     ] = None,
     archive: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the messages as Parquet. Default: purge.archive, or none."),
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Where the messages are kept: a folder, as Parquet, or a table: "
+            "delta:/srv/lake/archive. Default: purge.archive, or nowhere.",
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be done.")

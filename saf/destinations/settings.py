@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 from uuid import UUID
 
 import pydantic
@@ -28,6 +28,9 @@ from saf.destinations import Capabilities, Destination
 from saf.destinations.marks import Known
 from saf.destinations.reading import Reading
 from saf.errors import CannotReadBack
+
+if TYPE_CHECKING:
+    from saf.log.ring import Archive
 
 Quality = Literal["at_most_once", "at_least_once", "exactly_once"]
 
@@ -149,6 +152,23 @@ class DestinationSettings(BaseModel):
     def bounded(self, bounds: Bounds) -> Self:  # noqa: ARG002 - for those that wait
         """Return these settings with saf.toml's ``[bounds]``, if the kind waits for anything."""
         return self
+
+    @classmethod
+    def at(cls, place: str) -> Self:  # noqa: ARG003 - for those that have archives
+        """Return the settings of an archive of logs, which is at a place such as a table's address.
+
+        Raises:
+            ValueError: the kind has no archives, or this is no place for one.
+        """
+        raise ValueError(f"the kind {cls.model_fields['kind'].default!r} takes no archive of a log")
+
+    def archive(self, dsn: Dsn) -> Archive:
+        """Return what writes slots of a broker's logs to what `at` has returned.
+
+        Raises:
+            MissingExtra: its client is not installed here.
+        """
+        raise NotImplementedError(dsn)
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
         """Give each problem and its cure, for `saf doctor`, which itself examines a broker.

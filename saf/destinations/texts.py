@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 TEXT = pa.large_string()
-HEX = np.frombuffer(b"".join(b"%02x" % byte for byte in range(256)), np.uint8).reshape(256, 2)
+HEX = np.frombuffer(b"".join(b"%02x" % byte for byte in range(256)), np.uint16)
+"""The two digits of each byte."""
 DASHES = (8, 13, 18, 23)
 PAIRS = np.frombuffer(b"".join(b"%02d" % pair for pair in range(100)), np.uint8).reshape(100, 2)
 """The two digits of each number below 100."""
@@ -31,9 +34,11 @@ def uuids(values: pa.Array) -> pa.Array:
         return pa.nulls(len(values), TEXT)
     given = values.drop_null().cast(pa.binary(16))
     raw = np.frombuffer(given.buffers()[1], np.uint8)[given.offset * 16 :][: len(given) * 16]
-    digits = HEX[raw].reshape(len(given), 32)
-    text = np.full((len(given), 36), ord("-"), np.uint8)
-    text[:, [place for place in range(36) if place not in DASHES]] = digits
+    digits = HEX[raw].view(np.uint8).reshape(len(given), 32)
+    text = np.empty((len(given), 36), np.uint8)
+    for number, (begin, end) in enumerate(pairwise((-1, *DASHES, 36))):
+        text[:, begin + 1 : end] = digits[:, begin + 1 - number : end - number]
+    text[:, DASHES] = ord("-")
     return _spread(text, values)
 
 
@@ -91,10 +96,8 @@ def whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 def _spread(text: npt.NDArray[np.uint8], values: pa.Array) -> pa.Array:
     """Return texts of one length as a column that is null where the values are."""
     count, size = text.shape
-    fixed = pa.FixedSizeBinaryArray.from_buffers(
-        pa.binary(size), count, [None, pa.py_buffer(text.tobytes())]
-    )
-    written = pc.cast(pc.cast(fixed, pa.large_binary()), TEXT)
+    ends = size * np.arange(count + 1, dtype=np.int64)
+    written = pa.LargeStringArray.from_buffers(count, pa.py_buffer(ends), pa.py_buffer(text))
     if count < len(values):
         place = pc.cumulative_sum(pc.cast(values.is_valid(), pa.int64()))
         written = written.take(pc.if_else(values.is_valid(), pc.subtract(place, 1), None))

@@ -2,46 +2,66 @@
 
     FOLDER/<broker_id>/outbox-3-<first id>-<last id>.parquet
 
-A file has every column of every message of the slot, in no order. What is too large to be read (see
-`saf.limits`) is left out, because a dead letter has it whole. The slot is read in one snapshot and
-in bounded memory. The file is written under another name, brought to the disk and then renamed, so
-a file with this name is whole. The caller truncates the slot afterwards, and only if the snapshot
-still shows every row. If it does not, the next archive of the slot replaces the file, or lies
-beside it under another range of ids; an id that is in two files is one message.
+A file has every column of messages of the slot, in no order (`saf.log.slot_rows`). It is written
+under another name, brought to the disk and then named, so a file with this name is whole, and it
+never changes. A broker that was repaired after it was set back adds its incarnation to the names.
+
+The caller truncates the slot afterwards, and only if the snapshot still shows every row. If it does
+not, or dies before, the next archive of the slot writes what no file has yet. So the files of a
+broker have each message once, and all that left its table. Two that write at the same time, such
+as after a broken connection, would not know of each other: the second one is refused.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from uuid import uuid4
 
-from psycopg import sql
-
-from saf.columns import COLUMNS
-from saf.database import Dsn, translated
+from saf.database import Dsn
 from saf.errors import MissingExtra, Unavailable
-from saf.log.ring import Contents, Slot
+from saf.failpoints import fail_point
+from saf.log.ring import Contents
 
 try:
-    import adbc_driver_manager.dbapi as adbc
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    from saf.database import bulk
-    from saf.limits import KEPT
-    from saf.log.columns import bounded
+    from saf.log.slot_rows import SlotRows, reading
 except ImportError:
     raise MissingExtra("forwarder", "an archive in Parquet") from None
 
-ARROW_BATCH_BYTES = 4 * 1024 * 1024
-"""The bytes of a batch that is read; also about the size of a row group."""
+NAME = re.compile(
+    r"(?P<log>outbox|inbox)-(?P<slot>\d)-(?P<first>\d+)-(?P<last>\d+)(-life-(?P<incarnation>\d+))?"
+    r"(\.\d+)?\.parquet"
+)
+FIRST = 1
+"""The incarnation of a broker that was never repaired."""
+KEY = ("id", "message_id")
+"""What tells messages of a broker apart, also one from before and one from after a set-back."""
+KEY_BYTES = 24
+LOCK = ".lock"
+"""The file that whoever writes to a broker's folder has locked."""
 
-COLUMNS_OF_LOG = {"outbox": COLUMNS, "inbox": (*COLUMNS, "source", "received_at")}
 
-BROKER_ID = "SELECT broker_id::text FROM saf.broker"
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One file of an archive, by its name."""
 
-# A transaction id does not come near 2^63, and Arrow has no type of its own for it.
-ROWS = "SELECT txid::text::bigint AS txid, id, shard, {columns} FROM {slot}"
+    path: Path
+    log: str
+    slot: int
+    first: int
+    last: int
+    incarnation: int
 
 
 class ParquetArchive:
@@ -57,58 +77,135 @@ class ParquetArchive:
         Raises:
             Unavailable: the folder cannot be written to, or the database does not answer.
         """
-        slot = contents.slot
-        name = f"{slot.log}-{slot.number}-{contents.first_id}-{contents.last_id}.parquet"
         try:
-            with (
-                bulk.connect(self.dsn, "archive", f"slot saf.{slot.table}") as connection,
-                connection.cursor() as cursor,
-            ):
-                file = self._folder(cursor) / name
-                part = file.with_name(f"{name}.{uuid4().hex}.part")
-                try:
-                    if _write(cursor, slot, part) != contents.messages:
-                        return None
-                    part.replace(file)
-                    _to_disk(file.parent)
-                finally:
-                    part.unlink(missing_ok=True)
-                return file
-        except adbc.Error as error:
-            reason = self.dsn.redact(str(error))
-            raise translated(f"slot saf.{slot.table}", error.sqlstate, reason) from None
+            with reading(self.dsn, contents.slot) as rows:
+                folder = self._folder(rows.broker_id)
+                with self._alone(folder):
+                    return _write(rows, contents, folder)
         except OSError as error:
             raise Unavailable(f"archive {self.folder}", error.strerror or str(error)) from None
 
-    def _folder(self, cursor: adbc.Cursor) -> Path:
+    def _folder(self, broker_id: str) -> Path:
         """The broker's own folder, because names of brokers may repeat, and all ids begin at 1."""
-        cursor.execute(BROKER_ID)
-        ((broker_id,),) = cursor.fetchall()
-        folder = self.folder / str(broker_id)
+        folder = self.folder / broker_id
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
             _to_disk(self.folder)
         return folder
 
+    @contextmanager
+    def _alone(self, folder: Path) -> Iterator[None]:
+        with (folder / LOCK).open("w") as lock:  # not the folder, which NFS would not lock
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                what = f"archive {self.folder}"
+                raise Unavailable(what, "another purge is writing to it") from None
+            yield
 
-def _write(cursor: adbc.Cursor, slot: Slot, file: Path) -> int:
-    """Copy a slot's rows into a file, durably; return how many there were."""
-    some = [bounded(name, kept=KEPT.format(log=slot.log)) for name in COLUMNS_OF_LOG[slot.log]]
-    columns = sql.SQL(", ").join(sql.Identifier(c) if isinstance(c, str) else c for c in some)
-    query = sql.SQL(ROWS).format(columns=columns, slot=sql.Identifier("saf", slot.table))
-    cursor.adbc_statement.set_options(
-        **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}
-    )
-    cursor.execute(query.as_string(None))
-    count = 0
-    with cursor.fetch_record_batch() as batches, file.open("wb") as stream:
-        with pq.ParquetWriter(stream, batches.schema, compression="zstd") as writer:
-            for batch in batches:
-                writer.write_batch(batch)
-                count += batch.num_rows
+
+def pieces(folder: Path, broker_id: str, log: str) -> list[Piece]:
+    """The files that an archive has of a log; a `.part` is none.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    folder.stat()  # raises if there is no archive at all
+    try:
+        paths = sorted((folder / broker_id).iterdir())
+    except FileNotFoundError:  # of this broker, nothing was archived yet
+        return []
+    named = [(path, NAME.fullmatch(path.name)) for path in paths]
+    return [
+        Piece(
+            path=path,
+            log=log,
+            slot=int(name["slot"]),
+            first=int(name["first"]),
+            last=int(name["last"]),
+            incarnation=int(name["incarnation"] or FIRST),
+        )
+        for path, name in named
+        if name and name["log"] == log
+    ]
+
+
+def _write(rows: SlotRows, contents: Contents, folder: Path) -> Path | None:
+    """Write what no file has yet; return the newest file that has messages of the slot."""
+    slot = contents.slot
+    before = [one for one in pieces(folder.parent, folder.name, slot.log) if _meets(one, contents)]
+    known = [_keys(pq.read_table(one.path, columns=[*KEY])) for one in before]
+    part = folder / f"{slot.log}-{slot.number}.{uuid4().hex}.part"
+    try:
+        read, ends = _copy(rows.batches(), part, pa.chunked_array(known, pa.binary(KEY_BYTES)))
+        if read != contents.messages:
+            return None
+        if ends is None:
+            _to_disk(folder)  # whoever gave them their names may have died before
+            return max((one.path for one in before), key=lambda path: path.stat().st_mtime_ns)
+        fail_point("archive_written")
+        life = "" if rows.incarnation == FIRST else f"-life-{rows.incarnation}"
+        file = _named(part, folder / f"{slot.log}-{slot.number}-{ends[0]}-{ends[1]}{life}.parquet")
+        _to_disk(folder)
+    finally:
+        part.unlink(missing_ok=True)
+    fail_point("archived")
+    return file
+
+
+def _meets(piece: Piece, contents: Contents) -> bool:
+    """Whether a file may have messages that are in a slot now."""
+    first, last = contents.first_id or 0, contents.last_id or 0
+    return piece.slot == contents.slot.number and piece.first <= last and piece.last >= first
+
+
+def _copy(
+    batches: Iterable[pa.RecordBatch], file: Path, known: pa.ChunkedArray
+) -> tuple[int, tuple[int, int] | None]:
+    """Copy rows that are not known into a file, durably.
+
+    Return how many rows there were, and the first and the last id in the file; None: no row.
+    """
+    read, lows, highs = 0, [], []
+    writer: pq.ParquetWriter | None = None
+    with file.open("wb") as stream:
+        for batch in batches:
+            read += batch.num_rows
+            new = batch.filter(pc.invert(pc.is_in(_keys(batch), known))) if len(known) else batch
+            if not new.num_rows:
+                continue
+            writer = writer or pq.ParquetWriter(stream, new.schema, compression="zstd")
+            writer.write_batch(new)
+            ends = pc.min_max(new["id"])
+            lows.append(ends["min"].as_py())
+            highs.append(ends["max"].as_py())
+        if writer is not None:
+            writer.close()
         stream.flush()
         os.fsync(stream.fileno())
-    return count
+    return read, (min(lows), max(highs)) if lows else None
+
+
+def _keys(rows: pa.Table | pa.RecordBatch) -> pa.Array:
+    """What tells messages apart, as bytes."""
+    columns = []
+    for name, size in (("id", 8), ("message_id", 16)):
+        column = rows[name]
+        column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+        column = column.storage if isinstance(column, pa.ExtensionArray) else column
+        given = np.frombuffer(column.buffers()[-1], np.uint8)[column.offset * size :]
+        columns.append(given[: len(column) * size].reshape(len(column), size))
+    keys = np.hstack(columns)
+    return pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(KEY_BYTES), len(keys), [None, pa.py_buffer(keys.tobytes())]
+    )
+
+
+def _named(part: Path, file: Path) -> Path:
+    """Give a file its name, or the next one that is free; what is there is not replaced."""
+    names = (file.with_suffix(f".{number}.parquet") for number in count(2))
+    name = next(one for one in chain([file], names) if not one.exists())
+    return part.rename(name)
 
 
 def _to_disk(folder: Path) -> None:

@@ -83,8 +83,8 @@ class Slot:
     """A subscription that needs it; there may be more."""
     messages: int | None = None
     """How many messages were purged, or would be."""
-    archive: Path | None = None
-    """The file that the messages are in now."""
+    archive: Path | str | None = None
+    """The file, or the table, that the messages are in now."""
 
     @property
     def table(self) -> str:
@@ -106,9 +106,10 @@ class Contents:
     """Of the newest message."""
 
 
-Archive = Callable[[Contents], Path | None]
-"""Writes a slot's messages to a file, durably, and returns its name; None if the messages are no
-longer the same. See `saf.log.archive`."""
+Archive = Callable[[Contents], Path | str | None]
+"""Writes a slot's messages to a file or a table, durably, and returns its name; None if the
+messages are no longer the same. What is there already is not written again. See
+`saf.log.archive`."""
 
 NEXT_ID = "SELECT last_value + is_called::int FROM {sequence}"
 SEQUENCE = "SELECT pg_get_serial_sequence('saf.' || %(log)s, 'id')"

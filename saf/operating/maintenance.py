@@ -20,6 +20,7 @@ import psycopg
 from saf.broker import restored
 from saf.config import Purge
 from saf.database import Dsn, fetch
+from saf.destinations.archives import archive_at
 from saf.dialogs import conversations
 from saf.errors import UsageError
 from saf.log.ring import AGE_COLUMN, LOCK_TIMEOUT_SECONDS, Archive, Slot, purge, rotate
@@ -126,9 +127,7 @@ def purge_by_rules(
     """Call `purge_broker` as the configuration says, with its archive."""
     archive = None
     if rules.archive is not None and not dry_run:
-        from saf.log.archive import ParquetArchive  # needs the extra, and says so
-
-        archive = ParquetArchive(dsn, rules.archive)
+        archive = archive_at(rules.archive, dsn)
     return purge_broker(
         connection,
         retention_seconds=rules.retention_seconds,

@@ -48,5 +48,5 @@ def test_the_commands_of_the_operations_page_purge(folder: Path, app: Dsn, mom: 
     (script,) = blocks(page("operations.md"), "purge")
     send(app, 2)
     forward(app, mom=mom)
-    said = shell(script.replace("/srv/saf-archive", "archive"), folder, app, mom)
+    said = shell(script.replace("/srv/", f"{folder}/"), folder, app, mom)
     assert '"broker": "shop"' in said

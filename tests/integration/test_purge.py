@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from saf.database import Dsn
-from saf.log.archive import ParquetArchive
+from saf.log.archive import LOCK, ParquetArchive
 from saf.log.ring import SLOT_ROWS, SLOTS, Contents, Slot
 from saf.operating.maintenance import purge_broker
 from tests.pipeline import connect, forward
@@ -204,13 +204,13 @@ def test_the_archive_holds_exactly_what_went(tmp_path: Path, mom: Dsn) -> None:
         )
         ((broker_id,),) = connection.execute("SELECT broker_id::text FROM saf.broker").fetchall()
     slot = outcome.slots[SLOTS]
-    assert slot.archive is not None
+    assert isinstance(slot.archive, Path)
     assert slot.archive == tmp_path / broker_id / "inbox-0-1-4.parquet"
     archived = sorted(pq.read_table(slot.archive).to_pylist(), key=lambda row: int(row["id"]))
     for row in archived:
         row["headers"] = row["headers"] and json.loads(row["headers"])
     assert archived == rows
-    assert list(slot.archive.parent.iterdir()) == [slot.archive]
+    assert {*slot.archive.parent.iterdir()} - {slot.archive.with_name(LOCK)} == {slot.archive}
 
 
 def test_an_archive_that_did_not_come_to_the_truncate_is_replaced_by_the_next(
@@ -233,11 +233,11 @@ def test_an_archive_that_did_not_come_to_the_truncate_is_replaced_by_the_next(
         ).slots[0]
         assert kept.state == "locked"
         assert counted(app) == 50
-        (left,) = tmp_path.glob("*/*")
+        (left,) = tmp_path.glob("*/*.parquet")
     gone = purged(app, tmp_path)
     assert (gone.state, gone.archive) == ("purged", left)
     assert len(pq.read_table(left)) == 50
-    assert list(tmp_path.glob("*/*")) == [left]
+    assert list(tmp_path.glob("*/*.parquet")) == [left]
 
 
 def test_an_archive_of_messages_that_are_gone_replaces_nothing(
@@ -256,7 +256,7 @@ def test_an_archive_of_messages_that_are_gone_replaces_nothing(
         purge_broker(connection, retention_seconds=0, rotate_after_seconds=86400, archive=remember)
     assert counted(app) == 0
     assert late(seen[0]) is None
-    (file,) = tmp_path.glob("*/*")
+    (file,) = tmp_path.glob("*/*.parquet")
     assert len(pq.read_table(file)) == 50
 
 

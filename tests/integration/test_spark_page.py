@@ -12,6 +12,7 @@ from saf.spark import java, jvm
 from saf.spark.table.fields import TEXT, schema_of
 from saf.spark.table.options import NAMES
 from saf.spark.table.outgoing import TYPES
+from tests.archives import in_log, may_go
 from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import bodies, connect, run
 from tests.programs import BIN
@@ -90,9 +91,27 @@ def test_the_transform_with_a_join_passes_its_test_and_changes_what_is_forwarded
     assert bodies(mom) == ['{"customer":"c2","name":"Grace","card":"4999…"}']
 
 
+def test_what_was_purged_into_the_lake_is_counted_with_what_is_in_the_log(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    prepared(tmp_path, app, mom)
+    with connect(mom) as store:
+        create_service(store, "shipping")
+    with connect(app) as source:
+        source.execute(SEND.replace("now() -", "now() - interval '30 days' -"))
+    may_go(app, mom)
+    (script,) = blocks(page("spark.md"), "archive shell")
+    said = shell(script.replace("/srv/", f"{tmp_path}/"), tmp_path, app, mom)
+    assert in_log(app) == [], said
+    with connect(app) as source:
+        source.execute("INSERT INTO saf.outbox (to_service, body) VALUES ('billing', 'new')")
+    rows = re.findall(r"^\| *(\w+)\| *(\d+)\|$", recipe("archive", tmp_path), re.MULTILINE)
+    assert rows == [("billing", "7"), ("shipping", "4")]
+
+
 def recipe(name: str, folder: Path) -> str:
     """What a recipe of the page prints."""
-    script = "".join(blocks(page("spark.md"), name))
+    script = "".join(blocks(page("spark.md"), name)).replace("/srv/", f"{folder}/")
     done = run_program(
         [sys.executable, "-c", script.replace("local[*]", "local[2]")],
         env={

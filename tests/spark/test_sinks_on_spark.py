@@ -13,10 +13,19 @@ from pyspark import TaskContext
 from saf.database import Dsn, fetch
 from tests.pipeline import connect
 from tests.programs import configuration
+from tests.sizes import sized
 from tests.spark.tables import session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+MANY = sized(100_000, 10_000_000)
+IN_ORDER = """
+SELECT count(*), sum(number)::bigint, count(*) FILTER (WHERE number <= before)
+FROM (SELECT number, lag(number) OVER (PARTITION BY key ORDER BY id) AS before
+      FROM (SELECT id, key, convert_from(body, 'UTF8')::bigint AS number FROM saf.outbox) AS sent
+     ) AS each
+"""
 
 
 @pytest.fixture
@@ -68,6 +77,16 @@ def test_a_job_whose_tasks_are_tried_again_sends_each_message_once_and_in_order(
     what = scores(1000)
     write(what.mapInArrow(fails_once, what.schema), config)
     assert (sent(app), left(app)) == ([*range(1000)], 0)
+
+
+@pytest.mark.timeout(1800)
+def test_scores_in_their_millions_arrive_in_the_order_of_each_key(app: Dsn, config: Path) -> None:
+    many = session().range(0, MANY, 1, 4)
+    key, body = "CAST(id % 1000 AS string) AS key", "CAST(id AS string) AS body"
+    write(many.selectExpr("'billing' AS service", key, body), config)
+    with connect(app) as connection:
+        found = fetch(connection, IN_ORDER)
+    assert (found, left(app)) == ([(MANY, MANY * (MANY - 1) // 2, 0)], 0)
 
 
 def test_a_job_that_is_run_again_sends_nothing_more_and_one_that_fails_sends_nothing(

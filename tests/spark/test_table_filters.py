@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyspark.sql import Column
-from pyspark.sql import functions as f
 from pyspark.sql.datasource import (
     EqualTo,
     Filter,
@@ -26,78 +24,9 @@ from saf.log.shards import shard_of
 from saf.spark.table.filters import condition, shards_of
 from saf.spark.table.part import Part
 from saf.spark.table.source import Messages
-from tests.pipeline import connect
 from tests.sizes import sized
+from tests.spark.filters import BEGIN, COLUMNS, TEXTS, conditions, fill
 from tests.spark.tables import Tables
-
-BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
-TEXTS = (
-    "",
-    "a",
-    "A",
-    "b",
-    "ab",
-    "B ",
-    "é",
-    "e\u0301",
-    "\U0001f600",
-    "\ufffd",
-    "'",
-    "\\",
-    "%",
-    "{}",
-)
-MOMENTS = [BEGIN + timedelta(microseconds=one) for one in (0, 1, 2, 10**6, 10**12)]
-
-
-def fill(dsn: Dsn) -> None:
-    """Each text in each column that holds texts, beside others."""
-    with connect(dsn) as connection:
-        for number in range(3 * len(TEXTS)):
-            connection.execute(
-                "INSERT INTO saf.outbox (to_service, key, message_type, body, created_at) "
-                "VALUES (%s, %s, %s, '', %s)",
-                [
-                    TEXTS[number % len(TEXTS)] or "none",
-                    None if number % 5 == 0 else TEXTS[number * 3 % len(TEXTS)],
-                    None if number % 4 == 0 else TEXTS[number * 5 % len(TEXTS)],
-                    MOMENTS[number % len(MOMENTS)],
-                ],
-            )
-
-
-VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "to_service": st.sampled_from(TEXTS),
-    "key": st.sampled_from(TEXTS),
-    "message_type": st.sampled_from([*TEXTS, "a\0b"]),
-    "created_at": st.sampled_from(MOMENTS),
-    "id": st.integers(-1, 45) | st.just(1 << 62),
-    "shard": st.integers(-1, 65),
-}
-
-
-@st.composite
-def conditions(draw: st.DrawFn) -> Column:
-    name = draw(st.sampled_from([*VALUES]))
-    column, values = f.col(name), VALUES[name]
-    kind = draw(st.sampled_from(["=", "<=>", "<", "<=", ">", ">=", "in", "null", "like"]))
-    if kind == "null":
-        made = column.isNull()
-    elif kind == "in":
-        made = column.isin([f.lit(one) for one in draw(st.lists(values, min_size=1, max_size=3))])
-    elif kind == "like":
-        made = column.cast("string").contains(draw(st.sampled_from(TEXTS)))
-    else:
-        value = f.lit(draw(values))
-        made = {
-            "=": column == value,
-            "<=>": column.eqNullSafe(value),
-            "<": column < value,
-            "<=": column <= value,
-            ">": column > value,
-            ">=": column >= value,
-        }[kind]
-    return ~made if draw(st.integers(0, 3)) == 0 else made
 
 
 def test_a_read_with_filters_gives_what_spark_would_keep_of_a_read_without(
@@ -105,11 +34,7 @@ def test_a_read_with_filters_gives_what_spark_would_keep_of_a_read_without(
 ) -> None:
     tables = Tables(tmp_path, mom, app=app)
     fill(app)
-    columns = (
-        "id long, shard int, to_service string, key string, message_type string, "
-        "created_at timestamp"
-    )
-    everything = tables(schema=columns).cache()
+    everything = tables(schema=COLUMNS).cache()
     assert everything.count() == 3 * len(TEXTS)
 
     @settings(
@@ -121,7 +46,7 @@ def test_a_read_with_filters_gives_what_spark_would_keep_of_a_read_without(
         whole = drawn[0]
         for one in drawn[1:]:
             whole = whole | one if either else whole & one
-        read = tables(schema=columns, partitions=3).where(whole)
+        read = tables(schema=COLUMNS, partitions=3).where(whole)
         expected = [row.id for row in everything.where(whole).orderBy("id").collect()]
         assert sorted(row.id for row in read.select("id").collect()) == expected
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from hypothesis.stateful import RuleBasedStateMachine
 
+from tests.stateful.archiving import Archiving
 from tests.stateful.aside import SettingAside
 from tests.stateful.dialogs import Dialogs
 from tests.stateful.dialogs_set_back import DialogsSetBack
@@ -23,4 +24,5 @@ MACHINES: dict[str, Callable[[Site], Callable[[], RuleBasedStateMachine]]] = {
     "dialogs_set_back": DialogsSetBack.on,
     "set_back": SetBacks.on,
     "streaming": Streaming.on,
+    "archiving": Archiving.on,
 }

@@ -19,18 +19,21 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr, ValidationError
 
+from saf.database import Dsn
 from saf.destinations import Destination
 from saf.destinations.lake.settings import LakeSettings, said
 from saf.destinations.queues import client_needed
 from saf.destinations.reading import Reading
 from saf.destinations.settings import Guarantee
+from saf.errors import MissingExtra
 
 if TYPE_CHECKING:
     from saf.destinations.delta.link import Link
+    from saf.log.ring import Archive
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^/]+/.+")
 
@@ -89,6 +92,22 @@ class Delta(LakeSettings):
         with client_needed(name, "delta"):
             from saf.destinations.delta.reading import read
         return read(name, self)
+
+    @classmethod
+    def at(cls, place: str) -> Self:
+        """Return the settings of an archive; see `saf.destinations.delta.archive`."""
+        try:
+            return cls.model_validate({"table": place})
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+    def archive(self, dsn: Dsn) -> Archive:
+        """Return what archives slots in the table; see `DestinationSettings.archive`."""
+        try:
+            from saf.destinations.delta.archive import DeltaArchive
+        except ImportError:
+            raise MissingExtra("delta", "an archive in a Delta table") from None
+        return DeltaArchive(dsn, self)
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
         """Give what is wrong with the table; see `DestinationSettings.problems`."""

@@ -15,7 +15,14 @@ from typing import Any
 import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
-from pyarrow.fs import FileSelector, FileType, LocalFileSystem, PyFileSystem, SubTreeFileSystem
+from pyarrow.fs import (
+    FileSelector,
+    FileSystem,
+    FileType,
+    LocalFileSystem,
+    PyFileSystem,
+    SubTreeFileSystem,
+)
 
 from saf.destinations import disk
 
@@ -27,29 +34,30 @@ class Files:
         """``folder``: where the table is, if it is on this machine."""
         self._folder = folder
         self._store = None if folder else DeltaStorageHandler(address, dict(options))
-        self._files = (
+        self.filesystem: FileSystem = (
             SubTreeFileSystem(str(folder), LocalFileSystem())
             if folder
             else PyFileSystem(self._store)
         )
+        """The table's folder, for readers of Parquet."""
 
     def names(self, folder: str) -> Sequence[str]:
         """Return the names in a folder."""
-        found = self._files.get_file_info(FileSelector(folder, allow_not_found=True))
+        found = self.filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
         return [one.base_name for one in found]
 
     def there(self, path: str) -> bool:
         """Whether there is such a file."""
-        return bool(self._files.get_file_info(path).type == FileType.File)
+        return bool(self.filesystem.get_file_info(path).type == FileType.File)
 
     def content(self, path: str) -> bytes:
         """Return the bytes of a file."""
-        with self._files.open_input_stream(path) as file:
+        with self.filesystem.open_input_stream(path) as file:
             return bytes(file.read())
 
     def readable(self, path: str) -> Any:
         """Open a file for a reader of Parquet."""
-        return self._files.open_input_file(path)
+        return self.filesystem.open_input_file(path)
 
     def write(self, path: str, content: bytes) -> None:
         """Write a new file."""
@@ -80,7 +88,7 @@ class Files:
         """Remove files that no reader knows, as far as that is possible."""
         for path in paths:
             with suppress(OSError):
-                self._files.delete_file(path)
+                self.filesystem.delete_file(path)
 
 
 def sizes_of(table: DeltaTable) -> list[int]:

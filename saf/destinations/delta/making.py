@@ -13,7 +13,7 @@ from deltalake import DeltaTable, Field, Schema
 from deltalake.exceptions import DeltaError
 
 from saf.destinations.delta.columns import BY, COUNTED, schema
-from saf.destinations.lake.names import DESTINATION
+from saf.destinations.lake.names import ARCHIVE, DESTINATION
 from saf.destinations.queues import unusable
 from saf.errors import Unavailable
 
@@ -67,6 +67,12 @@ def check(link: Link, table: DeltaTable) -> None:
         Refused: they cannot.
     """
     settings, wanted = link.settings, schema(link.settings)
+    if ARCHIVE in table.metadata().configuration:
+        raise unusable(
+            link.what,
+            "its table is an archive of logs, where messages are that `saf purge` took",
+            "name another table",
+        )
     by = tuple(table.metadata().partition_columns)
     if by != BY[settings.partition_by]:
         named = {columns: name for name, columns in BY.items()}

@@ -50,7 +50,7 @@ class TaskFiles:
                 yield told(write(files, rows, self.by, self.counted))
 
 
-def gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+def gathered(batches: Iterable[pa.RecordBatch], most: int = FILE_BYTES) -> Iterator[pa.Table]:
     """Give tables of some size, so that files are few and memory is bounded."""
     held: list[pa.RecordBatch] = []
     size = 0
@@ -58,7 +58,7 @@ def gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
         if batch.num_rows:
             held.append(batch)
             size += batch.nbytes
-        if size >= FILE_BYTES:
+        if size >= most:
             yield pa.Table.from_batches(held)
             held, size = [], 0
     if held:

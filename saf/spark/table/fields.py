@@ -114,7 +114,7 @@ def shaped(rows: pa.RecordBatch, asked: StructType, broker: str) -> pa.RecordBat
 def _column(rows: pa.RecordBatch, field: pa.Field) -> pa.Array:
     if field.name == TEXT:
         return decoded(rows["body"])
-    if field.name in UUIDS:
+    if field.name in UUIDS and not pa.types.is_string(rows[field.name].type):
         return uuids(rows[field.name]).cast(field.type)
     if field.name == "headers" and pa.types.is_map(field.type):
         return maps(rows["headers"], field.type)

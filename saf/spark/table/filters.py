@@ -57,10 +57,16 @@ class Condition:
     """One filter as the database applies it."""
 
     column: str
+    operator: str
+    """``in``, one of `RANGES`, ``null`` or ``not null``."""
+    values: tuple[Any, ...] = ()
     text: str
     """As it stands in WHERE; quoted, and complete."""
-    among: tuple[Any, ...] | None = None
-    """The values that are equal to the column's, if the filter names them all."""
+
+    @property
+    def among(self) -> tuple[Any, ...] | None:
+        """The values that are equal to the column's, if the filter names them all."""
+        return self.values if self.operator == "in" else None
 
 
 def condition(given: Filter) -> Condition | None:
@@ -70,8 +76,9 @@ def condition(given: Filter) -> Condition | None:
         return None
     name = sql.Identifier(column)
     if isinstance(given, IsNull | IsNotNull):
-        query = "{column} IS NULL" if isinstance(given, IsNull) else "{column} IS NOT NULL"
-        return Condition(column=column, text=_text(query, column=name))
+        no = "" if isinstance(given, IsNull) else "not "
+        text = _text(f"{{column}} IS {no.upper()}NULL", column=name)
+        return Condition(column=column, operator=f"{no}null", text=text)
     values: tuple[Any, ...]
     if isinstance(given, In):
         # NULL among them is equal to nothing
@@ -86,13 +93,14 @@ def condition(given: Filter) -> Condition | None:
     if operator := RANGES.get(type(given)):
         query = TEXT_IN_RANGE if column in TEXTS else IN_RANGE
         parts = {"column": name, "operator": sql.SQL(operator), "type": type_}
-        return Condition(column=column, text=_text(query, value=sql.Literal(values[0]), **parts))
+        text = _text(query, value=sql.Literal(values[0]), **parts)
+        return Condition(column=column, operator=operator, values=values, text=text)
     # numbers as texts, so that an empty list and one beyond smallint's bounds are well-formed
     listed = sql.Literal([str(value) for value in values])
     if column == "shard":
         type_ = sql.SQL("bigint")
-    query = _text(IS_ONE_OF, column=name, values=listed, type=type_)
-    return Condition(column=column, text=query, among=values)
+    text = _text(IS_ONE_OF, column=name, values=listed, type=type_)
+    return Condition(column=column, operator="in", values=values, text=text)
 
 
 def shards_of(conditions: Iterable[Condition], shards: int) -> list[int]:

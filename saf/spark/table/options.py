@@ -7,6 +7,10 @@
     log           outbox or inbox
     partitions    how many tasks read
 
+A read of what is there may have this besides:
+
+    archive       a folder or a table of `saf purge --archive`: what has left the log is read, too
+
 A stream has these besides:
 
     subscription          its name at the brokers
@@ -32,6 +36,7 @@ from typing import Literal, cast
 
 from saf.config import Broker, did_you_mean, load
 from saf.database import Dsn
+from saf.destinations.archives import table_at
 from saf.errors import ConfigurationError
 from saf.log.cuts import NO_LIMIT, Limit
 from saf.log.shards import MAX_SHARDS
@@ -42,9 +47,10 @@ from saf.spark.table.places import configured
 NO_LIMITS = Limit()
 OF_STREAMS = ("subscription", "start", "maxRowsPerTrigger", "maxBytesPerTrigger")
 OF_SINKS = ("txnAppId", "txnVersion")
+OF_READS = ("archive",)
 CHECKPOINT = "checkpointlocation"
 """An option of Spark itself, which it hands to those who write a stream."""
-NAMES = ("broker", "config", "dsn_from", "log", "partitions", *OF_STREAMS, *OF_SINKS)
+NAMES = ("broker", "config", "dsn_from", "log", "partitions", *OF_READS, *OF_STREAMS, *OF_SINKS)
 LOGS = ("outbox", "inbox")
 
 
@@ -58,6 +64,7 @@ class Options:
     dsn_from: str | None = None
     partitions: int | None = None
     """None: as many as the session had slots when the format was registered."""
+    archive: str | None = None
     subscription: str | None = None
     start: Start = "beginning"
     limit: Limit = NO_LIMITS
@@ -154,6 +161,7 @@ def options_of(given: Mapping[str, str]) -> Options:
         config=known.get("config"),
         dsn_from=known.get("dsn_from"),
         partitions=_partitions(known.get("partitions")),
+        archive=_archive(known.get("archive")),
         subscription=known.get("subscription"),
         start=_start(known.get("start", "beginning")),
         limit=Limit(
@@ -190,6 +198,7 @@ def for_sink(given: Mapping[str, str], *, stream: bool) -> Options:
     said = any(name.lower() == "log" for name in mine)
     options = options_of(mine if said else {**mine, "log": "outbox"})
     refuse(options, OF_STREAMS, "streams that are read: spark.readStream")
+    refuse(options, OF_READS, "reads of what is there: spark.read")
     refuse(options, ("partitions",), "what is read; repartition() what is sent")
     if options.log != "outbox":
         raise ConfigurationError(
@@ -210,6 +219,16 @@ def for_sink(given: Mapping[str, str], *, stream: bool) -> Options:
     ):
         raise ConfigurationError(f"txnAppId has 1 to {MAX_NAME} bytes of printable characters")
     return options
+
+
+def refuse_for_stream(options: Options) -> None:
+    """Make sure that a stream was asked for nothing that it does not do.
+
+    Raises:
+        ConfigurationError: it was.
+    """
+    refuse(options, OF_SINKS, "what is sent: df.write")
+    refuse(options, OF_READS, "reads of what is there: spark.read")
 
 
 def refuse(options: Options, names: Iterable[str], whose: str) -> None:
@@ -237,6 +256,15 @@ def subscription_of(options: Options) -> str:
             + (f"; {name!r} is none" if name else "")
         )
     return name
+
+
+def _archive(text: str | None) -> str | None:
+    if text is not None:
+        try:
+            table_at(text)
+        except ValueError as error:
+            raise ConfigurationError(f"the option archive: {error}") from None
+    return text
 
 
 def _start(text: str) -> Start:

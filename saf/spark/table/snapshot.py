@@ -11,6 +11,7 @@ lock, and compares: see `saf.spark.table.part`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -81,8 +82,16 @@ class Snapshot:
         )
 
 
-def take(what: str, dsn: Dsn, log: str) -> Snapshot:
+def take(
+    what: str,
+    dsn: Dsn,
+    log: str,
+    meanwhile: Callable[[psycopg.Connection[Any]], None] | None = None,
+) -> Snapshot:
     """Take a snapshot of a log, in a transaction that has ended when this returns.
+
+    ``meanwhile`` is called in it: what the log has then is what the snapshot shows, but for what
+    was committed later, because no purge takes anything.
 
     Raises:
         Unavailable: the database does not answer.
@@ -94,6 +103,8 @@ def take(what: str, dsn: Dsn, log: str) -> Snapshot:
         check(connection, what)
         connection.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)))
         ((snapshot, shards, kept, files, deep),) = fetch(connection, NOW.format(log=log).encode())
+        if meanwhile is not None:
+            meanwhile(connection)
         connection.rollback()
     return Snapshot(
         log=log,

@@ -22,17 +22,17 @@ from saf.errors import ConfigurationError
 from saf.spark.table import fields, outgoing
 from saf.spark.table.filters import Condition, condition, shards_of
 from saf.spark.table.options import (
-    OF_SINKS,
     Options,
     for_sink,
     options_of,
-    refuse,
     refuse_for_batch,
+    refuse_for_stream,
 )
 from saf.spark.table.sink import Batch, Epochs, Outgoing
 from saf.spark.table.stream import Stream
 
 if TYPE_CHECKING:
+    import psycopg
     import pyarrow as pa
 
 FORMAT = "saf"
@@ -66,7 +66,7 @@ class Messages(DataSource):
     def streamReader(self, schema: StructType) -> Stream:  # noqa: N802 - Spark's name
         """Return the reader of a stream."""
         options = options_of(self.options)
-        refuse(options, OF_SINKS, "what is sent: df.write")
+        refuse_for_stream(options)
         fields.check_schema(options.log, schema)
         return Stream(options, schema, options.partitions or self.slots)
 
@@ -106,18 +106,27 @@ class Scan(DataSourceReader):
         return [given for given, one in asked if one is None]
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Take the snapshot, and divide the shards evenly."""
+        """Take the snapshot, and divide the shards evenly; and the files of an archive."""
         from saf.spark.table import snapshot
+        from saf.spark.table.archived import Archived, Log, plan
         from saf.spark.table.part import Part
 
         options = self._options
         dsn = options.dsn()
-        now = snapshot.take(options.what, dsn, options.log)
+        broker = options.broker or f"${options.dsn_from}"
+        left: list[Archived] = []
+
+        def look(connection: psycopg.Connection[Any]) -> None:
+            if options.archive is not None:
+                log = Log.of(connection, options.log)
+                left.extend(plan(options.archive, broker, log, self._conditions, self._partitions))
+
+        now = snapshot.take(options.what, dsn, options.log, look)
         shards = shards_of(self._conditions, now.shards)
-        return [
+        there = [
             Part(
                 what=options.what,
-                broker=options.broker or f"${options.dsn_from}",
+                broker=broker,
                 dsn=dsn,
                 batch=batch,
                 kept=now.kept,
@@ -127,16 +136,18 @@ class Scan(DataSourceReader):
             )
             for batch in now.batch(shards).split(self._partitions)
         ]
+        return [*there, *left]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Give the rows of a partition, in a task."""
-        from saf.spark.table import part
+        from saf.spark.table import archived, archived_rows, part
 
+        query = part.Query(asked=self._asked, conditions=self._conditions)
         # where no shard can hold a row, there is no partition, and Spark makes an empty one
         if isinstance(partition, part.Part):
-            yield from part.read(
-                partition, part.Query(asked=self._asked, conditions=self._conditions)
-            )
+            yield from part.read(partition, query)
+        elif isinstance(partition, archived.Archived):
+            yield from archived_rows.read(partition, query)
 
 
 def with_slots(number: int) -> type[Any]:

@@ -22,6 +22,7 @@ MAINTENANCE, BROKERS, ARCHIVE = (
     "saf/cli/brokers.py",
     "saf/log/archive.py",
 )
+TABLE_ARCHIVE, ARCHIVES = "saf/destinations/delta/archive.py", "contract/test_archives.py"
 RECONCILING, RECONCILED = "contract/test_reconciling.py", "integration/test_reconcile.py"
 GRANTED, OF_FLEETS, CLI = (
     "integration/test_grants.py",
@@ -340,11 +341,55 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an archive of other messages is taken for this one",
         ARCHIVE,
-        "if _write(cursor, slot, part) != contents.messages:",
-        "if _write(cursor, slot, part) < 0:",
+        "if read != contents.messages:",
+        "if read < 0:",
         "contract/test_ring.py::test_a_message_that_comes_after_the_archive_keeps_the_slot_"
         "even_if_it_is_forwarded",
         "integration/test_purge.py::test_an_archive_of_messages_that_are_gone_replaces_nothing",
+    ),
+    mutant(
+        "a killed purge leaves messages in two files",
+        ARCHIVE,
+        "if _meets(one, contents)]",
+        "if not _meets(one, contents)]",
+        f"{ARCHIVES}::test_a_purge_that_is_killed_neither_loses_nor_doubles_a_message",
+        f"{ARCHIVES}::test_what_was_archived_and_stays_is_not_archived_again",
+    ),
+    mutant(
+        "two purges write to a folder at the same time",
+        ARCHIVE,
+        "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        f"{ARCHIVES}::test_of_two_that_archive_a_slot_at_the_same_time_one_does",
+    ),
+    mutant(
+        "after a set-back, an id alone says that a message is archived",
+        ARCHIVE,
+        "    keys = np.hstack(columns)\n",
+        "    columns[1] = columns[1] * 0\n    keys = np.hstack(columns)\n",
+        f"{ARCHIVES}::test_a_log_that_is_written_anew_after_a_set_back_is_archived_beside",
+    ),
+    mutant(
+        "a killed purge leaves messages in a table twice",
+        TABLE_ARCHIVE,
+        "            if len(known):\n",
+        "            if len(known) < 0:\n",
+        f"{ARCHIVES}::test_a_purge_that_is_killed_neither_loses_nor_doubles_a_message",
+    ),
+    mutant(
+        "of two purges of a slot into a table, both win",
+        TABLE_ARCHIVE,
+        "        numbers = [(self._mark, self._purge)]\n",
+        '        numbers = [(f"{self._mark}:{id(self)}", self._purge)]\n',
+        f"{ARCHIVES}::test_of_two_that_archive_a_slot_at_the_same_time_one_does",
+    ),
+    mutant(
+        "a table of forwarded messages is taken for an archive",
+        TABLE_ARCHIVE,
+        "if ARCHIVE not in metadata.configuration or metadata",
+        "if metadata",
+        "spark/test_table_archive.py::test_a_table_that_is_no_archive_is_refused",
+        f"{ARCHIVES}::test_forwarded_and_archived_messages_have_tables_of_their_own",
     ),
     mutant(
         "one broker that fails hides the exit code of another",

@@ -8,7 +8,54 @@ PART, FILTERS, FIELDS = (f"saf/spark/table/{name}.py" for name in ("part", "filt
 SNAPSHOT, OPTIONS = (f"saf/spark/table/{name}.py" for name in ("snapshot", "options"))
 MOMENT = "spark/test_table_snapshot.py"
 
+ARCHIVED, ROWS = (f"saf/spark/table/{name}.py" for name in ("archived", "archived_rows"))
+OF_ARCHIVES = "spark/test_table_archive.py"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "what is archived and in the log still is read twice out of a folder",
+        ARCHIVED,
+        "if not log.has(one.slot, _first(one.path))]",
+        "if one]",
+        f"{OF_ARCHIVES}::test_what_is_archived_and_has_not_left_the_log_is_read_once",
+    ),
+    mutant(
+        "what is archived and in the log still is read twice out of a table",
+        ROWS,
+        "    for slot, number in part.in_log:\n",
+        "    for slot, number in part.in_log[1:]:\n",
+        f"{OF_ARCHIVES}::test_what_is_archived_and_has_not_left_the_log_is_read_once",
+    ),
+    mutant(
+        "only the last archive of a slot is looked for in the log",
+        "saf/destinations/delta/archive.py",
+        "    for number in range(last, 0, -1):\n",
+        "    for number in range(last, last - 1, -1):\n",
+        f"{OF_ARCHIVES}::test_what_is_archived_and_has_not_left_the_log_is_read_once",
+    ),
+    mutant(
+        "an archive is read that may have what a log has again",
+        ARCHIVED,
+        "    if found.files and found.incarnation != log.incarnation:\n",
+        "    if found.files and found.incarnation < 0:\n",
+        f"{OF_ARCHIVES}::test_a_broker_that_was_set_back_has_another_archive",
+    ),
+    mutant(
+        "purges go on while the archive is looked at",
+        SNAPSHOT,
+        "        if meanwhile is not None:\n            meanwhile(connection)\n"
+        "        connection.rollback()\n",
+        "        connection.rollback()\n        if meanwhile is not None:\n"
+        "            meanwhile(connection)\n        connection.rollback()\n",
+        f"{OF_ARCHIVES}::test_a_purge_waits_while_a_read_is_planned",
+    ),
+    mutant(
+        "filters of an archive let rows without a value pass",
+        ROWS,
+        'return column.is_null() if one.operator == "null" else column.is_valid()',
+        "return column.is_valid()",
+        f"{OF_ARCHIVES}::test_filters_let_the_same_messages_of_an_archive_pass",
+    ),
     mutant(
         "a table with purged messages has fewer rows",
         PART,

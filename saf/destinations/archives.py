@@ -1,0 +1,48 @@
+"""Where an archive of logs is: a folder of Parquet, or the table of a kind that takes archives.
+
+/srv/saf-archive                a folder; see `saf.log.archive`
+delta:/srv/lake/archive         a table; see `saf.destinations.delta.archive`
+delta:s3://bucket/archive
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from saf.database import Dsn
+from saf.destinations.kinds import OURS, settings_of
+from saf.destinations.settings import DestinationSettings
+
+if TYPE_CHECKING:
+    from saf.log.ring import Archive
+
+
+def table_at(place: str) -> DestinationSettings | None:
+    """Return the settings of an archive that is a table; None: it is a folder.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    kind, _, where = place.partition(":")
+    if kind in OURS and where:
+        return settings_of(kind).at(where)
+    if not place or "://" in place:
+        raise ValueError(
+            f"{place!r} is neither a folder nor a table such as delta:s3://bucket/archive"
+        )
+    return None
+
+
+def archive_at(place: str, dsn: Dsn) -> Archive:
+    """Return what writes slots of a broker's logs there.
+
+    Raises:
+        MissingExtra: it needs more packages.
+    """
+    table = table_at(place)
+    if table is not None:
+        return table.bounded(dsn.bounds).archive(dsn)
+    from saf.log.archive import ParquetArchive
+
+    return ParquetArchive(dsn, Path(place))

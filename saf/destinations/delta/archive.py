@@ -1,0 +1,275 @@
+"""Slots of logs in a Delta table: messages that have left their broker, each once.
+
+    broker_id, log    whose, and of which log; the table is partitioned by them
+    slot, purge       the slot that it was in, and which archive of that slot this was: 1, 2, …
+    txid, id, …       the message, with the columns of a log in Spark (`saf.columns.IN_TABLES`)
+
+An archive of a slot is one commit. It gives the number of the purge to an application transaction
+that is named by broker, log and slot. The slot is truncated afterwards. If the process dies before,
+the next archive finds the messages that the table has, and adds only the others. Of two that
+archive a slot at the same time, the second one's commit fails, and it begins again.
+
+The table is the archive's own: messages that are forwarded need another one, because they would be
+in it twice. Files that a killed process leaves are removed by a vacuum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from deltalake import DeltaTable, Field, Schema
+from deltalake.exceptions import DeltaError
+from deltalake.transaction import AddAction
+
+from saf.columns import IN_TABLES, SPARK
+from saf.database import Dsn
+from saf.destinations.delta.appending import commit, sync, write
+from saf.destinations.delta.files import Files
+from saf.destinations.delta.link import Link
+from saf.destinations.delta.making import PROPERTIES, check_others, type_of
+from saf.destinations.delta.marks import OURS
+from saf.destinations.delta.task_files import gathered
+from saf.destinations.lake.names import ARCHIVE
+from saf.destinations.queues import unusable
+from saf.destinations.texts import uuids
+from saf.errors import Unavailable
+from saf.failpoints import fail_point
+from saf.log.arrow import OF_SPARK
+from saf.log.columns import plain
+from saf.log.ring import Contents
+from saf.log.slot_rows import SlotRows, reading
+
+if TYPE_CHECKING:
+    from saf.destinations.delta import Delta
+
+BY = ("broker_id", "log")
+COLUMNS = pa.schema(
+    [
+        ("broker_id", pa.string()),
+        ("log", pa.string()),
+        ("slot", pa.int32()),
+        ("purge", pa.int64()),
+        ("txid", pa.int64()),
+        *((name, OF_SPARK[SPARK[type_]]) for name, type_ in IN_TABLES.items()),
+    ]
+)
+COUNTED = ("slot", "purge", "id", "created_at")
+"""The columns whose least and greatest values are written beside each file."""
+FILE_BYTES = 64 << 20
+"""A file is written once so much is in memory."""
+ATTEMPTS = 5
+SEVERAL = 0
+"""In place of an incarnation: the broker was repaired while it was archived here."""
+RECENT = 3
+"""So many versions are made durable when a slot is there already."""
+
+
+class DeltaArchive:
+    """Writes slots of one broker into a table: a `saf.log.ring.Archive`."""
+
+    def __init__(self, dsn: Dsn, settings: Delta) -> None:
+        self._dsn = dsn
+        self._link = link_of(settings)
+        self._files = Files(settings.table, settings.folder, settings.options)
+
+    def __call__(self, contents: Contents) -> str | None:
+        """Make the messages of a slot rows of the table; None if their number has changed.
+
+        Raises:
+            Refused: it is no table for them.
+            Unavailable: it cannot be written to, or the database does not answer.
+        """
+        for _ in range(ATTEMPTS):
+            with reading(self._dsn, contents.slot) as rows, self._link.errors():
+                table = self._table()
+                added = _Added(rows, contents, table, self._files)
+                if added.write() != contents.messages:
+                    added.forget()
+                    return None
+                if not added.files:
+                    # its commit may not be durable yet, if a process was killed right after it
+                    sync(table, self._files, max(table.version() - RECENT, -1))
+                elif not added.commit(self._link.what):
+                    added.forget()
+                    continue
+            fail_point("archived")
+            return f"delta:{self._link.settings.table}"
+        raise Unavailable(self._link.what, "others archive the same slot again and again")
+
+    def _table(self) -> DeltaTable:
+        """Load the table, made if it is not there."""
+        folder = self._link.settings.folder
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+        last: DeltaError | None = None
+        for _ in range(ATTEMPTS):
+            if table := self._link.load():
+                return checked(self._link, table)
+            try:
+                DeltaTable.create(
+                    self._link.settings.table,
+                    COLUMNS,
+                    partition_by=[*BY],
+                    description="messages that left their brokers, archived by saf purge",
+                    configuration={
+                        ARCHIVE: "true",
+                        **PROPERTIES,
+                        "delta.dataSkippingStatsColumns": ",".join(COUNTED),
+                    },
+                    storage_options=self._link.settings.options,
+                    raise_if_key_not_exists=False,
+                )
+            except DeltaError as error:  # another purge may have done the same
+                last = error
+        raise Unavailable(self._link.what, self._link.said(last) if last else "cannot be made")
+
+
+class _Added:
+    """What one archive of a slot adds to a version of the table."""
+
+    def __init__(self, rows: SlotRows, contents: Contents, table: DeltaTable, files: Files) -> None:
+        slot = contents.slot
+        self._rows = rows
+        self._contents = contents
+        self._table = table
+        self._files = files
+        self._mark = purge_mark(rows.broker_id, slot.log, slot.number)
+        self._life = life_mark(rows.broker_id, slot.log)
+        self._purge = (table.transaction_version(self._mark) or 0) + 1
+        self.files: list[AddAction] = []
+
+    def write(self) -> int:
+        """Write what the table does not have to files; return how many messages the slot has."""
+        known = self._known()
+        count = 0
+        for rows in gathered(self._rows.batches(), FILE_BYTES):
+            count += rows.num_rows
+            new = self._shaped(rows)
+            if len(known):
+                new = new.filter(pc.invert(pc.is_in(_keys(new), known)))
+            if new.num_rows:
+                self.files += write(self._files, new, BY, COUNTED)
+        return count
+
+    def commit(self, what: str) -> bool:
+        """Make files rows; False: another archive of the slot has come before."""
+        fail_point("archive_written")
+        life = self._table.transaction_version(self._life)
+        mine = self._rows.incarnation
+        numbers = [(self._mark, self._purge)]
+        if life != mine:
+            numbers.append((self._life, mine if life is None else SEVERAL))
+        return commit(what, self._table, self._files, self.files, by=BY, numbers=numbers)
+
+    def forget(self) -> None:
+        """Remove the files, of which no reader knows."""
+        self._files.remove(one.path for one in self.files)
+
+    def _known(self) -> pa.Array:
+        """The messages of the slot that the table has already."""
+        contents = self._contents
+        there = messages_of(self._table, self._rows.broker_id, contents.slot.log)
+        some = (ds.field("slot") == contents.slot.number) & (ds.field("id") >= contents.first_id)
+        some &= ds.field("id") <= contents.last_id
+        return _keys(there.to_table(columns=["id", "message_id"], filter=some))
+
+    def _shaped(self, rows: pa.Table) -> pa.Table:
+        """Give rows of a slot the columns of the table."""
+        given = {
+            "broker_id": self._rows.broker_id,
+            "log": self._contents.slot.log,
+            "slot": self._contents.slot.number,
+            "purge": self._purge,
+        }
+        rows = pa.Table.from_batches([plain(one) for one in rows.to_batches()]).combine_chunks()
+        columns = []
+        for field in COLUMNS:
+            if field.name in given:
+                column = pa.repeat(pa.scalar(given[field.name], field.type), rows.num_rows)
+            elif field.name not in rows.column_names:  # an outbox's
+                column = pa.nulls(rows.num_rows, field.type)
+            else:
+                column = rows[field.name]
+                if IN_TABLES.get(field.name) == "uuid":
+                    column = uuids(column.combine_chunks())
+            columns.append(column.cast(field.type))
+        return pa.table(columns, schema=COLUMNS)
+
+
+def purge_mark(broker_id: str, log: str, slot: int) -> str:
+    """Return the name of the transaction that has the number of a slot's last archive."""
+    return f"{OURS}archive:{broker_id}:{log}:{slot}"
+
+
+def life_mark(broker_id: str, log: str) -> str:
+    """Return the name of the transaction that has the broker's incarnation."""
+    return f"{OURS}archive:{broker_id}:{log}:incarnation"
+
+
+def checked(link: Link, table: DeltaTable) -> DeltaTable:
+    """Return a table if it is an archive.
+
+    Raises:
+        Refused: it is none.
+    """
+    metadata = table.metadata()
+    if ARCHIVE not in metadata.configuration or metadata.partition_columns != [*BY]:
+        raise unusable(
+            link.what,
+            "it is a table for something else, such as messages that are forwarded",
+            "name another table for the archive, which saf makes",
+        )
+    there = {field.name: field for field in table.schema().fields}
+    for field in Schema.from_arrow(COLUMNS).fields:
+        found: Field | None = there.pop(field.name, None)
+        if found is None or found.type != field.type:
+            kind = "is missing" if found is None else f"is {type_of(found)}"
+            raise unusable(link.what, f"its column {field.name!r} {kind}", "name another table")
+    check_others(link.what, table, [*there.values()])
+    return table
+
+
+def messages_of(table: DeltaTable, broker_id: str, log: str) -> ds.Dataset:
+    """The rows of a broker's log."""
+    return table.to_pyarrow_dataset(
+        file_pruning_predicate=[("broker_id", "=", broker_id), ("log", "=", log)]
+    )
+
+
+def in_log(
+    table: DeltaTable,
+    broker_id: str,
+    log: str,
+    slot: int,
+    has: Callable[[int, Mapping[str, Any]], bool],
+) -> Iterator[int]:
+    """Give the numbers of the archives of a slot whose messages have not left the log.
+
+    ``has`` says whether a message is in the slot. A TRUNCATE takes all that a slot has. So the
+    messages of an archive are all in the log, or none is; and where they are gone, so are those of
+    the archives before it.
+    """
+    last = table.transaction_version(purge_mark(broker_id, log, slot)) or 0
+    there = messages_of(table, broker_id, log)
+    for number in range(last, 0, -1):
+        mine = (ds.field("slot") == slot) & (ds.field("purge") == number)
+        some = there.head(1, columns=["shard", "txid", "id", "message_id"], filter=mine)
+        if not some.num_rows or not has(slot, some.to_pylist()[0]):
+            return
+        yield number
+
+
+def link_of(settings: Delta) -> Link:
+    """Return the table as deltalake has it."""
+    return Link(settings.table, settings, f"the archive {settings.table!r}")
+
+
+def _keys(rows: pa.Table) -> pa.Array:
+    """What tells messages of a broker apart, also one from before and one from after a set-back."""
+    ids = rows["id"].cast(pa.string())
+    keys = pc.binary_join_element_wise(ids, rows["message_id"].cast(pa.string()), " ")
+    return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys

@@ -1,0 +1,113 @@
+"""The rows of an archive's files, as a task reads them, in no order.
+
+Filters are Arrow's, which leaves out what a file says that it does not hold. A file that is gone,
+because somebody has removed it since the plan, is an error, and never fewer rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from pyarrow.fs import FileSystem, LocalFileSystem
+
+from saf.errors import Unavailable
+from saf.log.columns import plain
+from saf.spark.table import fields
+from saf.spark.table.filters import Condition
+from saf.spark.table.part import Query
+
+if TYPE_CHECKING:
+    from saf.spark.table.archived import Archived
+
+BATCH_BYTES = 4 << 20
+MOST_ROWS = 1 << 16
+TYPES = {"id": pa.int64(), "shard": pa.int64(), "created_at": pa.timestamp("us", "UTC")}
+"""The types of the columns with filters that are no texts."""
+
+
+def read(part: Archived, query: Query) -> Iterator[pa.RecordBatch]:
+    """Give what a task's files have, in the schema that was asked for.
+
+    Raises:
+        Unavailable: a file cannot be read, or is not there any more.
+    """
+    wanted = expression(query.conditions)
+    for slot, number in part.in_log:
+        wanted &= ~((ds.field("slot") == slot) & (ds.field("purge") == number))
+    with readable(part.what):
+        files = _filesystem(part)
+        for path in part.paths:
+            for rows in _rows(files, path, query.names, wanted):
+                if rows.num_rows:
+                    yield fields.shaped(plain(rows), query.asked, part.broker)
+
+
+def expression(conditions: Iterable[Condition]) -> pc.Expression:
+    """Return what a database's conditions are for Arrow, which compares texts by their bytes, too.
+
+    >>> one = Condition(column="id", operator=">", values=(7,), text="id > 7")
+    >>> str(expression([one]))
+    '(true and (id > 7))'
+    """
+    found = pc.scalar(True)
+    for one in conditions:
+        found &= _as_arrow(one)
+    return found
+
+
+def _as_arrow(one: Condition) -> pc.Expression:
+    column, kind = ds.field(one.column), TYPES.get(one.column, pa.string())
+    if one.operator in ("null", "not null"):
+        return column.is_null() if one.operator == "null" else column.is_valid()
+    if one.column == "shard":  # whose own type a number may not fit
+        column = column.cast(kind)
+    values = [v.astimezone(UTC) if one.column == "created_at" else v for v in one.values]
+    if one.operator == "in":
+        return column.isin(pa.array(values, kind))
+    (value,) = pa.array(values, kind)
+    return {
+        ">": column > value,
+        ">=": column >= value,
+        "<": column < value,
+        "<=": column <= value,
+    }[one.operator]
+
+
+def _filesystem(part: Archived) -> FileSystem:
+    if part.table is None:
+        return LocalFileSystem()
+    from saf.destinations.delta.files import Files
+
+    return Files(part.table.table, part.table.folder, part.table.options).filesystem
+
+
+def _rows(
+    files: FileSystem, path: str, names: list[str], wanted: pc.Expression
+) -> Iterator[pa.RecordBatch]:
+    file = ds.dataset(path, filesystem=files, format="parquet")
+    groups = [group for one in file.get_fragments() for group in one.row_groups]
+    size = sum(group.total_byte_size for group in groups)
+    count = sum(group.num_rows for group in groups)
+    yield from file.to_batches(
+        columns=names,
+        filter=wanted,
+        batch_size=max(1, min(MOST_ROWS, BATCH_BYTES * count // max(1, size))),
+        batch_readahead=1,
+        fragment_readahead=1,
+    )
+
+
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Raise `Unavailable` for what a file system, or Arrow, says of files."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise Unavailable(what, " ".join(said.split()) or type(error).__name__) from None
