@@ -301,7 +301,13 @@ class Receiver(Trying):
 
     def _still_quiet(self) -> bool:
         link = self.link
+        if link.raw.autocommit:  # a statement is a transaction
+            with link.locking(link.lock_seconds):
+                if self._quiet.is_certain(link.raw):
+                    return True
         with link.transaction(claims=False), link.locking(link.lock_seconds):
+            if not link.raw.autocommit and self._quiet.is_certain(link.raw):
+                return True
             return self._quiet.lasts(link.raw, self.reader)
 
     def buried(self) -> int:
