@@ -26,21 +26,29 @@ SETTLE_SECONDS, SECONDS = 5.0, 10.0
 
 
 def polls(stage: Stage) -> None:
-    """Notes what a poll that finds nothing takes, and what of it is the server's work."""
-    with connected(stage.mom) as link:
+    """Notes what a poll that finds nothing takes, and what of it is the server's work.
+
+    Either nobody writes anything, or others have written something elsewhere since the last poll.
+    """
+    with connected(stage.mom) as link, stage.app.connect(role="bench", autocommit=True) as other:
         receiver = Receiver(link, "billing", saf.Policy(), 100)
         backend = link.raw.info.backend_pid
         with receiver.delivery(0.2) as delivery:
             assert not delivery
-        taken, work = [], []
-        for _ in range(ROUNDS):
-            before, began = cpu_seconds(backend, children=False), time.perf_counter()
-            for _ in range(POLLS):
-                receiver._still_quiet()
-            taken.append((time.perf_counter() - began) / POLLS * 1000)
-            work.append((cpu_seconds(backend, children=False) - before) / POLLS * 1000)
-    stage.note("empty_poll_ms", taken, "ms")
-    stage.note("empty_poll_server_ms", work, "ms", "<= 0.3")
+        for where, writes in (("", False), ("_others_write", True)):
+            taken, work = [], []
+            for _ in range(ROUNDS):
+                before, seconds = cpu_seconds(backend, children=False), 0.0
+                for _ in range(POLLS):
+                    if writes:
+                        other.execute("SELECT pg_current_xact_id()")
+                    began = time.perf_counter()
+                    receiver._still_quiet()
+                    seconds += time.perf_counter() - began
+                taken.append(seconds / POLLS * 1000)
+                work.append((cpu_seconds(backend, children=False) - before) / POLLS * 1000)
+            stage.note(f"empty_poll_ms{where}", taken, "ms")
+            stage.note(f"empty_poll_server_ms{where}", work, "ms", "<= 0.3")
 
 
 def share(stage: Stage, used: Callable[[], float]) -> float:
