@@ -2,8 +2,8 @@
 
 Each member opens its own batch, as forwarders do. Tasks share a batch, and one survey of it, which
 reads each page once more and is not counted; one task alone makes its own, which is. The readers
-take turns in this process. Pages are hits and reads of the log's tables and indexes. The old snapshot is
-that of a transaction which has begun before the messages were sent.
+take turns in this process. Pages are hits and reads of the log's tables and indexes. The old
+snapshot is that of a transaction which has begun before the messages were sent.
 """
 
 from __future__ import annotations
