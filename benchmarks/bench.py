@@ -21,9 +21,11 @@ from benchmarks import (
     drain,
     end_to_end,
     faults,
+    idle,
     memory,
     metrics,
     processors,
+    reading,
     receive,
     routing,
     send,
@@ -48,8 +50,10 @@ ALONE = {
     "processors": processors.run,
     "dispatch": dispatch.run,
     "end_to_end": end_to_end.run,
+    "idle": idle.run,
+    "reading": reading.run,
 }
-LONG = ("memory", "metrics", "brokers", "producers", "dispatch")
+LONG = ("memory", "metrics", "brokers", "producers", "dispatch", "reading")
 """What a run has only if it is asked for."""
 PARTS = (
     "send",
@@ -61,6 +65,7 @@ PARTS = (
     "receive",
     "processors",
     "end_to_end",
+    "idle",
 )
 
 

@@ -25,7 +25,9 @@ from saf.database import Dsn
 from saf.routing.routes import add_route, remove_route
 
 RATE, SHARES = 1000, (0.1, 0.5, 0.8)
+RATES = {RATE: "", 100: "_at_100", 10_000: "_at_10000"}
 REACH = {"p50": "<= 0.015", "p99": "<= 0.05"}
+REACH_AT = {"_at_100": REACH, "_at_10000": {"p50": "<= 0.03"}, "": REACH}
 REACH_LOCAL = {"p50": "<= 0.003"}
 BURST, AT_ONCE, BURSTS = 60_000, 1_000, 3
 WARM_UP_SECONDS, OPEN_LOOP_SECONDS = 1, 10
@@ -48,12 +50,13 @@ def run(stage: Stage) -> None:
         bursts = [_burst(stage) for _ in range(BURSTS)]
         capacity = median(bursts)
         stage.note("end_to_end_capacity_per_second", bursts, "1/s", ">= 30,000")
-        rates = {"": RATE} | {f"_at_{share:.0%}": capacity * share for share in SHARES}
+        rates = {where: float(rate) for rate, where in RATES.items()}
+        rates |= {f"_at_{100 * share:.0f}_percent": capacity * share for share in SHARES}
         for where, rate in rates.items():
             _empty(stage)
-            suffix = where.replace("%", "_percent")
-            waits = _waits(stage, rate, stage.mom)
-            _note(stage, "end_to_end", waits, {} if where else REACH, suffix)
+            _note(
+                stage, "end_to_end", _waits(stage, rate, stage.mom), REACH_AT.get(where, {}), where
+            )
     tenants = stage.tenants(SOURCES)
     with running(stage, tenants):
         busy = [*tenants.values()][:BUSY]

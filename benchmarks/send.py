@@ -51,7 +51,7 @@ def message() -> dict[str, str]:
     row = encode(Message(service="billing", body={"account": 7, "amount": 100}, key="7"))
     return {
         **dict.fromkeys(row._fields, "NULL"),
-        "message_id": "gen_random_uuid()",
+        "message_id": f"'{row.message_id}'",  # drawn by the client; no index looks at it
         "to_service": "'billing'",
         "key": ":account::text",
         "headers": f"'{row.headers}'",

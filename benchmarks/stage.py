@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +37,8 @@ TRANSACTION = 1_000_000
 READ_AGAIN = """
 UPDATE saf.cursor SET done = '1:1:', open = NULL, position = 0, attempted = 0
 """
+
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 # what the source remembers of a destination that has forgotten everything
 FORGET = "TRUNCATE saf.acknowledged, saf.backoff, saf.parked"
@@ -75,6 +78,11 @@ class Stage:
             row = connection.execute("SELECT count(*) FROM saf.inbox").fetchone()
         assert row is not None
         return int(row[0])
+
+    @property
+    def process(self) -> int:
+        """The id of the server's first process, which has all others as children."""
+        return int((self.server.data_dir / "postmaster.pid").read_text().split()[0])
 
     def program(self, name: str) -> Path:
         """One of PostgreSQL's own programs."""
@@ -160,6 +168,27 @@ def spread(result: Mapping[str, object]) -> str:
     if "least" not in result:
         return f"{result['value']:,.5g}"
     return f"{result['value']:,.5g} ({result['least']:,.4g} to {result['most']:,.4g})"
+
+
+def cpu_seconds(pid: int, *, children: bool) -> float:
+    """What a process has used so far; with ``children``, those that have ended and those alive."""
+    total = 0.0
+    alive = [pid]
+    if children:
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid:
+                alive.append(int(stat.parent.name))
+    for one in alive:
+        try:
+            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        total += sum(map(int, fields[11 : 15 if one == pid and children else 13])) / _TICKS
+    return total
 
 
 def median(values: Iterable[float]) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from urllib.parse import urlencode
 
 import httpx
 
+from benchmarks.stage import cpu_seconds
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
 from saf.database import Dsn
@@ -79,7 +79,6 @@ DEEP = (
     *("/outbox?broker=deep&service=service+7", "/outbox?broker=deep&key=k77777"),
     *("/members?broker=deep", "/dialogs?broker=deep", "/routes?broker=deep&service=service+7"),
 )
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def fill(deep: Dsn, messages: int) -> None:
@@ -161,27 +160,6 @@ def page_seconds(client: httpx.Client, path: str) -> dict[str, object]:
         "max_ms": round(max(taken) * 1000),
         "not_shown": missing,
     }
-
-
-def cpu_seconds(pid: int, *, children: bool) -> float:
-    """What a process has used so far; with ``children``, those that have ended and those alive."""
-    total = 0.0
-    alive = [pid]
-    if children:
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid:
-                alive.append(int(stat.parent.name))
-    for one in alive:
-        try:
-            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        total += sum(map(int, fields[11 : 15 if one == pid and children else 13])) / _TICKS
-    return total
 
 
 def idle(file: Path, server: int, seconds: float) -> dict[str, float]:

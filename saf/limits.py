@@ -31,6 +31,12 @@ AND ({_RAW} <= {_SMALL} OR octet_length(CAST(headers AS text)) <= {MAX_HEADERS})
 """
 """What a log accepts. Kept short, because PostgreSQL prepares it for each inserting statement."""
 
+SMALL_HEADERS = f"""
+pg_catalog.pg_column_size(headers OPERATOR(pg_catalog.||) '{{}}'::pg_catalog.jsonb)
+           OPERATOR(pg_catalog.<=) {_SMALL}
+""".strip()
+"""SQL: whether headers are so small that they are within the limit, whatever the search_path is."""
+
 NAMES_READABLE = f"""
 octet_length(to_service) + coalesce(octet_length(key), 0) + coalesce(octet_length(from_service), 0)
 + coalesce(octet_length(message_type), 0) <= {LONG_NAMES}

@@ -18,7 +18,7 @@ from sqlalchemy.dialects import postgresql as pg
 from saf.columns import MESSAGE
 from saf.dialogs import schema as of_dialogs
 from saf.dispatch import schema as of_dispatchers
-from saf.log.checks import ACCEPT, ACCEPTED, CHECKS
+from saf.log.checks import ACCEPT, ACCEPTED, CHECKS, EXAMINE
 from saf.log.ring import SLOT_ROWS, SLOTS
 from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
 from saf.sending import schema as of_senders
@@ -182,7 +182,9 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         "messages sent from this broker; append-only, read by cursor",
         {"bounded": ACCEPTED},
     )
-    sa.event.listen(outbox, "before_create", sa.DDL(ACCEPT.replace("%", "%%")))  # type: ignore[no-untyped-call]
+    for function in (EXAMINE, ACCEPT):
+        made = sa.DDL(function.replace("%", "%%"))  # type: ignore[no-untyped-call]
+        sa.event.listen(outbox, "before_create", made)
     _log(
         metadata,
         "inbox",

@@ -240,6 +240,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         CHOOSING,
         {
             "outbox": {"SELECT": WHOLE},
+            "outbox_id_seq": {"SELECT": WHOLE},
             "route": {"SELECT": WHOLE},
             "topic": {"SELECT": WHOLE},
             "router": {"SELECT": WHOLE},

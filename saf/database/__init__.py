@@ -5,6 +5,7 @@ over a connection belongs to the room that asks, and so does any table of the sc
 exception is the schema's revision.
 """
 
+from saf.database.arrays import array
 from saf.database.asking import (
     LOST,
     NoAnswer,
@@ -31,6 +32,7 @@ __all__ = [
     "Dsn",
     "Meaning",
     "NoAnswer",
+    "array",
     "check_schema",
     "fetch",
     "meaning",

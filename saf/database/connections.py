@@ -22,7 +22,8 @@ import psycopg
 from saf.database import Dsn
 
 MOST = 6
-"""How many a process keeps: for two sources, to read and to mark, and for two destinations."""
+"""How many a process keeps: for two sources, to read and to mark, and for two destinations.
+One that deals with more sources in turn makes room for them."""
 IDLE_SECONDS = 60.0
 """How long a connection is kept without being used, in seconds."""
 
@@ -35,6 +36,8 @@ class Closeable(Protocol):
 
 
 C = TypeVar("C", bound=Closeable)
+
+_most = MOST
 
 _kept: dict[tuple[str, Dsn], Any] = {}
 """The kept connections by purpose and database; the one that was used last is the last."""
@@ -63,7 +66,7 @@ def put(keep: bool, role: str, dsn: Dsn, connection: Closeable) -> None:
         return
     before = _kept.pop((role, dsn), None)
     _kept[role, dsn] = connection
-    if before is None and len(_kept) > MOST:
+    if before is None and len(_kept) > _most:
         before = _kept.pop(next(iter(_kept)))
     if before is not None:
         drop(before)
@@ -73,6 +76,12 @@ def put(keep: bool, role: str, dsn: Dsn, connection: Closeable) -> None:
             del _since[key]
             if (idle := _kept.pop(key, None)) is not None:
                 drop(idle)
+
+
+def make_room(sources: int) -> None:
+    """Keep the connections of so many sources, not only of two."""
+    global _most  # noqa: PLW0603 - like what is kept, it is the process's
+    _most = max(_most, MOST + 2 * (sources - 2))
 
 
 def forget(dsn: Dsn) -> None:

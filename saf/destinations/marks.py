@@ -35,7 +35,7 @@ from uuid import UUID
 
 import psycopg
 
-from saf.database import fetch
+from saf.database import array, fetch
 from saf.log.shards import LAST
 from saf.setaside.lane import BROKER, Kind, Lane, given
 
@@ -322,10 +322,10 @@ def acknowledge(
         {
             "destination": destination,
             **_columns(places),
-            "known": [known[place].batch if place in known else None for place in places],
-            "batches": [marks[place].batch for place in places],
-            "positions": [marks[place].position for place in places],
-            "opened_at": [marks[place].opened_at for place in places],
+            "known": array(known[place].batch if place in known else None for place in places),
+            "batches": array(marks[place].batch for place in places),
+            "positions": array(marks[place].position for place in places),
+            "opened_at": array(marks[place].opened_at for place in places),
         },
     )
 
@@ -369,6 +369,9 @@ def not_parked(
     return sorted(place for number, place in enumerate(marks) if number not in parked)
 
 
-def _columns(places: Collection[Place]) -> dict[str, list[Any]]:
+def _columns(places: Collection[Place]) -> dict[str, str]:
     """Return places as two columns for a statement: ``lanes`` and ``shards``."""
-    return {"lanes": [lane for lane, _ in places], "shards": [shard for _, shard in places]}
+    return {
+        "lanes": array(lane for lane, _ in places),
+        "shards": array(shard for _, shard in places),
+    }

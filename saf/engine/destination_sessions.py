@@ -145,7 +145,7 @@ class DestinationSessions:
         known = self._known.setdefault(name, {})
         if missing := [place for place in places if place not in known]:
             there = self._identities[name]
-            found = self.source_session(lambda source: acknowledged(source, there, missing))
+            found = self.source_session.find(lambda source: acknowledged(source, there, missing))
             known |= {place: found.get(place) for place in missing}
         return {place: mark for place in places if (mark := known[place]) is not None}
 

@@ -39,7 +39,7 @@ class EarlierTask:
     def look(self) -> None:
         """Find what is set aside, and hold the lanes that it is in."""
         ids: dict[str, list[int]] = defaultdict(list)
-        found = self._at_source(lambda source: parking.set_aside(source, self._batch))
+        found = self._at_source.find(lambda source: parking.set_aside(source, self._batch))
         for id_, destination, lane in found:
             ids[destination].append(id_)
             if lane is not None:

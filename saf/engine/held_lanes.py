@@ -49,7 +49,7 @@ class HeldLanes:
         """Find the lanes of the services of some messages; only these lanes are held then."""
         if self.of_services:
             older = {lane for rows in messages for lane in _older(rows)}
-            found = source_session(
+            found = source_session.find(
                 lambda source: backoff.held(source, batch.subscription_id, batch.shards, older)
             )
             mine = {lane: why for lane, why in self.held.items() if not lane.of_service}

@@ -45,13 +45,23 @@ class SourceSession:
         """
 
         def transaction() -> T:
-            with unavailable_if_lost(f"broker {self._work.broker!r}"):
-                if self._connection is None or self._connection.closed:
-                    self._connection = self._reconnect()
-                with self._connection.transaction():
-                    return write(self._connection)
+            with self._connected() as connection, connection.transaction():
+                return write(connection)
 
         return while_unavailable(self._attempts, transaction)
+
+    def find(self, ask: Callable[[psycopg.Connection[Any]], T]) -> T:
+        """Return what ``ask`` finds, which only reads, each statement by itself.
+
+        Raises:
+            Unavailable: the source does not answer.
+        """
+
+        def asked() -> T:
+            with self._connected() as connection:
+                return ask(connection)
+
+        return while_unavailable(self._attempts, asked)
 
     @contextmanager
     def in_hand(self, destination: str) -> Iterator[None]:
@@ -85,7 +95,7 @@ class SourceSession:
 
     def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
         """Return what a router has resolved before; see `saf.routing.resolved`."""
-        return self(lambda source: resolved(source, router, keys))
+        return self.find(lambda source: resolved(source, router, keys))
 
     def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:
         """Keep what a router has resolved, committed; return what counts for these keys."""
@@ -118,6 +128,13 @@ class SourceSession:
             except psycopg.Error:
                 keep = False
         connections.put(keep, "mark", self._work.dsn, connection)
+
+    @contextmanager
+    def _connected(self) -> Iterator[psycopg.Connection[Any]]:
+        with unavailable_if_lost(f"broker {self._work.broker!r}"):
+            if self._connection is None or self._connection.closed:
+                self._connection = self._reconnect()
+            yield self._connection
 
     def _reconnect(self) -> psycopg.Connection[Any]:
         connection = self._connect()

@@ -17,6 +17,7 @@ from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.destinations.identities import Identities
 from saf.engine.work import Work
 from saf.errors import ConfigurationError, Fenced
+from saf.forwarding.quiet import Quiet
 from saf.forwarding.vigil import Vigil
 from saf.log import cursor
 from saf.log.shards import NEWEST, Member
@@ -44,9 +45,6 @@ PENDING = f"""
 SELECT done::text, array_agg(shard), bool_or(open IS NOT NULL) FROM {NEWEST} AS c
 GROUP BY done::text
 """
-
-# It is another one as soon as any transaction of the server has written anything and ended
-SNAPSHOT = "SELECT pg_current_snapshot()::text"
 
 IDENTITY = """
 SELECT b.broker_id, s.subscription_id
@@ -109,8 +107,7 @@ class SourceBroker:
         self._lanes: tuple[Backoff, ...] = ()
         self._of_services = False
         self._began: datetime | None = None
-        self._quiet_at = ""
-        """The snapshot before a look that found nothing, and no lane whose time is to come."""
+        self._quiet = Quiet()
 
     @property
     def connected(self) -> bool:
@@ -130,19 +127,24 @@ class SourceBroker:
             return []
         self.tend()
         self.idle = not self.shards
-        snapshot = self._snapshot()
-        if snapshot == self._quiet_at:
+        if self._is_quiet():
             return []
         work = self.open_work(default_destination)
-        self._quiet_at = "" if work or self.waiting.lanes else snapshot
+        if work or self.waiting.lanes:
+            self._quiet.forget()
+        else:
+            self._quiet.nothing()
         if brief and not work:
             self.leave()
         return work
 
-    def _snapshot(self) -> str:
+    def _is_quiet(self) -> bool:
         with unavailable_if_lost(f"broker {self.name!r}"):
-            ((snapshot,),) = fetch(self._connect(), SNAPSHOT)
-        return str(snapshot)
+            connection = self._connect()
+            # without a member, there is a look, which joins
+            return self._member is not None and self._quiet.lasts(
+                connection, self._member.subscription_id
+            )
 
     def tend(self) -> None:
         """Connect, be a member, keep the lease and the fair share. Called between cycles.
@@ -160,7 +162,7 @@ class SourceBroker:
                 # this process slept past its lease and was forgotten: it comes back as a new member
                 self._member = None
                 self._balance(connection)
-            self._quiet_at = ""
+            self._quiet.forget()
 
     @property
     def renewal_due(self) -> bool:

@@ -8,8 +8,9 @@ What it answers in the end is taken later.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from saf.errors import SafError, Unexpected
@@ -27,6 +28,7 @@ class BrokerThreads:
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saf-broker")
         self._jobs: dict[Future[Any], tuple[str, Callable[[Any], None], Callable[[Any], None]]] = {}
+        self._done: SimpleQueue[Future[Any]] = SimpleQueue()
         self.busy: set[str] = set()
         """The databases that have not answered yet."""
 
@@ -44,11 +46,19 @@ class BrokerThreads:
     ) -> None:
         """Run ``action`` in a thread; `take_results` calls ``on_result`` or ``on_failure``."""
         self.busy.add(name)
-        self._jobs[self._pool.submit(action)] = (name, on_result, on_failure)
+        job = self._pool.submit(action)
+        self._jobs[job] = (name, on_result, on_failure)
+        job.add_done_callback(self._done.put)
 
     def take_results(self, timeout: float = PATIENCE_SECONDS) -> bool:
         """Take the results that have come, or the first that comes; False if none comes in time."""
-        done, _ = wait(self._jobs, timeout=timeout, return_when=FIRST_COMPLETED)
+        done = []
+        try:
+            done.append(self._done.get(timeout=timeout if self._jobs else 0))
+            while True:
+                done.append(self._done.get_nowait())
+        except Empty:
+            pass
         for job in done:
             name, on_result, on_failure = self._jobs.pop(job)
             self.busy.discard(name)

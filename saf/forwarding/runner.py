@@ -102,6 +102,9 @@ class InProcess:
 
     def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:  # noqa: ARG002 - a runner's signature
         """Run each item to its end."""
+        from saf.database import connections  # needs Arrow
+
+        connections.make_room(len({item.dsn for item in work}))
         return [
             receipt
             for number, item in enumerate(work)
@@ -121,8 +124,8 @@ class InProcess:
         """Does nothing."""
 
 
-FEW = 4
-"""So many brokers with little work are done one after the other sooner than Spark starts."""
+FEW = 8
+"""So many brokers with little work are done one after the other sooner than a job of Spark is."""
 
 
 class LittleHere:

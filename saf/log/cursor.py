@@ -50,7 +50,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from saf.database import fetch
+from saf.database import array, fetch
 from saf.errors import Fenced
 from saf.log.shards import NEWEST, THIS_ROW, Member
 
@@ -122,8 +122,8 @@ class Batch:
             "subscription_id": self.subscription_id,
             "owner": self.owner,
             "batch": self.number,
-            "shards": self.shards,
-            "epochs": [epoch for _, epoch in self.epochs],
+            "shards": array(self.shards),
+            "epochs": array(epoch for _, epoch in self.epochs),
         }
 
 
@@ -264,7 +264,12 @@ def new_rows(
     for done, shards in idle:
         if count < most:
             xmax, xip = begun_since(done)
-            params = {"shards": shards, "xmax": xmax, "xip": xip, "most": most - count}
+            params = {
+                "shards": array(shards),
+                "xmax": xmax,
+                "xip": array(xip),
+                "most": most - count,
+            }
             ((more,),) = fetch(connection, query, params)
             count += more
     return count
@@ -404,9 +409,9 @@ def since(log: str | sql.Composable, shards: list[int], done: str) -> sql.Compos
     xmax, in_progress = begun_since(done)
     parts = {
         "log": sql.Identifier("saf", log) if isinstance(log, str) else log,
-        "shards": sql.Literal(shards),
+        "shards": sql.Literal(array(shards)),
         "xmax": sql.Literal(xmax),
-        "xip": sql.Literal(in_progress),
+        "xip": sql.Literal(array(in_progress)),
     }
     query = sql.SQL(BEGUN_SINCE).format(**parts)
     return query + sql.SQL(ENDED_SINCE).format(**parts) if in_progress else query

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-SHORTEST_SECONDS = 0.005
+SHORTEST_SECONDS = 0.003
 SHARE = 0.25
 
 

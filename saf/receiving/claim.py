@@ -216,8 +216,8 @@ def claim(
     With ``only``, lock this shard or none. Batches of a deep backlog are opened with at least
     ``batch`` messages.
 
-    Call it in a transaction begun with `begin`, and pass the result to `move` in the same
-    transaction.
+    Call it in a transaction begun with `begin`, inside of `planned_once`, and pass the result to
+    `move` in the same transaction.
     """
     params = {
         "subscription_id": reader.subscription_id,
@@ -226,8 +226,7 @@ def claim(
         "limit": limit,
         "only": only,
     }
-    with planned_once(connection):
-        return _hand(connection, reader, fetch(connection, CLAIM, params), limit, batch)
+    return _hand(connection, reader, fetch(connection, CLAIM, params), limit, batch)
 
 
 def claim_some(

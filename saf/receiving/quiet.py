@@ -12,6 +12,10 @@ shards at once:
 
 If nothing has changed, there is still nothing to claim. Now and then the receiver looks itself all
 the same (`SURE_SECONDS`), for a cursor that a person has set back.
+
+On a server where nobody writes, even that is not asked. As long as no transaction that has written
+anything ends, the server's snapshot stays the same, and only time can bring something: a lane that
+becomes due.
 """
 
 from __future__ import annotations
@@ -27,13 +31,22 @@ from saf.receiving.claim import PLAN_ONCE
 from saf.receiving.hand import Reader
 from saf.receiving.retries import HANDLED, params_of
 from saf.setaside.lane import Kind
+from saf.setaside.parking import BLOCKED
 
 SURE_SECONDS = 5.0
 """How long a receiver relies on what has not changed, in seconds."""
 
+SNAPSHOT = "SELECT pg_current_snapshot()::text"
+
 SHARDS = f"ARRAY(SELECT s::smallint FROM {ALL_SHARDS} AS s)"
 ASK = f"""
 SELECT pg_current_snapshot()::text, free.shards, free.epochs,
+    EXISTS (SELECT FROM saf.backoff b
+            WHERE b.subscription_id = %(subscription_id)s AND b.shard IS NOT NULL
+              AND b.next_attempt_at < '{BLOCKED}')
+ OR EXISTS (SELECT FROM saf.backoff b
+            WHERE b.subscription_id = %(subscription_id)s AND b.destination = ''
+              AND b.kind = '{Kind.LATER}'),
     free.left_behind
  OR EXISTS (SELECT FROM saf.inbox i
             WHERE i.shard = ANY ({SHARDS}) AND i.txid >= pg_snapshot_xmax(%(seen)s::pg_snapshot))
@@ -70,6 +83,12 @@ class Quiet:
         """The snapshot, the shards and their epochs when there was nothing."""
         self._until = 0.0
         self._asked: tuple[Any, ...] | None = None
+        self._untouched = ""
+        """A snapshot in which there was nothing, nor anything that becomes due."""
+
+    def is_certain(self, raw: psycopg.Connection[Any]) -> bool:
+        """Whether nobody has written anything at all since there was nothing; one statement."""
+        return self._untouched != "" and fetch(raw, SNAPSHOT) == [(self._untouched,)]
 
     def lasts(self, raw: psycopg.Connection[Any], reader: Reader) -> bool:
         """Whether there is still nothing. Call it in a transaction of its own.
@@ -78,9 +97,12 @@ class Quiet:
         """
         raw.execute(PLAN_ONCE)
         seen, *free = self._known or (None, None, None)
-        ((snapshot, *now, changed),) = fetch(raw, ASK, {**params_of(reader), "seen": seen})
+        asked = fetch(raw, ASK, {**params_of(reader), "seen": seen})
+        ((snapshot, *now, becomes_due, changed),) = asked
         self._asked = (snapshot, *now)
-        return not changed and now == free and time.monotonic() < self._until
+        lasts = not changed and now == free and time.monotonic() < self._until
+        self._untouched = snapshot if lasts and not becomes_due else ""
+        return lasts
 
     def nothing(self) -> None:
         """Note that a look found nothing, neither to claim nor to try alone."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from saf.log import shards
 from saf.log.pauses import Pauses
 from saf.receiving import claim, notify, reading, retries
 from saf.receiving.delivery import Delivery
-from saf.receiving.hand import Reader
+from saf.receiving.hand import Hand, Reader
 from saf.receiving.link import Link, connected
 from saf.receiving.prefetch import Prefetch
 from saf.receiving.quiet import Quiet
@@ -203,16 +203,16 @@ class Receiver(Trying):
         careful_first, vain = _toss(), False
         while True:
             found, troubled = None, False
-            self._prefetch.age()
-            looks = not self._prefetch.goes_on or time.monotonic() >= self._look_at
+            looks, claims = self._steps()
             try:
-                with self.link.transaction(claims=looks or not self._prefetch.is_ready):
-                    if looks:
-                        troubled = self._look()
-                    careful = troubled and careful_first and not vain
-                    again = not careful and self._prefetch.goes_on
-                    if not careful:
-                        found = self._next()
+                with self.link.transaction(claims=claims):
+                    with claim.planned_once(self.link.raw) if claims else nullcontext():
+                        if looks:
+                            troubled = self._look()
+                        careful = troubled and careful_first and not vain
+                        again = not careful and self._prefetch.goes_on
+                        hand = None if careful else self._next()
+                    found = self._handed(hand)
                     if found is not None:
                         with self._settled(found):
                             if found:
@@ -252,6 +252,19 @@ class Receiver(Trying):
                 if not isinstance(error, NotReceived):
                     raise
 
+    def _steps(self) -> tuple[bool, bool]:
+        """Whether to look for what is to be tried alone; and whether anything is to be claimed."""
+        self._prefetch.age()
+        looks = not self._prefetch.goes_on or time.monotonic() >= self._look_at
+        return looks, looks or not self._prefetch.is_ready
+
+    def _handed(self, hand: Hand | None) -> Delivery[Any] | None:
+        """Make a delivery of what is in hand, if anything is."""
+        if hand is None:
+            return None
+        with receiving():
+            return self._delivery(hand)
+
     @contextmanager
     def _settled(self, delivery: Delivery[Any]) -> Iterator[None]:
         """Run the block in which a delivery is handled, unless it is empty; then settle it."""
@@ -267,8 +280,7 @@ class Receiver(Trying):
 
     def _look(self) -> bool:
         """Look whether there is anything to be tried alone; if not, not again for a while."""
-        with claim.planned_once(self.link.raw):
-            troubled = retries.troubled(self.link.raw, self.reader)
+        troubled = retries.troubled(self.link.raw, self.reader)
         self._look_at = 0.0 if troubled else time.monotonic() + LOOK_SECONDS
         return troubled
 
@@ -289,7 +301,13 @@ class Receiver(Trying):
 
     def _still_quiet(self) -> bool:
         link = self.link
+        if link.raw.autocommit:  # a statement is a transaction
+            with link.locking(link.lock_seconds):
+                if self._quiet.is_certain(link.raw):
+                    return True
         with link.transaction(claims=False), link.locking(link.lock_seconds):
+            if not link.raw.autocommit and self._quiet.is_certain(link.raw):
+                return True
             return self._quiet.lasts(link.raw, self.reader)
 
     def buried(self) -> int:
@@ -311,7 +329,7 @@ class Receiver(Trying):
         with receiving():
             self._prefetch.read(self.link.raw, self.reader)
 
-    def _next(self) -> Delivery[Any] | None:
+    def _next(self) -> Hand | None:
         """Take the next messages in hand, as they were prefetched or from the inbox."""
         if self._prefetch.is_used_up:
             self._read_ahead()
@@ -319,13 +337,9 @@ class Receiver(Trying):
         if not self._prefetch.is_ready:
             return self._claim()
         with self.link.locking(self.link.lock_seconds):
-            hand = self._prefetch.take(self.link.raw, self.reader)
-        if hand is None:
-            return None
-        with receiving():
-            return self._delivery(hand)
+            return self._prefetch.take(self.link.raw, self.reader)
 
-    def _claim(self) -> Delivery[Any] | None:
+    def _claim(self) -> Hand | None:
         """Take the next messages of shards that nobody has in hand."""
         raw = self.link.raw
         only, batch = self._prefetch.turn(), self._prefetch.batch
@@ -336,8 +350,7 @@ class Receiver(Trying):
             hand.shards[shard].allowance = 1
         reading.read(raw, hand, set(hand.shards) - hand.failed, self.max_messages)
         self._prefetch.stay_with(hand)
-        with receiving():
-            return self._delivery(hand)
+        return hand
 
 
 def _toss() -> bool:

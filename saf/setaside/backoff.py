@@ -108,6 +108,10 @@ SELECT EXISTS (SELECT FROM saf.backoff
                WHERE subscription_id = %(subscription_id)s AND next_attempt_at <= now())
 """
 
+ANY_LANE = """
+SELECT EXISTS (SELECT FROM saf.backoff WHERE subscription_id = %(subscription_id)s)
+"""
+
 ANY_OF_SERVICES = """
 SELECT EXISTS (SELECT FROM saf.backoff WHERE subscription_id = %(subscription_id)s
                AND kind = ANY (%(of_service)s))
@@ -257,6 +261,12 @@ def any_due(connection: psycopg.Connection[Any], subscription_id: int) -> bool:
     """Whether any lane is due, whoever owns the shards of its messages."""
     ((due,),) = fetch(connection, ANY_DUE, {"subscription_id": subscription_id})
     return bool(due)
+
+
+def any_lane(connection: psycopg.Connection[Any], subscription_id: int) -> bool:
+    """Whether any lane waits, due or not."""
+    ((there,),) = fetch(connection, ANY_LANE, {"subscription_id": subscription_id})
+    return bool(there)
 
 
 def any_of_services(connection: psycopg.Connection[Any], subscription_id: int) -> bool:

@@ -31,7 +31,7 @@ import psycopg
 from psycopg import sql
 
 from saf.columns import COLUMNS
-from saf.database import fetch
+from saf.database import array, fetch
 from saf.log.cursor import Batch
 from saf.setaside.lane import BROKER, GIVEN, THE_LANE, Kind, Lane, given
 
@@ -127,11 +127,11 @@ ORDER BY {order}
 
 SET_ASIDE = f"""
 SELECT id, destination, kind, subject, {BROKER} FROM saf.parked
-WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)
+WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s::smallint[])
   AND id > %(position)s AND parked_at >= %(opened_at)s
 UNION ALL
 SELECT id, destination, NULL, NULL, NULL FROM saf.dead_letter
-WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)
+WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s::smallint[])
   AND id > %(position)s AND dead_letter_at >= %(opened_at)s
 """
 OCCUPIED = f"""
@@ -141,7 +141,7 @@ WHERE EXISTS (
     WHERE subscription_id = %(subscription_id)s
       AND (p.destination, p.kind, p.subject, p.broker)
           = (w.destination, w.kind, w.subject, w.broker)
-      AND shard = ANY (%(shards)s))
+      AND shard = ANY (%(shards)s::smallint[]))
 """
 KNOWN = """
 SELECT id FROM saf.parked
@@ -251,7 +251,7 @@ def set_aside(
     """
     params = {
         "subscription_id": batch.subscription_id,
-        "shards": batch.shards,
+        "shards": array(batch.shards),
         "position": batch.position,
         "opened_at": batch.opened_at,
     }
@@ -271,7 +271,11 @@ def known(
 
 def occupied(connection: psycopg.Connection[Any], batch: Batch, lanes: Iterable[Lane]) -> set[Lane]:
     """Which of some lanes have messages in a batch's shards."""
-    params = {"subscription_id": batch.subscription_id, "shards": batch.shards, **given(lanes)}
+    params = {
+        "subscription_id": batch.subscription_id,
+        "shards": array(batch.shards),
+        **given(lanes),
+    }
     return {_lane(*row) for row in fetch(connection, OCCUPIED, params)}
 
 

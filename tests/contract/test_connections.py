@@ -134,6 +134,22 @@ def test_those_that_were_used_last_are_kept(app: Dsn) -> None:
         assert {pid for (pid,) in connection.execute(still)} == {pids[0], *pids[2:]}
 
 
+def test_a_process_that_deals_with_many_sources_keeps_more(
+    app: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_most", connections.MOST)
+    connections.make_room(4)
+    connections.make_room(1)
+    most = connections.MOST + 4
+    for number in range(most + 1):
+        taken = connections.take(
+            f"role {number}", app, lambda: app.connect(role="one"), lambda c: c.execute("SELECT 1")
+        )
+        taken.rollback()
+        connections.put(True, f"role {number}", app, taken)
+    assert len(connections._kept) == most
+
+
 def test_what_cannot_be_connected_to_is_named_as_people_know_it(app: Dsn, mom: Dsn) -> None:
     sent(app, "first")
     nowhere = Dsn("postgresql://localhost:1/nothing")

@@ -11,6 +11,8 @@ import pytest
 
 from saf.config import load
 from saf.database import Dsn, fetch
+from saf.engine.work import Work
+from saf.forwarding import quiet as quiet_source
 from saf.forwarding.broker import SourceBroker
 from saf.routing.routes import add_route
 from tests.driver import InProcess, forwarder
@@ -95,6 +97,92 @@ def test_a_quiet_source_is_looked_at_again_as_soon_as_anything_is_committed(
         else:
             connection.execute("COMMIT PREPARED 'poll'")
         assert pending(quiet)
+
+
+class Looks:
+    """How often a broker was looked at, and not only asked."""
+
+    def __init__(self, broker: SourceBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        look = broker.open_work
+
+        def counted(default_destination: str | None) -> list[Work]:
+            self.count += 1
+            return look(default_destination)
+
+        monkeypatch.setattr(broker, "open_work", counted)
+        monkeypatch.setattr(quiet_source, "SURE_SECONDS", 1e6)
+        pending(broker)
+        pending(broker)
+        self.count = 0
+
+
+def test_a_quiet_source_is_not_looked_at_because_other_databases_are_busy(
+    quiet: SourceBroker, app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(mom) as other, connect(mom) as slow, connect(app) as connection:
+        slow.execute("BEGIN")
+        slow.execute("CREATE TABLE slow ()")
+        other.execute("CREATE TABLE busy ()")
+        looks = Looks(quiet, monkeypatch)
+        for _ in range(5):
+            other.execute("INSERT INTO busy DEFAULT VALUES")
+            assert not pending(quiet)
+        assert looks.count <= 1
+        slow.execute("COMMIT")  # it was in progress at the look, wherever it has written
+        before = looks.count
+        for _ in range(5):
+            other.execute("INSERT INTO busy DEFAULT VALUES")
+            assert not pending(quiet)
+        assert looks.count == before + 1
+        send(connection, "1")
+        assert pending(quiet)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_committed_late_is_found_though_no_id_was_drawn_since(
+    quiet: SourceBroker, app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    with connect(app) as late, connect(mom) as other:
+        other.execute("CREATE TABLE busy ()")
+        if when == "after":
+            Looks(quiet, monkeypatch)
+        late.execute("BEGIN")
+        send(late, "1")
+        Looks(quiet, monkeypatch)
+        for _ in range(3):
+            other.execute("INSERT INTO busy DEFAULT VALUES")
+            assert not pending(quiet)
+        late.execute("COMMIT")
+        assert pending(quiet)
+
+
+def test_a_lane_that_a_person_makes_is_seen_at_a_quiet_source(
+    quiet: SourceBroker, app: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Looks(quiet, monkeypatch)
+    with connect(app) as connection:
+        connection.execute(
+            "INSERT INTO saf.backoff (subscription_id, destination, kind, next_attempt_at, error) "
+            "SELECT subscription_id, 'mom', 'main', now(), 'a person' FROM saf.subscription "
+            "WHERE name = 'forwarder'"
+        )
+    assert not pending(quiet)
+    assert looks.count == 1
+
+
+def test_a_cursor_that_was_set_back_is_found_after_a_while(
+    app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(app) as connection, Cycle(app, forwarding_rules(mom=mom)) as cycle:
+        send(connection, "1")
+        cycle.run()
+        Looks(cycle.broker, monkeypatch)
+        connection.execute("UPDATE saf.cursor SET done = '1:1:'")
+        assert not cycle.broker.visit("mom", brief=False)
+        monkeypatch.setattr(quiet_source, "SURE_SECONDS", 0.0)
+        cycle.broker._quiet._until = 0.0
+        assert cycle.broker.visit("mom", brief=False)
 
 
 def test_a_lane_is_tried_when_its_time_comes_though_nothing_was_written(app: Dsn, mom: Dsn) -> None:

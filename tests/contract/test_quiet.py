@@ -51,16 +51,16 @@ class Idle:
 @contextmanager
 def idle(inbox: Dsn, monkeypatch: pytest.MonkeyPatch) -> Iterator[Idle]:
     """A receiver that found nothing some time ago."""
-    lasts = quiet.Quiet.lasts
+    still_quiet = Receiver._still_quiet
     with connected(inbox) as link:
         one = Idle(Receiver(link, SUBSCRIPTION, saf.Policy(first_wait_seconds=0.0), 10))
 
-        def counted(self: quiet.Quiet, *others: Any) -> bool:
-            still = lasts(self, *others)
+        def counted(self: Receiver) -> bool:
+            still = still_quiet(self)
             one.asked = one.asked + 1 if still else 0
             return still
 
-        monkeypatch.setattr(quiet.Quiet, "lasts", counted)
+        monkeypatch.setattr(Receiver, "_still_quiet", counted)
         thread = threading.Thread(target=one.run)
         thread.start()
         try:
@@ -144,6 +144,35 @@ def test_what_becomes_due_or_is_retried_is_found(
     before(inbox)
     with idle(inbox, monkeypatch) as one:
         then(inbox)
+        one.gets("1")
+
+
+def test_while_nobody_writes_it_asks_for_the_snapshot_only(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    fetch = quiet.fetch
+
+    def counted(raw: Any, query: str, *params: Any) -> Any:
+        asked.append(query)
+        return fetch(raw, query, *params)
+
+    monkeypatch.setattr(quiet, "fetch", counted)
+    with idle(inbox, monkeypatch) as one:
+        until(lambda: asked[-3:] == [quiet.SNAPSHOT] * 3)
+        put(inbox, "1")
+        one.gets("1")
+
+
+def test_a_lane_that_becomes_due_is_found_though_nobody_writes(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(inbox, "1", key="k")
+    policy = saf.Policy(first_wait_seconds=2.0)
+    with saf.receive(inbox, SUBSCRIPTION, policy=policy) as delivery:
+        for message in delivery:
+            delivery.park(message, "not now")
+    with idle(inbox, monkeypatch) as one:
         one.gets("1")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from alembic import command
 
 from saf.broker.migrate import config
 from saf.database import Dsn, fetch
-from saf.log.checks import ACCEPT
+from saf.log.checks import ACCEPT, EXAMINE
 from tests.pipeline import connect
 
 NewDatabase = Callable[[str], Dsn]
@@ -64,17 +65,66 @@ def test_a_sender_with_operators_of_its_own_gets_no_further(app: Dsn) -> None:
         connection.execute(
             "CREATE FUNCTION evil.octet_length(text) RETURNS int LANGUAGE sql AS 'SELECT 0'"
         )
+        for operator, type_ in (
+            *((one, "int4") for one in ("<", "<=", ">", ">=", "<>", "=")),
+            *((one, "xid8") for one in ("<", "<=", ">", ">=")),
+            *((one, "timestamptz") for one in ("<", "<=", ">", ">=")),
+        ):
+            connection.execute(
+                f"CREATE FUNCTION evil.yes({type_}, {type_}) RETURNS boolean LANGUAGE sql "
+                "AS 'SELECT true'"
+                if operator == "<"
+                else "SELECT"
+            )
+            connection.execute(
+                f"CREATE OPERATOR evil.{operator} "
+                f"(LEFTARG = {type_}, RIGHTARG = {type_}, FUNCTION = evil.yes)"
+            )
         connection.execute("SET search_path = evil, pg_catalog, public")
-        with pytest.raises(psycopg.errors.CheckViolation, match="outbox_bounded"):
-            insert(connection, key="k" * 2000)
+        for constraint, columns in WRONG:
+            if constraint != "outbox_addressed":
+                with pytest.raises(psycopg.errors.CheckViolation, match=constraint):
+                    insert(connection, **columns)
 
 
-def test_the_function_is_the_library_s(app: Dsn) -> None:
+@pytest.mark.parametrize(("name", "body"), [("accept", ACCEPT), ("examine", EXAMINE)])
+def test_the_functions_are_the_library_s(app: Dsn, name: str, body: str) -> None:
     with connect(app) as connection:
         ((there,),) = fetch(
-            connection, "SELECT prosrc FROM pg_proc WHERE oid = 'saf.accept'::regproc"
+            connection,
+            "SELECT prosrc FROM pg_proc WHERE oid = %(name)s::regproc",
+            {"name": f"saf.{name}"},
         )
-    assert " ".join(there.split()) in " ".join(ACCEPT.split())
+    assert " ".join(there.split()) in " ".join(body.split())
+
+
+RIGHT = [
+    {},
+    {"key": "k" * 1024, "to_service": "s" * 255},
+    {"headers": '{"n": 1}', "deliver_at": "9999-12-30", "expires_at": "0001-01-01 00:00:00+00"},
+    {"headers": json.dumps({"large": "x" * 10_000})},
+]
+
+
+@pytest.mark.every_postgresql
+@pytest.mark.parametrize("columns", RIGHT)
+def test_what_is_within_the_limits_is_accepted(app: Dsn, columns: dict[str, Any]) -> None:
+    with connect(app) as connection:
+        insert(connection, **columns)
+
+
+def test_a_common_message_is_not_examined(app: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute(
+            "CREATE OR REPLACE FUNCTION saf.examine(txid xid8, to_service text, key text, "
+            "headers jsonb, created_at timestamptz, deliver_at timestamptz, "
+            "expires_at timestamptz) RETURNS boolean LANGUAGE plpgsql AS "
+            "$$ BEGIN RAISE EXCEPTION 'examined'; END $$"
+        )
+        insert(connection, key="k", headers='{"content-type": "application/json"}')
+        insert(connection)
+        with pytest.raises(psycopg.errors.RaiseException, match="examined"):
+            insert(connection, headers=json.dumps({"large": "x" * 1000}))
 
 
 @pytest.mark.parametrize("too_long", [False, True])

@@ -13,7 +13,7 @@ Arrow goes in as it came: the ADBC driver writes it as COPY binary, inside the t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from uuid import UUID
@@ -30,6 +30,7 @@ from saf.database import (
     SCHEMA_REVISION,
     Dsn,
     Meaning,
+    array,
     bulk,
     connections,
     meaning,
@@ -207,7 +208,7 @@ class PostgresInbox:
         }
         if not new:
             return
-        columns: dict[str, list[Any]] = {
+        columns: dict[str, Iterable[object]] = {
             "epochs": [mine[shard] for _, shard in new],
             "locked": [marks[place].batch for place in new],
             "batches": [mark.batch for mark in new.values()],
@@ -215,7 +216,7 @@ class PostgresInbox:
             "moments": [mark.opened_at and mark.opened_at.isoformat() for mark in new.values()],
             "acknowledged": [mark.acknowledged for mark in new.values()],
         }
-        literals = {name: sql.Literal(column) for name, column in columns.items()}
+        literals = {name: sql.Literal(array(column)) for name, column in columns.items()}
         _query(cursor, MOVE, _values(chunk, list(new)) | literals)
 
     def _unknown(self, cursor: adbc.Cursor, rows: pa.Table, behind: frozenset[str]) -> list[str]:
@@ -294,8 +295,8 @@ class PostgresInbox:
 def _values(chunk: Chunk, places: Sequence[Place]) -> dict[str, sql.Literal]:
     return {
         "source": sql.Literal(str(chunk.source)),
-        "lanes": sql.Literal([lane for lane, _ in places]),
-        "shards": sql.Literal([shard for _, shard in places]),
+        "lanes": sql.Literal(array(lane for lane, _ in places)),
+        "shards": sql.Literal(array(shard for _, shard in places)),
     }
 
 

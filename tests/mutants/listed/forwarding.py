@@ -27,7 +27,52 @@ REJECTED = (
 )
 UNKNOWN = f"{ISOLATED}::test_messages_for_a_service_that_the_destination_does_not_know_wait_for_it"
 
+POLLING = "contract/test_polling.py"
+QUIET = "saf/forwarding/quiet.py"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a quiet source is looked at whatever other databases do",
+        QUIET,
+        "            known is not None\n            and left == known\n",
+        "            known is not None\n            and not known\n            and not running\n",
+        f"{POLLING}::test_a_quiet_source_is_not_looked_at_because_other_databases_are_busy",
+    ),
+    mutant(
+        "a sequence that stands still is enough to be quiet",
+        QUIET,
+        "            and left == known\n",
+        "",
+        f"{POLLING}::test_what_is_committed_late_is_found_though_no_id_was_drawn_since",
+    ),
+    mutant(
+        "an id that was drawn since is not noticed",
+        QUIET,
+        "next_id == self._next_id, next_id",
+        "True, next_id",
+        f"{POLLING}::test_a_quiet_source_is_looked_at_again_as_soon_as_anything_is_committed",
+    ),
+    mutant(
+        "a lane that a person makes is not noticed",
+        QUIET,
+        "            and not backoff.any_lane(connection, subscription_id)\n",
+        "",
+        f"{POLLING}::test_a_lane_that_a_person_makes_is_seen_at_a_quiet_source",
+    ),
+    mutant(
+        "a quiet source is never looked at for certain",
+        QUIET,
+        "            and time.monotonic() < self._until\n",
+        "",
+        f"{POLLING}::test_a_cursor_that_was_set_back_is_found_after_a_while",
+    ),
+    mutant(
+        "no room is made for the connections of many sources",
+        "saf/database/connections.py",
+        "_most = max(_most, MOST + 2 * (sources - 2))",
+        "_most = max(_most, MOST)",
+        "contract/test_connections.py::test_a_process_that_deals_with_many_sources_keeps_more",
+    ),
     mutant(
         "a part is stored before what waits is set aside",
         "saf/engine/sending.py",
@@ -280,7 +325,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is kept grows with every connection",
         "saf/database/connections.py",
-        "if before is None and len(_kept) > MOST:",
+        "if before is None and len(_kept) > _most:",
         "if before is None and len(_kept) > MOST + 1000:",
         "contract/test_connections.py::test_those_that_were_used_last_are_kept",
     ),

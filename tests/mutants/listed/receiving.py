@@ -42,6 +42,13 @@ KILLS = (
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a receiver that nobody disturbs misses what becomes due",
+        QUIET,
+        "snapshot if lasts and not becomes_due else",
+        "snapshot if lasts else",
+        f"{IDLE}::test_a_lane_that_becomes_due_is_found_though_nobody_writes",
+    ),
+    mutant(
         "of handlers that ran at the same time, the work of all is there twice after one failed",
         SAVEPOINTS,
         "            self._undo()\n            for one in pieces:",

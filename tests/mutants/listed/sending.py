@@ -14,7 +14,23 @@ ENCODING = "saf/sending/encoding.py"
 MESSAGES, DSN = "unit/test_message.py", "unit/test_dsn.py"
 ENTRANCE, SENT = "integration/test_entrance.py", "integration/test_outbox.py"
 
+ACCEPTED = "migrations/versions/0029_accepted_soon.py"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a key of any length is accepted as common",
+        ACCEPTED,
+        "       AND (key IS NULL OR pg_catalog.octet_length(key) OPERATOR(pg_catalog.<=) 1024)\n",
+        "",
+        "migration/test_accept.py::test_what_an_outbox_refuses_is_told_by_the_name_of_a_constraint",
+    ),
+    mutant(
+        "a sender's own operator says what is accepted",
+        ACCEPTED,
+        "pg_catalog.octet_length(to_service) OPERATOR(pg_catalog.<=) 255",
+        "pg_catalog.octet_length(to_service) <= 255",
+        "migration/test_accept.py::test_a_sender_with_operators_of_its_own_gets_no_further",
+    ),
     mutant(
         "many messages are copied although the rules of senders forbid a COPY",
         "saf/sending/bulk.py",
