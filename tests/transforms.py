@@ -7,6 +7,8 @@ import os
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 
+import saf
+
 
 def masked(messages: DataFrame) -> DataFrame:
     """The body without the last digits of a card; everything else stays."""
@@ -25,6 +27,12 @@ def enriched(messages: DataFrame) -> DataFrame:
         f.col("customer").alias("key"),
         f.create_map(f.lit("from"), f.lit("a join")).alias("headers"),
     )
+
+
+def to_audit(message: saf.Received) -> str:
+    """A classifier: the service that the first line names, or audit."""
+    first = message.text().partition("\n")[0]
+    return first if first == "else" else "audit"
 
 
 def even(messages: DataFrame) -> DataFrame:
@@ -55,6 +63,12 @@ def nothing(messages: DataFrame) -> DataFrame:
 
 def drawn(messages: DataFrame) -> DataFrame:
     return messages.withColumn("body", f.rand().cast("string"))
+
+
+def coin(messages: DataFrame) -> DataFrame:
+    """Every other one, by chance, with a number and a key that nobody knows before."""
+    drawn = messages.withColumn("key", f.rand().cast("string"))
+    return drawn.where("rand() < 0.5").select("id", "key", f.rand().cast("string").alias("body"))
 
 
 def dated(messages: DataFrame) -> DataFrame:

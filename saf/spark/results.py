@@ -9,7 +9,7 @@ as it was. If it makes several rows of a message, it numbers them in the column 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -43,13 +43,17 @@ class Asked:
     """Messages of one item of work that a transform is evaluated for."""
 
     item: Work
-    services: tuple[str, ...]
+    service: str
     max_bytes: int
     """Larger bodies are left out."""
     parked: frozenset[int] = frozenset()
-    """Parked messages, by their ids in the outbox."""
+    """Parked messages, by their ids in the outbox, whomever they are addressed to by now."""
+    all_parked: frozenset[int] = frozenset()
+    """The parked messages of all services: they are not read with the batch."""
     but: frozenset[int] = frozenset()
     """Messages that are left out."""
+    kept: bool = False
+    """Whether results are kept: messages that have some are left out."""
     within: tuple[int, int] = (0, LAST)
     """The lowest and the highest id."""
 
@@ -63,7 +67,9 @@ class Usable:
     """Which of `GIVEN` the function gives."""
 
 
-def transformed(messages: DataFrame, whose: str, name: str) -> Usable:
+def transformed(
+    messages: DataFrame, whose: str, name: str, *, deterministic: bool = True
+) -> Usable:
     """Call the function of a transform.
 
     Raises:
@@ -78,11 +84,17 @@ def transformed(messages: DataFrame, whose: str, name: str) -> Usable:
         said = f"raises {type(error).__name__}: {first_line(error)}"
         raise ConfigurationError(f"{whose}: {name} {said}") from error
     try:
-        return _usable(said, whose, name)
+        usable = _usable(said, whose, name)
     except PySparkException as error:  # such as two columns of one name
         raise ConfigurationError(
             f"{whose}: what {name} returns cannot be used: {first_line(error)}"
         ) from error
+    if deterministic and (why := _changing(said)):
+        raise ConfigurationError(
+            f"{whose}: {name} {why}, which is another one when a batch is read again: say "
+            "`deterministic = false` in saf.toml, and what it makes is kept before it is sent"
+        )
+    return usable
 
 
 def _usable(said: Any, whose: str, name: str) -> Usable:
@@ -112,10 +124,6 @@ def _usable(said: Any, whose: str, name: str) -> Usable:
                 f"{whose}: {name} gives a column {column} of the type "
                 f"{kinds[column].simpleString()}"
             )
-    if why := _changing(said):
-        raise ConfigurationError(
-            f"{whose}: {name} {why}, which is another one when a batch is read again"
-        )
     if isinstance(kinds.get("headers"), MapType):
         said = said.withColumn("headers", F.to_json("headers"))
     columns = [
@@ -173,23 +181,18 @@ def _queries(asked: Asked) -> Iterator[str]:
     batch = asked.item.batch
     columns = ["id", *(as_text(name, asked.max_bytes) for name in EXPRESSED)]
     low, high = asked.within
-    seen = sql.SQL(
-        " WHERE to_service = ANY ({services}) AND conversation_id IS NULL AND body IS NOT NULL"
+    some = sql.SQL(
+        ") AS m WHERE conversation_id IS NULL AND body IS NOT NULL"
         " AND id BETWEEN {low} AND {high} AND id <> ALL ({but}::bigint[])"
-    )
-
-    def query(rows: sql.Composable, but: Collection[int]) -> str:
-        some = seen.format(
-            services=sql.Literal([*asked.services]),
-            low=sql.Literal(low),
-            high=sql.Literal(high),
-            but=sql.Literal(sorted(but)),
-        )
-        return (sql.SQL("SELECT * FROM (") + rows + sql.SQL(") AS m") + some).as_string(None)
-
+    ).format(low=sql.Literal(low), high=sql.Literal(high), but=sql.Literal(sorted(asked.but)))
+    if asked.kept:
+        some += sql.SQL(
+            " AND NOT EXISTS (SELECT FROM saf.kept_result k"
+            " WHERE k.subscription_id = {} AND k.id = m.id)"
+        ).format(sql.Literal(batch.subscription_id))
     if asked.parked:
         parked = sql.SQL(
-            "SELECT DISTINCT ON (id) {columns} FROM saf.parked"
+            "SELECT * FROM (SELECT DISTINCT ON (id) {columns} FROM saf.parked"
             " WHERE subscription_id = {subscription_id} AND id = ANY ({ids}::bigint[])"
         ).format(
             columns=sql.SQL(", ").join(
@@ -198,8 +201,11 @@ def _queries(asked: Asked) -> Iterator[str]:
             subscription_id=sql.Literal(batch.subscription_id),
             ids=sql.Literal(sorted(asked.parked)),
         )
-        yield query(parked, asked.but)
-    yield query(sql.SQL(batch.rows(columns)), asked.parked | asked.but)
+        yield (parked + some).as_string(None)
+    new = sql.SQL(" AND to_service = {service} AND id <> ALL ({parked}::bigint[])").format(
+        service=sql.Literal(asked.service), parked=sql.Literal(sorted(asked.all_parked))
+    )
+    yield (sql.SQL("SELECT * FROM (" + batch.rows(columns)) + some + new).as_string(None)
 
 
 def _changing(frame: DataFrame) -> str | None:

@@ -15,7 +15,7 @@ or for too many, its service's messages wait.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -59,6 +59,16 @@ BESIDE = (
 )
 
 
+OF_SERVICES = """
+SELECT * FROM (
+    SELECT p.id, size, coalesce((SELECT o.to_service FROM saf.outbox o
+                                 WHERE o.shard = p.shard AND o.id = p.id
+                                   AND o.to_service = ANY ({routers})), p.to_service) AS service
+    FROM ({in_lanes}) AS p) AS parked
+WHERE service = ANY ({services}) LIMIT {most}
+"""
+
+
 def receipts(work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
     """Forward items of work whose messages are transformed; return the tasks' receipts."""
     from pyspark.sql import SparkSession
@@ -84,7 +94,8 @@ class Evaluation:
     rules: ForwardingRules
     problems: dict[str, str] = field(default_factory=dict)
     faults: dict[int, str] = field(default_factory=dict)
-    parked: frozenset[int] = frozenset()
+    parked: dict[str, frozenset[int]] = field(default_factory=dict)
+    """For each service, the parked messages that may go on now."""
     last: int = LAST
     """The greatest id that this job goes on to."""
 
@@ -118,41 +129,49 @@ class Evaluation:
             ]
         raise AssertionError
 
-    def _parked(self) -> frozenset[int]:
-        """Return which parked messages may go on now: the first of each lane, as many as fit."""
+    def _parked(self) -> dict[str, frozenset[int]]:
+        """Return which parked messages may go on now, by service: the first of each lane.
+
+        As many as fit. A message that a router has led on counts for the router, if it was sent to
+        one with a transform, and the outbox still has it.
+        """
         by_destination: dict[str, list[parking.Backoff]] = {}
         for lane in self.item.waiting:
             if lane.due:
                 by_destination.setdefault(lane.destination, []).append(lane)
         if not by_destination:
-            return frozenset()
-        found: set[int] = set()
+            return {}
+        found: dict[int, str] = {}
         size = 0
         columns: list[str | sql.Composable] = [
             "id",
+            "shard",
             "to_service",
             sql.SQL("octet_length(body) AS size"),
         ]
+        names = {
+            "services": [*self.rules.transforms],
+            "routers": [*self._routers],
+        }
+        given = {name: sql.Literal(some) for name, some in names.items()}
         with self.item.dsn.connect(role="forward", autocommit=True) as source:
             for destination, lanes in by_destination.items():
                 for is_found in (False, True):
                     some = [lane for lane in lanes if lane.found is is_found]
                     if not some:
                         continue
-                    query = parking.in_lanes(
+                    in_lanes = parking.in_lanes(
                         self.item.batch, destination, some, columns, found=is_found
                     )
-                    services = sql.Literal([*self.rules.transforms]).as_string(None)
-                    of_services = (
-                        f"SELECT id, size FROM ({query}) AS p WHERE to_service = ANY ({services}) "
-                        f"LIMIT {PARKED - len(found) + 1}"
+                    query = sql.SQL(OF_SERVICES).format(
+                        in_lanes=sql.SQL(in_lanes), most=PARKED - len(found) + 1, **given
                     )
-                    for id_, bytes_ in fetch(source, of_services.replace("%", "%%"), {}):
+                    for id_, bytes_, service in fetch(source, query):
                         if found and (len(found) >= PARKED or size > self.rules.chunk_bytes):
-                            return frozenset(found)
-                        found.add(id_)
+                            return _by_service(found)
+                        found[id_] = service
                         size += bytes_ or 0
-        return frozenset(found)
+        return _by_service(found)
 
     def _last(self) -> int:
         """Return the id up to which there are `AT_ONCE` messages with transforms."""
@@ -171,7 +190,7 @@ class Evaluation:
             given={service: one.given for service, one in usable.items()},
             problems=self.problems,
             faults=self.faults,
-            parked=self.parked,
+            parked=frozenset[int]().union(*self.parked.values()),
         )
         rows = in_order(self.spark, [one.frame for one in usable.values()])
         done = rows.mapInArrow(
@@ -191,16 +210,29 @@ class Evaluation:
         return found
 
     def _of(self, service: str, within: tuple[int, int] | None = None) -> Usable:
-        asked = Asked(
+        return transformed(
+            messages_of(self.spark, self._asked(service, within)),
+            f"transform of {service!r}",
+            self.rules.transforms[service],
+            deterministic=service not in self.rules.not_deterministic,
+        )
+
+    @property
+    def _routers(self) -> frozenset[str]:
+        """The routers that have a transform."""
+        return frozenset(one.service for one in self.item.routes.routers) & {*self.rules.transforms}
+
+    def _asked(self, service: str, within: tuple[int, int] | None = None) -> Asked:
+        return Asked(
             item=self.item,
-            services=(service,),
+            service=service,
             max_bytes=self.rules.max_bytes,
-            parked=self.parked,
+            parked=self.parked.get(service, frozenset()),
+            all_parked=frozenset[int]().union(*self.parked.values()),
             but=frozenset(self.faults),
+            kept=service in self.rules.not_deterministic | self._routers,
             within=within or (0, self.last),
         )
-        whose = f"transform of {service!r}"
-        return transformed(messages_of(self.spark, asked), whose, self.rules.transforms[service])
 
     def _found_fault(self) -> bool:
         """Find out for what functions fail; return whether they do."""
@@ -223,17 +255,11 @@ class Evaluation:
         if why := self._raised(self._of(service, within=(LAST, LAST)).frame):
             self.problems[service] = f"its function fails: {why}"
             return
-        asked = Asked(
-            item=self.item,
-            services=(service,),
-            max_bytes=self.rules.max_bytes,
-            parked=self.parked,
-            but=frozenset(self.faults),
-            within=(0, self.last),
-        )
         from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
-        ends = messages_of(self.spark, asked).select(F.min("id"), F.max("id")).first()
+        ends = (
+            messages_of(self.spark, self._asked(service)).select(F.min("id"), F.max("id")).first()
+        )
         if ends is None or ends[0] is None:
             return
         found: dict[int, str] = {}
@@ -270,6 +296,11 @@ class Evaluation:
         return None
 
 
+def _by_service(found: Mapping[int, str]) -> dict[str, frozenset[int]]:
+    services = set(found.values())
+    return {one: frozenset(i for i, service in found.items() if service == one) for one in services}
+
+
 def deliver(
     number: int, item: Work, rules: ForwardingRules, evaluated: Evaluated, last: int = LAST
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -278,9 +309,7 @@ def deliver(
     def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from saf.forwarding.runner import bounded
 
-        transforming = Transforming(
-            rules.transforms, evaluated, items.unbroken(partition), max_bytes=rules.max_bytes
-        )
+        transforming = Transforming.of(item, rules, evaluated, items.unbroken(partition))
         running = Task(number, item, rules, transforming=transforming, partly=last < LAST)
         with closing(messages(item, rules.max_bytes)) as rows:
             receipts = bounded(number, item, lambda: running.run(up_to(rows, last)))
