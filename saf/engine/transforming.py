@@ -325,11 +325,16 @@ class Transforming:
             rows = pa.Table.from_batches([batch]).cast(RESULT)
             if rows["ended"][-1].as_py():
                 self._ended, rows = True, rows.slice(0, rows.num_rows - 1)
-            kept = pc.is_in(rows["id"], parked)
-            for where, some in ((self._of_parked, kept), (self._ahead, pc.invert(kept))):
+            of_parked = pc.is_in(rows["id"], parked)
+            for where, some in ((self._of_parked, of_parked), (self._ahead, pc.invert(of_parked))):
                 mine = rows.filter(some)
                 if mine.num_rows:
+                    ids = mine["id"].to_numpy()
+                    if (np.diff(ids) < 0).any() or (where and _last(where[-1]) > ids[0]):
+                        raise Unavailable("a transform", "its results are not in their order")
                     where.append(mine)
+        if self._ended and next(self._results, None) is not None:
+            raise Unavailable("a transform", "its results go on after their end")
 
     def _note_faults(self) -> None:
         """Note which messages have results that cannot be sent, and leave these results out."""
@@ -384,9 +389,9 @@ def _named(rows: pa.Table) -> dict[str, list[int]]:
 
 
 def _in_order(results: pa.Table) -> pa.Table:
-    """Sort results by their ids; of each id, they stay in their order."""
+    """Sort results by their ids, and those of each id by their parts."""
     results = results.combine_chunks()
-    return results.take(pc.sort_indices(results, [("id", "ascending")]))
+    return results.take(pc.sort_indices(results, [("id", "ascending"), ("part", "ascending")]))
 
 
 def _is_in(values: pa.ChunkedArray, some: Collection[Any]) -> Mask:

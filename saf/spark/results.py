@@ -35,6 +35,12 @@ SEEN = {"id": "long", **EXPRESSED}
 LAST = (1 << 63) - 1
 """Greater than the id of any message."""
 CLOCK = re.compile(r"^(Current(Date|Time|Timestamp)|Now|LocalTimestamp)(Like)?$")
+READER = "MapInArrow"
+"""The step of a plan that reads messages, unless a function has such a step itself."""
+IN_ORDER = {READER, "Range", "Project", "Filter", "Generate", "ArrowEvalPython", "BatchEvalPython"}
+"""Steps that go row by row."""
+HIDING = {"InMemoryRelation", "LogicalRDD"}
+"""Steps that do not say what they were made of."""
 KINDS = dict(zip(RESULT.names, ("long", "int", *["string"] * 3, "binary", "boolean"), strict=True))
 
 
@@ -56,6 +62,8 @@ class Asked:
     """Whether results are kept: messages that have some are left out."""
     within: tuple[int, int] = (0, LAST)
     """The lowest and the highest id."""
+    columns: frozenset[str] = frozenset(SEEN)
+    """Those of `SEEN` that are read; the others are NULL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +151,23 @@ def messages_of(spark: SparkSession, asked: Asked) -> DataFrame:
     """
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
-    schema = ", ".join(f"{name} {kind}" for name, kind in SEEN.items())
+    kinds = _kinds(asked)
+    schema = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
     rows = spark.range(0, 1, 1, 1).mapInArrow(_reader(asked), schema)
+    rows = rows.select(
+        *(
+            (F.col(name) if name in kinds else F.lit(None).cast(kind)).alias(name)
+            for name, kind in SEEN.items()
+        )
+    )
     return rows.withColumn("text", F.col("body").cast("string"))
 
 
 def in_order(spark: SparkSession, frames: Sequence[DataFrame]) -> DataFrame:
-    """Return results as one partition, in the order of ids and parts, and that they have ended."""
+    """Return results as one partition, in the order of the ids, and that they have ended.
+
+    Messages are read in this order. Spark sorts what has not kept it, before anything goes on.
+    """
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
     last = {"id": F.lit(LAST), "ended": F.lit(True)}
@@ -157,11 +175,14 @@ def in_order(spark: SparkSession, frames: Sequence[DataFrame]) -> DataFrame:
         *(last.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in KINDS.items())
     )
     whole: DataFrame = reduce(lambda some, more: some.union(more), [*frames, end])
-    return whole.coalesce(1).sortWithinPartitions("id", "part")
+    whole = whole.coalesce(1)
+    return (
+        whole if len(frames) == 1 and keeps_order(frames[0]) else whole.sortWithinPartitions("id")
+    )
 
 
 def _reader(asked: Asked) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    schema = pa.schema([(name, OF_SPARK[kind]) for name, kind in SEEN.items()])
+    schema = pa.schema([(name, OF_SPARK[kind]) for name, kind in _kinds(asked).items()])
 
     def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for _ in partition:
@@ -179,7 +200,11 @@ def _reader(asked: Asked) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.Re
 def _queries(asked: Asked) -> Iterator[str]:
     """Give the queries for parked messages, and for those of the batch."""
     batch = asked.item.batch
-    columns = ["id", *(as_text(name, asked.max_bytes) for name in EXPRESSED)]
+    names = {*asked.columns, "conversation_id", "to_service", "body"}  # rows are chosen by these
+    columns = ["id", *(as_text(name, asked.max_bytes) for name in EXPRESSED if name in names)]
+    select = sql.SQL("SELECT {} FROM ").format(
+        sql.SQL(", ").join(map(sql.Identifier, _kinds(asked)))
+    )
     low, high = asked.within
     some = sql.SQL(
         ") AS m WHERE conversation_id IS NULL AND body IS NOT NULL"
@@ -192,7 +217,7 @@ def _queries(asked: Asked) -> Iterator[str]:
         ).format(sql.Literal(batch.subscription_id))
     if asked.parked:
         parked = sql.SQL(
-            "SELECT * FROM (SELECT DISTINCT ON (id) {columns} FROM saf.parked"
+            "(SELECT DISTINCT ON (id) {columns} FROM saf.parked"
             " WHERE subscription_id = {subscription_id} AND id = ANY ({ids}::bigint[])"
         ).format(
             columns=sql.SQL(", ").join(
@@ -201,11 +226,52 @@ def _queries(asked: Asked) -> Iterator[str]:
             subscription_id=sql.Literal(batch.subscription_id),
             ids=sql.Literal(sorted(asked.parked)),
         )
-        yield (parked + some).as_string(None)
-    new = sql.SQL(" AND to_service = {service} AND id <> ALL ({parked}::bigint[])").format(
-        service=sql.Literal(asked.service), parked=sql.Literal(sorted(asked.all_parked))
-    )
-    yield (sql.SQL("SELECT * FROM (" + batch.rows(columns)) + some + new).as_string(None)
+        yield (select + parked + some + sql.SQL(" ORDER BY id")).as_string(None)
+    new = sql.SQL(
+        " AND to_service = {service} AND id <> ALL ({parked}::bigint[]) ORDER BY id"
+    ).format(service=sql.Literal(asked.service), parked=sql.Literal(sorted(asked.all_parked)))
+    yield (select + sql.SQL(f"({batch.rows(columns)}") + some + new).as_string(None)
+
+
+def _kinds(asked: Asked) -> dict[str, str]:
+    return {name: kind for name, kind in SEEN.items() if name in asked.columns}
+
+
+def needed(frame: DataFrame) -> frozenset[str]:
+    """Return which columns of messages a result depends on; all of them if that is hard to tell."""
+    jvm: Any = frame._jdf
+    found: set[str] = set()
+    read: dict[int, str] = {}
+    for node in _nodes(jvm.queryExecution().optimizedPlan()):
+        kind = _kind(node)
+        if kind in HIDING or node.subqueries().size():
+            return frozenset(SEEN)
+        if kind == READER and _kind(node.child()) == "Range":
+            read |= {one.exprId().id(): str(one.name()) for one in _items(node.output())}
+        else:
+            found |= {one.exprId().id() for one in _items(node.references().toSeq())}
+    return frozenset(name for number, name in read.items() if number in found) | {"id"}
+
+
+def keeps_order(frame: DataFrame) -> bool:
+    """Whether a result is in the order in which its messages are read: all steps are row by row."""
+    jvm: Any = frame._jdf
+    kinds = [_kind(node) for node in _nodes(jvm.queryExecution().optimizedPlan())]
+    return kinds.count(READER) == 1 and {*kinds} <= IN_ORDER
+
+
+def _nodes(plan: Any) -> Iterator[Any]:
+    yield plan
+    for child in _items(plan.children()):
+        yield from _nodes(child)
+
+
+def _kind(node: Any) -> str:
+    return str(node.getClass().getSimpleName())
+
+
+def _items(of_scala: Any) -> Iterator[Any]:
+    return (of_scala.apply(place) for place in range(of_scala.size()))
 
 
 def _changing(frame: DataFrame) -> str | None:

@@ -18,7 +18,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -34,11 +34,12 @@ from saf.engine.task import BEATS, Task
 from saf.engine.transforming import Evaluated, Transforming
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import ConfigurationError, JobFailed, SafError
+from saf.log.cursor import lock_cursors
 from saf.routing.matching import SQL
 from saf.setaside import parking
 from saf.spark import items
 from saf.spark.expressions import without_sql
-from saf.spark.results import LAST, Asked, Usable, in_order, messages_of, transformed
+from saf.spark.results import LAST, Asked, Usable, in_order, messages_of, needed, transformed
 from saf.spark.session import first_line
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class Evaluation:
     """For each service, the parked messages that may go on now."""
     last: int = LAST
     """The greatest id that this job goes on to."""
+    columns: dict[str, frozenset[str]] = field(default_factory=dict)
+    """For each service, the columns of messages that its function needs."""
 
     def run(self) -> list[Receipt]:
         """Run the item; if its job fails, that is a problem of its broker.
@@ -121,6 +124,7 @@ class Evaluation:
                 except (Py4JError, PySparkException) as error:
                     if attempt == ROUNDS - 1 or not self._found_fault():
                         raise JobFailed(first_line(error)) from error
+                    self._go_on()
         except (SafError, psycopg.Error) as error:
             kind = type(error) if isinstance(error, SafError) else JobFailed
             text = str(error) if isinstance(error, SafError) else self.item.dsn.redact(str(error))
@@ -184,6 +188,13 @@ class Evaluation:
         with self.item.dsn.connect(role="forward", autocommit=True) as source:
             return next((int(id_) for (id_,) in fetch(source, query.replace("%", "%%"), {})), LAST)
 
+    def _go_on(self) -> None:
+        """Go on after what the job that has failed has delivered."""
+        batch = self.item.batch
+        with self.item.dsn.connect(role="forward", autocommit=True) as source, source.transaction():
+            position = lock_cursors(source, batch)
+        self.item = replace(self.item, batch=replace(batch, position=position))
+
     def _job(self) -> list[Receipt]:
         usable = self._usable()
         evaluated = Evaluated(
@@ -210,11 +221,17 @@ class Evaluation:
         return found
 
     def _of(self, service: str, within: tuple[int, int] | None = None) -> Usable:
+        asked = self._asked(service, within)
+        if service not in self.columns:
+            self.columns[service] = needed(self._made_of(asked).frame)
+        return self._made_of(replace(asked, columns=self.columns[service]))
+
+    def _made_of(self, asked: Asked) -> Usable:
         return transformed(
-            messages_of(self.spark, self._asked(service, within)),
-            f"transform of {service!r}",
-            self.rules.transforms[service],
-            deterministic=service not in self.rules.not_deterministic,
+            messages_of(self.spark, asked),
+            f"transform of {asked.service!r}",
+            self.rules.transforms[asked.service],
+            deterministic=asked.service not in self.rules.not_deterministic,
         )
 
     @property
