@@ -15,7 +15,7 @@ from saf.forwarding import broker
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic
 from saf.setaside.waiting import parked
-from saf.spark import transforms
+from saf.spark import results, transforms
 from tests import on_spark
 from tests.destinations import NOWHERE
 from tests.on_spark import forward
@@ -378,6 +378,44 @@ def test_what_has_waited_for_the_transform_of_its_router_is_led_on_when_that_is_
     forward(path)
     assert bodies(mom) == ["2", "3"]
     assert [body for body, _ in dead(source)] == [b"no number"]
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "ordered"),
+    [
+        ("masked", {"id", "body"}, True),
+        ("split", {"id", "body"}, True),
+        ("told_of", {"id", "message_type", "headers", "body"}, True),
+        ("in_twos", {"id", "key", "body"}, False),
+        ("turned", {"id", "key", "body"}, False),
+    ],
+)
+def test_no_more_columns_are_read_than_a_function_needs_and_what_loses_the_order_is_sorted(
+    source: psycopg.Connection[Any],
+    mom: Dsn,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    function: str,
+    columns: set[str],
+    ordered: bool,
+) -> None:
+    seen: list[tuple[frozenset[str], bool]] = []
+
+    def asked(frame: Any) -> frozenset[str]:
+        seen.append((results.needed(frame), results.keeps_order(frame)))
+        return seen[-1][0]
+
+    monkeypatch.setattr(transforms, "needed", asked)
+    for n in range(30):
+        send(source, str(n))
+    path = config(f"tests.transforms:{function}")
+    path.write_text(path.read_text().replace("attempts = 1", "attempts = 1\nchunk_rows = 7"))
+    forward(path)
+    assert {one for one, _ in seen} == {frozenset(columns)}
+    assert {one for _, one in seen} == {ordered}
+    how = {"told_of": "1 {}", "in_twos": "k{}"}.get(function, "{}")
+    assert bodies(mom) == [how.format(n) for n in range(30)]
 
 
 def test_a_deep_backlog_is_transformed_some_at_a_time_in_order(

@@ -76,6 +76,14 @@ def test_messages_of_other_services_are_as_they_were_sent() -> None:
     assert sent(one, mixed) == [(1, b"as it was sent"), (2, b"2"), (3, b"as it was sent")]
 
 
+def test_results_that_are_not_in_their_order_leave_nothing_out() -> None:
+    made = [{"id": n, "body": b"1"} for n in (1, 3, 2)]
+    for given in ([*made, END], [made[0], END, made[1]]):
+        one = transforming(results(*given, of_each=1))
+        with pytest.raises(Unavailable, match=r"order|after their end"):
+            one.look(rows(1, 2, 3), None)
+
+
 @pytest.mark.parametrize("broken", [True, False])
 def test_results_that_end_too_early_leave_nothing_out(broken: bool) -> None:
     """They may break off, or just end; a message without a result might be in what is missing."""

@@ -87,4 +87,18 @@ MUTANTS: list[Mutant] = [
         "spark/test_transforms.py::"
         "test_what_is_not_deterministic_is_the_same_everywhere_although_a_batch_is_read_again",
     ),
+    mutant(
+        "results that are not in their order leave messages out",
+        TRANSFORMING,
+        "if (np.diff(ids) < 0).any() or (where and _last(where[-1]) > ids[0]):",
+        "if False:",
+        f"{UNIT}::test_results_that_are_not_in_their_order_leave_nothing_out",
+    ),
+    mutant(
+        "results after their end are left out",
+        TRANSFORMING,
+        "if self._ended and next(self._results, None) is not None:",
+        "if False:",
+        f"{UNIT}::test_results_that_are_not_in_their_order_leave_nothing_out",
+    ),
 ]
