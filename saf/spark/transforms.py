@@ -2,7 +2,9 @@
 
 Each item of work has a job of one task, in which two workers of Python are at work:
 
-    read the messages of services with a transform -> the functions -> sort by id -> deliver
+    read the messages of services with a transform, by id -> the functions -> deliver
+
+Between the last two, Spark sorts by id what a function has not kept in this order.
 
 The delivery reads the batch by itself, as always. It takes what the functions have made of a
 message when it sends the message (`saf.engine.transforming`).
@@ -52,8 +54,8 @@ ROUNDS = 5
 PARKED = 10_000
 """How many parked messages are transformed at a time."""
 AT_ONCE = 500_000
-"""How many messages of a deep backlog are transformed in one job: nothing is delivered before Spark
-has sorted what functions make of them, and a driver does not wait for ever."""
+"""How many messages of a deep backlog are transformed in one job: where Spark has to sort what
+functions make of them, nothing is delivered before, and a driver does not wait for ever."""
 BESIDE = (
     "classifiers in SQL are not evaluated where saf.toml has [[transforms]]: write an arrow or "
     "python one"
