@@ -208,9 +208,12 @@ class Transform(_Table):
     """What is done with a service's messages before they are sent; see docs/transforms.md."""
 
     service: Name
-    """The service that the messages are for."""
+    """The service that the messages are sent to; it may be a router."""
     function: str
     """The function, ``module:function``: it takes a DataFrame of messages and returns one."""
+    deterministic: bool = True
+    """Whether it always makes the same of a message. What another one has made is written at the
+    source before it is sent."""
     comment: str | None = None
     """For people."""
 
@@ -459,11 +462,6 @@ class Settings(_Sources):
                 raise ValueError(
                     f"transforms.{number} is for {one.service!r}, as is "
                     f"transforms.{seen[one.service]}: a service has one transform"
-                )
-            if one.service in self.routers:
-                raise ValueError(
-                    f"transforms.{number} is for the router {one.service!r}: a transform is for a "
-                    "service that messages are sent to"
                 )
             seen[one.service] = number
         return self

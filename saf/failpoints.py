@@ -6,8 +6,8 @@ The seven steps of store-and-forward, in order:
     mom_insert    mom_commit                                at the destination
     mark_forwarded  mark_commit                             back at the source
 
-those of routers, of routes that share, and of messages that wait for a route: resolved, chosen,
-unrouted_expired, routed
+those of routers, of routes that share, of transforms whose results are kept, and of messages that
+wait for a route: resolved, chosen, transformed, unrouted_expired, routed
 
 and those of a receiver: receive_read, receive_handled, receive_settled, receive_committed, and
 attempt_counted, which comes before a failed message is tried alone. A dispatcher has

@@ -18,6 +18,7 @@ from sqlalchemy.dialects import postgresql as pg
 from saf.columns import MESSAGE
 from saf.dialogs import schema as of_dialogs
 from saf.dispatch import schema as of_dispatchers
+from saf.engine import schema as of_engine
 from saf.log.checks import ACCEPT, ACCEPTED, CHECKS, EXAMINE
 from saf.log.ring import SLOT_ROWS, SLOTS
 from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
@@ -675,6 +676,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
     of_dispatchers.add_tables(metadata)
     of_webhooks.add_tables(metadata)
     of_senders.add_tables(metadata)
+    of_engine.add_tables(metadata)
     return metadata
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
+
+import saf
 
 
 def masked(messages: DataFrame) -> DataFrame:
@@ -25,6 +29,12 @@ def enriched(messages: DataFrame) -> DataFrame:
         f.col("customer").alias("key"),
         f.create_map(f.lit("from"), f.lit("a join")).alias("headers"),
     )
+
+
+def to_audit(message: saf.Received) -> str:
+    """A classifier: the service that the first line names, or audit."""
+    first = message.text().partition("\n")[0]
+    return first if first == "else" else "audit"
 
 
 def even(messages: DataFrame) -> DataFrame:
@@ -49,12 +59,42 @@ def number(messages: DataFrame) -> DataFrame:
     return messages.withColumn("body", (f.col("text").cast("int") + 1).cast("string"))
 
 
+def turned(messages: DataFrame) -> DataFrame:
+    """All as they are, the last one first: by a step that Spark cannot look into."""
+
+    def turn(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield from reversed([one.take(pa.array(range(len(one))[::-1])) for one in batches])
+
+    return messages.select("id", "key", "body").mapInArrow(turn, "id long, key string, body binary")
+
+
+def told_of(messages: DataFrame) -> DataFrame:
+    """What a message says of itself, in a column of another name, beside a list of all keys."""
+    both = f.concat_ws(
+        " ", f.col("message_type"), f.get_json_object("headers", "$.a"), f.col("text")
+    )
+    return messages.withColumn("said", both).select("id", f.col("said").alias("body"))
+
+
+def in_twos(messages: DataFrame) -> DataFrame:
+    """Each with its key, by a join with itself."""
+    keys = messages.select(f.col("id").alias("other"), f.col("key").alias("of"))
+    joined = messages.join(keys, f.col("id") == f.col("other"))
+    return joined.select("id", f.concat("of", "text").alias("body"))
+
+
 def nothing(messages: DataFrame) -> DataFrame:
     return messages.where("false")
 
 
 def drawn(messages: DataFrame) -> DataFrame:
     return messages.withColumn("body", f.rand().cast("string"))
+
+
+def coin(messages: DataFrame) -> DataFrame:
+    """Every other one, by chance, with a number and a key that nobody knows before."""
+    drawn = messages.withColumn("key", f.rand().cast("string"))
+    return drawn.where("rand() < 0.5").select("id", "key", f.rand().cast("string").alias("body"))
 
 
 def dated(messages: DataFrame) -> DataFrame:

@@ -180,12 +180,17 @@ PURGING: Rights = {
     "staging": {"SELECT": WHOLE, "DELETE": WHOLE},
     "staged": {"SELECT": ("attempt",), "DELETE": WHOLE},
     "sink": {"SELECT": ("version", "sent_at"), "DELETE": WHOLE},
+    # what transforms have made of messages goes when these are set aside no more
+    "kept_result": {"SELECT": ("subscription_id", "shard", "id"), "DELETE": WHOLE},
+    "parked": {"SELECT": ("subscription_id", "id")},
+    "dead_letter": {"SELECT": ("subscription_id", "id")},
 }
 
 ROUTE = ("service", "broker", "destination", "quality", "enabled", "expires_at", "comment", "local")
 ROUTER = ("service", "kind", "expression", "once_per", "mode", "enabled", "comment")
 
-# To let keys choose among the routes that share, and to remember what routers have resolved
+# To let keys choose among the routes that share, and to remember what routers have resolved and
+# what transforms have made
 CHOOSING: Rights = {
     "route_choice": {
         "SELECT": WHOLE,
@@ -203,6 +208,7 @@ CHOOSING: Rights = {
         "INSERT": ("router", "key", "service", "broker", "to_key"),
         "UPDATE": ("used_at",),
     },
+    "kept_result": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
 }
 
 # An end's facts, and what it says, to the other end and to itself

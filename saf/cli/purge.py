@@ -107,6 +107,7 @@ def _as_dict(name: str, outcome: Outcome) -> dict[str, Any]:
         "route_choices": outcome.route_choices,
         "conversations": outcome.conversations,
         "orphans": outcome.orphans,
+        "kept_results": outcome.kept_results,
     }
 
 

@@ -52,10 +52,10 @@ def try_(
     would become a dead letter.
     """
     settings = load(config)
-    functions = {one.service: one.function for one in settings.transforms}
-    if service not in functions:
+    transforms = {one.service: one for one in settings.transforms}
+    if service not in transforms:
         raise ConfigurationError(
-            f"saf.toml has no [[transforms]] for {service!r}{did_you_mean(service, functions)}"
+            f"saf.toml has no [[transforms]] for {service!r}{did_you_mean(service, transforms)}"
         )
     if (message is None) == (body is None):
         raise UsageError("say either --message ID or --body TEXT")
@@ -71,7 +71,13 @@ def try_(
             raise ConfigurationError(f"no outbox has a message {message}")
     from saf.spark.trying import tried  # Arrow takes a while to import
 
-    result = tried(service, functions[service], columns, settings.forwarder.max_bytes)
+    result = tried(
+        service,
+        transforms[service].function,
+        columns,
+        settings.forwarder.max_bytes,
+        deterministic=transforms[service].deterministic,
+    )
     messages = [_shown(one) for one in result.messages]
     if as_json:
         said = {"messages": messages, "dead": result.dead, "waits": result.waits}

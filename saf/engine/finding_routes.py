@@ -8,7 +8,7 @@ then on each copy waits for its destination alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from saf.engine.load_sharing import share
 from saf.engine.matcher import Matcher
 from saf.engine.parked_lanes import ParkedLanes
 from saf.engine.resolving import Resolver
+from saf.engine.transforming import Transforming, inputs_of
 from saf.failpoints import fail_point
 from saf.log.columns import selected
 from saf.log.cursor import lock_cursors
@@ -45,6 +46,9 @@ class FindingRoutes:
     resolver: Resolver
     matcher: Matcher
     parked: ParkedLanes
+    transforming: Transforming
+    _untransformed: bool = field(init=False, default=False)
+    """Whether there are messages that have no result of their router's transform yet."""
 
     def find(self, lanes: Sequence[Lane]) -> set[Lane]:
         """Move messages that waited for a route to where routes lead now; return to which lanes."""
@@ -52,7 +56,7 @@ class FindingRoutes:
             return set()
         found: set[Lane] = set()
         led = self._led(lanes)
-        in_time = True
+        in_time, self._untransformed = True, False
         needed = (
             [*selected(self.parked.rules.max_bytes)] if self.resolver else ["id", "shard", *ADDRESS]
         )
@@ -65,7 +69,7 @@ class FindingRoutes:
         with self.parked.source_session.in_hand(""):
             for rows in self.parked.read("", led, columns, found=False):
                 self.parked.isolate("", rows, partial(self._find_routes, found))
-                if self.parked.over:
+                if self.parked.over or self._untransformed:
                     in_time = False
                     break
         self._stay(lanes if in_time else [lane for lane in lanes if lane not in led])
@@ -104,12 +108,14 @@ class FindingRoutes:
 
     def _find_routes(self, found: set[Lane], rows: pa.Table) -> None:
         """Move messages to where routes lead now, and add to ``found`` the lanes they moved to."""
+        if self._untransformed:
+            return
         if "body" in rows.column_names and rows["body"].null_count:
             set_aside = self.parked.aside()
             readable = set_aside.bury_unread(rows)
             self.parked.settle(rows.filter(pc.is_null(rows["body"])), set_aside)
             rows = readable
-        resolution = self.resolver.resolve(rows)
+        resolution = self.resolver.resolve(self._transformed(rows))
         for some, error in resolution.dead:
             # a message that its router cannot resolve leaves its lane
             set_aside = self.parked.aside()
@@ -118,6 +124,26 @@ class FindingRoutes:
         routed = self.matcher.route(resolution.rows)
         routed = routed.filter(routed["route"].is_valid())
         found |= self._move(share(routed, self.matcher.matches, self.parked.source_session.choose))
+
+    def _transformed(self, rows: pa.Table) -> pa.Table:
+        """Return messages before the first that has to wait for the transform of its router.
+
+        What is made of a message that was sent to a router is kept before the message is led on.
+        """
+        if not self.transforming.routers:
+            return rows
+        source_session, set_aside = self.parked.source_session, self.parked.aside()
+        rows, why = self.transforming.ready(rows, source_session, led_on=False)
+        self._untransformed = why is not None
+        routers = pa.array(self.transforming.routers, pa.string())
+        mine = rows.filter(pc.is_in(rows["to_service"], routers))
+        fit = self.transforming.bury_at_fault(mine, set_aside)
+        if set_aside:
+            bad = inputs_of(mine, fit, but=True)
+            self.parked.settle(bad, set_aside)
+            rows = inputs_of(rows, bad, but=True)
+        self.transforming.keep(fit, source_session)
+        return rows
 
     def _move(self, rows: pa.Table) -> set[Lane]:
         to = list(self._copies(rows))

@@ -166,7 +166,7 @@ class Releasing:
 
         Only messages of the lanes ``left`` are delivered; lanes that fail are removed from it.
         """
-        rows, why = self.transforming.ready(rows.filter(is_in(rows, left)))
+        rows, why = self.transforming.ready(rows.filter(is_in(rows, left)), self.source_session)
         if rows.num_rows:
             self._deliver_ready(destination, left, rows)
         if why is not None and left:
@@ -209,6 +209,7 @@ class Releasing:
         kind = rows[KIND][0].as_py()
         rows = set_aside.bury_unread(rows)
         rows = self.transforming.bury_at_fault(rows, set_aside)
+        self.transforming.keep(rows, self.source_session)
         if kind == Kind.DOUBT:
             set_aside.bury(rows, destination, *MAY_HAVE_LEFT)
             return

@@ -44,11 +44,7 @@ RAISED = "its expression raises an error"
 NO_TRANSFORMS: Mapping[str, str | None] = MappingProxyType({})
 BY_ROUTER = (
     "router {router!r} leads to {service!r}, whose messages are transformed: a transform is for "
-    "messages that are sent to its service itself"
-)
-IS_ROUTER = (
-    "{router!r} has a transform in saf.toml, and is a router: a transform is for a service that "
-    "messages are sent to, and not for a router"
+    "messages that are sent to its service, or to its router, itself"
 )
 
 Mask = npt.NDArray[np.bool_]
@@ -150,12 +146,11 @@ class Resolver:
         for service in pc.unique(now).to_pylist():
             if service in self._transforms:
                 for by in pc.unique(sent.filter(pc.equal(now, service))).to_pylist():
-                    why = self._transforms[service] if by == service else BY_ROUTER
-                    if why is not None:
-                        problems[by] = why.format(router=by, service=service)
-        for by in pc.unique(sent.filter(pc.not_equal(sent, now))).to_pylist():
-            if by in self._transforms:
-                problems[by] = IS_ROUTER.format(router=by)
+                    if by != service:
+                        problems[by] = BY_ROUTER.format(router=by, service=service)
+        for by in pc.unique(sent).to_pylist():
+            if (why := self._transforms.get(by)) is not None:
+                problems[by] = why
         if not problems:
             return resolution
         self.problems |= problems

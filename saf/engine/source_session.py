@@ -11,7 +11,7 @@ from psycopg.pq import TransactionStatus
 
 from saf.database import connections, unavailable_if_lost
 from saf.database.retry import while_unavailable
-from saf.engine import pulse
+from saf.engine import kept_results, pulse
 from saf.engine.work import Work
 from saf.errors import Unavailable
 from saf.failpoints import fail_point
@@ -84,14 +84,7 @@ class SourceSession:
 
     def choose(self, among: Mapping[Asker, Sequence[str]]) -> Mapping[Asker, str]:
         """Choose the destinations of keys that several routes share, committed."""
-
-        def write(source: psycopg.Connection[Any]) -> Mapping[Asker, str]:
-            lock_cursors(source, self._work.batch)
-            return choose(source, among)
-
-        chosen = self(write)
-        fail_point("chosen")
-        return chosen
+        return self._remember("chosen", lambda source: choose(source, among))
 
     def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
         """Return what a router has resolved before; see `saf.routing.resolved`."""
@@ -99,14 +92,38 @@ class SourceSession:
 
     def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:
         """Keep what a router has resolved, committed; return what counts for these keys."""
+        return self._remember("resolved", lambda source: keep(source, router, new))
 
-        def write(source: psycopg.Connection[Any]) -> Mapping[str, Resolved]:
+    def kept_results(self, messages: Mapping[str, Sequence[int]]) -> list[tuple[Any, ...]]:
+        """Return what is kept of transforms of messages; see `saf.engine.kept_results`."""
+        return self(lambda source: kept_results.kept(source, self._work.batch, messages))
+
+    def keep_results(self, results: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
+        """Keep what transforms have made, committed; return what counts for these messages."""
+        batch = self._work.batch
+        return self._remember(
+            "transformed", lambda source: kept_results.keep(source, batch, results)
+        )
+
+    def sent_to(
+        self, messages: Mapping[str, Sequence[int]], services: Collection[str]
+    ) -> dict[int, str]:
+        """Return which messages the outbox says were sent to which of some services."""
+        return self(lambda source: kept_results.sent_to(source, messages, services))
+
+    def _remember(self, point: str, write: Callable[[psycopg.Connection[Any]], T]) -> T:
+        """Commit what must be the same whenever the batch is read again, before anything is sent.
+
+        Of two tasks with the same batch, the second finds what the first has written.
+        """
+
+        def remember(source: psycopg.Connection[Any]) -> T:
             lock_cursors(source, self._work.batch)
-            return keep(source, router, new)
+            return write(source)
 
-        kept = self(write)
-        fail_point("resolved")
-        return kept
+        remembered = self(remember)
+        fail_point(point)
+        return remembered
 
     def beat(self) -> None:
         """Give a sign of life, from any thread; a session that is lost gives none."""

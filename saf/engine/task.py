@@ -3,9 +3,9 @@
 First the parked messages whose time has come, lane by lane; then the batch. Per chunk, in the
 order of the ids:
 
-0. Find out for routers to which service each message is really addressed, and for routes that share
-   which one it takes. What must be remembered of both is written at the source, durably, before
-   anything is sent.
+0. Find out what transforms have made of messages, for routers to which service each message is
+   really addressed, and for routes that share which one it takes. What must be remembered of these
+   is written at the source, durably, before anything is sent.
 1. One transaction per destination; committed and durable before the next step.
 2. at_most_once routes: record the attempt at the source, durably; then send (`saf.engine.sending`).
 3. One transaction at the source: move the position, or close the batch with its last chunk; and set
@@ -90,9 +90,7 @@ class Task:
         self.receipts = Receipts(number)
         self.lanes = HeldLanes(of_services=work.of_services)
         self.source_session = SourceSession(work, rules.attempts)
-        self.transforming = transforming or Transforming(
-            rules.transforms, max_bytes=rules.max_bytes
-        )
+        self.transforming = transforming or Transforming.of(work, rules)
         self.resolver = Resolver(
             work.routes.routers,
             self.matcher,
@@ -171,7 +169,10 @@ class Task:
             transforming=self.transforming,
             parked=parked,
             finding_routes=FindingRoutes(
-                resolver=self.resolver, matcher=self.matcher, parked=parked
+                resolver=self.resolver,
+                matcher=self.matcher,
+                parked=parked,
+                transforming=self.transforming,
             ),
         )
 
@@ -187,8 +188,9 @@ class Task:
         position = int(read["id"][-1].as_py())
         set_aside = SetAside(work=self.work)
         fit = set_aside.bury_unfit(self.earlier.fresh(read), self.rules.max_bytes)
-        self.transforming.look(fit)
+        self.transforming.look(fit, self.source_session)
         fit = self.transforming.bury_at_fault(fit, set_aside)
+        self.transforming.keep(fit, self.source_session)
         self.lanes.look(self.source_session, self.work.batch, fit)
         resolution = self.resolver.resolve(fit, self.lanes.held)
         resolved = resolution.rows

@@ -13,12 +13,20 @@ follow from it and from their numbers.
 
 What is wrong with a result makes a dead letter of its message. If a transform has a problem, or
 nobody evaluates it, the messages of its service wait.
+
+Some results are kept (`saf.engine.kept_results`), and count from then on:
+
+- those of a transform that is not deterministic;
+- those of the transform of a router. The router's classifier sees a message as it was sent. If the
+  message is parked after that, it has the address that the router has found, and no longer says
+  that it was sent to the router.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 from uuid import UUID, uuid5
 
 import numpy as np
@@ -26,7 +34,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from saf.engine import kept_results
 from saf.engine.set_aside import SetAside
+from saf.engine.work import ForwardingRules, Work
 from saf.errors import Unavailable
 
 RESULT = pa.schema(
@@ -51,6 +61,7 @@ NEEDS_SPARK = (
 OF_DIALOGS = "messages of conversations are not transformed"
 
 Mask = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +78,21 @@ class Evaluated:
     """The parked messages that have results, by their ids in the outbox."""
 
 
+class Memory(Protocol):
+    """Keeps results at the source, and knows what was sent to whom; see `kept_results`."""
+
+    def kept_results(self, messages: Mapping[str, Sequence[int]]) -> list[tuple[Any, ...]]:
+        """Return what is kept of messages, given by shards and ids."""
+
+    def keep_results(self, results: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
+        """Keep results, committed; return what counts for their messages from now on."""
+
+    def sent_to(
+        self, messages: Mapping[str, Sequence[int]], services: Collection[str]
+    ) -> dict[int, str]:
+        """Return which messages were sent to which of some services, as far as that is known."""
+
+
 class Transforming:
     """The transforms of one task."""
 
@@ -77,48 +103,83 @@ class Transforming:
         results: Iterator[pa.RecordBatch] | None = None,
         *,
         max_bytes: int,
+        not_deterministic: Collection[str] = (),
+        routers: Collection[str] = (),
     ) -> None:
-        """``results`` are in the order of the ids, and of each id in that of its parts."""
+        """Take the services that have a transform, and which of them are ``routers``.
+
+        ``results`` are in the order of the ids, and of each id in that of its parts.
+        """
         if evaluated is None:
             evaluated = Evaluated(problems=dict.fromkeys(services, NEEDS_SPARK))
         self.services = frozenset(services)
         self.problems = {
             service: f"service {service!r}: {why}" for service, why in evaluated.problems.items()
         }
+        self.routers = self.services & {*routers}
+        """The routers that have a transform."""
+        self._keeping = self.routers.union(not_deterministic)
+        """The services whose results are kept."""
         self._evaluated = evaluated
         self._results = iter(results or ())
         self._max_bytes = max_bytes
         self._ended = results is None
-        self._kept: list[pa.Table] = []
+        self._of_parked: list[pa.Table] = []
         """The results of parked messages."""
         self._ahead: list[pa.Table] = []
         self._now = RESULT.empty_table()
         self._faults: dict[int, str] = dict(evaluated.faults)
+        self._kept: set[int] = set()
+        """The messages in hand whose results are kept, by their ids in the outbox."""
+        self._sent_to: dict[int, str] = {}
+        """The routers that parked messages in hand were sent to."""
+
+    @classmethod
+    def of(
+        cls,
+        work: Work,
+        rules: ForwardingRules,
+        evaluated: Evaluated | None = None,
+        results: Iterator[pa.RecordBatch] | None = None,
+    ) -> Transforming:
+        """The transforms of an item of work."""
+        return cls(
+            rules.transforms,
+            evaluated,
+            results,
+            max_bytes=rules.max_bytes,
+            not_deterministic=rules.not_deterministic,
+            routers=[one.service for one in work.routes.routers],
+        )
 
     def __bool__(self) -> bool:
         return bool(self.services)
 
-    def look(self, rows: pa.Table) -> None:
+    def look(self, rows: pa.Table, memory: Memory | None) -> None:
         """Read on to the results of some messages of the batch, or of parked ones.
+
+        There must be a ``memory``, unless nothing is ever kept.
 
         Raises:
             Unavailable: there are not all results, because a task before this one has ended early.
         """
+        self._sent_to = {}
         if not self.services or not rows.num_rows:
             return
         if "parked_id" in rows.column_names:
             self._read(max(self._evaluated.parked, default=-1))
-            found = self._kept
+            found = self._of_parked
         else:
             ids = rows["id"]
             self._read(int(ids[-1].as_py()))
             first = int(ids[0].as_py())
             self._ahead = [one for one in self._ahead if _last(one) >= first]
-            found = [*self._kept, *self._ahead]
-        self._now = pa.concat_tables([RESULT.empty_table(), *found]).combine_chunks()
-        if found is not self._kept:
-            self._now = self._now.take(pc.sort_indices(self._now, [("id", "ascending")]))
+            found = [*self._of_parked, *self._ahead]
+        self._now = _in_order(pa.concat_tables([RESULT.empty_table(), *found]))
         self._note_faults()
+        self._kept.clear()
+        if self._keeping and memory is not None:
+            self._count(memory.kept_results(_named(rows)))
 
     def bury_at_fault(self, rows: pa.Table, set_aside: SetAside) -> pa.Table:
         """Make dead letters of messages that a transform fails on; return the others."""
@@ -129,14 +190,15 @@ class Transforming:
         spoken = rows["conversation_id"].is_valid().to_numpy()
         for place in np.flatnonzero(mine & spoken).tolist():
             wrong.setdefault(OF_DIALOGS, []).append(place)
-        if self._faults:
+        faults = self._faults.keys() - self._kept
+        if faults:
             ids = log_ids(rows).to_numpy()
-            at_fault = mine & ~spoken & np.isin(ids, list(self._faults))
+            at_fault = mine & ~spoken & np.isin(ids, list(faults))
             for place in np.flatnonzero(at_fault).tolist():
                 wrong.setdefault(self._faults[int(ids[place])], []).append(place)
         for why, places in wrong.items():
             some = rows.take(places)
-            service = some["to_service"][0].as_py()
+            service = self._services(some)[0].as_py()
             set_aside.bury(some, "", "rejected", f"transform of {service!r}: {why}")
         if not wrong:
             return rows
@@ -144,53 +206,114 @@ class Transforming:
         left[[place for places in wrong.values() for place in places]] = False
         return rows.filter(pa.array(left))
 
-    def ready(self, rows: pa.Table) -> tuple[pa.Table, str | None]:
-        """Return the parked messages before the first that has no result, and why it has none."""
-        if not self.services:
+    def keep(self, rows: pa.Table, memory: Memory) -> None:
+        """Keep what was made of messages, where that may be something else the next time.
+
+        Nothing of these messages may be sent before.
+        """
+        mine = _is_in(self._services(rows), self._keeping & self._evaluated.given.keys())
+        mine &= ~_is_in(log_ids(rows), self._kept)
+        if "parked_id" in rows.column_names:
+            mine &= _is_in(log_ids(rows), self._evaluated.parked)
+        if mine.any():
+            self._count(memory.keep_results(self._as_kept(rows.filter(pa.array(mine)))))
+
+    def ready(
+        self, rows: pa.Table, memory: Memory, *, led_on: bool = True
+    ) -> tuple[pa.Table, str | None]:
+        """Return the parked messages before the first that has no result, and why it has none.
+
+        Messages that are not ``led_on`` yet need none, unless they were sent to a router.
+        """
+        if not (self.services if led_on else self.routers):
             return rows, None
-        self.look(rows)
-        known = np.isin(log_ids(rows).to_numpy(), list(self._evaluated.parked))
-        known |= np.isin(log_ids(rows).to_numpy(), list(self._faults))
-        lacking = np.flatnonzero(self._mine(rows) & ~known)
+        self.look(rows, memory)
+        if self.routers and led_on and rows.num_rows:
+            self._sent_to = memory.sent_to(_named(rows), self.routers)
+        services = self._services(rows)
+        ids = log_ids(rows)
+        known = _is_in(ids, self._evaluated.parked | self._faults.keys() | self._kept)
+        wanted = self.services if led_on else self.routers - self._evaluated.problems.keys()
+        lacking = np.flatnonzero(_is_in(services, wanted) & ~known)
         if not lacking.size:
             return rows, None
         first = int(lacking[0])
-        service = rows["to_service"][first].as_py()
-        return rows.slice(0, first), self.problems.get(service, "others had their turn")
+        return rows.slice(0, first), self.problems.get(
+            services[first].as_py(), "others had their turn"
+        )
 
     def outputs(self, rows: pa.Table) -> pa.Table:
         """Return what is sent of messages; what a transform leaves out is not in it."""
-        mine = self._mine(rows)
-        if not mine.any():
+        if not self._mine(rows).any():
             return rows
-        ids, of_results = log_ids(rows).to_numpy(), self._now["id"].to_numpy()
-        first = np.searchsorted(of_results, ids, "left")
-        count = np.where(mine, np.searchsorted(of_results, ids, "right") - first, 1)
-        source = np.repeat(np.arange(len(ids)), count)
-        nth = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
-        made = mine[source]
-        result = pa.array(first[source] + nth, pa.int64(), mask=~made)
-        out = rows.take(pa.array(source, pa.int64()))
-        services = out["to_service"]
-        for name in GIVEN:
-            givers = [one for one, given in self._evaluated.given.items() if name in given]
-            given = pc.and_(pa.array(made), pc.is_in(services, pa.array(givers, pa.string())))
-            new = pc.if_else(given, self._now[name].take(result), out[name])
-            out = out.set_column(out.column_names.index(name), name, new)
+        out, nth, parts = self._made(rows)
         later = np.flatnonzero(nth > 0)
         if later.size:
-            ids_now, parts = out["message_id"].to_pylist(), self._now["part"].take(result)
+            ids_now = out["message_id"].to_pylist()
             for place, part in zip(later.tolist(), parts.take(later).to_pylist(), strict=True):
                 ids_now[place] = uuid5(UUID(bytes=ids_now[place]), str(part)).bytes
             named = pa.array(ids_now, out["message_id"].type)
             out = out.set_column(out.column_names.index("message_id"), "message_id", named)
         return out
 
+    def _made(self, rows: pa.Table) -> tuple[pa.Table, Places, pa.ChunkedArray]:
+        """What was made of messages: rows, the how manieth of its message each is, and its part."""
+        mine = self._mine(rows)
+        ids, of_results = log_ids(rows).to_numpy(), self._now["id"].to_numpy()
+        first = np.searchsorted(of_results, ids, "left")
+        count = np.where(mine, np.searchsorted(of_results, ids, "right") - first, 1)
+        source = np.repeat(np.arange(len(ids)), count)
+        nth = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
+        made = mine[source]
+        kept = made & np.isin(ids, list(self._kept))[source]
+        result = pa.array(first[source] + nth, pa.int64(), mask=~made)
+        out = rows.take(pa.array(source, pa.int64()))
+        services = self._services(rows).take(pa.array(source, pa.int64()))
+        for name in GIVEN:
+            givers = [one for one, given in self._evaluated.given.items() if name in given]
+            given = pa.array(kept | (made & _is_in(services, givers)))
+            new = pc.if_else(given, self._now[name].take(result), out[name])
+            out = out.set_column(out.column_names.index(name), name, new)
+        return out, nth, self._now["part"].take(result)
+
+    def _as_kept(self, rows: pa.Table) -> dict[str, list[Any]]:
+        """What was made of messages, as it is kept: with a row for what is left out, too."""
+        out, nth, parts = self._made(rows)
+        nothing = rows.filter(pa.array(~_is_in(log_ids(rows), log_ids(out).to_pylist())))
+        count = nothing.num_rows
+        columns = {
+            "shard": out["shard"].to_pylist() + nothing["shard"].to_pylist(),
+            "id": log_ids(out).to_pylist() + log_ids(nothing).to_pylist(),
+            "number": nth.tolist() + [0] * count,
+            "part": parts.to_pylist() + [None] * count,
+        }
+        return columns | {name: out[name].to_pylist() + [None] * count for name in GIVEN}
+
+    def _count(self, kept: Sequence[tuple[Any, ...]]) -> None:
+        """Let what is kept count for its messages, and nothing else."""
+        if not kept:
+            return
+        self._kept.update(row[0] for row in kept)
+        columns = dict(zip(("id", *kept_results.RESULT), zip(*kept, strict=True), strict=True))
+        columns["ended"] = (False,) * len(kept)
+        table = pa.table([pa.array(columns[one.name], one.type) for one in RESULT], schema=RESULT)
+        others = self._now.filter(pa.array(~_is_in(self._now["id"], {row[0] for row in kept})))
+        made = table.filter(pc.is_valid(table["body"]))
+        self._now = _in_order(pa.concat_tables([others, made]))
+
+    def _services(self, rows: pa.Table) -> pa.ChunkedArray:
+        """The service that each message was sent to; of one of the batch, before it is led on."""
+        services = rows["to_service"]
+        if not self._sent_to:
+            return services
+        sent = [self._sent_to.get(id_) for id_ in log_ids(rows).to_pylist()]
+        return pc.coalesce(pa.chunked_array([pa.array(sent, pa.string())]), services)
+
     def _mine(self, rows: pa.Table) -> Mask:
-        services = pa.array(self._evaluated.given, pa.string())
-        if "parked_id" in rows.column_names:  # those with a problem have no results either
-            services = pa.array(self.services, pa.string())
-        return pc.is_in(rows["to_service"], services).to_numpy()  # type: ignore[no-any-return]
+        """Which messages have results, or lack them."""
+        parked = "parked_id" in rows.column_names  # those with a problem have no results either
+        services = self.services if parked else self._evaluated.given.keys()
+        return _is_in(self._services(rows), services) | _is_in(log_ids(rows), self._kept)
 
     def _read(self, last: int) -> None:
         """Read on until there are all results up to an id."""
@@ -202,11 +325,16 @@ class Transforming:
             rows = pa.Table.from_batches([batch]).cast(RESULT)
             if rows["ended"][-1].as_py():
                 self._ended, rows = True, rows.slice(0, rows.num_rows - 1)
-            kept = pc.is_in(rows["id"], parked)
-            for where, some in ((self._kept, kept), (self._ahead, pc.invert(kept))):
+            of_parked = pc.is_in(rows["id"], parked)
+            for where, some in ((self._of_parked, of_parked), (self._ahead, pc.invert(of_parked))):
                 mine = rows.filter(some)
                 if mine.num_rows:
+                    ids = mine["id"].to_numpy()
+                    if (np.diff(ids) < 0).any() or (where and _last(where[-1]) > ids[0]):
+                        raise Unavailable("a transform", "its results are not in their order")
                     where.append(mine)
+        if self._ended and next(self._results, None) is not None:
+            raise Unavailable("a transform", "its results go on after their end")
 
     def _note_faults(self) -> None:
         """Note which messages have results that cannot be sent, and leave these results out."""
@@ -254,6 +382,21 @@ def several_of(outputs: pa.Table) -> pa.Table:
     counts = numbers.value_counts()
     several = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
     return outputs.filter(pc.is_in(numbers, several))
+
+
+def _named(rows: pa.Table) -> dict[str, list[int]]:
+    return {"shards": rows["shard"].to_pylist(), "ids": log_ids(rows).to_pylist()}
+
+
+def _in_order(results: pa.Table) -> pa.Table:
+    """Sort results by their ids, and those of each id by their parts."""
+    results = results.combine_chunks()
+    return results.take(pc.sort_indices(results, [("id", "ascending"), ("part", "ascending")]))
+
+
+def _is_in(values: pa.ChunkedArray, some: Collection[Any]) -> Mask:
+    found = pc.is_in(values, pa.array(some, values.type))
+    return found.to_numpy()  # type: ignore[no-any-return]
 
 
 def _number(rows: pa.Table) -> str:

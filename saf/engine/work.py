@@ -89,6 +89,8 @@ class ForwardingRules:
     attempts: int
     transforms: Mapping[str, str] = field(default_factory=dict)
     """For each service with a transform, its function; see `saf.engine.transforming`."""
+    not_deterministic: frozenset[str] = frozenset()
+    """Those of them whose transform may make something else of a message the next time."""
 
     @property
     def qualities(self) -> dict[str, str]:

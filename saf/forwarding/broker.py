@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -15,6 +16,7 @@ from saf.broker import restored
 from saf.broker.senders import vouched_since
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.destinations.identities import Identities
+from saf.engine import kept_results
 from saf.engine.work import Work
 from saf.errors import ConfigurationError, Fenced
 from saf.forwarding.quiet import Quiet
@@ -236,8 +238,13 @@ class SourceBroker:
         down = {lane.destination for lane in self._lanes if lane.kind == Kind.MAIN and not lane.due}
         return work.alone in down
 
-    def close(self, complete: Iterable[Work], *, waits: bool = True) -> None:
-        """Close the batches of completed work; ``waits`` says whether the cycle set any aside.
+    def close(
+        self, complete: Iterable[Work], *, waits: bool = True, transformed: bool = False
+    ) -> None:
+        """Close the batches of completed work.
+
+        ``waits`` says whether the cycle set any messages aside; ``transformed``, whether it may
+        have kept results of transforms.
 
         Raises:
             Fenced: another member has taken over shards, and closes their batches.
@@ -245,7 +252,11 @@ class SourceBroker:
         batches = cursor.join_splits(work.batch for work in complete)
         if batches:
             with unavailable_if_lost(f"broker {self.name!r}"):
-                cursor.close(self._connect(), batches)
+                connection = self._connect()
+                with connection.transaction() if transformed else nullcontext():
+                    cursor.close(connection, batches)
+                    if transformed:
+                        kept_results.remove(connection, batches)
         if waits or self.waiting.lanes:
             self.look_at_waiting()
 

@@ -87,6 +87,9 @@ class Forwarder:
             max_bytes=options.max_bytes,
             attempts=options.attempts,
             transforms={one.service: one.function for one in settings.transforms},
+            not_deterministic=frozenset(
+                one.service for one in settings.transforms if not one.deterministic
+            ),
         )
         self.purging = Purging(settings.purge)
         self._failed_job: JobFailed | None = None
@@ -360,7 +363,11 @@ class Forwarder:
         for name, shards in whole.items():
             self.roster.brokers[name].unfinished = done[name] < shards
         self.roster.each(
-            lambda broker: broker.close(open_[broker.name], waits=broker.name in waits),
+            lambda broker: broker.close(
+                open_[broker.name],
+                waits=broker.name in waits,
+                transformed=bool(self.rules.transforms),
+            ),
             self._at_work(work),
         )
         self.summary.batches += sum(

@@ -6,7 +6,8 @@ one works and the others do nothing.
 
 Old versions of the routes are deleted too, once no cursor refers to them; and choices of routes by
 keys that nobody has used for as long as messages are kept; and conversations that were closed that
-long ago; and what jobs of Spark have staged and never sent. Members that have gone need no care
+long ago; and what jobs of Spark have staged and never sent; and what was kept of transforms for
+messages that were set aside and are gone. Members that have gone need no care
 here: living members forget them (`saf.log.shards`).
 """
 
@@ -22,6 +23,7 @@ from saf.config import Purge
 from saf.database import Dsn, fetch
 from saf.destinations.archives import archive_at
 from saf.dialogs import conversations
+from saf.engine import kept_results
 from saf.errors import UsageError
 from saf.log.ring import AGE_COLUMN, LOCK_TIMEOUT_SECONDS, Archive, Slot, purge, rotate
 from saf.metrics import declared as m
@@ -43,6 +45,8 @@ class Outcome:
     """How many ends of conversations were forgotten."""
     orphans: int = 0
     """How many messages were removed that jobs of Spark had staged and have never sent."""
+    kept_results: int = 0
+    """How many results of transforms were removed that no message needs any more."""
     busy: bool = False
     """Whether another purge of this broker is at work, so that this one did nothing."""
 
@@ -104,6 +108,7 @@ def purge_broker(
         choices = 0 if dry_run else forget(connection, retention_seconds)
         closed = 0 if dry_run else conversations.forget(connection, retention_seconds)
         orphans = 0 if dry_run else staging.collect(connection)
+        results = 0 if dry_run else kept_results.collect(connection)
     except psycopg.errors.InsufficientPrivilege as error:
         raise UsageError(
             f"role {connection.info.user!r} may not purge database {connection.info.dbname!r}: "
@@ -118,6 +123,7 @@ def purge_broker(
         route_choices=choices,
         conversations=closed,
         orphans=orphans,
+        kept_results=results,
     )
 
 

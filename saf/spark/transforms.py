@@ -2,7 +2,9 @@
 
 Each item of work has a job of one task, in which two workers of Python are at work:
 
-    read the messages of services with a transform -> the functions -> sort by id -> deliver
+    read the messages of services with a transform, by id -> the functions -> deliver
+
+Between the last two, Spark sorts by id what a function has not kept in this order.
 
 The delivery reads the batch by itself, as always. It takes what the functions have made of a
 message when it sends the message (`saf.engine.transforming`).
@@ -15,10 +17,10 @@ or for too many, its service's messages wait.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -34,11 +36,12 @@ from saf.engine.task import BEATS, Task
 from saf.engine.transforming import Evaluated, Transforming
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import ConfigurationError, JobFailed, SafError
+from saf.log.cursor import lock_cursors
 from saf.routing.matching import SQL
 from saf.setaside import parking
 from saf.spark import items
 from saf.spark.expressions import without_sql
-from saf.spark.results import LAST, Asked, Usable, in_order, messages_of, transformed
+from saf.spark.results import LAST, Asked, Usable, in_order, messages_of, needed, transformed
 from saf.spark.session import first_line
 
 if TYPE_CHECKING:
@@ -51,12 +54,22 @@ ROUNDS = 5
 PARKED = 10_000
 """How many parked messages are transformed at a time."""
 AT_ONCE = 500_000
-"""How many messages of a deep backlog are transformed in one job: nothing is delivered before Spark
-has sorted what functions make of them, and a driver does not wait for ever."""
+"""How many messages of a deep backlog are transformed in one job: where Spark has to sort what
+functions make of them, nothing is delivered before, and a driver does not wait for ever."""
 BESIDE = (
     "classifiers in SQL are not evaluated where saf.toml has [[transforms]]: write an arrow or "
     "python one"
 )
+
+
+OF_SERVICES = """
+SELECT * FROM (
+    SELECT p.id, size, coalesce((SELECT o.to_service FROM saf.outbox o
+                                 WHERE o.shard = p.shard AND o.id = p.id
+                                   AND o.to_service = ANY ({routers})), p.to_service) AS service
+    FROM ({in_lanes}) AS p) AS parked
+WHERE service = ANY ({services}) LIMIT {most}
+"""
 
 
 def receipts(work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
@@ -84,9 +97,12 @@ class Evaluation:
     rules: ForwardingRules
     problems: dict[str, str] = field(default_factory=dict)
     faults: dict[int, str] = field(default_factory=dict)
-    parked: frozenset[int] = frozenset()
+    parked: dict[str, frozenset[int]] = field(default_factory=dict)
+    """For each service, the parked messages that may go on now."""
     last: int = LAST
     """The greatest id that this job goes on to."""
+    columns: dict[str, frozenset[str]] = field(default_factory=dict)
+    """For each service, the columns of messages that its function needs."""
 
     def run(self) -> list[Receipt]:
         """Run the item; if its job fails, that is a problem of its broker.
@@ -110,6 +126,7 @@ class Evaluation:
                 except (Py4JError, PySparkException) as error:
                     if attempt == ROUNDS - 1 or not self._found_fault():
                         raise JobFailed(first_line(error)) from error
+                    self._go_on()
         except (SafError, psycopg.Error) as error:
             kind = type(error) if isinstance(error, SafError) else JobFailed
             text = str(error) if isinstance(error, SafError) else self.item.dsn.redact(str(error))
@@ -118,41 +135,49 @@ class Evaluation:
             ]
         raise AssertionError
 
-    def _parked(self) -> frozenset[int]:
-        """Return which parked messages may go on now: the first of each lane, as many as fit."""
+    def _parked(self) -> dict[str, frozenset[int]]:
+        """Return which parked messages may go on now, by service: the first of each lane.
+
+        As many as fit. A message that a router has led on counts for the router, if it was sent to
+        one with a transform, and the outbox still has it.
+        """
         by_destination: dict[str, list[parking.Backoff]] = {}
         for lane in self.item.waiting:
             if lane.due:
                 by_destination.setdefault(lane.destination, []).append(lane)
         if not by_destination:
-            return frozenset()
-        found: set[int] = set()
+            return {}
+        found: dict[int, str] = {}
         size = 0
         columns: list[str | sql.Composable] = [
             "id",
+            "shard",
             "to_service",
             sql.SQL("octet_length(body) AS size"),
         ]
+        names = {
+            "services": [*self.rules.transforms],
+            "routers": [*self._routers],
+        }
+        given = {name: sql.Literal(some) for name, some in names.items()}
         with self.item.dsn.connect(role="forward", autocommit=True) as source:
             for destination, lanes in by_destination.items():
                 for is_found in (False, True):
                     some = [lane for lane in lanes if lane.found is is_found]
                     if not some:
                         continue
-                    query = parking.in_lanes(
+                    in_lanes = parking.in_lanes(
                         self.item.batch, destination, some, columns, found=is_found
                     )
-                    services = sql.Literal([*self.rules.transforms]).as_string(None)
-                    of_services = (
-                        f"SELECT id, size FROM ({query}) AS p WHERE to_service = ANY ({services}) "
-                        f"LIMIT {PARKED - len(found) + 1}"
+                    query = sql.SQL(OF_SERVICES).format(
+                        in_lanes=sql.SQL(in_lanes), most=PARKED - len(found) + 1, **given
                     )
-                    for id_, bytes_ in fetch(source, of_services.replace("%", "%%"), {}):
+                    for id_, bytes_, service in fetch(source, query):
                         if found and (len(found) >= PARKED or size > self.rules.chunk_bytes):
-                            return frozenset(found)
-                        found.add(id_)
+                            return _by_service(found)
+                        found[id_] = service
                         size += bytes_ or 0
-        return frozenset(found)
+        return _by_service(found)
 
     def _last(self) -> int:
         """Return the id up to which there are `AT_ONCE` messages with transforms."""
@@ -165,13 +190,20 @@ class Evaluation:
         with self.item.dsn.connect(role="forward", autocommit=True) as source:
             return next((int(id_) for (id_,) in fetch(source, query.replace("%", "%%"), {})), LAST)
 
+    def _go_on(self) -> None:
+        """Go on after what the job that has failed has delivered."""
+        batch = self.item.batch
+        with self.item.dsn.connect(role="forward", autocommit=True) as source, source.transaction():
+            position = lock_cursors(source, batch)
+        self.item = replace(self.item, batch=replace(batch, position=position))
+
     def _job(self) -> list[Receipt]:
         usable = self._usable()
         evaluated = Evaluated(
             given={service: one.given for service, one in usable.items()},
             problems=self.problems,
             faults=self.faults,
-            parked=self.parked,
+            parked=frozenset[int]().union(*self.parked.values()),
         )
         rows = in_order(self.spark, [one.frame for one in usable.values()])
         done = rows.mapInArrow(
@@ -191,16 +223,35 @@ class Evaluation:
         return found
 
     def _of(self, service: str, within: tuple[int, int] | None = None) -> Usable:
-        asked = Asked(
+        asked = self._asked(service, within)
+        if service not in self.columns:
+            self.columns[service] = needed(self._made_of(asked).frame)
+        return self._made_of(replace(asked, columns=self.columns[service]))
+
+    def _made_of(self, asked: Asked) -> Usable:
+        return transformed(
+            messages_of(self.spark, asked),
+            f"transform of {asked.service!r}",
+            self.rules.transforms[asked.service],
+            deterministic=asked.service not in self.rules.not_deterministic,
+        )
+
+    @property
+    def _routers(self) -> frozenset[str]:
+        """The routers that have a transform."""
+        return frozenset(one.service for one in self.item.routes.routers) & {*self.rules.transforms}
+
+    def _asked(self, service: str, within: tuple[int, int] | None = None) -> Asked:
+        return Asked(
             item=self.item,
-            services=(service,),
+            service=service,
             max_bytes=self.rules.max_bytes,
-            parked=self.parked,
+            parked=self.parked.get(service, frozenset()),
+            all_parked=frozenset[int]().union(*self.parked.values()),
             but=frozenset(self.faults),
+            kept=service in self.rules.not_deterministic | self._routers,
             within=within or (0, self.last),
         )
-        whose = f"transform of {service!r}"
-        return transformed(messages_of(self.spark, asked), whose, self.rules.transforms[service])
 
     def _found_fault(self) -> bool:
         """Find out for what functions fail; return whether they do."""
@@ -223,17 +274,11 @@ class Evaluation:
         if why := self._raised(self._of(service, within=(LAST, LAST)).frame):
             self.problems[service] = f"its function fails: {why}"
             return
-        asked = Asked(
-            item=self.item,
-            services=(service,),
-            max_bytes=self.rules.max_bytes,
-            parked=self.parked,
-            but=frozenset(self.faults),
-            within=(0, self.last),
-        )
         from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
-        ends = messages_of(self.spark, asked).select(F.min("id"), F.max("id")).first()
+        ends = (
+            messages_of(self.spark, self._asked(service)).select(F.min("id"), F.max("id")).first()
+        )
         if ends is None or ends[0] is None:
             return
         found: dict[int, str] = {}
@@ -270,6 +315,11 @@ class Evaluation:
         return None
 
 
+def _by_service(found: Mapping[int, str]) -> dict[str, frozenset[int]]:
+    services = set(found.values())
+    return {one: frozenset(i for i, service in found.items() if service == one) for one in services}
+
+
 def deliver(
     number: int, item: Work, rules: ForwardingRules, evaluated: Evaluated, last: int = LAST
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -278,9 +328,7 @@ def deliver(
     def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from saf.forwarding.runner import bounded
 
-        transforming = Transforming(
-            rules.transforms, evaluated, items.unbroken(partition), max_bytes=rules.max_bytes
-        )
+        transforming = Transforming.of(item, rules, evaluated, items.unbroken(partition))
         running = Task(number, item, rules, transforming=transforming, partly=last < LAST)
         with closing(messages(item, rules.max_bytes)) as rows:
             receipts = bounded(number, item, lambda: running.run(up_to(rows, last)))

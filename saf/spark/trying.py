@@ -31,7 +31,14 @@ class Tried:
     """What is wrong with the transform itself, if anything is."""
 
 
-def tried(service: str, function: str, message: Mapping[str, Any], max_bytes: int) -> Tried:
+def tried(
+    service: str,
+    function: str,
+    message: Mapping[str, Any],
+    max_bytes: int,
+    *,
+    deterministic: bool,
+) -> Tried:
     """Try a function on a message, given by its columns in the outbox; it starts Spark."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
@@ -45,7 +52,9 @@ def tried(service: str, function: str, message: Mapping[str, Any], max_bytes: in
         schema = ", ".join(f"{name} {kind}" for name, kind in SEEN.items())
         seen = spark.createDataFrame([row], schema).withColumn("text", F.col("body").cast("string"))
         try:
-            usable = transformed(seen, f"transform of {service!r}", function)
+            usable = transformed(
+                seen, f"transform of {service!r}", function, deterministic=deterministic
+            )
         except ConfigurationError as error:
             return Tried(waits=str(error))
         try:
@@ -57,7 +66,7 @@ def tried(service: str, function: str, message: Mapping[str, Any], max_bytes: in
     evaluated = Evaluated(given={service: usable.given})
     transforming = Transforming([service], evaluated, iter(batches), max_bytes=max_bytes)
     rows = as_table([{**message, "id": 1, "shard": 0}])
-    transforming.look(rows)
+    transforming.look(rows, None)
     aside = SetAside(work=None)  # type: ignore[arg-type] # nothing is written
     going = transforming.bury_at_fault(rows, aside)
     if aside.dead:

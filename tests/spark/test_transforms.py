@@ -15,8 +15,9 @@ from saf.forwarding import broker
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic
 from saf.setaside.waiting import parked
-from saf.spark import transforms
+from saf.spark import results, transforms
 from tests import on_spark
+from tests.destinations import NOWHERE
 from tests.on_spark import forward
 from tests.pipeline import bodies, connect, let_time_pass
 from tests.programs import BIN, ROOT, configuration, run
@@ -58,6 +59,12 @@ def stored(mom: Dsn, columns: str) -> list[Any]:
 def dead(source: psycopg.Connection[Any]) -> list[tuple[bytes, str]]:
     rows = source.execute("SELECT body, error FROM saf.dead_letter ORDER BY id").fetchall()
     return [(bytes(body), error) for body, error in rows]
+
+
+def kept(source: psycopg.Connection[Any]) -> int:
+    row = source.execute("SELECT count(*) FROM saf.kept_result").fetchone()
+    assert row is not None
+    return int(row[0])
 
 
 def waits(source: psycopg.Connection[Any]) -> dict[str, str]:
@@ -147,6 +154,60 @@ def test_a_batch_that_is_read_again_after_a_crash_gives_the_same_once(
     assert 0 < len(bodies(mom)) < 80
     forward(path)
     assert stored(mom, "message_id") == [(id_,) for one in sent for id_ in (one, uuid5(one, "1"))]
+
+
+@pytest.mark.parametrize("point", ["transformed:2", "mom_commit", "mom_commit:4", "mark_commit:2"])
+def test_what_is_not_deterministic_is_the_same_everywhere_although_a_batch_is_read_again(
+    source: psycopg.Connection[Any], mom: Dsn, other: Dsn, config: Config, point: str
+) -> None:
+    """Workers die between the writing of results and the storing at either of two destinations."""
+    add_topic(source, "billing")
+    add_route(source, "mom", service="billing")
+    add_route(source, "other", service="billing")
+    send(source, *map(str, range(40)))
+    path = config("tests.transforms:coin", other=other)
+    by_chance(path, chunk_rows=7)
+    done = run(
+        [BIN / "saf", "forward", "--config", path],
+        env={"PYTHONPATH": str(ROOT), "SAF_FAILPOINT": point},
+        timeout=180,
+    )
+    assert done.returncode != 0, "its workers were killed"
+    before = bodies(mom)
+    assert kept(source) > 0
+    forward(path)
+    columns = "message_id, key, convert_from(body, 'UTF8')"
+    assert stored(mom, columns) == stored(other, columns)
+    assert bodies(mom)[: len(before)] == before
+    assert 0 < len(bodies(mom)) < 40
+    assert kept(source) == 0, "its batch is closed"
+
+
+def test_what_is_not_deterministic_is_the_same_when_a_destination_is_back(
+    source: psycopg.Connection[Any], app: Dsn, mom: Dsn, other: Dsn, config: Config
+) -> None:
+    add_topic(source, "billing")
+    add_route(source, "mom", service="billing")
+    add_route(source, "other", service="billing")
+    path = config("tests.transforms:coin", other=other)
+    by_chance(path)
+    up = path.read_text()
+    down = f'dsn = "{Dsn(f"{other} port=1 connect_timeout=2")}"'
+    path.write_text(up.replace(f'dsn = "{other.conninfo}"', down))
+    send(source, *map(str, range(20)))
+    forward(path, 75)
+    assert kept(source) == 20
+    assert 0 < len(bodies(mom)) < 20
+    path.write_text(up)
+    let_time_pass(app)
+    forward(path)
+    assert bodies(other) == bodies(mom)
+    assert kept(source) == 0, "a purge has removed it"
+
+
+def by_chance(path: Path, chunk_rows: int = 1000) -> None:
+    text = path.read_text().replace("attempts = 1", f"attempts = 1\nchunk_rows = {chunk_rows}")
+    path.write_text(f"{text}deterministic = false\n")
 
 
 def test_a_message_that_a_transform_fails_on_is_a_dead_letter_and_its_neighbours_go_on(
@@ -262,14 +323,99 @@ def test_what_comes_by_a_router_to_a_service_with_a_transform_waits_and_is_not_s
     assert why in waits(source)["front"]
 
 
-def test_a_router_that_has_a_transform_itself_lets_its_messages_wait(
+def test_what_is_sent_to_a_router_with_a_transform_is_classified_as_sent_and_arrives_transformed(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:
-    add_router(source, "front", "python", "tests.classifiers:to_billing")
-    send(source, "1", service="front")
-    forward(config("tests.transforms:even", service="front"))
-    assert bodies(mom) == []
-    assert "'front' has a transform in saf.toml, and is a router" in waits(source)["front"]
+    add_router(source, "front", "python", "tests.transforms:to_audit")
+    (sent,) = send(source, "audit\nb", service="front")
+    send(source, "c\nd", service="audit")
+    forward(config("tests.transforms:split", service="front"))
+    assert stored(mom, "message_id, to_service, convert_from(body, 'UTF8')")[:2] == [
+        (sent, "audit", "audit"),
+        (uuid5(sent, "1"), "audit", "b"),
+    ]
+    assert bodies(mom)[2:] == ["c\nd"]
+    assert kept(source) == 0
+
+
+@pytest.mark.parametrize("purged", [False, True])
+def test_what_a_router_has_led_on_and_is_parked_is_transformed_also_after_the_outbox_lost_it(
+    source: psycopg.Connection[Any], app: Dsn, mom: Dsn, config: Config, purged: bool
+) -> None:
+    add_router(source, "front", "python", "tests.transforms:to_audit")
+    add_route(source, "mom", service="audit")
+    add_route(source, "other", service="else")
+    path = config("tests.transforms:split", service="front", other=NOWHERE)
+    up = path.read_text()
+    without = up.replace('"front"', '"nobody"')
+    down = f'dsn = "{Dsn(f"{mom} port=1 connect_timeout=2")}"'
+    path.write_text((up if purged else without).replace(f'dsn = "{mom.conninfo}"', down))
+    send(source, "audit\nb", service="front")
+    forward(path, 75)
+    if purged:
+        source.execute("TRUNCATE saf.outbox")
+    let_time_pass(app)
+    path.write_text(up)
+    forward(path)
+    assert bodies(mom) == ["audit", "b"]
+    assert kept(source) == 0, "a purge has removed it"
+
+
+def test_what_has_waited_for_the_transform_of_its_router_is_led_on_when_that_is_mended(
+    source: psycopg.Connection[Any],
+    app: Dsn,
+    mom: Dsn,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add_router(source, "front", "python", "tests.transforms:to_audit")
+    path = config("tests.transforms:told", service="front")
+    send(source, "1", "no number", "2", service="front")
+    assert forward(path)["parked"] == 3
+    assert "not told yet" in waits(source)["front"]
+    monkeypatch.setenv("TOLD", "yes")
+    let_time_pass(app)
+    forward(path)
+    assert bodies(mom) == ["2", "3"]
+    assert [body for body, _ in dead(source)] == [b"no number"]
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "ordered"),
+    [
+        ("masked", {"id", "body"}, True),
+        ("split", {"id", "body"}, True),
+        ("told_of", {"id", "message_type", "headers", "body"}, True),
+        ("in_twos", {"id", "key", "body"}, False),
+        ("turned", {"id", "key", "body"}, False),
+    ],
+)
+def test_no_more_columns_are_read_than_a_function_needs_and_what_loses_the_order_is_sorted(
+    source: psycopg.Connection[Any],
+    mom: Dsn,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    function: str,
+    columns: set[str],
+    ordered: bool,
+) -> None:
+    seen: list[tuple[frozenset[str], bool]] = []
+
+    def asked(frame: Any) -> frozenset[str]:
+        seen.append((results.needed(frame), results.keeps_order(frame)))
+        return seen[-1][0]
+
+    monkeypatch.setattr(transforms, "needed", asked)
+    for n in range(30):
+        send(source, str(n))
+    path = config(f"tests.transforms:{function}")
+    path.write_text(path.read_text().replace("attempts = 1", "attempts = 1\nchunk_rows = 7"))
+    forward(path)
+    assert {one for one, _ in seen} == {frozenset(columns)}
+    assert {one for _, one in seen} == {ordered}
+    how = {"told_of": "1 {}", "in_twos": "k{}"}.get(function, "{}")
+    assert bodies(mom) == [how.format(n) for n in range(30)]
 
 
 def test_a_deep_backlog_is_transformed_some_at_a_time_in_order(

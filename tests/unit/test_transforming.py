@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from saf.engine.classifying import as_table
+from saf.engine.kept_results import RESULT as KEPT
 from saf.engine.set_aside import SetAside
 from saf.engine.transforming import RESULT, Evaluated, Transforming
 from saf.errors import Unavailable
@@ -37,13 +38,26 @@ def rows(*ids: int, service: str = "billing") -> pa.Table:
     )
 
 
-def transforming(given: Iterator[pa.RecordBatch], **more: Any) -> Transforming:
+def transforming(
+    given: Iterator[pa.RecordBatch],
+    *,
+    not_deterministic: Sequence[str] = (),
+    routers: Sequence[str] = (),
+    **more: Any,
+) -> Transforming:
     evaluated = Evaluated(given={"billing": frozenset({"body"})}, **more)
-    return Transforming(["billing"], evaluated, given, max_bytes=10)
+    return Transforming(
+        ["billing"],
+        evaluated,
+        given,
+        max_bytes=10,
+        not_deterministic=not_deterministic,
+        routers=routers,
+    )
 
 
 def sent(one: Transforming, some: pa.Table) -> list[tuple[int, bytes]]:
-    one.look(some)
+    one.look(some, None)
     out = one.outputs(some)
     return list(zip(out["id"].to_pylist(), out["body"].to_pylist(), strict=True))
 
@@ -62,6 +76,14 @@ def test_messages_of_other_services_are_as_they_were_sent() -> None:
     assert sent(one, mixed) == [(1, b"as it was sent"), (2, b"2"), (3, b"as it was sent")]
 
 
+def test_results_that_are_not_in_their_order_leave_nothing_out() -> None:
+    made = [{"id": n, "body": b"1"} for n in (1, 3, 2)]
+    for given in ([*made, END], [made[0], END, made[1]]):
+        one = transforming(results(*given, of_each=1))
+        with pytest.raises(Unavailable, match=r"order|after their end"):
+            one.look(rows(1, 2, 3), None)
+
+
 @pytest.mark.parametrize("broken", [True, False])
 def test_results_that_end_too_early_leave_nothing_out(broken: bool) -> None:
     """They may break off, or just end; a message without a result might be in what is missing."""
@@ -73,7 +95,7 @@ def test_results_that_end_too_early_leave_nothing_out(broken: bool) -> None:
 
     one = transforming(unbroken(given()))
     with pytest.raises(Unavailable):
-        one.look(rows(1, 2))
+        one.look(rows(1, 2), None)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +115,84 @@ def test_a_result_that_cannot_be_sent_makes_a_dead_letter_of_its_message_alone(
     bad = [{"id": 2, **one} for one in made]
     one = transforming(results({"id": 1, "body": b"1"}, *bad, {"id": 3, "body": b"3"}, END))
     some, aside = rows(1, 2, 3), SetAside(work=None)  # type: ignore[arg-type] # nothing is written
-    one.look(some)
+    one.look(some, None)
     left = one.bury_at_fault(some, aside)
     assert one.outputs(left)["body"].to_pylist() == [b"1", b"3"]
     ((buried, _, reason, error),) = aside.dead
     assert (buried["id"].to_pylist(), reason) == ([2], "rejected")
     assert why in error
+
+
+class Source:
+    """What a source keeps, and what its outbox says."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, list[tuple[Any, ...]]] = {}
+        self.sent: dict[int, str] = {}
+
+    def kept_results(self, messages: Any) -> list[tuple[Any, ...]]:
+        return [row for id_ in sorted(messages["ids"]) for row in self.kept.get(id_, ())]
+
+    def keep_results(self, results: Any) -> list[tuple[Any, ...]]:
+        new: dict[int, list[tuple[Any, ...]]] = {}
+        for id_, *row in zip(results["id"], *(results[name] for name in KEPT), strict=True):
+            new.setdefault(id_, []).append((id_, *row))
+        self.kept = new | self.kept
+        return self.kept_results({"ids": new})
+
+    def sent_to(self, messages: Any, services: Any) -> dict[int, str]:
+        return {n: self.sent[n] for n in messages["ids"] if self.sent.get(n) in services}
+
+
+def test_what_is_kept_counts_and_what_is_new_is_kept_with_what_is_left_out() -> None:
+    source = Source()
+    source.kept = {
+        1: [(1, 0, "k", None, None, b"first"), (1, 1, "k", None, None, b"second")],
+        2: [(2, None, None, None, None, None)],
+    }
+    made = [{"id": n, "body": b"%d" % n} for n in (1, 2, 4)]
+    one = transforming(results(*made, END), not_deterministic=["billing"])
+    some = rows(1, 2, 3, 4)
+    one.look(some, source)
+    one.keep(some, source)
+    out = one.outputs(some)
+    assert list(zip(*(out[name].to_pylist() for name in ("id", "key", "body")), strict=True)) == [
+        (1, "k", b"first"),
+        (1, "k", b"second"),
+        (4, None, b"4"),
+    ]
+    assert source.kept[3] == [(3, None, None, None, None, None)]
+    assert [row[-1] for row in source.kept[4]] == [b"4"]
+
+
+def test_a_message_with_kept_results_is_no_dead_letter_whatever_a_transform_makes_of_it_now() -> (
+    None
+):
+    source = Source()
+    source.kept = {1: [(1, None, None, None, None, b"kept")]}
+    one = transforming(results({"id": 1, "body": None}, END), not_deterministic=["billing"])
+    some, aside = rows(1), SetAside(work=None)  # type: ignore[arg-type] # nothing is written
+    one.look(some, source)
+    assert one.outputs(one.bury_at_fault(some, aside))["body"].to_pylist() == [b"kept"]
+    assert aside.dead == []
+
+
+def test_a_parked_message_that_its_router_has_led_on_needs_the_result_of_the_router() -> None:
+    """Of what is kept, or of what the outbox says; where it has neither, it goes as it is."""
+    source = Source()
+    source.kept = {7: [(7, None, None, None, None, b"kept")]}
+    source.sent = {8: "billing", 9: "billing"}
+    one = transforming(
+        results({"id": 8, "body": b"8"}, END), parked=frozenset({8}), routers=["billing"]
+    )
+    parked = rows(6, 7, 8, 9, 6, service="audit")
+    for name in ("parked_id", "log_id"):
+        parked = parked.append_column(name, parked["id"])
+    ready, why = one.ready(parked, source)
+    assert (ready["id"].to_pylist(), why) == ([6, 7, 8], "others had their turn")
+    one.keep(ready, source)
+    assert one.outputs(ready)["body"].to_pylist() == [b"as it was sent", b"kept", b"8"]
+    assert [row[-1] for row in source.kept[8]] == [b"8"]
 
 
 def test_parked_messages_without_a_result_yet_wait_and_those_behind_them_too() -> None:
@@ -107,6 +201,6 @@ def test_parked_messages_without_a_result_yet_wait_and_those_behind_them_too() -
     parked = rows(7, 8, 9, 7)
     for name in ("parked_id", "log_id"):
         parked = parked.append_column(name, parked["id"])
-    ready, why = one.ready(parked)
+    ready, why = one.ready(parked, Source())
     assert (ready["id"].to_pylist(), why) == ([7, 8], "others had their turn")
     assert one.outputs(ready)["body"].to_pylist() == [b"7"]
