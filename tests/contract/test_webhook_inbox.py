@@ -159,7 +159,10 @@ def test_a_body_that_says_no_length_is_bounded_all_the_same(inbox: Dsn, url: str
 
 
 def test_no_event_brings_headers_that_only_saf_writes(inbox: Dsn, url: str) -> None:
-    forged = {"ce_saf_verified_from": '{"service": "bank"}', "ce_saf_signature": "{}"}
+    forged: dict[str, Any] = {
+        "ce_saf_verified_from": '{"service": "bank"}',
+        "ce_saf_signature": "{}",
+    }
     assert send(url, **forged, ce_traceid="t") == (204, "")
     assert [set(headers) for *_, headers in stored(inbox)] == [
         {"content-type", "source", "traceid"}
