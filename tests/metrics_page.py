@@ -60,9 +60,10 @@ as those of any process: for runs under cron, the databases' metrics say more.
   took 2.4 ms of the server's processor time and 2.2 ms of the exporter's, and one with a million
   messages pending 58 and 4.3 ms.
 - **While nothing is committed** in a broker's server, the broker is asked one question, whether
-  that is so, for up to {KEPT_SECONDS:g} s; ages and leases are worked out anew each time. That took
-  the exporter 0.3 ms. So 100 brokers in which nothing happens, scraped every 15 s, take 0.5 % of a
-  core, and 1.5 % if something is committed between any two scrapes.
+  that is so, for up to {KEPT_SECONDS:g} s; ages and leases are worked out anew each time, and a
+  route that expires lets it be asked. That took the exporter 0.13 ms, and the server 0.35. So for
+  100 brokers in which nothing happens, scraped every 15 s, it takes 0.4 % of a core, and 1.5 % if
+  something is committed between any two scrapes.
 - **A broker that does not answer** has `saf_up` 0 and nothing else. A page waits
   {PATIENCE_SECONDS:g} s for its brokers, and is complete but for those.
 - **Labels** are names that you have given: brokers, destinations, subscriptions, endpoints. There
