@@ -26,6 +26,9 @@ from saf.destinations.delta.log import checkpoint_of, file_of
 from saf.destinations.lake.names import DAY
 from saf.errors import Unavailable
 
+FILE_BYTES = 128 << 20
+"""A file is written once so much is in memory."""
+
 
 def write(
     files: Files, rows: pa.Table, by: Sequence[str], counted: Sequence[str]
@@ -92,3 +95,18 @@ def sync(table: DeltaTable, files: Files, before: int) -> None:
     """Make the versions after one durable, whoever has written them."""
     versions = range(before + 1, table.version() + 1)
     files.sync(path for one in versions for path in (file_of(one), checkpoint_of(one)))
+
+
+def gathered(batches: Iterable[pa.RecordBatch], most: int = FILE_BYTES) -> Iterator[pa.Table]:
+    """Give tables of some size, so that files are few and memory is bounded."""
+    held: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        if batch.num_rows:
+            held.append(batch)
+            size += batch.nbytes
+        if size >= most:
+            yield pa.Table.from_batches(held)
+            held, size = [], 0
+    if held:
+        yield pa.Table.from_batches(held)

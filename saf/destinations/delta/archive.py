@@ -27,12 +27,11 @@ from deltalake.transaction import AddAction
 
 from saf.columns import IN_TABLES, SPARK
 from saf.database import Dsn
-from saf.destinations.delta.appending import commit, sync, write
+from saf.destinations.delta.appending import commit, gathered, sync, write
 from saf.destinations.delta.files import Files
 from saf.destinations.delta.link import Link
 from saf.destinations.delta.making import PROPERTIES, check_others, type_of
 from saf.destinations.delta.marks import OURS
-from saf.destinations.delta.task_files import gathered
 from saf.destinations.lake.names import ARCHIVE
 from saf.destinations.queues import unusable
 from saf.destinations.texts import uuids

@@ -14,13 +14,11 @@ import pyarrow as pa
 from deltalake.transaction import AddAction
 
 from saf.destinations.delta import Delta
-from saf.destinations.delta.appending import write
+from saf.destinations.delta.appending import gathered, write
 from saf.destinations.delta.files import Files
 from saf.destinations.delta.link import Link
 from saf.errors import ConfigurationError
 
-FILE_BYTES = 128 << 20
-"""A task writes a file once it has so much in memory."""
 WRITTEN = "path string, bytes bigint, partition string, modified bigint, statistics string"
 """The columns in which a task tells of its files, as Spark names their types."""
 
@@ -48,21 +46,6 @@ class TaskFiles:
                             "a column that its table is partitioned by: partition by another one"
                         )
                 yield told(write(files, rows, self.by, self.counted))
-
-
-def gathered(batches: Iterable[pa.RecordBatch], most: int = FILE_BYTES) -> Iterator[pa.Table]:
-    """Give tables of some size, so that files are few and memory is bounded."""
-    held: list[pa.RecordBatch] = []
-    size = 0
-    for batch in batches:
-        if batch.num_rows:
-            held.append(batch)
-            size += batch.nbytes
-        if size >= most:
-            yield pa.Table.from_batches(held)
-            held, size = [], 0
-    if held:
-        yield pa.Table.from_batches(held)
 
 
 def told(files: Iterable[AddAction]) -> pa.RecordBatch:
