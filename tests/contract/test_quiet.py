@@ -164,6 +164,21 @@ def test_while_nobody_writes_it_asks_for_the_snapshot_only(
         one.gets("1")
 
 
+def test_a_cursor_that_was_set_back_is_found_after_a_while_though_nobody_writes_any_more(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(inbox, 1, 1)
+    with idle(inbox, monkeypatch) as one:
+        until(lambda: one.got)
+        until(lambda: one.asked >= 2)
+        before = [*one.got]
+        monkeypatch.setattr(quiet, "SURE_SECONDS", 0.5)
+        one.receiver._quiet._until = time.monotonic() + 0.5
+        with connect(inbox) as connection:
+            connection.execute("UPDATE saf.cursor SET done = '1:1:'")
+        until(lambda: one.got == before * 2)
+
+
 def test_a_lane_that_becomes_due_is_found_though_nobody_writes(
     inbox: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
