@@ -84,8 +84,8 @@ class Quiet:
         self._until = 0.0
         self._asked: tuple[Any, ...] | None = None
         self._untouched = ""
-        """The snapshot before a look that found nothing, if nothing becomes due by itself. One in which
-        only `ASK` was asked does not count, because a cursor may have been set back before."""
+        """The snapshot before a look that found nothing, if nothing becomes due by itself. One in
+        which only `ASK` was asked does not count: a cursor may have been set back before."""
         self._becomes_due = False
 
     def is_certain(self, raw: psycopg.Connection[Any]) -> bool:
