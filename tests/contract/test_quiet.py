@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import saf
+from saf import database
 from saf.database import Dsn
 from saf.log.shards import Member
 from saf.operating import decide
@@ -151,7 +152,7 @@ def test_while_nobody_writes_it_asks_for_the_snapshot_only(
     inbox: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    fetch = quiet.fetch
+    fetch = database.fetch
 
     def counted(raw: Any, query: str, *params: Any) -> Any:
         asked.append(query)
