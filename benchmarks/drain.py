@@ -39,7 +39,7 @@ class Took(NamedTuple):
 def machine_cpu() -> float:
     """The processor time that the whole machine has spent on work so far."""
     times = psutil.cpu_times()
-    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
 
 
 def ceiling(stage: Stage) -> float:

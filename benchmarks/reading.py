@@ -124,7 +124,7 @@ def run(stage: Stage) -> None:
                 )
     stage.fill(MANY)
     for tasks in READERS:
-        took = _deep(stage, tasks)
+        deep = _deep(stage, tasks)
         reach = "" if tasks == 1 else "<= 1.1 times those of 1"
-        stage.note(f"reading_pages_{tasks}_tasks", took.log_pages, "times the log", reach)
-        stage.note(f"reading_ms_{tasks}_tasks", took.milliseconds, "ms")
+        stage.note(f"reading_pages_{tasks}_tasks", deep.log_pages, "times the log", reach)
+        stage.note(f"reading_ms_{tasks}_tasks", deep.milliseconds, "ms")

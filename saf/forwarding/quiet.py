@@ -40,7 +40,8 @@ class Quiet:
         self._asked: tuple[str, frozenset[str] | None] | None = None
         """The snapshot before the look that follows, and what is `_known` if it finds nothing."""
         self._at = ""
-        """A snapshot in which there was nothing."""
+        """The snapshot before a look that found nothing. One in which only `ASK` was asked does not
+        count, because a cursor may have been set back before."""
         self._known: frozenset[str] | None = None
         """The transactions that were in progress at a look that found nothing, and still are. None:
         the sequence has not stood still."""
@@ -64,7 +65,6 @@ class Quiet:
             and time.monotonic() < self._until
             and not backoff.any_lane(connection, subscription_id)
         ):
-            self._at = snapshot
             return True
         self._asked = (snapshot, left if stood_still else None)
         return False

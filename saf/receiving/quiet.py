@@ -84,7 +84,9 @@ class Quiet:
         self._until = 0.0
         self._asked: tuple[Any, ...] | None = None
         self._untouched = ""
-        """A snapshot in which there was nothing, nor anything that becomes due."""
+        """The snapshot before a look that found nothing, if nothing becomes due by itself. One in
+        which only `ASK` was asked does not count: a cursor may have been set back before."""
+        self._becomes_due = False
 
     def is_certain(self, raw: psycopg.Connection[Any]) -> bool:
         """Whether nobody has written anything at all since there was nothing; one statement."""
@@ -98,14 +100,13 @@ class Quiet:
         raw.execute(PLAN_ONCE)
         seen, *free = self._known or (None, None, None)
         asked = fetch(raw, ASK, {**params_of(reader), "seen": seen})
-        ((snapshot, *now, becomes_due, changed),) = asked
+        ((snapshot, *now, self._becomes_due, changed),) = asked
         self._asked = (snapshot, *now)
-        lasts = not changed and now == free and time.monotonic() < self._until
-        self._untouched = snapshot if lasts and not becomes_due else ""
-        return lasts
+        return not changed and now == free and time.monotonic() < self._until
 
     def nothing(self) -> None:
         """Note that a look found nothing, neither to claim nor to try alone."""
         # what was asked before that look; nothing, if it was the first
         self._known, self._asked = self._asked, None
+        self._untouched = self._known[0] if self._known and not self._becomes_due else ""
         self._until = time.monotonic() + SURE_SECONDS

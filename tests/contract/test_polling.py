@@ -178,6 +178,8 @@ def test_a_cursor_that_was_set_back_is_found_after_a_while(
         send(connection, "1")
         cycle.run()
         Looks(cycle.broker, monkeypatch)
+        connection.execute("SELECT pg_current_xact_id()")
+        assert not cycle.broker.visit("mom", brief=False)
         connection.execute("UPDATE saf.cursor SET done = '1:1:'")
         assert not cycle.broker.visit("mom", brief=False)
         monkeypatch.setattr(quiet_source, "SURE_SECONDS", 0.0)

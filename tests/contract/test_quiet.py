@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import saf
+from saf import database
 from saf.database import Dsn
 from saf.log.shards import Member
 from saf.operating import decide
@@ -151,7 +152,7 @@ def test_while_nobody_writes_it_asks_for_the_snapshot_only(
     inbox: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    fetch = quiet.fetch
+    fetch = database.fetch
 
     def counted(raw: Any, query: str, *params: Any) -> Any:
         asked.append(query)
@@ -162,6 +163,21 @@ def test_while_nobody_writes_it_asks_for_the_snapshot_only(
         until(lambda: asked[-3:] == [quiet.SNAPSHOT] * 3)
         put(inbox, "1")
         one.gets("1")
+
+
+def test_a_cursor_that_was_set_back_is_found_after_a_while_though_nobody_writes_any_more(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(inbox, 1, 1)
+    with idle(inbox, monkeypatch) as one:
+        until(lambda: one.got)
+        until(lambda: one.asked >= 2)
+        before = [*one.got]
+        monkeypatch.setattr(quiet, "SURE_SECONDS", 0.5)
+        one.receiver._quiet._until = time.monotonic() + 0.5
+        with connect(inbox) as connection:
+            connection.execute("UPDATE saf.cursor SET done = '1:1:'")
+        until(lambda: one.got == before * 2)
 
 
 def test_a_lane_that_becomes_due_is_found_though_nobody_writes(

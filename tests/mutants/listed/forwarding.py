@@ -53,6 +53,13 @@ MUTANTS: list[Mutant] = [
         f"{POLLING}::test_a_quiet_source_is_looked_at_again_as_soon_as_anything_is_committed",
     ),
     mutant(
+        "a source is quiet for ever since it was only asked",
+        QUIET,
+        "        ):\n            return True\n",
+        "        ):\n            self._at = snapshot\n            return True\n",
+        f"{POLLING}::test_a_cursor_that_was_set_back_is_found_after_a_while",
+    ),
+    mutant(
         "a lane that a person makes is not noticed",
         QUIET,
         "            and not backoff.any_lane(connection, subscription_id)\n",

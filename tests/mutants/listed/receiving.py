@@ -44,8 +44,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a receiver that nobody disturbs misses what becomes due",
         QUIET,
-        "snapshot if lasts and not becomes_due else",
-        "snapshot if lasts else",
+        "if self._known and not self._becomes_due else",
+        "if self._known else",
         f"{IDLE}::test_a_lane_that_becomes_due_is_found_though_nobody_writes",
     ),
     mutant(
