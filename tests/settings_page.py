@@ -232,6 +232,7 @@ comment = "to its airport"
 [[transforms]]
 service = "billing"
 function = "customers:enriched"
+deterministic = true
 comment = "the names of customers"
 
 [forwarder]
