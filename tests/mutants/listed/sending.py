@@ -14,7 +14,7 @@ ENCODING = "saf/sending/encoding.py"
 MESSAGES, DSN = "unit/test_message.py", "unit/test_dsn.py"
 ENTRANCE, SENT = "integration/test_entrance.py", "integration/test_outbox.py"
 
-ACCEPTED = "migrations/versions/0029_accepted_soon.py"
+ACCEPTED = "migrations/versions/0028_accepted_soon.py"
 
 MUTANTS: list[Mutant] = [
     mutant(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from alembic import op
 
-revision = "0030"
-down_revision = "0029"
+revision = "0029"
+down_revision = "0028"
 
 UP = """
 CREATE TABLE saf.kept_result (
