@@ -240,7 +240,7 @@ def _kinds(asked: Asked) -> dict[str, str]:
 def needed(frame: DataFrame) -> frozenset[str]:
     """Return which columns of messages a result depends on; all of them if that is hard to tell."""
     jvm: Any = frame._jdf
-    found: set[str] = set()
+    found: set[int] = set()
     read: dict[int, str] = {}
     for node in _nodes(jvm.queryExecution().optimizedPlan()):
         kind = _kind(node)

@@ -77,7 +77,7 @@ def test_messages_of_other_services_are_as_they_were_sent() -> None:
 
 
 def test_results_that_are_not_in_their_order_leave_nothing_out() -> None:
-    made = [{"id": n, "body": b"1"} for n in (1, 3, 2)]
+    made: list[Any] = [{"id": n, "body": b"1"} for n in (1, 3, 2)]
     for given in ([*made, END], [made[0], END, made[1]]):
         one = transforming(results(*given, of_each=1))
         with pytest.raises(Unavailable, match=r"order|after their end"):
