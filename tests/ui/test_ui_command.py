@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -88,7 +89,9 @@ def test_a_signal_ends_it_although_pages_are_open(
         page.join()
         # as a whole, so the browser does not take it for a failure
         assert came_to_its_end.is_set()
-    assert log.read_text().count("\n") == 2, "it has said where it is, and that nobody may change"
+    *said, login = log.read_text().splitlines()
+    assert len(said) == 2, "it has said where it is, and that nobody may change"
+    assert json.loads(login)["event"] == "login"
 
 
 def test_a_port_that_is_taken_is_said_in_one_sentence(config: Path) -> None:
