@@ -189,8 +189,7 @@ PURGING: Rights = {
 ROUTE = ("service", "broker", "destination", "quality", "enabled", "expires_at", "comment", "local")
 ROUTER = ("service", "kind", "expression", "once_per", "mode", "enabled", "comment")
 
-# To let keys choose among the routes that share, and to remember what routers have resolved and
-# what transforms have made
+# To let keys choose among the routes that share, and to remember what routers have resolved
 CHOOSING: Rights = {
     "route_choice": {
         "SELECT": WHOLE,
@@ -208,7 +207,6 @@ CHOOSING: Rights = {
         "INSERT": ("router", "key", "service", "broker", "to_key"),
         "UPDATE": ("used_at",),
     },
-    "kept_result": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
 }
 
 # An end's facts, and what it says, to the other end and to itself
@@ -265,6 +263,8 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "INSERT": WHOLE,
                 "UPDATE": ("batch", "position", "opened_at"),
             },
+            # what transforms have made
+            "kept_result": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
             "service": {"SELECT": WHOLE},
             "conversation": {"SELECT": TOLD},
             # for the doctor
