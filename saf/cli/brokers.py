@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -14,7 +15,7 @@ import typer
 from saf.cli.console import echo
 from saf.config import Broker, Settings
 from saf.database import check_schema, unavailable_if_lost
-from saf.errors import SafError, SchemaMissing
+from saf.errors import SafError, SchemaMissing, UsageError
 from saf.fleets import Candidate, Listing
 from saf.operating.places import chosen, everywhere, store, stores
 from saf.routing.matching import Routes
@@ -22,6 +23,7 @@ from saf.routing.routes import current_routes
 
 __all__ = [
     "AT_ONCE",
+    "After",
     "AsJson",
     "Config",
     "DryRun",
@@ -36,6 +38,7 @@ __all__ = [
     "everywhere",
     "moment",
     "routes_of",
+    "say_next",
     "store",
     "stores",
 ]
@@ -95,9 +98,20 @@ Before = Annotated[
     datetime | None,
     typer.Option(parser=moment, metavar="TIME", help="Only those set aside before."),
 ]
+After = Annotated[
+    str | None,
+    typer.Option(metavar="END", help="Go on where the page before has ended, in one broker."),
+]
 Why = Annotated[str, typer.Option(help="For the audit; who and when are noted anyway.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which they are.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+
+
+def say_next(ends: Mapping[str, str | None]) -> None:
+    """Say how each broker's next page is shown, where there is one."""
+    for name, end in ends.items():
+        if end is not None:
+            echo(f"{name}: go on with --broker {name} --after {shlex.quote(end)}")
 
 
 def routes_of(settings: Settings) -> Callable[[psycopg.Connection[Any]], Routes]:
@@ -116,6 +130,15 @@ class Round:
             self.brokers, self.failed = places.brokers, list(places.problems)
         else:
             self.brokers = places
+
+    def go_on(self, after: str | None) -> None:
+        """Make sure that a page which goes on does so in one broker.
+
+        Raises:
+            UsageError: there are several.
+        """
+        if after is not None and len(self.brokers) != 1:
+            raise UsageError("--after goes on in one broker: which one? Say --broker NAME")
 
     def visit(self, role: str, action: Callable[[psycopg.Connection[Any], Any], T]) -> dict[str, T]:
         """Connect to each broker, several at a time; return what ``action`` returns, by broker.

@@ -11,7 +11,18 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Before, Config, DryRun, Name, Round, Why, chosen
+from saf.cli.brokers import (
+    After,
+    AsJson,
+    Before,
+    Config,
+    DryRun,
+    Name,
+    Round,
+    Why,
+    chosen,
+    say_next,
+)
 from saf.cli.console import echo, write
 from saf.cli.listing import Listing
 from saf.config import did_you_mean, load
@@ -75,17 +86,26 @@ def list_(
 
 @app.command("audit")
 def audit_(
-    config: Config = None, broker: Name = None, limit: Limit = 100, as_json: AsJson = False
+    *,
+    config: Config = None,
+    broker: Name = None,
+    limit: Limit = 100,
+    after: After = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what people did with messages set aside.
 
     It says why; the last comes first.
     """
+    before = None if after is None else audit.page_end(after)
     round_ = Round(chosen(load(config), broker))
-    found = round_.visit("dead", lambda connection, _: audit.audited(connection, limit))
+    round_.go_on(after)
+    pages = round_.visit("dead", lambda connection, _: audit.page(connection, limit, before))
+    found = {name: page.shown for name, page in pages.items()}
+    ends = {name: page.next for name, page in pages.items()}
     if as_json:
         rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
-        echo(json.dumps({"audit": rows, "errors": round_.errors()}))
+        echo(json.dumps({"audit": rows, "next": ends, "errors": round_.errors()}))
     else:
         listing = Listing("broker", "when", "who", "person", "action", "messages", below="why")
         for name, some in found.items():
@@ -95,6 +115,7 @@ def audit_(
                     f"{one.messages:,}", below=one.why,
                 )  # fmt: skip
         listing.show()
+        say_next(ends)
     round_.finish(say=not as_json)
 
 

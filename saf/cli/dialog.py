@@ -9,12 +9,12 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
+from saf.cli.brokers import After, AsJson, Config, Round, Where, everywhere, say_next
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.config import load
 from saf.dialogs.comparing import compare
-from saf.dialogs.conversations import Conversation, clean_up, conversations
+from saf.dialogs.conversations import Conversation, clean_up, conversations, page, page_end
 from saf.dialogs.dialog import open_dialog
 from saf.dialogs.exchange import exchange
 from saf.dialogs.states import State
@@ -42,19 +42,24 @@ def list_(
     service: Service = None,
     state: StateOption = None,
     limit: Limit = 100,
+    after: After = None,
     as_json: AsJson = False,
 ) -> None:
     """Show conversations, oldest first."""
+    place = None if after is None else page_end(after)
     round_ = Round(everywhere(load(config), broker))
-    found = round_.visit(
+    round_.go_on(after)
+    pages = round_.visit(
         "dialog",
-        lambda connection, _: conversations(
-            connection, service=service, states=state or None, limit=limit
+        lambda connection, _: page(
+            connection, limit, service=service, states=state or None, after=place
         ),
     )
+    found = {name: there.shown for name, there in pages.items()}
+    ends = {name: there.next for name, there in pages.items()}
     if as_json:
         rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
-        echo(json.dumps({"conversations": rows, "errors": round_.errors()}))
+        echo(json.dumps({"conversations": rows, "next": ends, "errors": round_.errors()}))
     else:
         listing = Listing(
             "broker", "handle", "state", "service", "with", "sent", "received", below="error"
@@ -66,6 +71,7 @@ def list_(
                     str(one.send_sequence), _received(one), below=_error(one),
                 )  # fmt: skip
         listing.show()
+        say_next(ends)
     round_.finish(say=not as_json)
 
 

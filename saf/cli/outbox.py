@@ -9,7 +9,18 @@ from uuid import UUID
 
 import typer
 
-from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen, moment
+from saf.cli.brokers import (
+    After,
+    AsJson,
+    Config,
+    Name,
+    Round,
+    Since,
+    Until,
+    chosen,
+    moment,
+    say_next,
+)
 from saf.cli.console import echo, write
 from saf.cli.listing import Listing
 from saf.config import load
@@ -42,9 +53,7 @@ def list_(
     since: Since = None,
     until: Until = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Per broker, at most.")] = 100,
-    after: Annotated[
-        str | None, typer.Option(metavar="END", help="Go on where the page before has ended.")
-    ] = None,
+    after: After = None,
     timeout: Timeout = SECONDS,
     as_json: AsJson = False,
 ) -> None:
@@ -56,8 +65,7 @@ def list_(
     if state is not None and state not in STATES:
         raise UsageError(f"--state {state}: the states are {', '.join(STATES)}")
     round_ = Round(chosen(load(config), broker))
-    if after is not None and len(round_.brokers) != 1:
-        raise UsageError("--after goes on in one outbox: which one? Say --broker NAME")
+    round_.go_on(after)
     wanted = Wanted(state=state, service=service, key=key, since=since, until=until)
     found = round_.visit(
         "outbox",
@@ -65,19 +73,17 @@ def list_(
             connection, wanted, after=after, limit=limit, seconds=timeout
         ),
     )
+    ends = {name: page.next for name, page in found.items()}
     if as_json:
         rows = [
             {"broker": name, **one.as_dict()}
             for name, page in found.items()
             for one in page.messages
         ]
-        ends = {name: page.next for name, page in found.items()}
         echo(json.dumps({"messages": rows, "next": ends, "errors": round_.errors()}))
     else:
         _listing(found).show()
-        for name, page in found.items():
-            if page.next is not None:
-                echo(f"{name}: go on with --broker {name} --after {page.next}")
+        say_next(ends)
     round_.finish(say=not as_json)
 
 

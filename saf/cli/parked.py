@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from saf.cli import parked_messages
-from saf.cli.brokers import AsJson, Config, Name, Round, Why, chosen
+from saf.cli.brokers import After, AsJson, Config, Name, Round, Why, chosen, say_next
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.cli.parked_messages import Destination, LaneKind, Subject, Subscription
@@ -34,6 +34,7 @@ def list_(
     destination: Destination = None,
     kind: LaneKind = None,
     subject: Subject = None,
+    after: After = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the lanes of parked messages.
@@ -42,8 +43,12 @@ def list_(
     limit, those that hold up most are shown.
     """
     round_ = Round(chosen(load(config), broker))
+    round_.go_on(after)
     which = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
-    lanes = round_.visit("parked", lambda connection, _: parked(connection, limit, lanes=which))
+    lanes = round_.visit(
+        "parked", lambda connection, _: parked(connection, limit, lanes=which, after=after)
+    )
+    ends = {name: found.next for name, found in lanes.items()}
     if as_json:
         rows = [
             {"broker": name, **lane.as_dict()}
@@ -51,10 +56,13 @@ def list_(
             for lane in found.shown
         ]
         counts = {name: found.lanes for name, found in lanes.items()}
-        echo(json.dumps({"parked": rows, "lanes": counts, "errors": round_.errors()}))
+        said = {"parked": rows, "lanes": counts, "next": ends, "errors": round_.errors()}
+        echo(json.dumps(said))
     else:
         listing(lanes).show()
-        show_how_many_more(lanes)
+        if after is None:
+            show_how_many_more(lanes)
+        say_next(ends)
     round_.finish(say=not as_json)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -127,6 +127,15 @@ class Conversation:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """Some ends of conversations, the oldest first."""
+
+    shown: Sequence[Conversation]
+    next: str | None
+    """Where the next page goes on; None: there is none."""
+
+
 def conversations(
     conn: Conn,
     *,
@@ -167,6 +176,37 @@ def conversations(
     names = (*FIELDS, "ahead")
     found = [dict(zip(names, row, strict=True)) for row in rows]
     return [Conversation(**{**one, "state": State(one["state"])}) for one in found]
+
+
+def page(
+    conn: Conn,
+    limit: int,
+    *,
+    service: str | None = None,
+    states: Iterable[str] | None = None,
+    after: tuple[datetime, UUID] | None = None,
+) -> Page:
+    """Return a page of `conversations`."""
+    found = conversations(conn, service=service, states=states, limit=limit + 1, after=after)
+    last = found[limit - 1] if len(found) > limit else None
+    end = None if last is None else f"{last.created_at.isoformat()} {last.handle}"
+    return Page(shown=found[:limit], next=end)
+
+
+def page_end(text: str) -> tuple[datetime, UUID]:
+    """Return what a page has said of where the next one goes on, as `page` takes it.
+
+    Raises:
+        UsageError: no page of conversations ends there.
+    """
+    moment, _, handle = text.partition(" ")
+    try:
+        return datetime.fromisoformat(moment), UUID(handle)
+    except ValueError:
+        raise UsageError(
+            f"--after {text!r}: no page of conversations ends there; say what the page before has "
+            "said"
+        ) from None
 
 
 def clean_up(connection: psycopg.Connection[Any], handle: UUID) -> None:

@@ -12,6 +12,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch
+from saf.errors import UsageError
 
 # Numbers are given in the order of the commits, across retries too: the messages of a low number
 # must not arrive after those of a higher one.
@@ -54,6 +55,15 @@ class Audited:
         return asdict(self) | {"audit_at": self.audit_at.isoformat(), "first_message_ids": ids}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """Some of the audit, the last first."""
+
+    shown: Sequence[Audited]
+    next: str | None
+    """Where the next page goes on; None: there is none."""
+
+
 def audit(
     connection: psycopg.Connection[Any],
     action: str,
@@ -77,3 +87,24 @@ def audited(
     """Return what people did with messages, the last first; ``before`` is an audit_id."""
     with psycopg.Cursor(connection, row_factory=class_row(Audited)) as cursor:
         return cursor.execute(AUDITED, {"limit": limit, "before": before}).fetchall()
+
+
+def page(connection: psycopg.Connection[Any], limit: int, before: int | None = None) -> Page:
+    """Return a page of `audited`."""
+    found = audited(connection, limit + 1, before)
+    more = len(found) > limit
+    return Page(shown=found[:limit], next=str(found[limit - 1].audit_id) if more else None)
+
+
+def page_end(text: str) -> int:
+    """Return what a page has said of where the next one goes on, as `page` takes it.
+
+    >>> page_end("17")
+    17
+
+    Raises:
+        UsageError: no page of the audit ends there.
+    """
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):  # noqa: PLR2004 - a bigint
+        raise UsageError(f"--after {text!r}: no page of the audit ends there, but at a number")
+    return int(text)

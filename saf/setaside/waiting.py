@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+from uuid import UUID
 
 import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch
+from saf.errors import UsageError
 from saf.setaside.audit import audit
 from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Kind
 from saf.setaside.parking import BLOCKED, Backoff
@@ -44,41 +47,52 @@ class Waiting:
     shown: tuple[Parked, ...] = ()
     lanes: int = 0
     messages: int = 0
+    next: str | None = None
+    """Where the next page goes on; None: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Parked(Parked):
     lanes: int
+    place: str
 
 
 # The lanes that hold up most come first; messages are counted only for the lanes that are shown.
 # Messages that are ahead of others have no time, so their lane has no backoff; nor has a lane that
-# somebody has taken from. Which lanes there are, the index alone says.
+# somebody has taken from. Which lanes there are, the index alone says. A page begins after a place,
+# so lanes that come and go meanwhile are not shown twice, nor left out.
+PLACE = f"log = 'inbox', subscription, kind = ANY (%(of_service)s), -attempts, {THE_LANE}"
+PLACE_TYPES = ("bool", "text", "bool", "int", "text", "text", "text", "uuid")
 PARKED = f"""
 SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attempt_at, due, error,
-       since, awaits_handler, message_type, lanes,
+       since, awaits_handler, message_type, lanes, to_jsonb(ARRAY[
+           (log = 'inbox')::text, subscription, (kind = ANY (%(of_service)s))::text,
+           (-attempts)::text, destination, kind, subject, broker::text])::text AS place,
        (SELECT count(*) FROM (SELECT FROM saf.parked p WHERE {SAME_LANE} LIMIT %(most)s) AS counted
        ) AS messages
-FROM (SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due,
-             count(*) OVER () AS lanes
-      FROM (SELECT subscription_id, {THE_LANE}, attempts, next_attempt_at, error, since,
-                   awaits_handler, message_type
-            FROM saf.backoff
-            UNION ALL
-            SELECT subscription_id, {THE_LANE}, 0, timestamptz '{BLOCKED}',
-                   CASE kind WHEN '{Kind.AHEAD}' THEN 'an earlier message of the dialog is missing'
-                             ELSE 'nothing in saf.backoff says when it is tried' END,
-                   (SELECT min(parked_at) FROM saf.parked p WHERE {SAME_LANE}), false, NULL
-            FROM (SELECT DISTINCT subscription_id, {THE_LANE} FROM saf.parked) AS b
-            WHERE NOT EXISTS (SELECT FROM saf.backoff p WHERE {SAME_LANE})) AS w
-      JOIN saf.subscription s USING (subscription_id)
-      WHERE (%(subscription)s::text IS NULL OR s.name = %(subscription)s)
-        AND (%(destination)s::text IS NULL OR w.destination = %(destination)s)
-        AND (%(lane)s::text IS NULL OR w.kind = %(lane)s)
-        AND (%(subject)s::text IS NULL OR w.subject = %(subject)s)
-      ORDER BY s.log DESC, s.name, kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
-      LIMIT %(limit)s OFFSET %(offset)s) AS b
-ORDER BY log DESC, subscription, kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
+FROM (SELECT * FROM (
+          SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due,
+                 count(*) OVER () AS lanes
+          FROM (SELECT subscription_id, {THE_LANE}, attempts, next_attempt_at, error, since,
+                       awaits_handler, message_type
+                FROM saf.backoff
+                UNION ALL
+                SELECT subscription_id, {THE_LANE}, 0, timestamptz '{BLOCKED}',
+                       CASE kind WHEN '{Kind.AHEAD}'
+                                 THEN 'an earlier message of the dialog is missing'
+                                 ELSE 'nothing in saf.backoff says when it is tried' END,
+                       (SELECT min(parked_at) FROM saf.parked p WHERE {SAME_LANE}), false, NULL
+                FROM (SELECT DISTINCT subscription_id, {THE_LANE} FROM saf.parked) AS b
+                WHERE NOT EXISTS (SELECT FROM saf.backoff p WHERE {SAME_LANE})) AS w
+          JOIN saf.subscription s USING (subscription_id)
+          WHERE (%(subscription)s::text IS NULL OR s.name = %(subscription)s)
+            AND (%(destination)s::text IS NULL OR w.destination = %(destination)s)
+            AND (%(lane)s::text IS NULL OR w.kind = %(lane)s)
+            AND (%(subject)s::text IS NULL OR w.subject = %(subject)s)) AS every
+      WHERE %(after)s::text[] IS NULL OR ({PLACE})
+            > ({", ".join(f"(%(after)s::text[])[{n}]::{t}" for n, t in enumerate(PLACE_TYPES, 1))})
+      ORDER BY {PLACE} LIMIT %(limit)s) AS b
+ORDER BY {PLACE}
 """
 PARKED_MESSAGES = """
 SELECT count(*) FROM saf.parked JOIN saf.subscription USING (subscription_id)
@@ -116,27 +130,61 @@ def parked(
     subscription: str | None = None,
     *,
     lanes: Lanes = ANY,
-    offset: int = 0,
+    after: str | None = None,
     most: int | None = None,
 ) -> Waiting:
     """Return up to ``limit`` lanes that wait in a broker, or in one of its subscriptions.
 
-    The first ``offset`` lanes are left out; beyond the last one, nothing is said of any. With
-    ``most``, no more messages of a lane are counted, and those of all lanes together are not.
+    ``after`` is where a page before has said that the next one goes on. With ``most``, no more
+    messages of a lane are counted, and those of all lanes together are not.
+
+    Raises:
+        UsageError: no page of lanes goes on there.
     """
     chosen = replace(lanes, subscription=subscription) if subscription else lanes
     with psycopg.Cursor(connection, row_factory=class_row(_Parked)) as cursor:
         params = {
             "of_service": list(OF_SERVICE),
-            "limit": limit,
-            "offset": offset,
+            "limit": limit and limit + 1,  # one more says whether there is another page
+            "after": None if after is None else _place(after),
             "most": most,
             **asdict(chosen),
         }
         found = cursor.execute(PARKED, params).fetchall()
     messages = fetch(connection, PARKED_MESSAGES, params)[0][0] if most is None else 0
-    shown = tuple(Parked(**{f.name: getattr(one, f.name) for f in fields(Parked)}) for one in found)
-    return Waiting(shown=shown, lanes=found[0].lanes if found else 0, messages=messages)
+    shown = tuple(
+        Parked(**{f.name: getattr(one, f.name) for f in fields(Parked)}) for one in found[:limit]
+    )
+    more = limit is not None and len(found) > limit
+    return Waiting(
+        shown=shown,
+        lanes=found[0].lanes if found else 0,
+        messages=messages,
+        next=found[limit - 1].place if limit and more else None,
+    )
+
+
+def _place(after: str) -> list[str]:
+    """Return the place of a lane in the list, as a page has given it.
+
+    >>> _place('["false", "forwarder", "true", "-4", "mom", "service", "billing"]')
+    Traceback (most recent call last):
+    saf.errors.UsageError: --after '["false", "forwarder", "true", "-4", "mom", "service", \
+"billing"]': no page of lanes goes on there; say what the page before has said
+    """
+    try:
+        place = json.loads(after)
+        first, subscription, of_service, attempts, *lane, broker = place
+        whole = len(lane) == 3 and {first, of_service} <= {"true", "false"}  # noqa: PLR2004
+        if whole and all(isinstance(one, str) for one in place) and "\0" not in "".join(place):
+            int(attempts)
+            UUID(broker)
+            return [first, subscription, of_service, attempts, *lane, broker]
+    except (TypeError, ValueError):
+        pass
+    raise UsageError(
+        f"--after {after!r}: no page of lanes goes on there; say what the page before has said"
+    )
 
 
 def retry_now(

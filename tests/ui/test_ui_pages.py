@@ -24,6 +24,7 @@ from saf.log import finding
 from saf.ui.pages import PAGES, message, outbox
 from saf.ui.redaction import HIDDEN
 from tests.dashboard import Dashboard, dashboard, finished, served, settings
+from tests.long_lists import DECISIONS, DIALOGS, LANES
 from tests.pipeline import bodies, connect, new_member, run, send
 from tests.ui.conftest import ORDER, REFUSE
 from tests.ui.dead_letters import LETTER, letters, many, second_chunk_held
@@ -434,26 +435,12 @@ def test_a_message_shows_the_attempts_in_vain_at_an_endpoint(
     assert "&lt;b&gt;busy&lt;/b&gt;" in page
 
 
-MANY_DIALOGS = """
-WITH g AS (INSERT INTO saf.conversation_group (group_id) VALUES (gen_random_uuid())
-           RETURNING group_id)
-INSERT INTO saf.conversation
-    (conversation_id, is_initiator, service, far_service, group_id, created_at)
-SELECT gen_random_uuid(), true, 'service ' || n, 'far', group_id, now() + (n / 4) * interval '1 s'
-FROM generate_series(1, 230) AS n, g
-"""
-MANY_LANES = """
-INSERT INTO saf.backoff (subscription_id, destination, kind, subject, error)
-SELECT subscription_id, '', 'route', 'nobody ' || n, 'no route'
-FROM saf.subscription, generate_series(1, 430) AS n WHERE name = 'forwarder'
-"""
-
-
 @pytest.mark.parametrize(
     ("page", "each", "many", "count"),
     [
-        ("/dialogs", r"service \d+", MANY_DIALOGS, 230),
-        ("/parked", r"nobody \d+", MANY_LANES, 430),
+        ("/dialogs", r"service \d+", DIALOGS, 230),
+        ("/parked", r"nobody \d+", LANES, 430),
+        ("/audit", r"reason \d+", DECISIONS, 120),
     ],
 )
 def test_page_after_page_shows_everything_once_and_no_list_is_cut_silently(

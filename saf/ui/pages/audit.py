@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from saf.setaside.audit import audited
+from saf.setaside.audit import page
 from saf.ui.filters import number_of
 from saf.ui.site import Visit
 
@@ -18,11 +18,11 @@ def audit(visit: Visit) -> Response:
     before = number_of(visit.given("before")) if broker else None
     rows = ROWS if broker else ROWS_OF_EACH
     answers = visit.site.brokers.ask(
-        lambda connection: audited(connection, rows + 1, before), [broker] if broker else None
+        lambda connection: page(connection, rows, before), [broker] if broker else None
     )
-    shown = [(name, one) for name, found in answers.found.items() for one in found[:rows]]
+    shown = [(name, one) for name, found in answers.found.items() for one in found.shown]
     shown.sort(key=lambda row: row[1].audit_at, reverse=True)
-    more = sorted(name for name, found in answers.found.items() if len(found) > rows)
+    more = sorted(name for name, found in answers.found.items() if found.next)
     return visit.page(
         "audit.html",
         title="Audit",

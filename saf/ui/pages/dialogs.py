@@ -8,7 +8,7 @@ from uuid import UUID
 
 from starlette.responses import Response
 
-from saf.dialogs.conversations import Conversation, conversations
+from saf.dialogs.conversations import Conversation, page, page_end
 from saf.dialogs.exchange import Exchange, Spoken, exchange
 from saf.dialogs.states import State
 from saf.errors import UsageError
@@ -25,44 +25,30 @@ def list_(visit: Visit) -> Response:
     """Show the ends of conversations, the oldest first."""
     broker, service, state = visit.given("broker"), visit.given("service"), visit.given("state")
     rows = ROWS if broker else ROWS_OF_EACH
-    after = _place(visit.given("after")) if broker else None
+    given = visit.given("after")
+    after = page_end(given) if broker and given else None
     answers = visit.site.brokers.ask(
-        lambda connection: conversations(
-            connection,
-            service=service,
-            states=[state] if state else None,
-            limit=rows + 1,
-            after=after,
+        lambda connection: page(
+            connection, rows, service=service, states=[state] if state else None, after=after
         ),
         [broker] if broker else None,
     )
-    shown = [(name, one) for name, found in answers.found.items() for one in found[:rows]]
+    found = answers.found
+    shown = [(name, one) for name, there in found.items() for one in there.shown]
     shown.sort(key=lambda row: row[1].created_at)
-    more = sorted(name for name, found in answers.found.items() if len(found) > rows)
-    last = shown[-1][1] if broker and more else None
+    more = sorted(name for name, there in found.items() if there.next)
     return visit.page(
         "dialogs.html",
         title="Dialogs",
         rows=shown,
         more=more,
-        last=f"{last.created_at.isoformat()} {last.handle}" if last is not None else None,
+        last=found[broker].next if broker and broker in found else None,
         broker=broker,
         service=service,
         state=state,
         states=[*State],
         errors=answers.errors,
     )
-
-
-def _place(text: str | None) -> tuple[datetime, UUID] | None:
-    """Return where a page begins, as the link to it says."""
-    if text is None:
-        return None
-    moment, _, handle = text.partition(" ")
-    try:
-        return datetime.fromisoformat(moment), UUID(handle)
-    except ValueError:
-        raise UsageError(f"{text!r} is no place in a list of dialogs") from None
 
 
 @dataclass(frozen=True, kw_only=True)

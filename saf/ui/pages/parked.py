@@ -10,7 +10,6 @@ from starlette.responses import Response
 from saf.errors import UsageError
 from saf.setaside.lane import Kind
 from saf.setaside.waiting import Lanes, Waiting, parked, retry_now
-from saf.ui.filters import number_of
 from saf.ui.site import LIVE, Visit
 
 ROWS = 25
@@ -24,9 +23,8 @@ FIELDS = ("subscription", "destination", "lane", "subject")
 def lanes(visit: Visit) -> Response:
     """Show the lanes that wait."""
     found, errors = _found(visit)
-    broker, first = visit.given("broker"), _first(visit)
+    broker = visit.given("broker")
     there = found.get(broker or "")
-    last = first + len(there.shown) if broker and there else 0
     return visit.page(
         "parked.html",
         title="Parked",
@@ -37,8 +35,7 @@ def lanes(visit: Visit) -> Response:
         most=MOST,
         wanted=_wanted(visit),
         broker=broker,
-        first=first,
-        last=last if there and last < there.lanes else None,
+        after=there.next if there else None,
     )
 
 
@@ -71,16 +68,12 @@ def retry(visit: Visit) -> Response:
 def _found(visit: Visit) -> tuple[dict[str, Waiting], Any]:
     wanted, brokers = _wanted(visit), _brokers(visit)
     most = ROWS if brokers is None else ROWS_OF_ONE
+    after = visit.given("after") if brokers else None
     answers = visit.site.brokers.ask(
-        lambda connection: parked(connection, most, lanes=wanted, offset=_first(visit), most=MOST),
+        lambda connection: parked(connection, most, lanes=wanted, after=after, most=MOST),
         brokers,
     )
     return {name: one for name, one in answers.found.items() if one.lanes}, answers.errors
-
-
-def _first(visit: Visit) -> int:
-    """Return how many lanes come before those of this page; of one broker alone."""
-    return number_of(visit.given("first")) or 0 if visit.given("broker") else 0
 
 
 def _brokers(visit: Visit) -> list[str] | None:

@@ -23,6 +23,20 @@ SCHEDULE = (
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a page of lanes begins with the one that the page before has ended with",
+        WAITING,
+        "            > ({",
+        "            >= ({",
+        "integration/test_pages_of_lists.py::test_page_after_page_shows_everything_once",
+    ),
+    mutant(
+        "the last page of the audit says that there is another one",
+        "saf/setaside/audit.py",
+        "more = len(found) > limit",
+        "more = len(found) >= limit",
+        "integration/test_pages_of_lists.py::test_a_page_says_the_command_that_goes_on",
+    ),
+    mutant(
         "an attempt that was not due counts",
         BACKOFF,
         "WHERE b.next_attempt_at <= now()",
