@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from saf.broker.embedded import EmbeddedServer
+from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
 from saf.spark import java, jvm
 from tests.pipeline import connect
@@ -31,8 +35,11 @@ PROGRAM = """
 import sys, time
 import saf.spark
 from pyspark.sql import SparkSession
-folder, at_once = sys.argv[1:]
-spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+folder, at_once, master, trigger = sys.argv[1:]
+spark = (
+    SparkSession.builder.master(master).config("spark.ui.enabled", "false")
+    .config("spark.driver.host", "127.0.0.1").getOrCreate()
+)
 saf.spark.register(spark)
 query = (
     spark.readStream.format("saf").option("broker", "app").option("log", "outbox")
@@ -40,7 +47,7 @@ query = (
     .option("maxRowsPerTrigger", at_once).schema("id bigint, key string, text string").load()
     .writeStream.format("parquet").option("path", f"{folder}/lake")
     .option("checkpointLocation", f"{folder}/checkpoint")
-    .trigger(processingTime="0 seconds").start()
+    .trigger(**{trigger: True if trigger == "availableNow" else "0 seconds"}).start()
 )
 query.awaitTermination()
 """
@@ -123,22 +130,42 @@ def test_what_is_wrong_is_said_in_one_sentence(app: Dsn, config: Path) -> None:
         ).load().count()
 
 
+def driver(folder: Path, at_once: int, master: str, trigger: str) -> subprocess.Popen[bytes]:
+    with (folder / "stderr").open("ab") as said:
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(folder), str(at_once), master, trigger],
+            env=environment(
+                JAVA_HOME=jvm.environment(java.find())["JAVA_HOME"],
+                PATH=f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+                PYSPARK_PYTHON=sys.executable,
+            ),
+            cwd=folder,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+        )
+
+
+def executors(driver: int) -> list[psutil.Process]:
+    """The JVMs of a driver's executors."""
+    found = []
+    for child in psutil.Process(driver).children(recursive=True):
+        with suppress(psutil.Error):  # one that has just ended
+            if any(word.endswith("CoarseGrainedExecutorBackend") for word in child.cmdline()):
+                found.append(child)
+    return found
+
+
+def complete(folder: Path, batches: int) -> bool:
+    """Whether so many micro-batches are complete, by the checkpoint."""
+    return (folder / "checkpoint" / "commits" / str(batches)).exists()
+
+
 def kill_after(batches: int, folder: Path) -> None:
     """Run a driver, and kill it and its JVM once so many micro-batches are complete."""
-    complete = folder / "checkpoint" / "commits" / str(batches)
-    program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(folder), "150"],
-        env=environment(
-            JAVA_HOME=jvm.environment(java.find())["JAVA_HOME"],
-            PATH=f"{BIN}:/usr/local/bin:/usr/bin:/bin",
-        ),
-        cwd=folder,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    program = driver(folder, 150, "local[2]", "processingTime")
     try:
-        until(lambda: complete.exists() or program.poll() is not None, seconds=240)
+        until(lambda: complete(folder, batches) or program.poll() is not None, seconds=240)
     finally:
         os.killpg(program.pid, signal.SIGKILL)
         program.wait()
@@ -156,3 +183,49 @@ def test_a_driver_that_is_killed_again_and_again_loses_and_repeats_nothing(
     stream(config)
     everything = sent("first", number) + sent("killed 1", 20) + sent("killed 2", 20)
     assert in_the_lake(tmp_path) == everything
+
+
+def test_an_executor_that_is_killed_in_mid_stream_costs_another_attempt_and_no_message(
+    app: Dsn, config: Path, tmp_path: Path
+) -> None:
+    # a cluster of one worker on this machine, which starts another executor in its place
+    number = 3000
+    fill(app, "first", number)
+    program = driver(config.parent, 500, "local-cluster[1,2,1024]", "availableNow")
+    try:
+        until(lambda: complete(tmp_path, 0) or program.poll() is not None, seconds=240)
+        running = executors(program.pid)
+        assert running, (tmp_path / "stderr").read_text()
+        for one in running:
+            one.kill()
+        assert not complete(tmp_path, number // 500 - 1), "the stream was over before"
+        assert program.wait(240) == 0, (tmp_path / "stderr").read_text()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+    assert in_the_lake(tmp_path) == sent("first", number)
+
+
+def test_a_database_that_crashes_in_mid_stream_ends_the_query_and_costs_no_message(
+    own_server: EmbeddedServer, mom: Dsn, tmp_path: Path
+) -> None:
+    app = own_server.create_database("app")
+    migrate(app)
+    config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    number = 3000
+    fill(app, "first", number)
+    program = driver(tmp_path, 300, "local[2]", "processingTime")
+    try:
+        until(lambda: complete(tmp_path, 1) or program.poll() is not None, seconds=240)
+        own_server.stop_immediately()
+        assert program.wait(240) != 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+    assert "is unavailable" in (tmp_path / "stderr").read_text()
+    own_server.start()
+    fill(app, "second", 20)
+    stream(config)
+    assert in_the_lake(tmp_path) == sent("first", number) + sent("second", 20)
