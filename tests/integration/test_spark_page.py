@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from saf.broker.services import create_service
+from saf.config import load
 from saf.database import Dsn
 from saf.spark import java, jvm
 from saf.spark.table.fields import TEXT, schema_of
@@ -89,6 +90,16 @@ def test_the_transform_with_a_join_passes_its_test_and_changes_what_is_forwarded
         '"body": "{\\"customer\\":\\"c2\\",\\"name\\":\\"Grace\\",\\"card\\":\\"4111…\\"}"' in said
     )
     assert bodies(mom) == ['{"customer":"c2","name":"Grace","card":"4999…"}']
+
+
+def test_the_settings_of_a_transform_that_is_not_deterministic_are_settings(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    prepared(tmp_path, app, mom)
+    with (tmp_path / "saf.toml").open("a") as file:
+        file.write("".join(blocks(page("transforms.md"), "kept toml")))
+    settings = load(tmp_path / "saf.toml")
+    assert [one.deterministic for one in settings.transforms] == [False]
 
 
 def test_what_was_purged_into_the_lake_is_counted_with_what_is_in_the_log(
