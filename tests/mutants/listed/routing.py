@@ -90,19 +90,10 @@ MUTANTS: list[Mutant] = [
         DURABLE,
     ),
     mutant(
-        "a zombie chooses",
+        "a zombie chooses, resolves and keeps results",
         SOURCE,
-        "            lock_cursors(source, self._work.batch)\n"
-        "            return choose(source, among)",
-        "            return choose(source, among)",
-        ZOMBIE,
-    ),
-    mutant(
-        "a zombie resolves",
-        SOURCE,
-        "            lock_cursors(source, self._work.batch)\n"
-        "            return keep(source, router, new)",
-        "            return keep(source, router, new)",
+        "            lock_cursors(source, self._work.batch)\n            return write(source)",
+        "            return write(source)",
         ZOMBIE,
     ),
     mutant(
