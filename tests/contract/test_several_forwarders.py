@@ -120,18 +120,20 @@ def test_a_sixth_takes_sixteen_of_a_hundred_shards_and_only_those_come_back_when
 
 @pytest.mark.slow
 def test_nothing_is_lost_and_order_is_kept_while_forwarders_come_hang_and_die(
-    broker: Dsn, mom: Dsn
+    broker: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
     with connect(broker) as connection:
         connection.execute("INSERT INTO saf.route (destination) VALUES ('mom')")
-    working = [processes.start(forwarder, broker, {"mom": mom}, 20, False) for _ in range(5)]
+    refusals = tmp_path / "refusals"
+    arguments = (forwarder, broker, {"mom": mom}, 20, False, refusals)
+    working = [processes.start(*arguments) for _ in range(5)]
     sent: list[str] = []
     try:
         for number in range(12):
             sent += send(broker, 100, f"round-{number}")
             if number == 2:
                 until(lambda: shares(broker) == [20] * 5)
-                working.append(processes.start(forwarder, broker, {"mom": mom}, 20, False))
+                working.append(processes.start(*arguments))
             if number == 5:
                 until(lambda: shares(broker) == [16, 16, 17, 17, 17, 17])
                 working[0].kill()
@@ -147,6 +149,7 @@ def test_nothing_is_lost_and_order_is_kept_while_forwarders_come_hang_and_die(
             one.kill()
         for one in working:
             one.join()
+    assert not refusals.exists()
     arrived = received(mom)
     assert sorted(body for _, body in arrived) == sorted(sent)
     by_key: dict[str, list[str]] = {}
