@@ -60,7 +60,7 @@ class _Parked(Parked):
 # The lanes that hold up most come first; messages are counted only for the lanes that are shown.
 # Messages that are ahead of others have no time, so their lane has no backoff; nor has a lane that
 # somebody has taken from. Which lanes there are, the index alone says. A page begins after a place,
-# so lanes that come and go meanwhile are not shown twice, nor left out.
+# so that lanes that come or go before it move none; one that is tried meanwhile changes its place.
 PLACE = f"log = 'inbox', subscription, kind = ANY (%(of_service)s), -attempts, {THE_LANE}"
 PLACE_TYPES = ("bool", "text", "bool", "int", "text", "text", "text", "uuid")
 PARKED = f"""
