@@ -1,9 +1,10 @@
 """The runner on Spark Connect: where only DataFrames exist, and the client has no JVM.
 
 Each item of work is a row, a row is a partition, and a task is a function for ``mapInArrow`` that
-forwards what comes in and hands its receipts back. The Python of the cluster has saf, of the same
-version as here; this is asked before anything is forwarded. Classifiers in SQL need a Spark of
-one's own: the messages for them wait.
+forwards what comes in and hands its receipts back. Items and rules are sealed
+(`saf.spark.sealing`). The Python of the cluster has saf, of the same version as here; this is asked
+before anything is forwarded. Classifiers in SQL need a Spark of one's own: the messages for them
+wait.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.connect.session import SparkSession
 
+    from saf.spark.sealing import Seal
+
 T = TypeVar("T")
 
 ATTEMPTS = 4
@@ -37,6 +40,8 @@ ATTEMPTS = 4
 
 ASKED_SECONDS = 60.0
 """How long it is believed what a cluster has said of its slots."""
+
+NEEDED = ("grpc", "grpc_status", "google.rpc", "cryptography")
 
 PARTS = 4096
 """More than a cluster has slots: it makes as many partitions of them as it has."""
@@ -60,6 +65,7 @@ class ConnectRunner:
         self._remote = remote
         self._conf = conf
         self._session: SparkSession | None = None
+        self._seal: Seal | None = None
         self._slots = 1
         self._asked = float("-inf")
 
@@ -74,6 +80,7 @@ class ConnectRunner:
         """
         if self._session is None:
             self._session = connected(self._remote, self._conf)
+            self._seal = _translated(lambda: handed_over(self._spark))
         if time.monotonic() - self._asked > ASKED_SECONDS:
             self._slots = _translated(lambda: slots(self._spark))
             self._asked = time.monotonic()
@@ -96,6 +103,8 @@ class ConnectRunner:
 
         from saf.spark.expressions import without_sql
 
+        seal = self._seal
+        assert seal is not None  # noqa: S101 - `start` comes first
         some = [
             without_sql(item, NO_SQL) if any(r.kind == SQL for r in item.routes.routers) else item
             for item in work
@@ -104,8 +113,9 @@ class ConnectRunner:
             self._spark.conf.set(PARALLELISM, str(len(some)))
         self._spark.addTag(group)
         try:
-            packed = pa.table({items.ITEM: items.partitions(list(enumerate(some)))})
-            done = self._spark.createDataFrame(packed).mapInArrow(task(rules), "said binary")
+            packed = pa.table({items.ITEM: [seal.closed(one) for one in enumerate(some)]})
+            function = task(seal.name, seal.closed(rules))
+            done = self._spark.createDataFrame(packed).mapInArrow(function, "said binary")
             return [
                 receipt
                 for said in done.toArrow()["said"].to_pylist()
@@ -142,7 +152,7 @@ def connected(remote: str, conf: Mapping[str, str]) -> SparkSession:
         ConfigurationError: the server refuses the session.
     """
     require_packages()
-    if any(find_spec(package) is None for package in ("grpc", "grpc_status", "google.rpc")):
+    if any(find_spec(package) is None for package in NEEDED):
         raise MissingExtra("connect", "forwarding over Spark Connect")
     reach(remote)
     from pyspark.errors import PySparkException
@@ -163,6 +173,15 @@ def connected(remote: str, conf: Mapping[str, str]) -> SparkSession:
     return session
 
 
+def handed_over(session: SparkSession) -> Seal:
+    """Return a new seal, which the tasks of a session can open."""
+    from saf.spark.sealing import Seal
+
+    seal = Seal()
+    seal.hand_to(session)
+    return seal
+
+
 def slots(spark: Any) -> int:
     """Ask a cluster what it has; return how many tasks it runs at a time.
 
@@ -180,7 +199,7 @@ def slots(spark: Any) -> int:
             raise
         raise ConfigurationError(
             "the Python of the cluster's tasks has not what saf needs: it takes the Python of this "
-            f"machine and saf-outbox[forwarder]=={version('saf-outbox')}: {first_line(error)}"
+            f"machine and saf-outbox[connect]=={version('saf-outbox')}: {first_line(error)}"
         ) from None
     here = version("saf-outbox")
     others = sorted({*said.to_pylist()} - {here})
@@ -197,22 +216,29 @@ def greet(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
     require_packages()
+    import saf.spark.sealing  # noqa: F401 - its package is one that tasks need
+
     for _ in partition:
         pass
     yield pa.RecordBatch.from_pydict({"version": [version("saf-outbox")]})
 
 
-def task(rules: ForwardingRules) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """Return the function for mapInArrow: items in, receipts out."""
+def task(key: str, rules: bytes) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """Return the function for mapInArrow: items in, receipts out.
+
+    Items and ``rules`` are sealed; ``key`` is the name of the file that opens them.
+    """
 
     def run(partition: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
 
         from saf.forwarding.runner import item_alone
+        from saf.spark.sealing import opened
 
         for batch in partition:
             for handed in batch[items.ITEM]:
-                receipts = item_alone(*items.opened(handed.as_py()), rules)
+                number, item = opened(key, handed.as_py())
+                receipts = item_alone(number, item, opened(key, rules))
                 yield pa.RecordBatch.from_pydict({"said": [pickle.dumps(receipts)]})
 
     return run

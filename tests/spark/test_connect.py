@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from tests.delta_table import rows
 from tests.files import files_where
 from tests.pipeline import bodies, connect
 from tests.programs import BIN, configuration, environment, last_json, received, run, send
+from tests.waits import until
 
 pytestmark = pytest.mark.slow  # its server takes seconds to start
 
@@ -75,6 +76,13 @@ epochs = epochs.option("checkpointLocation", f"{folder}/copy").trigger(available
 epochs.start().awaitTermination()
 print(json.dumps(said))
 """
+LEAVING = """
+from pyspark.sql.connect.client.reattach import ExecutePlanResponseReattachableIterator as Execution
+from saf.cli import main
+# as if it died before it says so
+Execution._release_all = lambda self: setattr(self, "_result_complete", True)
+main()
+"""
 SLOWER = """
 CREATE FUNCTION slower() RETURNS trigger LANGUAGE plpgsql
 AS $$ BEGIN PERFORM pg_sleep(0.1); RETURN NULL; END $$;
@@ -88,10 +96,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
         yield one
 
 
-def forward(server: ConnectServer, config: Path) -> subprocess.CompletedProcess[str]:
+def forward(
+    server: ConnectServer, config: Path, program: Sequence[str | Path] = (BIN / "saf",)
+) -> subprocess.CompletedProcess[str]:
     """What a run says that has no Java."""
     options: list[str | Path] = ["--config", config, "--json", "--remote", server.remote]
-    done = run([BIN / "saf", "forward", *options], env=NO_JAVA, timeout=250)
+    done = run([*program, "forward", *options], env=NO_JAVA, timeout=250)
     assert "canary" not in done.stdout + done.stderr
     return done
 
@@ -124,6 +134,20 @@ def test_it_forwards_without_a_jvm_and_shows_no_password(
     assert done.returncode == 0, done.stderr
     assert last_json(done.stdout)["forwarded"] == len(sent)
     in_order(mom, sent)
+    assert files_where(server.folder, lambda content: PASSWORD.encode() in content) == []
+
+
+def test_a_plan_that_the_server_writes_to_its_log_holds_no_password(
+    server: ConnectServer, app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    sent = send(app, 100)
+    config = configuration(
+        tmp_path / "saf.toml", {"app": with_password(app)}, {"mom": with_password(mom)}
+    )
+    done = forward(server, config, (sys.executable, "-c", LEAVING))
+    assert done.returncode == 0, done.stderr
+    assert bodies(mom) == sent
+    until(lambda: b"map_partitions" in (server.folder / "output").read_bytes())
     assert files_where(server.folder, lambda content: PASSWORD.encode() in content) == []
 
 
@@ -242,7 +266,7 @@ def test_a_cluster_with_another_saf_is_told_apart(app: Dsn, mom: Dsn, tmp_path: 
 def test_a_job_that_hangs_can_be_cancelled_and_a_server_given_up(
     server: ConnectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hanging(_: Any) -> Callable[[Any], Iterator[Any]]:
+    def hanging(*_: Any) -> Callable[[Any], Iterator[Any]]:
         def run(partition: Any) -> Iterator[Any]:
             import time
 

@@ -110,6 +110,13 @@ MUTANTS: list[Mutant] = [
         "spark/test_fleet.py::test_each_item_of_work_is_a_task_of_its_own",
     ),
     mutant(
+        "what goes into a plan of Spark Connect is not sealed",
+        "saf/spark/sealing.py",
+        "Fernet(self.key).encrypt(pickle.dumps(value))",
+        "pickle.dumps(value)",
+        "spark/test_connect.py::test_a_plan_that_the_server_writes_to_its_log_holds_no_password",
+    ),
+    mutant(
         "a batch is closed though its task has not come to its end",
         FORWARD,
         "            if receipt.complete:\n                complete",
