@@ -32,12 +32,17 @@ from saf.routing.matching import FORWARD, REDIRECT, Route, Router, Routes, by_pr
 Origin = Literal["saf.route", "saf.router", "saf.toml", "default", "broker_id"]
 
 CONFIGURED = """
-SELECT service, broker::text, destination, quality, enabled, expires_at, comment, local
-FROM saf.route
+SELECT now(),
+       (SELECT coalesce(json_agg(r), '[]') FROM (
+            SELECT service, broker, destination, quality, enabled, expires_at, comment, local
+            FROM saf.route) AS r),
+       ARRAY(SELECT name FROM saf.topic ORDER BY name),
+       (SELECT coalesce(json_agg(r), '[]') FROM (
+            SELECT service, kind, expression, once_per, mode, enabled, comment
+            FROM saf.router) AS r),
+       (SELECT brokers FROM saf.route_version ORDER BY version DESC LIMIT 1)
 """
 TOPICS = "SELECT name FROM saf.topic ORDER BY name"
-ROUTERS = "SELECT service, kind, expression, once_per, mode, enabled, comment FROM saf.router"
-NOW = "SELECT now()"
 
 # An upsert: removed and added, a route that is said again would be missing for a moment
 ADD = """
@@ -74,7 +79,6 @@ LATEST = """
 SELECT version, routes, topics, routers, brokers
 FROM saf.route_version ORDER BY version DESC LIMIT 1
 """
-KNOWN = "SELECT brokers FROM saf.route_version ORDER BY version DESC LIMIT 1"
 FREEZE = """
 INSERT INTO saf.route_version (routes, topics, routers, brokers)
 VALUES (%(routes)s, %(topics)s, %(routers)s, %(brokers)s) RETURNING version
@@ -174,21 +178,11 @@ def configuration(
     ``identities`` has for each destination the broker that it says it is. For a destination that
     did not answer, and for all if it is not given, the identity in the latest batch counts.
     """
-    ((now,),) = fetch(connection, NOW)
-    routes = [
-        Configured(
-            route=Route(service=service, broker=broker, destination=destination, quality=quality),
-            origin="saf.route",
-            enabled=enabled,
-            expires_at=expires_at,
-            comment=comment,
-            local=local,
-        )
-        for service, broker, destination, quality, enabled, expires_at, comment, local in fetch(
-            connection, CONFIGURED
-        )
-    ]
+    ((now, of_routes, names, of_routers, known),) = fetch(connection, CONFIGURED)
+    routes = [_configured(**row) for row in of_routes]
     rows = {one.named for one in routes}
+    routers = {one.router.service: one for one in declared.routers}
+    routers |= {row["service"]: _configured_router(**row) for row in of_routers}
     routes += [one for one in declared.routes if one.named not in rows]
     if default_destination:
         fallback = Route(destination=default_destination, fallback=True)
@@ -196,33 +190,47 @@ def configuration(
     place = {route: number for number, route in enumerate(by_precedence(r.route for r in routes))}
     return Configuration(
         routes=tuple(sorted(routes, key=lambda one: place[one.route])),
-        topics=declared.topics | set(topics(connection)),
-        routers=_routers(connection, declared),
-        brokers=_brokers(connection, identities),
+        topics=declared.topics | set(names),
+        routers=tuple(routers[service] for service in sorted(routers)),
+        brokers=_brokers(known or {}, identities),
         now=now,
     )
 
 
+def _configured(
+    *,
+    service: str | None,
+    broker: str | None,
+    destination: str,
+    quality: str | None,
+    expires_at: str | None,
+    **others: Any,
+) -> Configured:
+    """Make a route from a row of saf.route."""
+    return Configured(
+        route=Route(service=service, broker=broker, destination=destination, quality=quality),
+        origin="saf.route",
+        expires_at=datetime.fromisoformat(expires_at) if expires_at else None,
+        **others,
+    )
+
+
 def _brokers(
-    connection: psycopg.Connection[Any], identities: Mapping[str, str | None] | None
+    latest: Mapping[str, str], identities: Mapping[str, str | None] | None
 ) -> dict[str, str]:
-    latest: dict[str, str] = next((known for (known,) in fetch(connection, KNOWN)), {})
     if identities is None:
-        return latest
+        return dict(latest)
     brokers = {name: said or latest.get(name) for name, said in identities.items()}
     return {name: broker for name, broker in brokers.items() if broker is not None}
 
 
-def _routers(
-    connection: psycopg.Connection[Any], declared: Declared
-) -> tuple[ConfiguredRouter, ...]:
-    routers = {one.router.service: one for one in declared.routers}
-    for service, kind, expression, once_per, mode, enabled, comment in fetch(connection, ROUTERS):
-        router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
-        routers[service] = ConfiguredRouter(
-            router=router, origin="saf.router", mode=mode, enabled=enabled, comment=comment
-        )
-    return tuple(routers[service] for service in sorted(routers))
+def _configured_router(
+    *, mode: str, enabled: bool, comment: str | None, **router: Any
+) -> ConfiguredRouter:
+    """Make a router from a row of saf.router."""
+    return ConfiguredRouter(
+        router=Router(**router), origin="saf.router", mode=mode, enabled=enabled, comment=comment
+    )
 
 
 def router_that_forwards(there: Configuration, service: str) -> Router | None:
