@@ -29,6 +29,7 @@ from benchmarks import (
     receive,
     routing,
     send,
+    waking,
 )
 from benchmarks.stage import Stage
 from saf.spark import session
@@ -52,8 +53,9 @@ ALONE = {
     "end_to_end": end_to_end.run,
     "idle": idle.run,
     "reading": reading.run,
+    "waking": waking.run,
 }
-LONG = ("memory", "metrics", "brokers", "producers", "dispatch", "reading")
+LONG = ("memory", "metrics", "brokers", "producers", "dispatch", "reading", "waking")
 """What a run has only if it is asked for."""
 PARTS = (
     "send",

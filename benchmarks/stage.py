@@ -47,8 +47,8 @@ FORGET = "TRUNCATE saf.acknowledged, saf.backoff, saf.parked"
 class Stage:
     """Two brokers on one server: ``app`` with an outbox to read, ``mom`` to fill."""
 
-    def __init__(self, folder: Path) -> None:
-        self.server = EmbeddedServer(folder / "postgres", VERSION, SETTINGS)
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.server = EmbeddedServer(folder / "postgres", VERSION, {**SETTINGS, **settings})
         self.server.start()
         self.app = self.server.create_database("app")
         self.mom = self.server.create_database("mom")
