@@ -1,4 +1,4 @@
-"""Lists go on page after page in commands: lanes, the audit, dialogs. Each row is shown once."""
+"""Lists go on page after page in commands, and each of their rows is shown once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from saf.database import Dsn
-from saf.setaside.waiting import parked
-from tests.long_lists import DECISIONS, DIALOGS, LANES
+from saf.setaside.waiting import parked, place_at
+from tests.long_lists import DECISIONS, DIALOGS, LANES, LETTERS, PARKED
 from tests.pipeline import connect
 from tests.programs import configuration, saf
 
@@ -19,6 +19,8 @@ LISTS = [
     (("parked", "list"), "parked", "subject", LANES, 430),
     (("dead", "audit"), "audit", "why", DECISIONS, 120),
     (("dialog", "list"), "conversations", "service", DIALOGS, 230),
+    (("parked", "messages"), "parked", "key", PARKED, 120),
+    (("dead", "list"), "dead_letters", "key", LETTERS, 120),
 ]
 
 
@@ -91,5 +93,5 @@ def test_lanes_that_go_meanwhile_leave_no_gap(app: Dsn) -> None:
         first = parked(connection, 100)
         gone = [lane.subject for lane in first.shown[:60]]
         connection.execute("DELETE FROM saf.backoff WHERE subject = ANY (%s)", [gone])
-        second = parked(connection, 400, after=first.next)
+        second = parked(connection, 400, after=place_at(first.next))
     assert (len(second.shown), second.lanes, second.next) == (330, 370, None)

@@ -11,14 +11,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import psycopg
 from starlette.responses import Response
 
 from saf.errors import SafError, UsageError
 from saf.operating import decide
 from saf.operating.bulk import Decision
 from saf.setaside import dead
-from saf.setaside.dead import REASONS, Counted, DeadLetter, Filter
+from saf.setaside.dead import REASONS, Counted, Filter
 from saf.ui.filters import moment_of, number_of
 from saf.ui.site import Visit
 
@@ -34,23 +33,22 @@ FIELDS = ("reason", "service", "destination", "key", "subscription", "error")
 def letters(visit: Visit) -> Response:
     """Show dead letters, the oldest first."""
     broker, wanted = visit.given("broker"), _wanted(visit)
-    wanted = replace(wanted, after=number_of(visit.given("after")))
+    wanted = replace(wanted, after=dead.place_at(visit.given("after")))
     rows = ROWS if broker else ROWS_OF_EACH
 
-    def ask(connection: psycopg.Connection[Any]) -> list[DeadLetter]:
-        return dead.dead_letters(connection, wanted, rows + 1)
-
-    answers = visit.site.brokers.ask(ask, [broker] if broker else None)
-    more = {name for name, found in answers.found.items() if len(found) > rows}
-    shown = [(name, one) for name, found in answers.found.items() for one in found[:rows]]
+    answers = visit.site.brokers.ask(
+        lambda connection: dead.page(connection, wanted, rows), [broker] if broker else None
+    )
+    pages = answers.found
+    shown = [(name, one) for name, page in pages.items() for one in page.shown]
     if broker is None:
         shown.sort(key=lambda row: row[1].dead_letter_at)
     return visit.page(
         "dead.html",
         title="Dead letters",
         letters=shown,
-        more=sorted(more),
-        last=shown[-1][1].dead_letter_id if broker and more else None,
+        more=sorted(name for name, page in pages.items() if page.next),
+        last=pages[broker].next if broker and broker in pages else None,
         errors=answers.errors,
         reasons=REASONS,
         wanted=wanted,

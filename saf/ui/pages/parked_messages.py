@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import psycopg
 from starlette.responses import Response
 
 from saf.errors import SafError, UsageError
@@ -19,7 +18,7 @@ from saf.operating import decide_parked
 from saf.operating.bulk import Decision
 from saf.setaside import parked_messages
 from saf.setaside.lane import Kind
-from saf.setaside.parked_messages import ParkedCount, ParkedFilter, ParkedMessage
+from saf.setaside.parked_messages import ParkedCount, ParkedFilter
 from saf.ui.filters import moment_of, number_of
 from saf.ui.site import Visit
 
@@ -35,23 +34,23 @@ FIELDS = ("subscription", "destination", "lane", "subject", "service", "key")
 def messages(visit: Visit) -> Response:
     """Show parked messages, those first that were parked first."""
     broker, wanted = visit.given("broker"), _wanted(visit)
-    wanted = replace(wanted, after=number_of(visit.given("after")))
+    wanted = replace(wanted, after=parked_messages.place_at(visit.given("after")))
     rows = ROWS if broker else ROWS_OF_EACH
 
-    def ask(connection: psycopg.Connection[Any]) -> list[ParkedMessage]:
-        return parked_messages.parked_messages(connection, wanted, rows + 1)
-
-    answers = visit.site.brokers.ask(ask, [broker] if broker else None)
-    more = {name for name, found in answers.found.items() if len(found) > rows}
-    shown = [(name, one) for name, found in answers.found.items() for one in found[:rows]]
+    answers = visit.site.brokers.ask(
+        lambda connection: parked_messages.page(connection, wanted, rows),
+        [broker] if broker else None,
+    )
+    pages = answers.found
+    shown = [(name, one) for name, page in pages.items() for one in page.shown]
     if broker is None:
         shown.sort(key=lambda row: row[1].parked_at)
     return visit.page(
         "parked_messages.html",
         title="Parked messages",
         messages=shown,
-        more=sorted(more),
-        last=shown[-1][1].parked_id if broker and more else None,
+        more=sorted(name for name, page in pages.items() if page.next),
+        last=pages[broker].next if broker and broker in pages else None,
         errors=answers.errors,
         kinds=[*Kind],
         wanted=wanted,
