@@ -24,10 +24,13 @@ from saf.routing.routes import current_routes
 
 __all__ = [
     "AT_ONCE",
+    "GREATEST",
+    "MOST_ROWS",
     "After",
     "AsJson",
     "Config",
     "DryRun",
+    "Limit",
     "Name",
     "Round",
     "Since",
@@ -50,6 +53,11 @@ T = TypeVar("T")
 
 AT_ONCE = 16
 """How many brokers are visited at a time: many that do not answer take no longer than one."""
+
+MOST_ROWS = 1_000_000
+"""How long a page may be."""
+GREATEST = (1 << 63) - 1
+"""The greatest number of a row."""
 
 Config = Annotated[
     Path | None,
@@ -81,7 +89,7 @@ def moment(text: str) -> datetime:
     """
     try:
         return datetime.fromisoformat(text).astimezone()
-    except ValueError:
+    except (ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r} is no time such as 2026-01-31T12:00:00Z") from None
 
 
@@ -97,6 +105,7 @@ Until = Annotated[
     datetime | None,
     typer.Option(parser=moment, metavar="TIME", help="Messages created before. Default: all."),
 ]
+Limit = Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="How many to show at most.")]
 Before = Annotated[
     datetime | None,
     typer.Option(parser=moment, metavar="TIME", help="Only those set aside before."),

@@ -13,11 +13,13 @@ import psycopg
 import typer
 
 from saf.cli.brokers import (
+    GREATEST,
     After,
     AsJson,
     Before,
     Config,
     DryRun,
+    Limit,
     Name,
     Round,
     Why,
@@ -42,7 +44,10 @@ MOST = 1_000_000_000
 
 app = typer.Typer(no_args_is_help=True, help="Messages that a person has to decide about.")
 
-Ids = Annotated[list[int] | None, typer.Argument(help="Numbers, as `saf dead list` shows them.")]
+Ids = Annotated[
+    list[int] | None,
+    typer.Argument(max=GREATEST, help="Numbers, as `saf dead list` shows them."),
+]
 Reason = Annotated[str | None, typer.Option(help=f"One of {', '.join(REASONS)}.")]
 Service = Annotated[str | None, typer.Option(help="Only those for this service.")]
 Destination = Annotated[str | None, typer.Option(help="Only those for this destination.")]
@@ -52,7 +57,6 @@ Subscription = Annotated[
     str | None, typer.Option(help="Only those of this one: forwarder, or a receivers'.")
 ]
 Error = Annotated[str | None, typer.Option(help="Only those whose error has this text in it.")]
-Limit = Annotated[int, typer.Option(min=1, help="How many to show at most.")]
 
 
 @app.command("list")
@@ -122,7 +126,7 @@ def audit_(
 
 @app.command()
 def show(
-    number: Annotated[int, typer.Argument(help="As `saf dead list` shows it.")],
+    number: Annotated[int, typer.Argument(max=GREATEST, help="As `saf dead list` shows it.")],
     *,
     config: Config = None,
     broker: Name = None,

@@ -13,6 +13,7 @@ from saf.cli.brokers import (
     After,
     AsJson,
     Config,
+    Limit,
     Round,
     Where,
     ends,
@@ -39,7 +40,6 @@ StateOption = Annotated[
     typer.Option("--state", help=f"Only those in it; may be repeated: {', '.join(State)}."),
 ]
 Service = Annotated[str | None, typer.Option(help="Only those of this service.")]
-Limit = Annotated[int, typer.Option(min=1, help="How many to show at most.")]
 Code = Annotated[int | None, typer.Option(help="End with an error of this code, above zero.")]
 Text = Annotated[str, typer.Option(help="What the error says to the other end.")]
 

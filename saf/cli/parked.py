@@ -10,6 +10,7 @@ import typer
 
 from saf.cli import parked_messages
 from saf.cli.brokers import (
+    MOST_ROWS,
     After,
     AsJson,
     Config,
@@ -40,7 +41,9 @@ def list_(
     *,
     config: Config = None,
     broker: Name = None,
-    limit: Annotated[int, typer.Option(min=1, help="Lanes per broker, at most.")] = LIMIT,
+    limit: Annotated[
+        int, typer.Option(min=1, max=MOST_ROWS, help="Lanes per broker, at most.")
+    ] = LIMIT,
     subscription: Subscription = None,
     destination: Destination = None,
     kind: LaneKind = None,

@@ -13,10 +13,12 @@ import psycopg
 import typer
 
 from saf.cli.brokers import (
+    GREATEST,
     After,
     AsJson,
     Before,
     Config,
+    Limit,
     Name,
     Round,
     Why,
@@ -41,7 +43,8 @@ MOST = 1_000_000_000
 """More than there are: a command may take the time to count all."""
 
 Ids = Annotated[
-    list[int] | None, typer.Argument(help="Numbers, as `saf parked messages` shows them.")
+    list[int] | None,
+    typer.Argument(max=GREATEST, help="Numbers, as `saf parked messages` shows them."),
 ]
 Subscription = Annotated[str | None, typer.Option(help="Only what this one set aside.")]
 Destination = Annotated[str | None, typer.Option(help="Only what waits for this one.")]
@@ -68,7 +71,7 @@ def messages(
     key: Key = None,
     before: Before = None,
     after: After = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many to show at most.")] = 100,
+    limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
     """Show parked messages one by one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -196,9 +196,12 @@ def place_at(place: str | None) -> tuple[datetime, UUID] | None:
         return None
     moment, _, handle = place.partition(" ")
     try:
-        return datetime.fromisoformat(moment), UUID(handle)
-    except ValueError:
-        raise foreign(place, "conversations") from None
+        created_at = datetime.fromisoformat(moment)
+        if created_at.tzinfo is not None:  # whose offset a database need not know
+            return created_at.astimezone(UTC), UUID(handle)
+    except (ValueError, OverflowError):
+        pass
+    raise foreign(place, "conversations")
 
 
 def clean_up(connection: psycopg.Connection[Any], handle: UUID) -> None:

@@ -44,7 +44,7 @@ from saf.setaside.lane import SAME_LANE
 
 Place = tuple[str, int]
 """A transaction and an id in the outbox; or "0" and the number of what is set aside."""
-NUMBER = re.compile(r"\d{1,18}")
+NUMBER = re.compile("[0-9]{1,18}")
 
 State = Literal["pending", "forwarded", "parked", "dead"]
 STATES: tuple[State, ...] = ("pending", "forwarded", "parked", "dead")

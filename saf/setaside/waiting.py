@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
 from uuid import UUID
 
 import psycopg
 from psycopg.rows import class_row
+from pydantic import Field, StringConstraints, TypeAdapter
 
 from saf.database import fetch
 from saf.database.pages import Page, foreign, page_of
@@ -64,6 +64,10 @@ class _Parked(Parked):
 # so that lanes that come or go before it move none; one that is tried meanwhile changes its place.
 PLACE = f"log = 'inbox', subscription, kind = ANY (%(of_service)s), -attempts, {THE_LANE}"
 PLACE_TYPES = ("bool", "text", "bool", "int", "text", "text", "text", "uuid")
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
+LessAttempts = Annotated[int, Field(ge=-(1 << 31), le=0)]
+PLACES = TypeAdapter(tuple[bool, Text, bool, LessAttempts, Text, Text, Text, UUID])
+"""Places that a database takes."""
 PARKED = f"""
 SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attempt_at, due, error,
        since, awaits_handler, message_type, lanes, to_jsonb(ARRAY[
@@ -171,16 +175,9 @@ def place_at(place: str | None) -> Place | None:
     if place is None:
         return None
     try:
-        said = json.loads(place)
-        first, subscription, of_service, attempts, *lane, broker = said
-        whole = len(lane) == 3 and {first, of_service} <= {"true", "false"}  # noqa: PLR2004
-        if whole and all(isinstance(one, str) for one in said) and "\0" not in "".join(said):
-            int(attempts)
-            UUID(broker)
-            return [first, subscription, of_service, attempts, *lane, broker]
-    except (TypeError, ValueError):
-        pass
-    raise foreign(place, "lanes")
+        return [str(one) for one in PLACES.validate_json(place)]
+    except ValueError:
+        raise foreign(place, "lanes") from None
 
 
 def retry_now(
