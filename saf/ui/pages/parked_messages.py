@@ -6,7 +6,6 @@ that, as a job. What is parked in between is left alone.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +18,8 @@ from saf.operating.bulk import Decision
 from saf.setaside import parked_messages
 from saf.setaside.lane import Kind
 from saf.setaside.parked_messages import ParkedCount, ParkedFilter
-from saf.ui.filters import moment_of, number_of
+from saf.ui.choosing import begin, chosen
+from saf.ui.filters import moment_of
 from saf.ui.site import Visit
 
 ROWS = 50
@@ -97,26 +97,8 @@ def decide(visit: Visit) -> Response:
     decision: Decision[ParkedFilter] = decide_parked.discard
     if to is not None:
         decision = partial(decide_parked.redirect, to=to)
-    through: dict[str, int] = {}
-    for text in visit.form.get("through", []):
-        name, _, number = text.rpartition(":")
-        through[name] = number_of(number) or 0
-    about = {}
-    for name, which in _chosen(visit).items():
-        broker = visit.site.brokers.place(name)
-        if broker is not None and name in through:
-            about[name] = broker, replace(which, through=through[name])
-    if not about:
-        raise UsageError("nothing was chosen: choose parked messages, or all that match a filter")
-    job = visit.site.jobs.begin(
-        decision,
-        about,
-        what=action if to is None else f"redirect to {to}",
-        person=visit.visitor.name,
-        why=visit.given("why") or "",
-        expected=number_of(visit.given("expected")) or 0,
-    )
-    return visit.to(f"/jobs/{job.number}")
+    what = action if to is None else f"redirect to {to}"
+    return begin(visit, decision, _chosen(visit), what=what, about="parked messages")
 
 
 def _action(visit: Visit) -> tuple[str, str | None]:
@@ -130,16 +112,9 @@ def _action(visit: Visit) -> tuple[str, str | None]:
 
 def _chosen(visit: Visit) -> dict[str, ParkedFilter]:
     """Return which parked messages of which brokers a form is about."""
-    if visit.given("matching"):
-        broker, wanted = visit.given("broker"), _wanted(visit)
-        return dict.fromkeys([broker] if broker else visit.site.brokers.names(), wanted)
-    ids: dict[str, list[int]] = defaultdict(list)
-    for text in visit.form.get("id", []):
-        name, _, number = text.rpartition(":")
-        ids[name].append(number_of(number) or 0)
-    if not ids:
-        raise UsageError("nothing was chosen: tick parked messages, or say all that match")
-    return {name: ParkedFilter(parked_ids=numbers) for name, numbers in ids.items()}
+    return chosen(
+        visit, _wanted(visit), lambda numbers: ParkedFilter(parked_ids=numbers), "parked messages"
+    )
 
 
 def _fields(visit: Visit) -> dict[str, str | None]:
