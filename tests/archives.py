@@ -6,18 +6,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
+from psycopg.rows import dict_row
 
 from saf.database import Dsn
 from saf.log.ring import SLOT_ROWS
 from saf.spark.table import archived_rows, part
-from saf.spark.table.archived import Archived
+from saf.spark.table.archived_rows import Archived
 from saf.spark.table.source import Messages
 from tests.pipeline import connect, run, send
 
 FORMS = ("folder", "table")
 DONE = "UPDATE saf.cursor SET done = pg_current_snapshot()"
+EVERYTHING = """
+INSERT INTO saf.inbox (from_service, to_service, to_broker, key, conversation_id, from_initiator,
+                       sequence, message_type, headers, body, deliver_at, expires_at, source)
+SELECT 'shop', 'billing', gen_random_uuid(), 'Zürich', gen_random_uuid(), true, n, 'order',
+       '{"a": [1, null]}', decode('00ff', 'hex'), now(), now() + interval '1 day',
+       gen_random_uuid()
+FROM generate_series(1, 3) AS n
+"""
+READER = """
+WITH s AS (INSERT INTO saf.subscription (name, log) VALUES ('reader', 'inbox') RETURNING *)
+INSERT INTO saf.cursor (subscription_id, shard, done)
+SELECT subscription_id, generate_series(0, 63), pg_current_snapshot() FROM s
+"""
+LEAVE_INBOX = "SELECT setval('saf.inbox_id_seq', %(slot)s, false)"
 NEXT_SLOT = """
 SELECT setval('saf.outbox_id_seq', (last_value / %(slot)s + 1) * %(slot)s, false)
 FROM saf.outbox_id_seq
@@ -63,6 +79,23 @@ class Reading:
             for rows in read(one, self._query):
                 found += [body.decode() for body in rows["body"].to_pylist()]
         return sorted(found)
+
+
+def read_inbox(mom: Dsn) -> list[dict[str, Any]]:
+    """An inbox whose messages have all that a message may, and one that has next to nothing.
+
+    A reader has completed them, and ids have left their slot. Returns its rows as they were.
+    """
+    with connect(mom) as connection:
+        connection.execute(EVERYTHING)
+        connection.execute("INSERT INTO saf.inbox (to_service, body) VALUES ('sparse', '')")
+        with psycopg.Cursor(connection, row_factory=dict_row) as cursor:
+            there = cursor.execute(
+                "SELECT *, txid::text::bigint AS txid FROM saf.inbox ORDER BY id"
+            ).fetchall()
+        connection.execute(READER)
+        connection.execute(LEAVE_INBOX, {"slot": SLOT_ROWS})
+    return there
 
 
 def fill(app: Dsn, *texts: str) -> None:

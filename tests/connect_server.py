@@ -15,6 +15,7 @@ from pathlib import Path
 import pyspark
 
 from saf.spark import java
+from tests import short_lived
 from tests.programs import environment
 from tests.redis_server import free_port
 from tests.waits import until
@@ -46,7 +47,7 @@ class ConnectServer:
             "spark.connect.grpc.binding.port": str(self.port),
             "spark.driver.host": "127.0.0.1",
             "spark.driver.memory": "1g",
-            "spark.ui.enabled": "false",
+            **short_lived.SETTINGS,
             "spark.eventLog.enabled": "true",
             "spark.eventLog.compress": "false",
             "spark.eventLog.dir": events.as_uri(),

@@ -6,7 +6,6 @@ serves many tests: each has topics of its own, by a prefix (`KafkaQueue`).
 
 from __future__ import annotations
 
-import signal
 import struct
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from saf.demo.kafka import MISSING, broker, jars
 from saf.destinations.kafka import Kafka
 from saf.destinations.kafka.client import Voices, settings_of
 from tests.certificates import certificate
+from tests.killable import Killable
 from tests.lossy import Lossy
 from tests.needed import absent, needed
 from tests.redis_server import free_port
@@ -39,7 +39,7 @@ ENDS = b"\x00\x1a\x00\x01"
 
 
 @dataclass(kw_only=True)
-class KafkaServer:
+class KafkaServer(Killable):
     """One broker. What it holds is in its folder, so that it can be started again."""
 
     folder: Path
@@ -47,7 +47,6 @@ class KafkaServer:
     sasl: int = 0
     tls: int = 0
     certificate: tuple[Path, Path] | None = None
-    process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
@@ -120,24 +119,6 @@ class KafkaServer:
         except KafkaException:
             return False
         return bool(said.brokers)
-
-    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """Kill it."""
-        if self.process is not None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.send_signal(how)
-            self.process.wait(timeout=30)
-            self.process = None
-
-    def freeze(self) -> None:
-        """Stop it where it is: it keeps its connections, and does nothing."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let it go on."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import ssl
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from saf.database.bounds import Bounds
 from saf.destinations.nats import Nats
 from saf.destinations.nats.connection import Connection, NatsError, NoResponders, Received
 from saf.destinations.nats.server import answered
+from tests.killable import Killable
 from tests.needed import absent
 from tests.redis_server import free_port
 from tests.waits import until
@@ -38,13 +38,12 @@ def program() -> str:
 
 
 @dataclass(kw_only=True)
-class NatsServer:
+class NatsServer(Killable):
     """One server. What it holds is in its folder, so that it can be started again."""
 
     folder: Path
     settings: dict[str, str] = field(default_factory=dict)
     port: int = 0
-    process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
@@ -122,33 +121,6 @@ class NatsServer:
             for one in self.messages()
             if (said := one.headers())["Nats-Subject"] == f"saf.{topic}"
         ]
-
-    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """Kill it."""
-        if self.process is not None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.send_signal(how)
-            self.process.wait(timeout=30)
-            self.process = None
-
-    def freeze(self) -> None:
-        """Stop it where it is: it keeps its connections, and does nothing."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let it go on."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
-
-    @contextmanager
-    def down(self) -> Iterator[None]:
-        """Killed, and started again with its data."""
-        self.kill()
-        try:
-            yield
-        finally:
-            self.start()
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 import redis
 
+from tests.killable import Killable
 from tests.needed import needed
 from tests.waits import until
 
@@ -27,14 +27,13 @@ SETTINGS = {
 
 
 @dataclass(kw_only=True)
-class RedisServer:
+class RedisServer(Killable):
     """One server. What it holds is in its folder, so that it can be started again."""
 
     folder: Path
     settings: dict[str, str] = field(default_factory=dict)
     port: int = 0
     options: tuple[str, ...] = ()
-    process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
@@ -79,33 +78,6 @@ class RedisServer:
         """The fields of a stream's entries, in their order."""
         with closing(self.client(decode_responses=True)) as client:
             return [fields for _, fields in client.xrange(f"{{{tag}}}:{topic}")]
-
-    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """Kill it."""
-        if self.process is not None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.send_signal(how)
-            self.process.wait(timeout=30)
-            self.process = None
-
-    def freeze(self) -> None:
-        """Stop it where it is: it keeps its connections, and does nothing."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let it go on."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
-
-    @contextmanager
-    def down(self) -> Iterator[None]:
-        """Killed, and started again with its data."""
-        self.kill()
-        try:
-            yield
-        finally:
-            self.start()
 
 
 def free_port() -> int:

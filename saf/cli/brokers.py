@@ -15,6 +15,7 @@ import typer
 from saf.cli.console import echo
 from saf.config import Broker, Settings
 from saf.database import check_schema, unavailable_if_lost
+from saf.database.pages import Page
 from saf.errors import SafError, SchemaMissing, UsageError
 from saf.fleets import Candidate, Listing
 from saf.operating.places import chosen, everywhere, store, stores
@@ -23,10 +24,13 @@ from saf.routing.routes import current_routes
 
 __all__ = [
     "AT_ONCE",
+    "GREATEST",
+    "MOST_ROWS",
     "After",
     "AsJson",
     "Config",
     "DryRun",
+    "Limit",
     "Name",
     "Round",
     "Since",
@@ -35,9 +39,11 @@ __all__ = [
     "Where",
     "Why",
     "chosen",
+    "ends",
     "everywhere",
     "moment",
     "routes_of",
+    "rows_of",
     "say_next",
     "store",
     "stores",
@@ -47,6 +53,11 @@ T = TypeVar("T")
 
 AT_ONCE = 16
 """How many brokers are visited at a time: many that do not answer take no longer than one."""
+
+MOST_ROWS = 1_000_000
+"""How long a page may be."""
+GREATEST = (1 << 63) - 1
+"""The greatest number of a row."""
 
 Config = Annotated[
     Path | None,
@@ -78,7 +89,7 @@ def moment(text: str) -> datetime:
     """
     try:
         return datetime.fromisoformat(text).astimezone()
-    except ValueError:
+    except (ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r} is no time such as 2026-01-31T12:00:00Z") from None
 
 
@@ -94,6 +105,7 @@ Until = Annotated[
     datetime | None,
     typer.Option(parser=moment, metavar="TIME", help="Messages created before. Default: all."),
 ]
+Limit = Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="How many to show at most.")]
 Before = Annotated[
     datetime | None,
     typer.Option(parser=moment, metavar="TIME", help="Only those set aside before."),
@@ -107,11 +119,21 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which they are
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
-def say_next(ends: Mapping[str, str | None]) -> None:
+def say_next(pages: Mapping[str, Page[Any]]) -> None:
     """Say how each broker's next page is shown, where there is one."""
-    for name, end in ends.items():
-        if end is not None:
-            echo(f"{name}: go on with --broker {name} --after {shlex.quote(end)}")
+    for name, page in pages.items():
+        if page.next is not None:
+            echo(f"{name}: go on with --broker {name} --after {shlex.quote(page.next)}")
+
+
+def rows_of(pages: Mapping[str, Page[Any]]) -> list[dict[str, Any]]:
+    """Return what pages show, each row with its broker, for JSON."""
+    return [{"broker": name, **one.as_dict()} for name, page in pages.items() for one in page.shown]
+
+
+def ends(pages: Mapping[str, Page[Any]]) -> dict[str, str | None]:
+    """Return where each broker's next page goes on, for JSON."""
+    return {name: page.next for name, page in pages.items()}
 
 
 def routes_of(settings: Settings) -> Callable[[psycopg.Connection[Any]], Routes]:

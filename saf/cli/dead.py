@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any
@@ -12,20 +13,25 @@ import psycopg
 import typer
 
 from saf.cli.brokers import (
+    GREATEST,
     After,
     AsJson,
     Before,
     Config,
     DryRun,
+    Limit,
     Name,
     Round,
     Why,
     chosen,
+    ends,
+    rows_of,
     say_next,
 )
 from saf.cli.console import echo, write
 from saf.cli.listing import Listing
 from saf.config import did_you_mean, load
+from saf.database.pages import Page
 from saf.errors import ConfigurationError, UsageError
 from saf.operating import decide
 from saf.operating.bulk import Decision, in_chunks
@@ -38,7 +44,10 @@ MOST = 1_000_000_000
 
 app = typer.Typer(no_args_is_help=True, help="Messages that a person has to decide about.")
 
-Ids = Annotated[list[int] | None, typer.Argument(help="Numbers, as `saf dead list` shows them.")]
+Ids = Annotated[
+    list[int] | None,
+    typer.Argument(max=GREATEST, help="Numbers, as `saf dead list` shows them."),
+]
 Reason = Annotated[str | None, typer.Option(help=f"One of {', '.join(REASONS)}.")]
 Service = Annotated[str | None, typer.Option(help="Only those for this service.")]
 Destination = Annotated[str | None, typer.Option(help="Only those for this destination.")]
@@ -48,7 +57,6 @@ Subscription = Annotated[
     str | None, typer.Option(help="Only those of this one: forwarder, or a receivers'.")
 ]
 Error = Annotated[str | None, typer.Option(help="Only those whose error has this text in it.")]
-Limit = Annotated[int, typer.Option(min=1, help="How many to show at most.")]
 
 
 @app.command("list")
@@ -64,9 +72,7 @@ def list_(
     before: Before = None,
     subscription: Subscription = None,
     error: Error = None,
-    after: Annotated[
-        int | None, typer.Option(help="Only those with greater numbers: the next page.")
-    ] = None,
+    after: After = None,
     limit: Limit = 100,
     count: Annotated[bool, typer.Option("--count", help="Only say how many there are.")] = False,
     as_json: AsJson = False,
@@ -74,14 +80,16 @@ def list_(
     """Show dead letters, oldest first."""
     which = _filter(
         dead_letter_ids=ids or None, reason=reason, service=service, destination=destination,
-        key=key, before=before, subscription=subscription, error=error, after=after,
+        key=key, before=before, subscription=subscription, error=error,
+        after=dead.place_at(after),
     )  # fmt: skip
     round_ = Round(chosen(load(config), broker))
+    round_.go_on(after)
     if count:
         _show_count(round_, which, as_json=as_json)
         return
-    found = round_.visit("dead", lambda connection, _: dead.dead_letters(connection, which, limit))
-    _show(round_, found, as_json=as_json)
+    pages = round_.visit("dead", lambda connection, _: dead.page(connection, which, limit))
+    _show(round_, pages, as_json=as_json)
 
 
 @app.command("audit")
@@ -97,31 +105,28 @@ def audit_(
 
     It says why; the last comes first.
     """
-    before = None if after is None else audit.page_end(after)
+    before = audit.place_at(after)
     round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
     pages = round_.visit("dead", lambda connection, _: audit.page(connection, limit, before))
-    found = {name: page.shown for name, page in pages.items()}
-    ends = {name: page.next for name, page in pages.items()}
     if as_json:
-        rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
-        echo(json.dumps({"audit": rows, "next": ends, "errors": round_.errors()}))
+        echo(json.dumps({"audit": rows_of(pages), "next": ends(pages), "errors": round_.errors()}))
     else:
         listing = Listing("broker", "when", "who", "person", "action", "messages", below="why")
-        for name, some in found.items():
-            for one in some:
+        for name, page in pages.items():
+            for one in page.shown:
                 listing.add(
                     name, at(one.audit_at), one.who, one.person or "", one.action,
                     f"{one.messages:,}", below=one.why,
                 )  # fmt: skip
         listing.show()
-        say_next(ends)
+        say_next(pages)
     round_.finish(say=not as_json)
 
 
 @app.command()
 def show(
-    number: Annotated[int, typer.Argument(help="As `saf dead list` shows it.")],
+    number: Annotated[int, typer.Argument(max=GREATEST, help="As `saf dead list` shows it.")],
     *,
     config: Config = None,
     broker: Name = None,
@@ -254,10 +259,8 @@ def _act(
 ) -> None:
     round_ = Round(chosen(load(config), broker))
     if dry_run:
-        found = round_.visit(
-            "dead", lambda connection, _: dead.dead_letters(connection, which, None)
-        )
-        _show(round_, found, as_json=as_json)
+        pages = round_.visit("dead", lambda connection, _: dead.page(connection, which, None))
+        _show(round_, pages, as_json=as_json)
         return
 
     def act(connection: psycopg.Connection[Any], _: object) -> list[UUID]:
@@ -284,21 +287,22 @@ def _show_count(round_: Round, which: Filter, *, as_json: bool) -> None:
     round_.finish(say=not as_json)
 
 
-def _show(round_: Round, found: dict[str, list[DeadLetter]], *, as_json: bool) -> None:
+def _show(round_: Round, pages: Mapping[str, Page[DeadLetter]], *, as_json: bool) -> None:
     if as_json:
-        rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
-        echo(json.dumps({"dead_letters": rows, "errors": round_.errors()}))
+        said = {"dead_letters": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
+        echo(json.dumps(said))
     else:
         listing = Listing(
             *("broker", "number", "when", "subscription", "reason", "service", "key", "bytes"),
             below="error",
         )
-        for name, some in found.items():
-            for one in some:
+        for name, page in pages.items():
+            for one in page.shown:
                 listing.add(
                     name, str(one.dead_letter_id), at(one.dead_letter_at),
                     one.subscription, one.reason, one.service, one.key or "", f"{one.bytes:,}",
                     below=one.error,
                 )  # fmt: skip
         listing.show()
+        say_next(pages)
     round_.finish(say=not as_json)

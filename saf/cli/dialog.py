@@ -9,12 +9,23 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf.cli.brokers import After, AsJson, Config, Round, Where, everywhere, say_next
+from saf.cli.brokers import (
+    After,
+    AsJson,
+    Config,
+    Limit,
+    Round,
+    Where,
+    ends,
+    everywhere,
+    rows_of,
+    say_next,
+)
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.config import load
 from saf.dialogs.comparing import compare
-from saf.dialogs.conversations import Conversation, clean_up, conversations, page, page_end
+from saf.dialogs.conversations import Conversation, clean_up, conversations, page, place_at
 from saf.dialogs.dialog import open_dialog
 from saf.dialogs.exchange import exchange
 from saf.dialogs.states import State
@@ -29,7 +40,6 @@ StateOption = Annotated[
     typer.Option("--state", help=f"Only those in it; may be repeated: {', '.join(State)}."),
 ]
 Service = Annotated[str | None, typer.Option(help="Only those of this service.")]
-Limit = Annotated[int, typer.Option(min=1, help="How many to show at most.")]
 Code = Annotated[int | None, typer.Option(help="End with an error of this code, above zero.")]
 Text = Annotated[str, typer.Option(help="What the error says to the other end.")]
 
@@ -46,7 +56,7 @@ def list_(
     as_json: AsJson = False,
 ) -> None:
     """Show conversations, oldest first."""
-    place = None if after is None else page_end(after)
+    place = place_at(after)
     round_ = Round(everywhere(load(config), broker))
     round_.go_on(after)
     pages = round_.visit(
@@ -55,23 +65,21 @@ def list_(
             connection, limit, service=service, states=state or None, after=place
         ),
     )
-    found = {name: there.shown for name, there in pages.items()}
-    ends = {name: there.next for name, there in pages.items()}
     if as_json:
-        rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
-        echo(json.dumps({"conversations": rows, "next": ends, "errors": round_.errors()}))
+        said = {"conversations": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
+        echo(json.dumps(said))
     else:
         listing = Listing(
             "broker", "handle", "state", "service", "with", "sent", "received", below="error"
         )
-        for name, some in found.items():
-            for one in some:
+        for name, there in pages.items():
+            for one in there.shown:
                 listing.add(
                     name, str(one.handle), one.state, one.service, one.far_service,
                     str(one.send_sequence), _received(one), below=_error(one),
                 )  # fmt: skip
         listing.show()
-        say_next(ends)
+        say_next(pages)
     round_.finish(say=not as_json)
 
 

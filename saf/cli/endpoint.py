@@ -13,7 +13,7 @@ import psycopg
 import typer
 
 from saf.broker import services
-from saf.cli.brokers import AsJson, Config, Round, Store, store
+from saf.cli.brokers import AsJson, Config, Limit, Round, Store, store
 from saf.cli.console import echo
 from saf.cli.dispatch import chosen, endpoints
 from saf.cli.listing import Listing
@@ -142,7 +142,7 @@ def show(name: Name, config: Config = None, as_json: AsJson = False) -> None:
 def history_(
     name: Name,
     config: Config = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
+    limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:
     """Show the last attempts that failed.

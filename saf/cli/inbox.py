@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
+from saf.cli.brokers import AsJson, Config, Limit, Round, Store, store, stores
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.cli.status import show_dropped
@@ -104,7 +104,7 @@ def peek(
     subscription: Annotated[str, typer.Argument(help="Whose messages.")],
     config: Config = None,
     broker: Store = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many to show at most.")] = 20,
+    limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:
     """Show the next messages of a subscription.

@@ -18,7 +18,9 @@ from saf.cli.brokers import (
     Since,
     Until,
     chosen,
+    ends,
     moment,
+    rows_of,
     say_next,
 )
 from saf.cli.console import echo, write
@@ -27,7 +29,7 @@ from saf.config import load
 from saf.errors import UsageError
 from saf.operating import outbox
 from saf.operating.forwarded import forwarded
-from saf.operating.outbox import SECONDS, STATES, Details, Page, Wanted
+from saf.operating.outbox import SECONDS, STATES, Details, SentPage, Wanted
 from saf.operating.wording import at
 
 app = typer.Typer(no_args_is_help=True, help="The messages that were sent, and how far they are.")
@@ -64,26 +66,22 @@ def list_(
     """
     if state is not None and state not in STATES:
         raise UsageError(f"--state {state}: the states are {', '.join(STATES)}")
+    place = outbox.place_at(after, state)
     round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
     wanted = Wanted(state=state, service=service, key=key, since=since, until=until)
     found = round_.visit(
         "outbox",
         lambda connection, _: outbox.messages(
-            connection, wanted, after=after, limit=limit, seconds=timeout
+            connection, wanted, after=place, limit=limit, seconds=timeout
         ),
     )
-    ends = {name: page.next for name, page in found.items()}
     if as_json:
-        rows = [
-            {"broker": name, **one.as_dict()}
-            for name, page in found.items()
-            for one in page.messages
-        ]
-        echo(json.dumps({"messages": rows, "next": ends, "errors": round_.errors()}))
+        said = {"messages": rows_of(found), "next": ends(found), "errors": round_.errors()}
+        echo(json.dumps(said))
     else:
         _listing(found).show()
-        say_next(ends)
+        say_next(found)
     round_.finish(say=not as_json)
 
 
@@ -158,10 +156,8 @@ def forwarded_(
         rows = [{"broker": name, **one.as_dict()} for name, one in found.items()]
         echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
     else:
-        pages = {
-            name: Page(messages=tuple(one.left.values()), next=None) for name, one in found.items()
-        }
-        if any(page.messages for page in pages.values()):
+        pages = {name: SentPage(shown=tuple(one.left.values())) for name, one in found.items()}
+        if any(page.shown for page in pages.values()):
             _listing(pages).show()
         elif not round_.failed:
             echo(f"everything that was sent before {at(until)} has been forwarded")
@@ -185,13 +181,13 @@ def _write_body(round_: Round, id_: int) -> None:
         write(body or b"")
 
 
-def _listing(found: dict[str, Page]) -> Listing:
+def _listing(found: dict[str, SentPage]) -> Listing:
     listing = Listing(
         *("broker", "id", "message id", "state", "service", "key", "type", "bytes", "created"),
         below="waits for",
     )
     for name, page in found.items():
-        for one in page.messages:
+        for one in page.shown:
             waits = f"{one.destination}: {one.error or ''}" if one.destination else one.error
             listing.add(
                 name, str(one.id), str(one.message_id), one.state, one.service, one.key or "",

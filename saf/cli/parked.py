@@ -9,7 +9,19 @@ from typing import Annotated
 import typer
 
 from saf.cli import parked_messages
-from saf.cli.brokers import After, AsJson, Config, Name, Round, Why, chosen, say_next
+from saf.cli.brokers import (
+    MOST_ROWS,
+    After,
+    AsJson,
+    Config,
+    Name,
+    Round,
+    Why,
+    chosen,
+    ends,
+    rows_of,
+    say_next,
+)
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.cli.parked_messages import Destination, LaneKind, Subject, Subscription
@@ -17,7 +29,7 @@ from saf.config import load
 from saf.operating.wording import at, counted
 from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
-from saf.setaside.waiting import Lanes, Parked, Waiting, parked, retry_now
+from saf.setaside.waiting import Lanes, Parked, Waiting, parked, place_at, retry_now
 
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
 
@@ -29,7 +41,9 @@ def list_(
     *,
     config: Config = None,
     broker: Name = None,
-    limit: Annotated[int, typer.Option(min=1, help="Lanes per broker, at most.")] = LIMIT,
+    limit: Annotated[
+        int, typer.Option(min=1, max=MOST_ROWS, help="Lanes per broker, at most.")
+    ] = LIMIT,
     subscription: Subscription = None,
     destination: Destination = None,
     kind: LaneKind = None,
@@ -42,27 +56,22 @@ def list_(
     It says how many are in each, why, and when it is tried next. If there are more lanes than the
     limit, those that hold up most are shown.
     """
+    place = place_at(after)
     round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
     which = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
     lanes = round_.visit(
-        "parked", lambda connection, _: parked(connection, limit, lanes=which, after=after)
+        "parked", lambda connection, _: parked(connection, limit, lanes=which, after=place)
     )
-    ends = {name: found.next for name, found in lanes.items()}
     if as_json:
-        rows = [
-            {"broker": name, **lane.as_dict()}
-            for name, found in lanes.items()
-            for lane in found.shown
-        ]
         counts = {name: found.lanes for name, found in lanes.items()}
-        said = {"parked": rows, "lanes": counts, "next": ends, "errors": round_.errors()}
-        echo(json.dumps(said))
+        said = {"parked": rows_of(lanes), "lanes": counts, "next": ends(lanes)}
+        echo(json.dumps({**said, "errors": round_.errors()}))
     else:
         listing(lanes).show()
         if after is None:
             show_how_many_more(lanes)
-        say_next(ends)
+        say_next(lanes)
     round_.finish(say=not as_json)
 
 

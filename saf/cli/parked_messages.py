@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any
@@ -11,10 +12,25 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Before, Config, Name, Round, Why, chosen
+from saf.cli.brokers import (
+    GREATEST,
+    After,
+    AsJson,
+    Before,
+    Config,
+    Limit,
+    Name,
+    Round,
+    Why,
+    chosen,
+    ends,
+    rows_of,
+    say_next,
+)
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.config import did_you_mean, load
+from saf.database.pages import Page
 from saf.errors import ConfigurationError, UsageError
 from saf.operating import decide_parked
 from saf.operating.bulk import Decision, in_chunks
@@ -27,7 +43,8 @@ MOST = 1_000_000_000
 """More than there are: a command may take the time to count all."""
 
 Ids = Annotated[
-    list[int] | None, typer.Argument(help="Numbers, as `saf parked messages` shows them.")
+    list[int] | None,
+    typer.Argument(max=GREATEST, help="Numbers, as `saf parked messages` shows them."),
 ]
 Subscription = Annotated[str | None, typer.Option(help="Only what this one set aside.")]
 Destination = Annotated[str | None, typer.Option(help="Only what waits for this one.")]
@@ -53,10 +70,8 @@ def messages(
     service: Service = None,
     key: Key = None,
     before: Before = None,
-    after: Annotated[
-        int | None, typer.Option(help="Only those with greater numbers: the next page.")
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many to show at most.")] = 100,
+    after: After = None,
+    limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
     """Show parked messages one by one.
@@ -65,18 +80,20 @@ def messages(
     """
     which = ParkedFilter(
         parked_ids=ids or None, subscription=subscription, destination=destination, lane=kind,
-        subject=subject, service=service, key=key, before=before, after=after,
+        subject=subject, service=service, key=key, before=before,
+        after=parked_messages.place_at(after),
     )  # fmt: skip
     round_ = Round(chosen(load(config), broker))
-    found = round_.visit(
-        "parked",
-        lambda connection, _: parked_messages.parked_messages(connection, which, limit),
+    round_.go_on(after)
+    pages = round_.visit(
+        "parked", lambda connection, _: parked_messages.page(connection, which, limit)
     )
     if as_json:
-        rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
-        echo(json.dumps({"parked": rows, "errors": round_.errors()}))
+        said = {"parked": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
+        echo(json.dumps(said))
     else:
-        _listing(found).show()
+        _listing(pages).show()
+        say_next(pages)
     round_.finish(say=not as_json)
 
 
@@ -200,12 +217,12 @@ def _count(round_: Round, which: ParkedFilter, to: str | None, *, as_json: bool)
     round_.finish(say=not as_json)
 
 
-def _listing(found: dict[str, list[ParkedMessage]]) -> Listing:
+def _listing(pages: Mapping[str, Page[ParkedMessage]]) -> Listing:
     listing = Listing(
         "broker", "number", "when", "lane", "set aside by", "service", "key", "bytes", below="error"
     )
-    for name, some in found.items():
-        for one in some:
+    for name, page in pages.items():
+        for one in page.shown:
             listing.add(
                 name, str(one.parked_id), at(one.parked_at), str(one.lane), one.subscription,
                 one.service, one.key or "", f"{one.bytes:,}", below=one.error or "",

@@ -1,8 +1,8 @@
 """Databases as the rest of the library meets them: where they are, how long they are waited for.
 
-Here belongs whatever opens, bounds, keeps or repeats a connection, with any driver. What is asked
-over a connection belongs to the room that asks, and so does any table of the schema. The one
-exception is the schema's revision.
+Here belongs whatever opens, bounds, keeps or repeats a connection, with any driver, and how what is
+long is read a page at a time. What is asked over a connection belongs to the room that asks, and so
+does any table of the schema. The one exception is the schema's revision.
 """
 
 from saf.database.arrays import array

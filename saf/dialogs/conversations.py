@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import psycopg
 
 from saf.database import fetch
+from saf.database.pages import Page, foreign, page_of
 from saf.dialogs.states import State
 from saf.errors import DialogNotFound, UsageError
 from saf.log.shards import shard_expression
@@ -127,15 +128,6 @@ class Conversation:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """Some ends of conversations, the oldest first."""
-
-    shown: Sequence[Conversation]
-    next: str | None
-    """Where the next page goes on; None: there is none."""
-
-
 def conversations(
     conn: Conn,
     *,
@@ -185,28 +177,31 @@ def page(
     service: str | None = None,
     states: Iterable[str] | None = None,
     after: tuple[datetime, UUID] | None = None,
-) -> Page:
+) -> Page[Conversation]:
     """Return a page of `conversations`."""
-    found = conversations(conn, service=service, states=states, limit=limit + 1, after=after)
-    last = found[limit - 1] if len(found) > limit else None
-    end = None if last is None else f"{last.created_at.isoformat()} {last.handle}"
-    return Page(shown=found[:limit], next=end)
+    return page_of(
+        lambda most: conversations(conn, service=service, states=states, limit=most, after=after),
+        limit,
+        lambda one: f"{one.created_at.isoformat()} {one.handle}",
+    )
 
 
-def page_end(text: str) -> tuple[datetime, UUID]:
-    """Return what a page has said of where the next one goes on, as `page` takes it.
+def place_at(place: str | None) -> tuple[datetime, UUID] | None:
+    """Return where a page goes on, as `page` takes it, by what the page before has said.
 
     Raises:
         UsageError: no page of conversations ends there.
     """
-    moment, _, handle = text.partition(" ")
+    if place is None:
+        return None
+    moment, _, handle = place.partition(" ")
     try:
-        return datetime.fromisoformat(moment), UUID(handle)
-    except ValueError:
-        raise UsageError(
-            f"--after {text!r}: no page of conversations ends there; say what the page before has "
-            "said"
-        ) from None
+        created_at = datetime.fromisoformat(moment)
+        if created_at.tzinfo is not None:  # whose offset a database need not know
+            return created_at.astimezone(UTC), UUID(handle)
+    except (ValueError, OverflowError):
+        pass
+    raise foreign(place, "conversations")
 
 
 def clean_up(connection: psycopg.Connection[Any], handle: UUID) -> None:

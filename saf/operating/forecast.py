@@ -8,6 +8,7 @@ destination answers, which service a router will name, and that a message will b
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -73,7 +74,7 @@ class Forecast:
     """What is parked: lanes whose time has come are tried first."""
 
     @property
-    def lanes(self) -> tuple[Parked, ...]:
+    def lanes(self) -> Sequence[Parked]:
         """The lanes of the forwarder."""
         return self.waiting.shown
 

@@ -68,6 +68,6 @@ def forwarded(
         connection.execute(SNAPSHOT)
         for state in LEFT:
             page = messages(connection, replace(wanted, state=state), limit=1, seconds=seconds)
-            for one in page.messages:
+            for one in page.shown:
                 left[state] = one
     return Forwarded(left=left)

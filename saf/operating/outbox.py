@@ -31,6 +31,7 @@ from psycopg.rows import dict_row
 
 from saf.broker.restored import refuse
 from saf.database import fetch
+from saf.database.pages import Page, foreign
 from saf.errors import UsageError
 from saf.limits import HEADERS_READABLE
 from saf.log.cursor import BY_INDEX
@@ -40,6 +41,10 @@ from saf.log.shards import LAST, shard_of
 from saf.operating.stretches import Looked, look
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import SAME_LANE
+
+Place = tuple[str, int]
+"""A transaction and an id in the outbox; or "0" and the number of what is set aside."""
+NUMBER = re.compile("[0-9]{1,18}")
 
 State = Literal["pending", "forwarded", "parked", "dead"]
 STATES: tuple[State, ...] = ("pending", "forwarded", "parked", "dead")
@@ -189,11 +194,9 @@ class Sent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Page:
-    """Some messages, and where the next page begins; None if there is none."""
+class SentPage(Page[Sent]):
+    """A page of an outbox. It may be shorter than its limit, and the last one may be empty."""
 
-    messages: tuple[Sent, ...]
-    next: str | None
     before: datetime | None = None
     """If the time to look was over first: only messages from before then were looked at, about."""
 
@@ -202,28 +205,28 @@ def messages(
     connection: psycopg.Connection[Any],
     wanted: Wanted,
     *,
-    after: str | None = None,
+    after: Place | None = None,
     limit: int = 100,
     seconds: float = SECONDS,
     look_seconds: float | None = None,
-) -> Page:
+) -> SentPage:
     """Return a page of an outbox, the oldest transactions first. Only reads.
 
     Args:
         connection: in autocommit.
         wanted: which messages.
-        after: where the page before has ended; None for the first page.
+        after: where the page goes on, see `place_at`; None for the first page.
         limit: the most messages.
         seconds: the bound of a statement.
         look_seconds: after so long, what was found by then is the page; None: the page is full, or
             the last one.
 
     Raises:
-        UsageError: a statement takes longer, or ``after`` ends no page of these.
+        UsageError: a statement takes longer.
         Restored: the cursors do not say what is pending.
     """
     refuse(connection)
-    txid, number = _page_end(wanted.state, after)
+    txid, number = ("0", 0) if after is None else after
     params: dict[str, Any] = {
         **asdict(wanted),
         "txid": txid,
@@ -252,7 +255,7 @@ def messages(
     end = looked.rows[-1]["page_end"] if len(looked.rows) == limit else None
     if looked.place is not None:
         end = f"{looked.place}.0"  # all ids are above it
-    return Page(messages=found, next=end, before=looked.before)
+    return SentPage(shown=found, next=end, before=looked.before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,17 +378,22 @@ def _with_state(
             yield Sent(**known, state="forwarded" if row["complete"] else "pending")
 
 
-def _page_end(state: State | None, after: str | None) -> tuple[str, int]:
-    """Take apart where a page has ended: a transaction and an id, or a number."""
-    if after is None:
-        return "0", 0
-    shape = r"(\d{1,18})" if state in OF_STATE else r"(\d{1,18})\.(\d{1,18})"
-    if (match := re.fullmatch(shape, after)) is None:
-        raise UsageError(
-            f"--after {after!r}: no page of these messages ends there; say what the page before "
-            "has printed, with the same --state"
-        )
-    return (match[1], int(match[2])) if match.lastindex == 2 else ("0", int(match[1]))  # noqa: PLR2004
+def place_at(place: str | None, state: State | None) -> Place | None:
+    """Return where a page goes on, as `messages` takes it, by what the page before has said.
+
+    >>> place_at("812.40", "pending"), place_at("7", "dead")
+    (('812', 40), ('0', 7))
+
+    Raises:
+        UsageError: no page of messages in this state ends there.
+    """
+    if place is None:
+        return None
+    txid, dot, number = ("0", ".", place) if state in OF_STATE else place.partition(".")
+    if not (dot and NUMBER.fullmatch(txid) and NUMBER.fullmatch(number)):
+        said = "what the page before has said, with the same --state"
+        raise foreign(place, "these messages", said=said)
+    return txid, int(number)
 
 
 @contextmanager

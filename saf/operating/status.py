@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -140,7 +141,7 @@ class BrokerStatus:
         return self.waiting.messages
 
     @property
-    def lanes(self) -> tuple[Parked, ...]:
+    def lanes(self) -> Sequence[Parked]:
         """The lanes that wait; if there are many, those that hold up most."""
         return self.waiting.shown
 

@@ -12,7 +12,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch
-from saf.errors import UsageError
+from saf.database.pages import Page, number_at, page_of
 
 # Numbers are given in the order of the commits, across retries too: the messages of a low number
 # must not arrive after those of a higher one.
@@ -55,15 +55,6 @@ class Audited:
         return asdict(self) | {"audit_at": self.audit_at.isoformat(), "first_message_ids": ids}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """Some of the audit, the last first."""
-
-    shown: Sequence[Audited]
-    next: str | None
-    """Where the next page goes on; None: there is none."""
-
-
 def audit(
     connection: psycopg.Connection[Any],
     action: str,
@@ -82,29 +73,26 @@ def audit(
 
 
 def audited(
-    connection: psycopg.Connection[Any], limit: int = 100, before: int | None = None
+    connection: psycopg.Connection[Any], limit: int | None = 100, before: int | None = None
 ) -> list[Audited]:
     """Return what people did with messages, the last first; ``before`` is an audit_id."""
     with psycopg.Cursor(connection, row_factory=class_row(Audited)) as cursor:
         return cursor.execute(AUDITED, {"limit": limit, "before": before}).fetchall()
 
 
-def page(connection: psycopg.Connection[Any], limit: int, before: int | None = None) -> Page:
+def page(
+    connection: psycopg.Connection[Any], limit: int, before: int | None = None
+) -> Page[Audited]:
     """Return a page of `audited`."""
-    found = audited(connection, limit + 1, before)
-    more = len(found) > limit
-    return Page(shown=found[:limit], next=str(found[limit - 1].audit_id) if more else None)
+    return page_of(
+        lambda most: audited(connection, most, before), limit, lambda one: str(one.audit_id)
+    )
 
 
-def page_end(text: str) -> int:
-    """Return what a page has said of where the next one goes on, as `page` takes it.
-
-    >>> page_end("17")
-    17
+def place_at(place: str | None) -> int | None:
+    """Return where a page goes on, as `page` takes it, by what the page before has said.
 
     Raises:
         UsageError: no page of the audit ends there.
     """
-    if not (text.isascii() and text.isdecimal() and len(text) < 19):  # noqa: PLR2004 - a bigint
-        raise UsageError(f"--after {text!r}: no page of the audit ends there, but at a number")
-    return int(text)
+    return number_at(place, "the audit")

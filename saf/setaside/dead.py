@@ -20,6 +20,7 @@ from psycopg.rows import class_row
 
 from saf.columns import COLUMNS
 from saf.database import fetch
+from saf.database.pages import Page, number_at, page_of
 from saf.limits import HEADERS_READABLE, WHY_NOT
 from saf.message import MAX_BODY
 from saf.signing.verifier import ALTERED, UNKNOWN_KEY, UNSIGNED
@@ -109,7 +110,7 @@ class Filter:
     error: str | None = None
     """A part of the error's text, in upper or lower case."""
     after: int | None = None
-    """Only those with greater numbers."""
+    """Only those with greater numbers: the next page."""
     through: int | None = None
     """Only those up to this number: none that died later."""
 
@@ -230,6 +231,26 @@ def dead_letters(
     """Return the dead letters that a filter matches, the oldest first."""
     with psycopg.Cursor(connection, row_factory=class_row(DeadLetter)) as cursor:
         return cursor.execute(LIST, asdict(chosen) | {"limit": limit}).fetchall()
+
+
+def page(
+    connection: psycopg.Connection[Any], chosen: Filter, limit: int | None
+) -> Page[DeadLetter]:
+    """Return a page of `dead_letters`; the filter says after which."""
+    return page_of(
+        lambda most: dead_letters(connection, chosen, most),
+        limit,
+        lambda one: str(one.dead_letter_id),
+    )
+
+
+def place_at(place: str | None) -> int | None:
+    """Return where a page goes on, as `Filter` takes it, by what the page before has said.
+
+    Raises:
+        UsageError: no page of dead letters ends there.
+    """
+    return number_at(place, "dead letters")
 
 
 def count(connection: psycopg.Connection[Any], chosen: Filter, most: int) -> Counted:

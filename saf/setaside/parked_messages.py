@@ -27,6 +27,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch
+from saf.database.pages import Page, number_at, page_of
 from saf.log.shards import ALL_SHARDS, LAST
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
@@ -135,7 +136,7 @@ class ParkedFilter:
     key: str | None = None
     before: datetime | None = None
     after: int | None = None
-    """Only those with greater numbers."""
+    """Only those with greater numbers: the next page."""
     through: int | None = None
     """Only those up to this number: none that was parked later."""
 
@@ -222,6 +223,26 @@ def parked_messages(
     params = asdict(chosen) | {"limit": limit, "to": to}
     with psycopg.Cursor(connection, row_factory=class_row(ParkedMessage)) as cursor:
         return cursor.execute(LIST, params).fetchall()
+
+
+def page(
+    connection: psycopg.Connection[Any], chosen: ParkedFilter, limit: int
+) -> Page[ParkedMessage]:
+    """Return a page of `parked_messages`; the filter says after which."""
+    return page_of(
+        lambda most: parked_messages(connection, chosen, most),
+        limit,
+        lambda one: str(one.parked_id),
+    )
+
+
+def place_at(place: str | None) -> int | None:
+    """Return where a page goes on, as `ParkedFilter` takes it, by what the page before has said.
+
+    Raises:
+        UsageError: no page of parked messages ends there.
+    """
+    return number_at(place, "parked messages")
 
 
 def count(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
 from uuid import UUID
 
 import psycopg
 from psycopg.rows import class_row
+from pydantic import Field, StringConstraints, TypeAdapter
 
 from saf.database import fetch
-from saf.errors import UsageError
+from saf.database.pages import Page, foreign, page_of
 from saf.setaside.audit import audit
 from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Kind
 from saf.setaside.parking import BLOCKED, Backoff
@@ -41,14 +41,15 @@ class Parked(Backoff):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiting:
-    """What waits in a broker: the lanes that are shown, how many there are, and their messages."""
+class Waiting(Page[Parked]):
+    """What waits in a broker: a page of lanes, how many there are, and their messages."""
 
-    shown: tuple[Parked, ...] = ()
     lanes: int = 0
     messages: int = 0
-    next: str | None = None
-    """Where the next page goes on; None: there is none."""
+
+
+Place = list[str]
+"""What the list is sorted by, of one lane; see `PLACE`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,10 @@ class _Parked(Parked):
 # so that lanes that come or go before it move none; one that is tried meanwhile changes its place.
 PLACE = f"log = 'inbox', subscription, kind = ANY (%(of_service)s), -attempts, {THE_LANE}"
 PLACE_TYPES = ("bool", "text", "bool", "int", "text", "text", "text", "uuid")
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
+LessAttempts = Annotated[int, Field(ge=-(1 << 31), le=0)]
+PLACES = TypeAdapter(tuple[bool, Text, bool, LessAttempts, Text, Text, Text, UUID])
+"""Places that a database takes."""
 PARKED = f"""
 SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attempt_at, due, error,
        since, awaits_handler, message_type, lanes, to_jsonb(ARRAY[
@@ -130,61 +135,49 @@ def parked(
     subscription: str | None = None,
     *,
     lanes: Lanes = ANY,
-    after: str | None = None,
+    after: Place | None = None,
     most: int | None = None,
 ) -> Waiting:
     """Return up to ``limit`` lanes that wait in a broker, or in one of its subscriptions.
 
-    ``after`` is where a page before has said that the next one goes on. With ``most``, no more
-    messages of a lane are counted, and those of all lanes together are not.
-
-    Raises:
-        UsageError: no page of lanes goes on there.
+    ``after`` is where the page goes on; see `place_at`. With ``most``, no more messages of a lane
+    are counted, and those of all lanes together are not.
     """
     chosen = replace(lanes, subscription=subscription) if subscription else lanes
-    with psycopg.Cursor(connection, row_factory=class_row(_Parked)) as cursor:
-        params = {
-            "of_service": list(OF_SERVICE),
-            "limit": limit and limit + 1,  # one more says whether there is another page
-            "after": None if after is None else _place(after),
-            "most": most,
-            **asdict(chosen),
-        }
-        found = cursor.execute(PARKED, params).fetchall()
-    messages = fetch(connection, PARKED_MESSAGES, params)[0][0] if most is None else 0
-    shown = tuple(
-        Parked(**{f.name: getattr(one, f.name) for f in fields(Parked)}) for one in found[:limit]
-    )
-    more = limit is not None and len(found) > limit
+    params = {"of_service": list(OF_SERVICE), "after": after, "most": most, **asdict(chosen)}
+
+    def read(limit: int | None) -> list[_Parked]:
+        with psycopg.Cursor(connection, row_factory=class_row(_Parked)) as cursor:
+            return cursor.execute(PARKED, params | {"limit": limit}).fetchall()
+
+    page = page_of(read, limit, lambda one: one.place)
     return Waiting(
-        shown=shown,
-        lanes=found[0].lanes if found else 0,
-        messages=messages,
-        next=found[limit - 1].place if limit and more else None,
+        shown=tuple(
+            Parked(**{f.name: getattr(one, f.name) for f in fields(Parked)}) for one in page.shown
+        ),
+        next=page.next,
+        lanes=page.shown[0].lanes if page.shown else 0,
+        messages=fetch(connection, PARKED_MESSAGES, params)[0][0] if most is None else 0,
     )
 
 
-def _place(after: str) -> list[str]:
-    """Return the place of a lane in the list, as a page has given it.
+def place_at(place: str | None) -> Place | None:
+    """Return where a page goes on, as `parked` takes it, by what the page before has said.
 
-    >>> _place('["false", "forwarder", "true", "-4", "mom", "service", "billing"]')
+    >>> place_at('["false", "forwarder", "true", "-4", "mom", "service", "billing"]')
     Traceback (most recent call last):
-    saf.errors.UsageError: --after '["false", "forwarder", "true", "-4", "mom", "service", \
-"billing"]': no page of lanes goes on there; say what the page before has said
+    saf.errors.UsageError: no page of lanes ends at '["false", "forwarder", "true", "-4", "mom", \
+"service", "billing"]': say what the page before has said
+
+    Raises:
+        UsageError: no page of lanes ends there.
     """
+    if place is None:
+        return None
     try:
-        place = json.loads(after)
-        first, subscription, of_service, attempts, *lane, broker = place
-        whole = len(lane) == 3 and {first, of_service} <= {"true", "false"}  # noqa: PLR2004
-        if whole and all(isinstance(one, str) for one in place) and "\0" not in "".join(place):
-            int(attempts)
-            UUID(broker)
-            return [first, subscription, of_service, attempts, *lane, broker]
-    except (TypeError, ValueError):
-        pass
-    raise UsageError(
-        f"--after {after!r}: no page of lanes goes on there; say what the page before has said"
-    )
+        return [str(one) for one in PLACES.validate_json(place)]
+    except ValueError:
+        raise foreign(place, "lanes") from None
 
 
 def retry_now(

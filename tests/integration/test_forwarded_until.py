@@ -12,7 +12,7 @@ import pytest
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.operating.forwarded import forwarded
-from saf.operating.outbox import Page, Wanted, messages
+from saf.operating.outbox import SentPage, Wanted, messages
 from tests.pipeline import connect, forward, send
 from tests.programs import configuration, saf
 
@@ -99,7 +99,7 @@ def test_a_source_that_is_down_is_not_forwarded(app: Dsn, mom: Dsn, tmp_path: Pa
 def test_a_dead_letter_that_is_retried_meanwhile_is_not_overlooked(
     app: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reading(connection: Any, wanted: Wanted, **options: Any) -> Page:
+    def reading(connection: Any, wanted: Wanted, **options: Any) -> SentPage:
         page = messages(connection, wanted, **options)
         if wanted.state == "parked":
             with connect(app) as other:

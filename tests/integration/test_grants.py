@@ -860,7 +860,7 @@ def test_an_operator_sees_the_state_of_things_and_mends_routes_and_what_was_set_
     with connect(granted(app, "operator")) as connection:
         status = broker_status(connection)
         assert (status.pending, status.parked, status.dead_letters) == (1, 0, 1)
-        assert [one.state for one in outbox.messages(connection, outbox.Wanted()).messages] == [
+        assert [one.state for one in outbox.messages(connection, outbox.Wanted()).shown] == [
             "pending"
         ]
         assert [one.backlog.messages for one in memberships(connection)] == [1]

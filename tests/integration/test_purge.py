@@ -10,7 +10,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pyarrow.parquet as pq
 import pytest
 
@@ -18,6 +17,7 @@ from saf.database import Dsn
 from saf.log.archive import LOCK, ParquetArchive
 from saf.log.ring import SLOT_ROWS, SLOTS, Contents, Slot
 from saf.operating.maintenance import purge_broker
+from tests.archives import read_inbox
 from tests.pipeline import connect, forward
 from tests.processes import start, wait
 from tests.programs import configuration, last_json, run, saf, send
@@ -27,15 +27,6 @@ from tests.waits import until
 DONE, USAGE, TRY_AGAIN = 0, 2, 75
 LONG_SECONDS = 120
 GROWTH_MIB = 48
-
-EVERYTHING = """
-INSERT INTO saf.inbox (from_service, to_service, to_broker, key, conversation_id, from_initiator,
-                       sequence, message_type, headers, body, deliver_at, expires_at, source)
-SELECT 'shop', 'billing', gen_random_uuid(), 'Zürich', gen_random_uuid(), true, n, 'order',
-       '{"a": [1, null]}', decode('00ff', 'hex'), now(), now() + interval '1 day',
-       gen_random_uuid()
-FROM generate_series(1, 3) AS n
-"""
 
 
 def fill_a_slot(app: Dsn, mom: Dsn, count: int) -> None:
@@ -183,19 +174,8 @@ def test_a_retention_that_is_no_duration_is_refused(tmp_path: Path, wrong: str) 
 
 
 def test_the_archive_holds_exactly_what_went(tmp_path: Path, mom: Dsn) -> None:
+    rows = read_inbox(mom)
     with connect(mom) as connection:
-        connection.execute(EVERYTHING)
-        connection.execute("INSERT INTO saf.inbox (to_service, body) VALUES ('sparse', '')")
-        with psycopg.Cursor(connection, row_factory=psycopg.rows.dict_row) as cursor:
-            rows = cursor.execute(
-                "SELECT *, txid::text::bigint AS txid FROM saf.inbox ORDER BY id"
-            ).fetchall()
-        connection.execute("INSERT INTO saf.subscription (name, log) VALUES ('s', 'inbox')")
-        connection.execute(
-            "INSERT INTO saf.cursor (subscription_id, shard, done) SELECT subscription_id, "
-            "generate_series(0, 63), pg_current_snapshot() FROM saf.subscription WHERE name = 's'"
-        )
-        leave_slot(mom, "inbox")
         outcome = purge_broker(
             connection,
             retention_seconds=0,

@@ -13,6 +13,7 @@ from saf.spark import java, jvm
 from saf.spark.table.fields import TEXT, schema_of
 from saf.spark.table.options import NAMES
 from saf.spark.table.outgoing import TYPES
+from tests import short_lived
 from tests.archives import in_log, may_go
 from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import bodies, connect, run
@@ -126,6 +127,7 @@ def recipe(name: str, folder: Path) -> str:
     done = run_program(
         [sys.executable, "-c", script.replace("local[*]", "local[2]")],
         env={
+            **short_lived.defaults(folder / "spark"),
             "JAVA_HOME": jvm.environment(java.find())["JAVA_HOME"],
             "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",  # as in an activated environment
         },

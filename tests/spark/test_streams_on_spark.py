@@ -18,6 +18,7 @@ from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
 from saf.spark import java, jvm
+from tests import short_lived
 from tests.pipeline import connect
 from tests.programs import BIN, configuration, environment
 from tests.spark.tables import session
@@ -135,6 +136,7 @@ def driver(folder: Path, at_once: int, master: str, trigger: str) -> subprocess.
         return subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(folder), str(at_once), master, trigger],
             env=environment(
+                **short_lived.defaults(folder / "spark"),
                 JAVA_HOME=jvm.environment(java.find())["JAVA_HOME"],
                 PATH=f"{BIN}:/usr/local/bin:/usr/bin:/bin",
                 PYSPARK_PYTHON=sys.executable,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from tests import on_spark
 from tests.destinations import NOWHERE
 from tests.on_spark import forward
 from tests.pipeline import bodies, connect, let_time_pass
-from tests.programs import BIN, ROOT, configuration, run
+from tests.programs import BIN, ROOT, configuration, run, saf
 
 SEND = """
 INSERT INTO saf.outbox (to_service, key, headers, body) VALUES (%s, %s, '{"a": 1}', %s)
 RETURNING message_id
 """
+REFUSE = "ALTER TABLE saf.inbox ADD CONSTRAINT nothing CHECK (body = '')"
+ALLOW = "ALTER TABLE saf.inbox DROP CONSTRAINT nothing"
 
 Config = Callable[..., Path]
 
@@ -65,6 +68,20 @@ def kept(source: psycopg.Connection[Any]) -> int:
     row = source.execute("SELECT count(*) FROM saf.kept_result").fetchone()
     assert row is not None
     return int(row[0])
+
+
+def made_of(source: psycopg.Connection[Any]) -> list[str]:
+    """The bodies that are kept, in the order of the messages."""
+    rows = source.execute("SELECT convert_from(body, 'UTF8') FROM saf.kept_result ORDER BY id")
+    return [body for (body,) in rows]
+
+
+def purge(config: Path) -> int:
+    """How many kept results a purge has removed."""
+    done = saf("purge", "--config", config, "--json")
+    assert done.returncode == 0, done.stderr
+    (of_app,) = json.loads(done.stdout)["brokers"]
+    return int(of_app["kept_results"])
 
 
 def waits(source: psycopg.Connection[Any]) -> dict[str, str]:
@@ -203,6 +220,34 @@ def test_what_is_not_deterministic_is_the_same_when_a_destination_is_back(
     forward(path)
     assert bodies(other) == bodies(mom)
     assert kept(source) == 0, "a purge has removed it"
+
+
+def test_a_dead_letter_is_retried_with_what_was_kept_of_it_which_goes_when_the_dead_letter_has_gone(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config
+) -> None:
+    path = config("tests.transforms:drawn")
+    by_chance(path)
+    with connect(mom) as store:
+        store.execute(REFUSE)
+        sent = send(source, "1", "2", "3", "4")
+        forward(path)
+        assert [body for body, _ in dead(source)] == [b"1", b"2", b"3", b"4"], "as they were sent"
+        made = made_of(source)
+        forward(path)
+        purge(path)
+        assert (len(made), made_of(source)) == (4, made)
+        ((first,),) = source.execute("SELECT min(dead_letter_id) FROM saf.dead_letter").fetchall()
+        assert saf("dead", "discard", str(first), "--config", path).returncode == 0
+        assert purge(path) == 1
+        assert made_of(source) == made[1:]
+        store.execute(ALLOW)
+    assert saf("dead", "retry", "--all", "--config", path).returncode == 0
+    assert purge(path) == 0, "it is parked now"
+    forward(path)
+    assert (
+        stored(mom, "message_id, convert_from(body, 'UTF8')") == [*zip(sent, made, strict=True)][1:]
+    )
+    assert (dead(source), kept(source)) == ([], 0)
 
 
 def by_chance(path: Path, chunk_rows: int = 1000) -> None:

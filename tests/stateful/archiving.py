@@ -11,12 +11,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import psycopg
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from saf.destinations.archives import archive_at
 from saf.errors import PurgedMeanwhile
@@ -24,10 +23,10 @@ from saf.failpoints import arm
 from saf.log import ring
 from tests.archives import DONE, FORMS, Reading, in_log, next_slot, place, texts
 from tests.dying import Crash, crash
+from tests.stateful.senders import Senders
 from tests.stateful.site import Place, Site
 
 DSN_FROM = "SAF_STATEFUL_ARCHIVE"
-SEND = "INSERT INTO saf.outbox (to_service, key, body) VALUES ('lake', %s, %s)"
 # An id that was drawn, and comes late
 SEND_LATE = """
 INSERT INTO saf.outbox (id, to_service, key, body) OVERRIDING SYSTEM VALUE
@@ -36,7 +35,7 @@ FROM saf.outbox_id_seq WHERE last_value >> 20 >= %(ago)s
 RETURNING id
 """
 POINTS = ("", "", "archive_written", "archived")
-MOST_OPEN, MOST_PLANNED = 2, 2
+MOST_PLANNED = 2
 
 
 @dataclass
@@ -47,15 +46,12 @@ class Planned:
     committed: list[str]
 
 
-class Archiving(RuleBasedStateMachine):
+class Archiving(Senders):
     """One outbox and its archive."""
 
     def __init__(self, app: Place) -> None:
-        super().__init__()
-        self.app = app
+        super().__init__(app)
         self.number = 0
-        self.open: list[tuple[psycopg.Connection[Any], list[str]]] = []
-        self.committed: list[str] = []
         self.planned: list[Planned] = []
         self.patch = pytest.MonkeyPatch()
         self.folder = Path(tempfile.mkdtemp(prefix="saf-archive-"))
@@ -80,15 +76,9 @@ class Archiving(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3), late=st.booleans())
     def send(self, count: int, late: bool) -> None:
         """A transaction sends messages, and may commit later than others."""
-        connection = self.app.database.connect()
-        mine = []
-        for _ in range(count):
-            self.number += 1
-            mine.append(str(self.number))
-            connection.execute(SEND, (str(self.number % 5), mine[-1].encode()))
-        self.open.append((connection, mine))
-        if not late or len(self.open) > MOST_OPEN:
-            self._decide(len(self.open) - 1, True)
+        numbers = range(self.number + 1, self.number + count + 1)
+        self.number += count
+        self.begin([(str(n), str(n % 5), str(n).encode()) for n in numbers], late=late)
 
     @rule(ago=st.integers(0, 9))
     def send_with_an_id_of_long_ago(self, ago: int) -> None:
@@ -98,19 +88,6 @@ class Archiving(RuleBasedStateMachine):
         given = {"number": self.number, "ago": ago, "body": text.encode()}
         if self.app.person.execute(SEND_LATE, given).fetchall():
             self.committed.append(text)
-
-    @precondition(lambda self: self.open)
-    @rule(which=st.integers(0, MOST_OPEN), commit=st.sampled_from((True, True, False)))
-    def decide(self, which: int, commit: bool) -> None:
-        """Such a transaction ends."""
-        self._decide(which % len(self.open), commit)
-
-    def _decide(self, which: int, commit: bool) -> None:
-        connection, mine = self.open.pop(which)
-        connection.commit() if commit else connection.rollback()
-        connection.close()
-        if commit:
-            self.committed += mine
 
     # The log and its archive
 
@@ -175,14 +152,12 @@ class Archiving(RuleBasedStateMachine):
     def teardown(self) -> None:
         """In the end, all is there."""
         try:
-            while self.open:
-                self._decide(0, True)
+            self.commit_all()
             if self.where:
                 self.once()
                 self.read_at_once()
         finally:
             arm("")
-            while self.open:
-                self.open.pop()[0].close()
+            self.close()
             self.patch.undo()
             shutil.rmtree(self.folder, ignore_errors=True)

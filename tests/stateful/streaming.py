@@ -10,36 +10,31 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Self
 
-import psycopg
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from saf.log import cuts, ring
+from tests.stateful.senders import Senders
 from tests.stateful.site import Place, Site
 from tests.streams import Crash, Query
 
 KEYS = ("a", "b", "c", "d")
 DSN_FROM = "SAF_STATEFUL_STREAM"
-SEND = "INSERT INTO saf.outbox (to_service, key, body) VALUES ('lake', %s, %s)"
 # Only the stream keeps messages
 NO_OTHERS = "DELETE FROM saf.subscription WHERE NOT stream"
 NEXT_SLOT = """
 SELECT setval('saf.outbox_id_seq', ((last_value >> 20) + 1) << 20) FROM saf.outbox_id_seq
 """
 CRASHES = ("", "", "", "asked", "written", "committed", "read")
-MOST_OPEN = 3
 
 
-class Streaming(RuleBasedStateMachine):
+class Streaming(Senders):
     """One outbox and one stream."""
 
     def __init__(self, app: Place) -> None:
-        super().__init__()
-        self.app = app
+        super().__init__(app)
         self.numbers: Counter[str] = Counter()
-        self.open: list[tuple[psycopg.Connection[Any], list[tuple[str, int]]]] = []
-        self.committed: set[tuple[str, int]] = set()
         self.first_read: dict[int, list[tuple[Any, ...]]] = {}
         """What each micro-batch had when it was read first."""
         self.patch = pytest.MonkeyPatch()
@@ -79,29 +74,13 @@ class Streaming(RuleBasedStateMachine):
     def send(self, keys: list[str], late: bool) -> None:
         """A transaction sends messages, and may commit later than others."""
         held = {key for _, some in self.open for key, _ in some}
-        connection = self.app.database.connect()
-        mine = []
+        messages = []
         for key in keys:
             if key not in held:
                 self.numbers[key] += 1
-                mine.append((key, self.numbers[key]))
-                connection.execute(SEND, (key, str(self.numbers[key]).encode()))
-        self.open.append((connection, mine))
-        if not late or len(self.open) > MOST_OPEN:
-            self._decide(len(self.open) - 1, True)
-
-    @precondition(lambda self: self.open)
-    @rule(which=st.integers(0, MOST_OPEN), commit=st.sampled_from((True, True, False)))
-    def decide(self, which: int, commit: bool) -> None:
-        """Such a transaction ends."""
-        self._decide(which % len(self.open), commit)
-
-    def _decide(self, which: int, commit: bool) -> None:
-        connection, mine = self.open.pop(which)
-        connection.commit() if commit else connection.rollback()
-        connection.close()
-        if commit:
-            self.committed.update(mine)
+                number = self.numbers[key]
+                messages.append(((key, number), key, str(number).encode()))
+        self.begin(messages, late=late)
 
     # The stream
 
@@ -172,7 +151,7 @@ class Streaming(RuleBasedStateMachine):
         """No message is there twice, none that was not sent, and each key's rise."""
         read = [name for name, _ in self._read()]
         assert len(read) == len(set(read))
-        assert set(read) <= self.committed
+        assert set(read) <= set(self.committed)
         for key in KEYS:
             mine = [number for one, number in read if one == key]
             assert mine == sorted(mine)
@@ -180,13 +159,11 @@ class Streaming(RuleBasedStateMachine):
     def teardown(self) -> None:
         """In the end, the sink has all that was sent."""
         try:
-            while self.open:
-                self._decide(0, True)
+            self.commit_all()
             if self.query.options:
                 self.query.drain()
                 self.once_and_in_order()
-                assert {name for name, _ in self._read()} == self.committed
+                assert {name for name, _ in self._read()} == set(self.committed)
         finally:
-            while self.open:
-                self.open.pop()[0].close()
+            self.close()
             self.patch.undo()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import psycopg
 import pytest
@@ -24,7 +25,7 @@ from saf.log import finding
 from saf.ui.pages import PAGES, message, outbox
 from saf.ui.redaction import HIDDEN
 from tests.dashboard import Dashboard, dashboard, finished, served, settings
-from tests.long_lists import DECISIONS, DIALOGS, LANES
+from tests.long_lists import DECISIONS, DIALOGS, FOREIGN, LANES
 from tests.pipeline import bodies, connect, new_member, run, send
 from tests.ui.conftest import ORDER, REFUSE
 from tests.ui.dead_letters import LETTER, letters, many, second_chunk_held
@@ -141,6 +142,16 @@ def test_a_filter_of_dead_letters_is_the_commands(there: Dashboard, orders: list
         answer = visitor.get("/dead", params=wrong)
         assert answer.status_code == 400
         assert repr(next(iter(wrong.values()))) in html.unescape(answer.text)
+
+
+@pytest.mark.parametrize(
+    "page", ["/audit", "/dead", "/dialogs", "/outbox", "/parked", "/parked/messages"]
+)
+def test_a_page_that_goes_on_where_none_has_ended_is_refused(there: Dashboard, page: str) -> None:
+    visitor = there.client()
+    for after in filter(None, FOREIGN):
+        answer = visitor.get(f"{page}?broker=shop&after={quote(after, errors='surrogateescape')}")
+        assert (answer.status_code, "no page of " in answer.text) == (400, True), after
 
 
 def test_dead_letters_come_page_by_page(there: Dashboard, app: Dsn) -> None:

@@ -16,6 +16,10 @@ SPARK = {"pyspark", "py4j"}
 ROOMS = {path.name for path in HERE.iterdir() if (path / "__init__.py").is_file()}
 
 
+FACES = {".".join(path.parent.relative_to(HERE.parent).parts) for path in HERE.rglob("__init__.py")}
+"""Folders. What one says of itself is for its modules too, and it hands on what they have."""
+
+
 def modules() -> dict[str, ast.Module]:
     """All modules of saf by their dotted names."""
     found = {}
@@ -76,6 +80,16 @@ def test_no_module_imports_itself_by_others_not_even_inside_a_function() -> None
         name: {one for one in imports(tree) if one in MODULES} - {name, "saf"}
         for name, tree in MODULES.items()
         if name != "saf"
+    }
+    assert circles(graph) == []
+
+
+def test_no_module_needs_the_types_of_one_that_imports_it() -> None:
+    """But for what a folder says of itself, such as the settings of a kind of destination."""
+    graph = {
+        name: {one for one in imports(tree, for_types=True) if one in MODULES} - {name, *FACES}
+        for name, tree in MODULES.items()
+        if name not in FACES
     }
     assert circles(graph) == []
 

@@ -112,7 +112,21 @@ class Delta(LakeSettings):
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
         """Give what is wrong with the table; see `DestinationSettings.problems`."""
         with self._connected(name) as link:
-            yield from link.problems()
+            from saf.destinations.delta.link import restored
+            from saf.destinations.delta.making import check
+
+            table = link.load()
+            if table is None:
+                return
+            check(link, table)
+            with link.errors():
+                version = restored(table)
+        if version is not None:
+            yield (
+                f"its table was restored to an older version, by version {version}: Delta keeps "
+                "saf's marks then, and not the messages",
+                "saf reconcile, which names what is missing; restore a copy of the folder instead",
+            )
 
     def guarantee(self, name: str) -> Guarantee:
         """Return what the place of the table really gives; see `DestinationSettings.guarantee`."""

@@ -91,23 +91,6 @@ class Link:
         settings = self.settings
         return Log(Files(settings.table, settings.folder, settings.options))
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Give each problem and its cure; raise what messages would be refused for."""
-        from saf.destinations.delta.making import check
-
-        table = self.load()
-        if table is None:
-            return
-        check(self, table)
-        with self.errors():
-            restored = [one for one in table.history() if one.get("operation") == "RESTORE"]
-        if restored:
-            yield (
-                f"its table was restored to an older version, by version {restored[0]['version']}: "
-                "Delta keeps saf's marks then, and not the messages",
-                "saf reconcile, which names what is missing; restore a copy of the folder instead",
-            )
-
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Translate the errors of deltalake and of the file system."""
@@ -129,6 +112,12 @@ class Link:
         """Return what an error says, on one line and without secrets."""
         said = COLOURS.sub("", str(error)).replace("↳", "")
         return self.settings.redact(said) or type(error).__name__
+
+
+def restored(table: DeltaTable) -> int | None:
+    """Return the version by which a table was set back to an older one, the last time; or None."""
+    versions = [one["version"] for one in table.history() if one.get("operation") == "RESTORE"]
+    return versions[0] if versions else None
 
 
 def removed(table: DeltaTable) -> bool:

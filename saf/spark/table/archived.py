@@ -21,7 +21,6 @@ import psycopg
 import pyarrow as pa
 import pyarrow.parquet as pq
 from psycopg import sql
-from pyspark.sql.datasource import InputPartition
 
 from saf.database import fetch
 from saf.destinations.archives import table_at
@@ -29,7 +28,7 @@ from saf.errors import ConfigurationError, MissingExtra
 from saf.log.archive import pieces
 from saf.log.ring import SIZES, SLOTS
 from saf.log.slot_rows import WHOSE
-from saf.spark.table.archived_rows import expression, readable
+from saf.spark.table.archived_rows import Archived, expression, readable
 from saf.spark.table.filters import Condition
 
 if TYPE_CHECKING:
@@ -45,21 +44,6 @@ SELECT EXISTS (SELECT FROM {slot} WHERE shard = %(shard)s AND txid = %(txid)s::t
 """
 
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Archived(InputPartition):
-    """The files that one task reads."""
-
-    what: str
-    """The archive, for people."""
-    broker: str
-    """The broker's name, as in `saf.spark.table.part.Part`."""
-    table: Delta | None
-    """The table; None: the files are in a folder."""
-    paths: tuple[str, ...]
-    in_log: tuple[tuple[int, int], ...]
-    """Archives of slots in the table, by slot and number, whose messages are in the log still."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyarrow.fs import FileSystem, LocalFileSystem
+from pyspark.sql.datasource import InputPartition
 
 from saf.errors import Unavailable
 from saf.log.columns import plain
@@ -23,12 +25,27 @@ from saf.spark.table.filters import Condition
 from saf.spark.table.part import Query
 
 if TYPE_CHECKING:
-    from saf.spark.table.archived import Archived
+    from saf.destinations.delta import Delta
 
 BATCH_BYTES = 4 << 20
 MOST_ROWS = 1 << 16
 TYPES = {"id": pa.int64(), "shard": pa.int64(), "created_at": pa.timestamp("us", "UTC")}
 """The types of the columns with filters that are no texts."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Archived(InputPartition):
+    """The files that one task reads."""
+
+    what: str
+    """The archive, for people."""
+    broker: str
+    """The broker's name, as in `saf.spark.table.part.Part`."""
+    table: Delta | None
+    """The table; None: the files are in a folder."""
+    paths: tuple[str, ...]
+    in_log: tuple[tuple[int, int], ...]
+    """Archives of slots in the table, by slot and number, whose messages are in the log still."""
 
 
 def read(part: Archived, query: Query) -> Iterator[pa.RecordBatch]:

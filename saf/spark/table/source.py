@@ -108,7 +108,8 @@ class Scan(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         """Take the snapshot, and divide the shards evenly; and the files of an archive."""
         from saf.spark.table import snapshot
-        from saf.spark.table.archived import Archived, Log, plan
+        from saf.spark.table.archived import Log, plan
+        from saf.spark.table.archived_rows import Archived
         from saf.spark.table.part import Part
 
         options = self._options
@@ -140,13 +141,13 @@ class Scan(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Give the rows of a partition, in a task."""
-        from saf.spark.table import archived, archived_rows, part
+        from saf.spark.table import archived_rows, part
 
         query = part.Query(asked=self._asked, conditions=self._conditions)
         # where no shard can hold a row, there is no partition, and Spark makes an empty one
         if isinstance(partition, part.Part):
             yield from part.read(partition, query)
-        elif isinstance(partition, archived.Archived):
+        elif isinstance(partition, archived_rows.Archived):
             yield from archived_rows.read(partition, query)
 
 

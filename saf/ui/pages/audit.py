@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from saf.setaside.audit import page
-from saf.ui.filters import number_of
+from saf.setaside.audit import page, place_at
 from saf.ui.site import Visit
 
 ROWS = 50
@@ -15,7 +14,7 @@ ROWS_OF_EACH = 20
 def audit(visit: Visit) -> Response:
     """Show what people did, the last first; of one broker, page by page."""
     broker = visit.given("broker")
-    before = number_of(visit.given("before")) if broker else None
+    before = place_at(visit.given("after")) if broker else None
     rows = ROWS if broker else ROWS_OF_EACH
     answers = visit.site.brokers.ask(
         lambda connection: page(connection, rows, before), [broker] if broker else None
@@ -28,7 +27,7 @@ def audit(visit: Visit) -> Response:
         title="Audit",
         rows=shown,
         more=more,
-        last=min((one.audit_id for _, one in shown), default=None) if broker else None,
+        last=answers.found[broker].next if broker and broker in answers.found else None,
         broker=broker,
         errors=answers.errors,
     )

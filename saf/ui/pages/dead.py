@@ -6,20 +6,19 @@ just that, as a job. What has died in between is left alone.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import psycopg
 from starlette.responses import Response
 
 from saf.errors import SafError, UsageError
 from saf.operating import decide
 from saf.operating.bulk import Decision
 from saf.setaside import dead
-from saf.setaside.dead import REASONS, Counted, DeadLetter, Filter
-from saf.ui.filters import moment_of, number_of
+from saf.setaside.dead import REASONS, Counted, Filter
+from saf.ui.choosing import begin, chosen
+from saf.ui.filters import moment_of
 from saf.ui.site import Visit
 
 ROWS = 50
@@ -34,23 +33,22 @@ FIELDS = ("reason", "service", "destination", "key", "subscription", "error")
 def letters(visit: Visit) -> Response:
     """Show dead letters, the oldest first."""
     broker, wanted = visit.given("broker"), _wanted(visit)
-    wanted = replace(wanted, after=number_of(visit.given("after")))
+    wanted = replace(wanted, after=dead.place_at(visit.given("after")))
     rows = ROWS if broker else ROWS_OF_EACH
 
-    def ask(connection: psycopg.Connection[Any]) -> list[DeadLetter]:
-        return dead.dead_letters(connection, wanted, rows + 1)
-
-    answers = visit.site.brokers.ask(ask, [broker] if broker else None)
-    more = {name for name, found in answers.found.items() if len(found) > rows}
-    shown = [(name, one) for name, found in answers.found.items() for one in found[:rows]]
+    answers = visit.site.brokers.ask(
+        lambda connection: dead.page(connection, wanted, rows), [broker] if broker else None
+    )
+    pages = answers.found
+    shown = [(name, one) for name, page in pages.items() for one in page.shown]
     if broker is None:
         shown.sort(key=lambda row: row[1].dead_letter_at)
     return visit.page(
         "dead.html",
         title="Dead letters",
         letters=shown,
-        more=sorted(more),
-        last=shown[-1][1].dead_letter_id if broker and more else None,
+        more=sorted(name for name, page in pages.items() if page.next),
+        last=pages[broker].next if broker and broker in pages else None,
         errors=answers.errors,
         reasons=REASONS,
         wanted=wanted,
@@ -98,26 +96,7 @@ def decide_(visit: Visit) -> Response:
         decision, what = partial(decide.redirect, to=to or ""), f"redirect to {to}"
     else:
         decision, what = {"retry": decide.retry, "discard": decide.discard}[action], action
-    through: dict[str, int] = {}
-    for text in visit.form.get("through", []):
-        name, _, number = text.rpartition(":")
-        through[name] = number_of(number) or 0
-    about = {}
-    for name, which in _chosen(visit).items():
-        broker = visit.site.brokers.place(name)
-        if broker is not None and name in through:
-            about[name] = broker, replace(which, through=through[name])
-    if not about:
-        raise UsageError("nothing was chosen: choose dead letters, or all that match a filter")
-    job = visit.site.jobs.begin(
-        decision,
-        about,
-        what=what,
-        person=visit.visitor.name,
-        why=visit.given("why") or "",
-        expected=number_of(visit.given("expected")) or 0,
-    )
-    return visit.to(f"/jobs/{job.number}")
+    return begin(visit, decision, _chosen(visit), what=what, about="dead letters")
 
 
 def _action(visit: Visit) -> str:
@@ -131,16 +110,9 @@ def _action(visit: Visit) -> str:
 
 def _chosen(visit: Visit) -> dict[str, Filter]:
     """Return which dead letters of which brokers a form is about."""
-    if visit.given("matching"):
-        broker, wanted = visit.given("broker"), _wanted(visit)
-        return dict.fromkeys([broker] if broker else visit.site.brokers.names(), wanted)
-    ids: dict[str, list[int]] = defaultdict(list)
-    for text in visit.form.get("id", []):
-        name, _, number = text.rpartition(":")
-        ids[name].append(number_of(number) or 0)
-    if not ids:
-        raise UsageError("nothing was chosen: tick dead letters, or say all that match")
-    return {name: Filter(dead_letter_ids=numbers) for name, numbers in ids.items()}
+    return chosen(
+        visit, _wanted(visit), lambda numbers: Filter(dead_letter_ids=numbers), "dead letters"
+    )
 
 
 def _wanted(visit: Visit) -> Filter:

@@ -8,7 +8,7 @@ from uuid import UUID
 
 from starlette.responses import Response
 
-from saf.dialogs.conversations import Conversation, page, page_end
+from saf.dialogs.conversations import Conversation, page, place_at
 from saf.dialogs.exchange import Exchange, Spoken, exchange
 from saf.dialogs.states import State
 from saf.errors import UsageError
@@ -25,8 +25,7 @@ def list_(visit: Visit) -> Response:
     """Show the ends of conversations, the oldest first."""
     broker, service, state = visit.given("broker"), visit.given("service"), visit.given("state")
     rows = ROWS if broker else ROWS_OF_EACH
-    given = visit.given("after")
-    after = page_end(given) if broker and given else None
+    after = place_at(visit.given("after")) if broker else None
     answers = visit.site.brokers.ask(
         lambda connection: page(
             connection, rows, service=service, states=[state] if state else None, after=after

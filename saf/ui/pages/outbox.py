@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from saf.errors import UsageError
 from saf.operating import outbox
-from saf.operating.outbox import STATES, Page, Wanted
+from saf.operating.outbox import STATES, SentPage, Wanted
 from saf.ui.brokers import PATIENCE_SECONDS
 from saf.ui.filters import moment_of
 from saf.ui.site import Visit
@@ -39,10 +39,10 @@ def messages(visit: Visit) -> Response:
         since=moment_of(visit.given("since")),
         until=moment_of(visit.given("until")),
     )
-    after = visit.given("after")
+    after = outbox.place_at(visit.given("after"), state)
     look_seconds = FURTHER_SECONDS if visit.given("further") else LOOK_SECONDS
 
-    def page(connection: psycopg.Connection[Any]) -> Page:
+    def page(connection: psycopg.Connection[Any]) -> SentPage:
         return outbox.messages(
             connection, wanted, after=after, limit=ROWS, seconds=SECONDS, look_seconds=look_seconds
         )

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from saf.errors import UsageError
 from saf.setaside.lane import Kind
-from saf.setaside.waiting import Lanes, Waiting, parked, retry_now
+from saf.setaside.waiting import Lanes, Waiting, parked, place_at, retry_now
 from saf.ui.site import LIVE, Visit
 
 ROWS = 25
@@ -68,7 +68,7 @@ def retry(visit: Visit) -> Response:
 def _found(visit: Visit) -> tuple[dict[str, Waiting], Any]:
     wanted, brokers = _wanted(visit), _brokers(visit)
     most = ROWS if brokers is None else ROWS_OF_ONE
-    after = visit.given("after") if brokers else None
+    after = place_at(visit.given("after")) if brokers else None
     answers = visit.site.brokers.ask(
         lambda connection: parked(connection, most, lanes=wanted, after=after, most=MOST),
         brokers,

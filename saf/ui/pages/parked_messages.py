@@ -6,12 +6,10 @@ that, as a job. What is parked in between is left alone.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import psycopg
 from starlette.responses import Response
 
 from saf.errors import SafError, UsageError
@@ -19,8 +17,9 @@ from saf.operating import decide_parked
 from saf.operating.bulk import Decision
 from saf.setaside import parked_messages
 from saf.setaside.lane import Kind
-from saf.setaside.parked_messages import ParkedCount, ParkedFilter, ParkedMessage
-from saf.ui.filters import moment_of, number_of
+from saf.setaside.parked_messages import ParkedCount, ParkedFilter
+from saf.ui.choosing import begin, chosen
+from saf.ui.filters import moment_of
 from saf.ui.site import Visit
 
 ROWS = 50
@@ -35,23 +34,23 @@ FIELDS = ("subscription", "destination", "lane", "subject", "service", "key")
 def messages(visit: Visit) -> Response:
     """Show parked messages, those first that were parked first."""
     broker, wanted = visit.given("broker"), _wanted(visit)
-    wanted = replace(wanted, after=number_of(visit.given("after")))
+    wanted = replace(wanted, after=parked_messages.place_at(visit.given("after")))
     rows = ROWS if broker else ROWS_OF_EACH
 
-    def ask(connection: psycopg.Connection[Any]) -> list[ParkedMessage]:
-        return parked_messages.parked_messages(connection, wanted, rows + 1)
-
-    answers = visit.site.brokers.ask(ask, [broker] if broker else None)
-    more = {name for name, found in answers.found.items() if len(found) > rows}
-    shown = [(name, one) for name, found in answers.found.items() for one in found[:rows]]
+    answers = visit.site.brokers.ask(
+        lambda connection: parked_messages.page(connection, wanted, rows),
+        [broker] if broker else None,
+    )
+    pages = answers.found
+    shown = [(name, one) for name, page in pages.items() for one in page.shown]
     if broker is None:
         shown.sort(key=lambda row: row[1].parked_at)
     return visit.page(
         "parked_messages.html",
         title="Parked messages",
         messages=shown,
-        more=sorted(more),
-        last=shown[-1][1].parked_id if broker and more else None,
+        more=sorted(name for name, page in pages.items() if page.next),
+        last=pages[broker].next if broker and broker in pages else None,
         errors=answers.errors,
         kinds=[*Kind],
         wanted=wanted,
@@ -98,26 +97,8 @@ def decide(visit: Visit) -> Response:
     decision: Decision[ParkedFilter] = decide_parked.discard
     if to is not None:
         decision = partial(decide_parked.redirect, to=to)
-    through: dict[str, int] = {}
-    for text in visit.form.get("through", []):
-        name, _, number = text.rpartition(":")
-        through[name] = number_of(number) or 0
-    about = {}
-    for name, which in _chosen(visit).items():
-        broker = visit.site.brokers.place(name)
-        if broker is not None and name in through:
-            about[name] = broker, replace(which, through=through[name])
-    if not about:
-        raise UsageError("nothing was chosen: choose parked messages, or all that match a filter")
-    job = visit.site.jobs.begin(
-        decision,
-        about,
-        what=action if to is None else f"redirect to {to}",
-        person=visit.visitor.name,
-        why=visit.given("why") or "",
-        expected=number_of(visit.given("expected")) or 0,
-    )
-    return visit.to(f"/jobs/{job.number}")
+    what = action if to is None else f"redirect to {to}"
+    return begin(visit, decision, _chosen(visit), what=what, about="parked messages")
 
 
 def _action(visit: Visit) -> tuple[str, str | None]:
@@ -131,16 +112,9 @@ def _action(visit: Visit) -> tuple[str, str | None]:
 
 def _chosen(visit: Visit) -> dict[str, ParkedFilter]:
     """Return which parked messages of which brokers a form is about."""
-    if visit.given("matching"):
-        broker, wanted = visit.given("broker"), _wanted(visit)
-        return dict.fromkeys([broker] if broker else visit.site.brokers.names(), wanted)
-    ids: dict[str, list[int]] = defaultdict(list)
-    for text in visit.form.get("id", []):
-        name, _, number = text.rpartition(":")
-        ids[name].append(number_of(number) or 0)
-    if not ids:
-        raise UsageError("nothing was chosen: tick parked messages, or say all that match")
-    return {name: ParkedFilter(parked_ids=numbers) for name, numbers in ids.items()}
+    return chosen(
+        visit, _wanted(visit), lambda numbers: ParkedFilter(parked_ids=numbers), "parked messages"
+    )
 
 
 def _fields(visit: Visit) -> dict[str, str | None]:

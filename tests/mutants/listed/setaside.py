@@ -30,8 +30,15 @@ MUTANTS: list[Mutant] = [
         "integration/test_pages_of_lists.py::test_page_after_page_shows_everything_once",
     ),
     mutant(
-        "the last page of the audit says that there is another one",
-        "saf/setaside/audit.py",
+        "a page of lanes goes on at more attempts than a database counts",
+        WAITING,
+        "Field(ge=-(1 << 31), le=0)",
+        "Field(le=0)",
+        "integration/test_pages_of_lists.py::test_what_no_page_ends_with_is_refused",
+    ),
+    mutant(
+        "the last page of a list says that there is another one",
+        "saf/database/pages.py",
         "more = len(found) > limit",
         "more = len(found) >= limit",
         "integration/test_pages_of_lists.py::test_a_page_says_the_command_that_goes_on",

@@ -80,6 +80,14 @@ MUTANTS: list[Mutant] = [
         "test_what_is_not_deterministic_is_the_same_when_a_destination_is_back",
     ),
     mutant(
+        "what is kept of a dead letter goes with a purge",
+        "saf/engine/kept_results.py",
+        '  AND NOT ({SET_ASIDE})\n"""\n\n# To whom',
+        '"""\n\n# To whom',
+        "spark/test_transforms.py::"
+        "test_a_dead_letter_is_retried_with_what_was_kept_of_it_which_goes_when_the_dead_letter_has_gone",
+    ),
+    mutant(
         "what is not deterministic is not written before it is sent",
         "saf/engine/task.py",
         "        self.transforming.keep(fit, self.source_session)\n",

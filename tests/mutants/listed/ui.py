@@ -46,9 +46,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what dies after the count is decided about too",
-        "saf/ui/pages/dead.py",
-        "about[name] = broker, replace(which, through=through[name])",
-        "about[name] = broker, which",
+        "saf/ui/choosing.py",
+        "counted[name] = broker, replace(which, through=through[name])",
+        "counted[name] = broker, which",
         f"{PAGES}::test_what_dies_between_the_count_and_the_decision_is_left_alone",
     ),
     mutant(
@@ -149,14 +149,6 @@ MUTANTS: list[Mutant] = [
         "offset=_first(visit)",
         "ui/test_ui_parked.py"
         "::test_of_a_lane_no_more_messages_are_counted_than_a_page_has_time_for",
-    ),
-    mutant(
-        "what is parked after the count is decided about too",
-        "saf/ui/pages/parked_messages.py",
-        "about[name] = broker, replace(which, through=through[name])",
-        "about[name] = broker, which",
-        "ui/test_ui_parked.py"
-        "::test_what_is_parked_between_the_count_and_the_decision_is_left_alone",
     ),
     mutant(
         "tokens may be guessed for ever",

@@ -1,0 +1,84 @@
+"""What a form has chosen of what is set aside, and the job that a decision about it becomes.
+
+A decision takes two steps. The first counts, and its page remembers the last number of each broker;
+the second is about those up to there alone, as a job. So what came in between is left alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from starlette.responses import Response
+
+from saf.errors import UsageError
+from saf.operating.bulk import Decision
+from saf.setaside.dead import Filter
+from saf.setaside.parked_messages import ParkedFilter
+from saf.ui.filters import number_of
+from saf.ui.site import Visit
+
+Chosen = TypeVar("Chosen", Filter, ParkedFilter)
+
+
+def chosen(
+    visit: Visit, wanted: Chosen, of: Callable[[list[int]], Chosen], what: str
+) -> dict[str, Chosen]:
+    """Return which messages of which brokers a form is about.
+
+    Args:
+        visit: has the form.
+        wanted: the filter above the table, for all that match.
+        of: returns a filter for those with these numbers.
+        what: what they are, for people.
+
+    Raises:
+        UsageError: none was chosen.
+    """
+    if visit.given("matching"):
+        broker = visit.given("broker")
+        return dict.fromkeys([broker] if broker else visit.site.brokers.names(), wanted)
+    ids: dict[str, list[int]] = defaultdict(list)
+    for text in visit.form.get("id", []):
+        name, _, number = text.rpartition(":")
+        ids[name].append(number_of(number) or 0)
+    if not ids:
+        raise UsageError(f"nothing was chosen: tick {what}, or say all that match")
+    return {name: of(numbers) for name, numbers in ids.items()}
+
+
+def begin(
+    visit: Visit,
+    decision: Decision[Chosen],
+    chosen: Mapping[str, Chosen],
+    *,
+    what: str,
+    about: str,
+) -> Response:
+    """Begin the job that was confirmed: ``what`` is done, ``about`` what, for people.
+
+    Raises:
+        UsageError: nothing of what was chosen has been counted.
+    """
+    through: dict[str, int] = {}
+    for text in visit.form.get("through", []):
+        name, _, number = text.rpartition(":")
+        through[name] = number_of(number) or 0
+    counted = {}
+    for name, which in chosen.items():
+        broker = visit.site.brokers.place(name)
+        if broker is not None and name in through:
+            counted[name] = broker, replace(which, through=through[name])
+    if not counted:
+        raise UsageError(f"nothing was chosen: choose {about}, or all that match a filter")
+    job = visit.site.jobs.begin(
+        decision,
+        counted,
+        what=what,
+        person=visit.visitor.name,
+        why=visit.given("why") or "",
+        expected=number_of(visit.given("expected")) or 0,
+    )
+    return visit.to(f"/jobs/{job.number}")
