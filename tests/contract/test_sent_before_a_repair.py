@@ -16,7 +16,7 @@ import pytest
 from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn
 from saf.testing.cycle import Cycle, forwarding_rules
-from tests.pipeline import bodies, connect, let_time_pass, run, send
+from tests.pipeline import bodies, connect, run, send
 from tests.restored import burn_transaction_ids, elsewhere, repair, restore
 
 __all__ = ["elsewhere"]
