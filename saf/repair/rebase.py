@@ -16,8 +16,8 @@ written, and `rebase` repairs both, in one transaction:
   are written anew in these ids. So each row stays completed, in hand or pending, for each
   subscription; ids and positions stay too. What was written since the dump was restored, by
   whatever INSERT, is pending for all. Such a row is told by its xmin: it is the transaction that
-  the row names itself, while the rows of a dump have the xmin of the transaction that brought them
-  (saf.timeline).
+  the row names itself, or a later one, which a savepoint is. The rows of a dump have the xmin of
+  the transaction that brought them (saf.timeline).
 - Where a destination is ahead, the batches and epochs of its shards, and the numbers of lanes, go
   on after those that it knows. What the source had delivered after the backup was taken, and still
   has, is then delivered a second time, because it cannot be told from new messages. So may be a
@@ -73,17 +73,17 @@ WHERE s.log = 'outbox' AND NOT s.stream
 """
 
 # For each row, one letter a subscription: c completed, h in hand, p pending
-STATES = """
+STATES = f"""
 CREATE TEMPORARY TABLE saf_states ON COMMIT DROP AS
 SELECT l.id, string_agg(
-    CASE WHEN l.txid::text::bigint > {brought_by}
-              AND l.xmin::text::bigint = l.txid::text::bigint & 4294967295 THEN 'p'
+    CASE WHEN l.txid::text::bigint > {{brought_by}}
+              AND {full("l.xmin")} >= l.txid::text::bigint THEN 'p'
          WHEN pg_visible_in_snapshot(l.txid, c.done) THEN 'c'
          WHEN c.open IS NOT NULL AND pg_visible_in_snapshot(l.txid, c.open) THEN 'h'
          ELSE 'p' END, '' ORDER BY c.subscription_id) AS state
-FROM {log} l
+FROM {{log}} l
 LEFT JOIN (saf.cursor c JOIN saf.subscription s ON s.subscription_id = c.subscription_id
-           AND s.log = {name}) ON c.shard = l.shard
+           AND s.log = {{name}}) ON c.shard = l.shard
 GROUP BY l.id
 """
 DISTINCT = "SELECT DISTINCT coalesce(state, '') FROM saf_states ORDER BY 1"

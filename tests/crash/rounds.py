@@ -122,7 +122,8 @@ class Round:
         """Let it all happen; leave no process behind."""
         try:
             if self.plan.spark:
-                self._wait_for_the_first()
+                # a job takes seconds to start, and there is little to break before
+                self.wait_for(MOVED, SPARK_DRAIN_SECONDS)
             for fault in self.plan.faults:
                 time.sleep(fault.after)
                 self.site.fault(fault.kind)(self, fault)
@@ -246,12 +247,12 @@ class Round:
         for process, _ in self.writers:
             process.join(WRITING_SECONDS)
 
-    def _wait_for_the_first(self) -> None:
-        """A Spark job takes seconds to start, and there is little to break before."""
-        until = time.monotonic() + SPARK_DRAIN_SECONDS
+    def wait_for(self, query: str, seconds: float) -> None:
+        """Until it finds something in the application's database, but no longer."""
+        until = time.monotonic() + seconds
         with psycopg.connect(self.app.conninfo, autocommit=True) as connection:
             while time.monotonic() < until:
-                if connection.execute(MOVED).fetchone() is not None:
+                if connection.execute(query).fetchone() is not None:
                     return
                 time.sleep(0.1)
 

@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 
 NOTICED_SECONDS = 15.0
 REST_SECONDS = 20.0
+BEGUN_SECONDS = 15.0
 COMMAND = "saf rebase"
 STILL_AT_WORK = "stop all forwarders and receivers first"
+
+# A copy of what has done nothing yet would show little
+BEGUN = "SELECT FROM saf.cursor WHERE batch > 0 LIMIT 1"
 
 # Whose transaction of two phases is that old has nobody who decides any more
 UNDECIDED = """
@@ -58,11 +62,13 @@ class Refusals:
 
 def back_up_source(round_: Round, _: Fault) -> None:
     """A copy is taken while all work."""
+    round_.wait_for(BEGUN, BEGUN_SECONDS)
     round_.site.copies_of_source.take()
 
 
 def back_up_mom(round_: Round, _: Fault) -> None:
     """A copy is taken while all work."""
+    round_.wait_for(BEGUN, BEGUN_SECONDS)
     round_.site.copies_of_mom.take()
 
 

@@ -107,7 +107,8 @@ class SetBacks(SettingAside):
             after = self.world.seen()
             self.world.truth.lost_at(before.stored[name], after.stored[name])
             self.world.settled &= {one for names in after.stored.values() for one in names}
-        self.traffic(traffic)
+        # a savepoint has a transaction id of its own, which a dump's repair has to understand
+        self.traffic(traffic, undone=logical)
 
     # What is worth more chances
     back_up_again, set_back_again = back_up, set_back

@@ -32,6 +32,14 @@ MUTANTS: list[Mutant] = [
         "test_what_was_not_in_the_batch_in_hand_is_not_taken_for_complete_by_its_position",
     ),
     mutant(
+        "what was sent since a restore goes before what the dump had pending",
+        REBASE,
+        """>= l.txid::text::bigint THEN 'p'""",
+        """>= l.txid::text::bigint THEN 'h'""",
+        "contract/test_sent_before_a_repair.py::"
+        "test_what_is_sent_between_a_restore_and_the_repair_follows_what_the_dump_had_pending",
+    ),
+    mutant(
         "the inbox is not rebased",
         REBASE,
         'for log in ("outbox", "inbox"))',

@@ -92,9 +92,16 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was sent since a restore counts as complete",
         "saf/repair/rebase.py",
-        "CASE WHEN l.txid::text::bigint > {brought_by}",
-        "CASE WHEN 0 > {brought_by}",
+        "CASE WHEN l.txid::text::bigint > {{brought_by}}",
+        "CASE WHEN 0 > {{brought_by}}",
         "contract/test_10_honest.py::test_what_is_sent_between_a_restore_and_the_rebase_is_forwarded_and_nothing_twice",
+    ),
+    mutant(
+        "what a savepoint has sent since a restore is taken for what its id meant elsewhere",
+        "saf/repair/rebase.py",
+        """AND {full("l.xmin")} >= l.txid::text::bigint THEN 'p'""",
+        """AND {full("l.xmin")} = l.txid::text::bigint THEN 'p'""",
+        "contract/test_sent_before_a_repair.py::test_what_a_savepoint_has_sent_between_a_restore_and_the_repair_is_forwarded",
     ),
     mutant(
         "a restored destination is delivered to",
