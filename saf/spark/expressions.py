@@ -114,11 +114,21 @@ def answers_of(
     routers = [one for one in item.routes.routers if only in (None, one.expression)]
     columns = frozenset[str]().union(*(one.columns for one in compiled.values()))
     kinds = {"id": "long"} | {name: kind for name, kind in EXPRESSED.items() if name in columns}
-    selected = as_spark_sees(columns, max_bytes)
+    asked = []
     if len(compiled) > 1:
         kinds["asked"] = "int"
-        selected.append(_asked(routers, compiled))
-    rows = messages_of(spark, item, kinds, _queries(item, selected, routers, last))
+        asked.append(_asked(routers, compiled))
+    selected = columns | {"to_service"}
+    some = f"to_service = ANY ({sql.Literal([r.service for r in routers]).as_string(None)})"
+    queries = [
+        f"SELECT {', '.join(kinds)} FROM ({messages}) AS m "
+        f"WHERE {some} AND id <= {last} ORDER BY id"
+        for messages in (
+            *_parked(item, [*as_spark_sees(selected, max_bytes), *asked]),
+            item.batch.rows(["id", *as_spark_sees(selected, max_bytes, item.batch.log), *asked]),
+        )
+    ]
+    rows = messages_of(spark, item, kinds, queries)
     if "body" in columns:
         rows = with_derived(rows)
     each = [(one.number, one.column, F.expr(one.safe)) for one in compiled.values()]
@@ -152,21 +162,11 @@ def _asked(routers: Sequence[Router], compiled: Mapping[str, Compiled]) -> sql.C
     )
 
 
-def _queries(
-    item: Work, columns: list[str | sql.Composable], routers: Sequence[Router], last: int
-) -> Iterator[str]:
-    """Give the queries for the parked messages that may go on now, and for the batch, by number."""
-    some = sql.Literal([one.service for one in routers]).as_string(None)
+def _parked(item: Work, columns: Sequence[str | sql.Composable]) -> Iterator[str]:
+    """Give the query for the parked messages that may go on now, by their numbers, if any may."""
     lanes = [lane for lane in item.waiting if lane.due and not lane.destination]
-    found = [item.batch.rows(["id", "to_service", *columns])]
     if lanes:
-        number = sql.SQL("-parked_id AS id")
-        found.insert(0, parking.in_lanes(item.batch, "", lanes, [number, "to_service", *columns]))
-    for rows in found:
-        yield (
-            f"SELECT * FROM ({rows}) AS m "
-            f"WHERE to_service = ANY ({some}) AND id <= {last} ORDER BY id"
-        )
+        yield parking.in_lanes(item.batch, "", lanes, [sql.SQL("-parked_id AS id"), *columns])
 
 
 def without_sql(item: Work, problem: str) -> Work:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from saf.engine.in_step import LAST
 from saf.engine.work import Work
+from saf.errors import Unavailable
 from saf.spark.expressions import Compiled, answers_of
 from saf.spark.session import first_line
 from saf.spark.transforms import Transforms
@@ -21,6 +22,8 @@ from saf.spark.transforms import Transforms
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+UNAVAILABLE = f"{Unavailable.__module__}.{Unavailable.__name__}: "
+"""What Spark says, in the traceback of a task, if reading has raised this."""
 MOST = 20
 """For so many messages a function may raise before it is the function's own fault."""
 
@@ -78,7 +81,11 @@ def _look_at(transforms: Transforms, service: str) -> None:
 
 
 def raised(frame: DataFrame) -> str | None:
-    """Return what the evaluation of a DataFrame raises."""
+    """Return what the evaluation of a DataFrame raises.
+
+    Raises:
+        Unavailable: the source does not answer, which is no expression's and no function's fault.
+    """
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
@@ -89,5 +96,7 @@ def raised(frame: DataFrame) -> str | None:
     except Py4JNetworkError:
         raise  # Spark has ended
     except (Py4JError, PySparkException) as error:
+        if UNAVAILABLE in str(error):
+            raise Unavailable("Spark", first_line(error)) from error
         return first_line(error)
     return None

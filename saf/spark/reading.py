@@ -16,6 +16,7 @@ from psycopg import sql
 from saf.columns import EXPRESSED
 from saf.engine.source import read
 from saf.engine.work import Work
+from saf.limits import KEPT
 from saf.log.arrow import OF_SPARK
 from saf.log.columns import bounded
 
@@ -50,13 +51,19 @@ def messages_of(
     return spark.range(0, 1, 1, 1).mapInArrow(reader, given)
 
 
-def as_spark_sees(names: Iterable[str], max_bytes: int) -> list[str | sql.Composable]:
-    """Return what to select for columns of `EXPRESSED`: ids and JSON as text, no large body."""
-    return [_as_text(name, max_bytes) for name in EXPRESSED if name in names]
+def as_spark_sees(
+    names: Iterable[str], max_bytes: int, log: str | None = None
+) -> list[str | sql.Composable]:
+    """Return what to select for columns of `EXPRESSED`: ids and JSON as text, no large body.
+
+    They are selected from a ``log``, or from elsewhere, such as parked messages.
+    """
+    kept = KEPT.format(log=log) if log else "false"
+    return [_as_text(name, max_bytes, kept) for name in EXPRESSED if name in names]
 
 
-def _as_text(name: str, max_bytes: int) -> str | sql.Composable:
-    if (column := bounded(name, max_bytes)) != name:
+def _as_text(name: str, max_bytes: int, kept: str) -> str | sql.Composable:
+    if (column := bounded(name, max_bytes, kept)) != name:
         return column
     if EXPRESSED[name] == "string":
         return sql.SQL("{0}::text AS {0}").format(sql.Identifier(name))

@@ -123,7 +123,7 @@ class Transforms:
     ) -> Iterator[str]:
         batch = self.item.batch
         subscription = sql.Literal(batch.subscription_id)
-        columns = as_spark_sees({*names, *CHOSEN_BY}, self.rules.max_bytes)
+        selected, max_bytes = {*names, *CHOSEN_BY}, self.rules.max_bytes
         kept = service in self.rules.not_deterministic | routers_of(self.item, self.rules)
         more = NOT_KEPT.format(subscription) if kept else sql.SQL("")
 
@@ -145,12 +145,14 @@ class Transforms:
         if parked := self.parked.get(service):
             of_parked = sql.SQL(OF_PARKED).format(
                 columns=sql.SQL(", ").join(
-                    sql.Identifier(one) if isinstance(one, str) else one for one in columns
+                    sql.Identifier(one) if isinstance(one, str) else one
+                    for one in as_spark_sees(selected, max_bytes)
                 ),
                 subscription_id=subscription,
                 ids=sql.Literal(sorted(parked)),
             )
             yield query(of_parked.as_string(None))
+        columns = as_spark_sees(selected, max_bytes, batch.log)
         yield query(batch.rows(["id", *columns]), SERVICE.format(sql.Literal(service)))
 
 
