@@ -254,13 +254,15 @@ class Transforming:
         made = mine[source]
         kept = made & np.isin(ids, list(self._kept))[source]
         result = pa.array(first[source] + nth, pa.int64(), mask=~made)
-        out = rows.take(pa.array(source, pa.int64()))
-        services = self._services(rows).take(pa.array(source, pa.int64()))
+        out, services = _taken(rows, source), self._services(rows)
+        services = services.take(pa.array(source, pa.int64()))
         for name in GIVEN:
             givers = [one for one, given in self._evaluated.given.items() if name in given]
-            given = pa.array(kept | (made & _is_in(services, givers)))
-            new = pc.if_else(given, self._now[name].take(result), out[name])
-            out = out.set_column(out.column_names.index(name), name, new)
+            given = kept | (made & _is_in(services, givers))
+            if given.any():
+                new = self._now[name].take(result)
+                new = new if given.all() else pc.if_else(pa.array(given), new, out[name])
+                out = out.set_column(out.column_names.index(name), name, new)
         return out, nth, self._now["part"].take(result)
 
     def _as_kept(self, rows: pa.Table) -> dict[str, list[Any]]:
@@ -355,12 +357,25 @@ def _named(rows: pa.Table) -> dict[str, list[int]]:
 
 
 def _as_results(rows: pa.Table) -> pa.Table:
-    return rows.select(RESULT.names).cast(RESULT)
+    """Return results with all columns, of which a function may give only some."""
+    there, lacking = {*rows.column_names}, pa.nulls(rows.num_rows)
+    columns = [rows[name] if name in there else lacking for name in RESULT.names]
+    return pa.table(columns, RESULT.names).cast(RESULT)
+
+
+def _taken(rows: pa.Table, places: Places) -> pa.Table:
+    """Return the rows at some places; copy nothing where these are all of them, in their order."""
+    if len(places) == rows.num_rows and (places == np.arange(len(places))).all():
+        return rows
+    return rows.take(pa.array(places, pa.int64()))
 
 
 def _in_order(results: pa.Table) -> pa.Table:
     """Sort results by their ids, and those of each id by their parts."""
     results = results.combine_chunks()
+    ids = results["id"].to_numpy()
+    if (ids[1:] > ids[:-1]).all():
+        return results
     return results.take(pc.sort_indices(results, [("id", "ascending"), ("part", "ascending")]))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from saf.columns import EXPRESSED
 from saf.engine.in_step import ENDED
-from saf.engine.transforming import GIVEN, RESULT
+from saf.engine.transforming import GIVEN
 from saf.errors import ConfigurationError
 from saf.routing.routers import imported
 from saf.spark.plans import changing
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 SEEN = {"id": "long", **EXPRESSED}
 """The columns of messages that a function sees, besides ``text``, with their types in Spark."""
-KINDS = dict(zip(RESULT.names, ("long", "int", *["string"] * 3, "binary", "boolean"), strict=True))
+KINDS = dict(zip(("id", "part", *GIVEN), ("long", "int", *["string"] * 3, "binary"), strict=True))
+"""The columns of results that a function may give, with their types in Spark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ def _usable(said: Any, whose: str, name: str) -> Usable:
             raise ConfigurationError(
                 f"{whose}: {name} gives no column {column}, only {', '.join(kinds) or 'none'}"
             )
-    for column in {"part", *GIVEN, "id"} & kinds.keys():
+    for column in KINDS.keys() & kinds.keys():
         if not isinstance(kinds[column], allowed.get(column, (StringType,))):
             raise ConfigurationError(
                 f"{whose}: {name} gives a column {column} of the type "
@@ -96,11 +97,7 @@ def _usable(said: Any, whose: str, name: str) -> Usable:
             )
     if isinstance(kinds.get("headers"), MapType):
         said = said.withColumn("headers", F.to_json("headers"))
-    columns = [
-        (F.col(column) if column in kinds else F.lit(None)).cast(KINDS[column]).alias(column)
-        for column in RESULT.names
-        if column != ENDED
-    ]
+    columns = [F.col(name).cast(kind).alias(name) for name, kind in KINDS.items() if name in kinds]
     frame = said.select(*columns, F.lit(False).alias(ENDED))
     return Usable(frame=frame, given=frozenset({*GIVEN} & kinds.keys()))
 
