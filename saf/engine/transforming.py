@@ -1,7 +1,7 @@
 """Transforming: what a transform has made of messages takes their place, just before they are sent.
 
 A transform is a function of DataFrames for the messages of one service. Spark evaluates it beside
-the delivery (`saf.spark.transforms`), and its results come here by the messages' ids.
+the delivery (`saf.spark.evaluation`), and its results come here in step (`saf.engine.in_step`).
 
 Until a chunk is given to its destination, everything is about messages as they were sent: chunks
 and positions count these, and these are parked and become dead letters. So marks do not depend on
@@ -24,7 +24,7 @@ Some results are kept (`saf.engine.kept_results`), and count from then on:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import UUID, uuid5
@@ -35,9 +35,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.engine import kept_results
+from saf.engine.in_step import ENDED, LAST, InStep
 from saf.engine.set_aside import SetAside
 from saf.engine.work import ForwardingRules, Work
-from saf.errors import Unavailable
 
 RESULT = pa.schema(
     [
@@ -47,10 +47,10 @@ RESULT = pa.schema(
         ("message_type", pa.string()),
         ("headers", pa.string()),
         ("body", pa.binary()),
-        ("ended", pa.bool_()),
+        (ENDED, pa.bool_()),
     ]
 )
-"""The columns of results. The last row says that they have ``ended``, and nothing else."""
+"""The columns of results."""
 GIVEN = ("key", "message_type", "headers", "body")
 """The columns of a message that a transform may give."""
 
@@ -76,6 +76,8 @@ class Evaluated:
     """For messages, by their ids in the outbox, what the transform raises for them."""
     parked: frozenset[int] = frozenset()
     """The parked messages that have results, by their ids in the outbox."""
+    last: int = LAST
+    """The greatest id in the batch that is evaluated."""
 
 
 class Memory(Protocol):
@@ -100,16 +102,13 @@ class Transforming:
         self,
         services: Collection[str],
         evaluated: Evaluated | None = None,
-        results: Iterator[pa.RecordBatch] | None = None,
+        in_step: InStep | None = None,
         *,
         max_bytes: int,
         not_deterministic: Collection[str] = (),
         routers: Collection[str] = (),
     ) -> None:
-        """Take the services that have a transform, and which of them are ``routers``.
-
-        ``results`` are in the order of the ids, and of each id in that of its parts.
-        """
+        """Take the services that have a transform, and which of them are ``routers``."""
         if evaluated is None:
             evaluated = Evaluated(problems=dict.fromkeys(services, NEEDS_SPARK))
         self.services = frozenset(services)
@@ -121,12 +120,8 @@ class Transforming:
         self._keeping = self.routers.union(not_deterministic)
         """The services whose results are kept."""
         self._evaluated = evaluated
-        self._results = iter(results or ())
+        self._in_step = in_step
         self._max_bytes = max_bytes
-        self._ended = results is None
-        self._of_parked: list[pa.Table] = []
-        """The results of parked messages."""
-        self._ahead: list[pa.Table] = []
         self._now = RESULT.empty_table()
         self._faults: dict[int, str] = dict(evaluated.faults)
         self._kept: set[int] = set()
@@ -140,13 +135,13 @@ class Transforming:
         work: Work,
         rules: ForwardingRules,
         evaluated: Evaluated | None = None,
-        results: Iterator[pa.RecordBatch] | None = None,
+        in_step: InStep | None = None,
     ) -> Transforming:
         """The transforms of an item of work."""
         return cls(
             rules.transforms,
             evaluated,
-            results,
+            in_step,
             max_bytes=rules.max_bytes,
             not_deterministic=rules.not_deterministic,
             routers=[one.service for one in work.routes.routers],
@@ -161,21 +156,13 @@ class Transforming:
         There must be a ``memory``, unless nothing is ever kept.
 
         Raises:
-            Unavailable: there are not all results, because a task before this one has ended early.
+            Unavailable: there are not all results; see `InStep.results`.
         """
         self._sent_to = {}
         if not self.services or not rows.num_rows:
             return
-        if "parked_id" in rows.column_names:
-            self._read(max(self._evaluated.parked, default=-1))
-            found = self._of_parked
-        else:
-            ids = rows["id"]
-            self._read(int(ids[-1].as_py()))
-            first = int(ids[0].as_py())
-            self._ahead = [one for one in self._ahead if _last(one) >= first]
-            found = [*self._of_parked, *self._ahead]
-        self._now = _in_order(pa.concat_tables([RESULT.empty_table(), *found]))
+        found = None if self._in_step is None else self._in_step.results(rows)
+        self._now = _in_order(RESULT.empty_table() if found is None else _as_results(found))
         self._note_faults()
         self._kept.clear()
         if self._keeping and memory is not None:
@@ -267,13 +254,15 @@ class Transforming:
         made = mine[source]
         kept = made & np.isin(ids, list(self._kept))[source]
         result = pa.array(first[source] + nth, pa.int64(), mask=~made)
-        out = rows.take(pa.array(source, pa.int64()))
-        services = self._services(rows).take(pa.array(source, pa.int64()))
+        out, services = _taken(rows, source), self._services(rows)
+        services = services.take(pa.array(source, pa.int64()))
         for name in GIVEN:
             givers = [one for one, given in self._evaluated.given.items() if name in given]
-            given = pa.array(kept | (made & _is_in(services, givers)))
-            new = pc.if_else(given, self._now[name].take(result), out[name])
-            out = out.set_column(out.column_names.index(name), name, new)
+            given = kept | (made & _is_in(services, givers))
+            if given.any():
+                new = self._now[name].take(result)
+                new = new if given.all() else pc.if_else(pa.array(given), new, out[name])
+                out = out.set_column(out.column_names.index(name), name, new)
         return out, nth, self._now["part"].take(result)
 
     def _as_kept(self, rows: pa.Table) -> dict[str, list[Any]]:
@@ -314,27 +303,6 @@ class Transforming:
         parked = "parked_id" in rows.column_names  # those with a problem have no results either
         services = self.services if parked else self._evaluated.given.keys()
         return _is_in(self._services(rows), services) | _is_in(log_ids(rows), self._kept)
-
-    def _read(self, last: int) -> None:
-        """Read on until there are all results up to an id."""
-        parked = pa.array(self._evaluated.parked, pa.int64())
-        while not self._ended and not (self._ahead and _last(self._ahead[-1]) > last):
-            batch = next(self._results, None)
-            if batch is None:
-                raise Unavailable("a transform", "its results have not come to their end")
-            rows = pa.Table.from_batches([batch]).cast(RESULT)
-            if rows["ended"][-1].as_py():
-                self._ended, rows = True, rows.slice(0, rows.num_rows - 1)
-            of_parked = pc.is_in(rows["id"], parked)
-            for where, some in ((self._of_parked, of_parked), (self._ahead, pc.invert(of_parked))):
-                mine = rows.filter(some)
-                if mine.num_rows:
-                    ids = mine["id"].to_numpy()
-                    if (np.diff(ids) < 0).any() or (where and _last(where[-1]) > ids[0]):
-                        raise Unavailable("a transform", "its results are not in their order")
-                    where.append(mine)
-        if self._ended and next(self._results, None) is not None:
-            raise Unavailable("a transform", "its results go on after their end")
 
     def _note_faults(self) -> None:
         """Note which messages have results that cannot be sent, and leave these results out."""
@@ -388,9 +356,26 @@ def _named(rows: pa.Table) -> dict[str, list[int]]:
     return {"shards": rows["shard"].to_pylist(), "ids": log_ids(rows).to_pylist()}
 
 
+def _as_results(rows: pa.Table) -> pa.Table:
+    """Return results with all columns, of which a function may give only some."""
+    there, lacking = {*rows.column_names}, pa.nulls(rows.num_rows)
+    columns = [rows[name] if name in there else lacking for name in RESULT.names]
+    return pa.table(columns, RESULT.names).cast(RESULT)
+
+
+def _taken(rows: pa.Table, places: Places) -> pa.Table:
+    """Return the rows at some places; copy nothing where these are all of them, in their order."""
+    if len(places) == rows.num_rows and (places == np.arange(len(places))).all():
+        return rows
+    return rows.take(pa.array(places, pa.int64()))
+
+
 def _in_order(results: pa.Table) -> pa.Table:
     """Sort results by their ids, and those of each id by their parts."""
     results = results.combine_chunks()
+    ids = results["id"].to_numpy()
+    if (ids[1:] > ids[:-1]).all():
+        return results
     return results.take(pc.sort_indices(results, [("id", "ascending"), ("part", "ascending")]))
 
 
@@ -401,7 +386,3 @@ def _is_in(values: pa.ChunkedArray, some: Collection[Any]) -> Mask:
 
 def _number(rows: pa.Table) -> str:
     return "parked_id" if "parked_id" in rows.column_names else "id"
-
-
-def _last(rows: pa.Table) -> int:
-    return int(rows["id"][-1].as_py())

@@ -129,6 +129,11 @@ class Routes:
     brokers: Mapping[str, str] = field(default_factory=dict)
     """For each destination, the broker that it is known to be, as a uuid's text."""
 
+    @property
+    def in_sql(self) -> tuple[Router, ...]:
+        """The routers whose classifiers are expressions in SQL."""
+        return tuple(router for router in self.routers if router.kind == SQL)
+
     @cached_property
     def matches(self) -> Mapping[Named, Match]:
         """For messages to any broker: the match for each service and broker that routes name.

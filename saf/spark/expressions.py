@@ -4,10 +4,10 @@ A run without such classifiers skips all of this. With one, the messages for rou
 more, and of them only the columns that the expressions refer to. That happens before the task that
 delivers them, and beside it:
 
-    numbers -> read (mapInArrow) -> the expressions -> deliver (mapInArrow)
+    read (mapInArrow) -> the expressions -> deliver (mapInArrow)
 
-The answers stream into the delivery in the order of the ids, because batches never change. All
-steps are narrow: a partition is a task, and an item of work.
+The answers stream into the delivery in the order of the ids, because batches never change; those
+about parked messages come first (`saf.engine.in_step`).
 
 An expression sees the columns of a message (`saf.columns`); ``text``, the body as text; and
 ``json``, the body as a VARIANT, which is NULL if the body is no JSON. It sees them as the message
@@ -24,16 +24,19 @@ nothing. Spark keeps no reason for the NULL; `saf.spark.reasons` finds it out.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any
 
+from psycopg import sql
+
 from saf.columns import EXPRESSED
+from saf.engine.in_step import ENDED, LAST
 from saf.engine.work import Work
-from saf.routing.matching import SQL, Routes
-from saf.spark.items import ITEM
-from saf.spark.questions import OF_NONE, PLACE, questions
+from saf.routing.matching import SQL, Router, Routes
+from saf.setaside import parking
+from saf.spark.reading import as_spark_sees, messages_of
 from saf.spark.rowwise import refusal, refusal_of_analyzed
 from saf.spark.session import first_line
 
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 DERIVED = {"text": "CAST(body AS STRING)", "json": "try_parse_json(CAST(body AS STRING))"}
+OF_NONE = -1
+"""The number of the expression of a router that has none."""
 FIELDS = ("service", "broker", "key")
 QUOTED = 500
 """How many characters of an expression an error quotes."""
@@ -69,18 +74,6 @@ class Compiled:
         return f"answer_{self.number}"
 
 
-def compiled_for(
-    spark: SparkSession, work: Sequence[Work]
-) -> tuple[list[Work], dict[str, Compiled]]:
-    """Compile the expressions of some work.
-
-    Return the work, with the problems of its routers in SQL, and the compiled expressions by their
-    texts.
-    """
-    routes, compiled = compiled_of(spark, [item.routes for item in work])
-    return [replace(i, routes=r) for i, r in zip(work, routes, strict=True)], compiled
-
-
 def compiled_of(
     spark: SparkSession, all_routes: Sequence[Routes]
 ) -> tuple[list[Routes], dict[str, Compiled]]:
@@ -92,59 +85,98 @@ def compiled_of(
     wanted = {
         router.expression
         for routes in all_routes
-        for router in routes.routers
-        if router.kind == SQL and router.problem is None
+        for router in routes.in_sql
+        if router.problem is None
     }
     found = {expression: _compiled(spark, expression) for expression in sorted(wanted)}
     usable = {e: one for e, one in found.items() if isinstance(one, Compiled)}
     problems = {e: one for e, one in found.items() if isinstance(one, str)}
     numbered = {e: replace(one, number=n) for n, (e, one) in enumerate(usable.items())}
-    return [_with_problems(routes, problems) for routes in all_routes], numbered
+    return [with_problems(routes, problems) for routes in all_routes], numbered
 
 
-def evaluated(
-    rows: DataFrame, work: Sequence[Work], compiled: Mapping[str, Compiled], max_bytes: int
+def answers_of(
+    spark: SparkSession,
+    item: Work,
+    compiled: Mapping[str, Compiled],
+    max_bytes: int,
+    *,
+    last: int = LAST,
+    only: str | None = None,
 ) -> DataFrame:
-    """Return the answers to the messages of each item of work.
+    """Return the answers to messages for the routers of an item, by the messages' numbers.
 
-    Each item has a partition, which begins with the item itself.
+    There are none about messages with ids after the ``last``. With ``only``, there are only those
+    to messages for the routers with this expression.
     """
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
+    routers = [one for one in item.routes.routers if only in (None, one.expression)]
     columns = frozenset[str]().union(*(one.columns for one in compiled.values()))
-    kinds = PLACE | {name: kind for name, kind in EXPRESSED.items() if name in columns}
-    schema = ", ".join(f"{name} {kind}" for name, kind in ({ITEM: "binary"} | kinds).items())
-    numbered = {expression: one.number for expression, one in compiled.items()}
-    rows = rows.mapInArrow(questions(numbered, kinds, max_bytes), schema)
+    kinds = {"id": "long"} | {name: kind for name, kind in EXPRESSED.items() if name in columns}
+    asked = []
+    if len(compiled) > 1:
+        kinds["asked"] = "int"
+        asked.append(_asked(routers, compiled))
+    selected = columns | {"to_service"}
+    some = f"to_service = ANY ({sql.Literal([r.service for r in routers]).as_string(None)})"
+    queries = [
+        f"SELECT {', '.join(kinds)} FROM ({messages}) AS m "
+        f"WHERE {some} AND id <= {last} ORDER BY id"
+        for messages in (
+            *_parked(item, [*as_spark_sees(selected, max_bytes), *asked]),
+            item.batch.rows(["id", *as_spark_sees(selected, max_bytes, item.batch.log), *asked]),
+        )
+    ]
+    rows = messages_of(spark, item, kinds, queries)
     if "body" in columns:
         rows = with_derived(rows)
     each = [(one.number, one.column, F.expr(one.safe)) for one in compiled.values()]
     if len(each) == 1:
         answers = [answer.alias(column) for _, column, answer in each]
     else:
-        asked, nothing = F.col("asked"), F.lit(None).cast("binary")
-        own = reduce(lambda o, one: F.when(asked == one[0], one[2]).otherwise(o), each, nothing)
+        own = reduce(
+            lambda o, one: F.when(F.col("asked") == one[0], one[2]).otherwise(o),
+            each,
+            F.lit(None).cast("binary"),
+        )
         rows = rows.withColumn("own", own)
         # the other columns are needed only if a router hands on to another one
         text = F.col("own").cast("string")
         named = F.coalesce(F.get_json_object(text, "$.service"), text)
-        handed_on = named.isin(*{one.service for item in work for one in item.routes.routers})
+        handed_on = named.isin(*{one.service for one in item.routes.routers})
         answers = [
-            F.when(asked == number, F.col("own"))
-            .when((asked == OF_NONE) | handed_on, answer)
+            F.when(F.col("asked") == number, F.col("own"))
+            .when((F.col("asked") == OF_NONE) | handed_on, answer)
             .alias(column)
             for number, column, answer in each
         ]
-    return rows.select(ITEM, "id", "parked_id", *answers)
+    return rows.select("id", F.lit(None).cast("boolean").alias(ENDED), *answers)
+
+
+def _asked(routers: Sequence[Router], compiled: Mapping[str, Compiled]) -> sql.Composable:
+    """Return the column with the number of the expression of each message's router."""
+    of = [compiled[r.expression].number if r.expression in compiled else OF_NONE for r in routers]
+    return sql.SQL("({}::int[])[array_position({}::text[], to_service)] AS asked").format(
+        sql.Literal(of), sql.Literal([one.service for one in routers])
+    )
+
+
+def _parked(item: Work, columns: Sequence[str | sql.Composable]) -> Iterator[str]:
+    """Give the query for the parked messages that may go on now, by their numbers, if any may."""
+    lanes = [lane for lane in item.waiting if lane.due and not lane.destination]
+    if lanes:
+        yield parking.in_lanes(item.batch, "", lanes, [sql.SQL("-parked_id AS id"), *columns])
 
 
 def without_sql(item: Work, problem: str) -> Work:
     """Return an item in which all routers in SQL have this problem."""
-    problems = {r.expression: problem for r in item.routes.routers if r.kind == SQL}
-    return replace(item, routes=_with_problems(item.routes, problems))
+    problems = {router.expression: problem for router in item.routes.in_sql}
+    return replace(item, routes=with_problems(item.routes, problems))
 
 
-def _with_problems(routes: Routes, problems: Mapping[str, str]) -> Routes:
+def with_problems(routes: Routes, problems: Mapping[str, str]) -> Routes:
+    """Return routes in which routers in SQL have problems, given by their expressions."""
     if not problems:
         return routes
     routers = tuple(

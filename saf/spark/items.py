@@ -15,10 +15,9 @@ from saf.errors import Unavailable
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql import DataFrame, SparkSession
 
 ITEM = "item"
-"""The column with the item, in a partition's first row; it is NULL in all others."""
+"""The column with an item, where only DataFrames exist."""
 
 Numbered = tuple[int, Work]
 """An item, and the number that its receipts call it by."""
@@ -35,12 +34,6 @@ def opened(handed: bytes) -> Numbered:
     return number, item
 
 
-def rows(spark: SparkSession, numbered: Sequence[Numbered]) -> DataFrame:
-    """Return a DataFrame with a partition for each item, of one row."""
-    packed = spark.sparkContext.parallelize(partitions(numbered), len(numbered))
-    return spark.createDataFrame(packed.map(lambda one: (bytearray(one),)), f"{ITEM} binary")
-
-
 def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Give what Spark hands a task.
 
@@ -53,15 +46,3 @@ def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from batches
     except Exception as error:  # of Arrow, of the socket, or of PySpark's own protocol
         raise Unavailable("Spark", f"what it hands a task has broken off ({error})") from error
-
-
-def taken(batches: Iterator[pa.RecordBatch]) -> tuple[bytes, Iterator[pa.RecordBatch]]:
-    """Return the packed item of a partition, and the rest of the partition, `unbroken`."""
-    first = next(batches)
-
-    def rest() -> Iterator[pa.RecordBatch]:
-        if first.num_rows > 1:
-            yield first.slice(1)
-        yield from unbroken(batches)
-
-    return first[ITEM][0].as_py(), rest()

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from saf.database import Dsn
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import ConfigurationError, JobFailed, MissingExtra, SparkGone
-from saf.routing.matching import SQL
 from saf.spark import items
 from saf.spark.master import reach, server_of
 from saf.spark.session import first_line, require_packages
@@ -105,10 +104,7 @@ class ConnectRunner:
 
         seal = self._seal
         assert seal is not None  # noqa: S101 - `start` comes first
-        some = [
-            without_sql(item, NO_SQL) if any(r.kind == SQL for r in item.routes.routers) else item
-            for item in work
-        ]
+        some = [without_sql(item, NO_SQL) for item in work]
         with suppress(Exception):  # where this may not be set, some items share a task
             self._spark.conf.set(PARALLELISM, str(len(some)))
         self._spark.addTag(group)

@@ -21,9 +21,11 @@ date. Cast to a timestamp, it is a time of the current day.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+from saf.spark.plans import items, nodes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -106,14 +108,14 @@ def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> s
     if len(expression) > LONGEST:
         return f"it has {len(expression):,} characters, and {LONGEST:,} are looked at"
     session: Any = spark._jsparkSession
-    for node in _nodes(session.sessionState().sqlParser().parseExpression(expression)):
+    for node in nodes(session.sessionState().sqlParser().parseExpression(expression)):
         kind = _kind(node)
         if kind == "UnresolvedFunction":
-            name = ".".join(_items(node.nameParts()))
+            name = ".".join(items(node.nameParts()))
             if name.lower() not in FUNCTIONS:
                 return f"it calls {name}, which is not a function of one row alone"
         elif kind == "UnresolvedAttribute":
-            name = next(_items(node.nameParts()))
+            name = next(items(node.nameParts()))
             if name.lower() not in columns:
                 return f"it says {name}, which is no column of a message"
         elif kind not in SYNTAX:
@@ -130,7 +132,7 @@ def refusal_of_analyzed(plan: Any, before: Any) -> str | None:
     """
     if plan.getClass().getSimpleName() != "Project" or not plan.child().sameResult(before):
         return "it looks at other rows, or makes several of one"
-    for node in _nodes(plan.projectList().apply(0)):
+    for node in nodes(plan.projectList().apply(0)):
         kind = _kind(node)
         own = node.getClass().getName().startswith(f"{CATALYST}expressions.")
         if not own or FOREIGN.search(kind):
@@ -138,7 +140,7 @@ def refusal_of_analyzed(plan: Any, before: Any) -> str | None:
         if not node.deterministic():
             return f"Spark makes a {kind} of it, which says something else each time"
         if kind in ("Cast", "ParseToDate", "ParseToTimestamp", "ParseToTime"):
-            for child in _items(node.children()):
+            for child in items(node.children()):
                 if _kind(child) == "Literal" and OF_NOW.match(text := str(child.toString())):
                     return f"it says {text!r}, which is another time whenever it is read"
     return None
@@ -155,19 +157,6 @@ def _of_now(spark: SparkSession, expression: str) -> str | None:
         if kind.upper() in TYPES and OF_NOW.match(literal.lstrip("rR").strip("'\"")):
             return f"{kind} {literal}"
     return None
-
-
-def _nodes(expression: Any) -> Iterator[Any]:
-    """Give an expression and all expressions in it."""
-    left = [expression]
-    while left:
-        node = left.pop()
-        yield node
-        left += _items(node.children())
-
-
-def _items(of_scala: Any) -> Iterator[Any]:
-    return (of_scala.apply(place) for place in range(of_scala.size()))
 
 
 def _kind(node: Any) -> str:

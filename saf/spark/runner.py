@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from saf.database import Dsn
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import JobFailed, SparkGone
-from saf.routing.matching import SQL
 from saf.spark import items, session
 
 if TYPE_CHECKING:
@@ -57,23 +56,29 @@ class SparkRunner:
 
         try:
             self.spark.setJobGroup(group, "saf forward", interruptOnCancel=True)
-            if rules.transforms:
-                from saf.spark import transforms  # needs Arrow at the driver
-
-                return transforms.receipts(work, rules, group)
-            if any(router.kind == SQL for item in work for router in item.routes.routers):
-                from saf.spark.answers import receipts  # needs Arrow at the driver
-
-                return receipts(work, rules)
-            return (
-                self.spark.parallelize(items.partitions(list(enumerate(work))), len(work))
-                .mapPartitions(task(rules))
-                .collect()
-            )
+            return self._run(list(enumerate(work)), rules, group)
         except (Py4JNetworkError, ConnectionError) as error:
             raise SparkGone(session.first_line(error)) from error
         except (Py4JError, PySparkException, EOFError) as error:
             raise JobFailed(session.first_line(error)) from error
+
+    def _run(
+        self, work: Sequence[items.Numbered], rules: ForwardingRules, group: str
+    ) -> list[Receipt]:
+        evaluated = [one for one in work if rules.transforms or one[1].routes.in_sql]
+        others = [one for one in work if not rules.transforms and not one[1].routes.in_sql]
+        if not evaluated:
+            return self._deliver(others, rules)
+        from saf.spark.evaluation import receipts  # needs Arrow at the driver
+
+        return receipts(evaluated, rules, group, meanwhile=lambda: self._deliver(others, rules))
+
+    def _deliver(self, work: Sequence[items.Numbered], rules: ForwardingRules) -> list[Receipt]:
+        """Run a job with a task for each item, of which nothing is evaluated."""
+        if not work:
+            return []
+        packed = self.spark.parallelize(items.partitions(work), len(work))
+        return packed.mapPartitions(task(rules)).collect()
 
     def stop(self) -> None:
         """End the session, if it was started, in order."""

@@ -1,66 +1,36 @@
-"""Transforms: Spark evaluates the functions of `[[transforms]]`, beside the delivery.
+"""Transforms: the functions of `[[transforms]]` for one item of work, and what they see of it.
 
-Each item of work has a job of one task, in which two workers of Python are at work:
-
-    read the messages of services with a transform, by id -> the functions -> deliver
-
-Between the last two, Spark sorts by id what a function has not kept in this order.
-
-The delivery reads the batch by itself, as always. It takes what the functions have made of a
-message when it sends the message (`saf.engine.transforming`).
-
-If the job fails, the driver finds out why, by evaluating without a delivery. A message that a
-function raises for is found by halving; it becomes a dead letter. If the function raises for none,
-or for too many, its service's messages wait.
+First the parked messages that may go on now, as many as fit; then those of the batch, by id. Where
+Spark has to sort what functions make of them, nothing is delivered before. So of a deep backlog, no
+more than `AT_ONCE` messages are transformed in one job.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import psycopg
-import pyarrow as pa
 from psycopg import sql
 
 from saf.database import fetch
-from saf.engine.chunks import up_to
-from saf.engine.pulse import Pulse
-from saf.engine.source import messages
-from saf.engine.source_session import SourceSession
-from saf.engine.task import BEATS, Task
-from saf.engine.transforming import Evaluated, Transforming
-from saf.engine.work import ForwardingRules, Receipt, Work
-from saf.errors import ConfigurationError, JobFailed, SafError
-from saf.log.cursor import lock_cursors
-from saf.routing.matching import SQL
+from saf.engine.in_step import LAST
+from saf.engine.work import ForwardingRules, Work
+from saf.errors import ConfigurationError
 from saf.setaside import parking
-from saf.spark import items
-from saf.spark.expressions import without_sql
-from saf.spark.results import LAST, Asked, Usable, in_order, messages_of, needed, transformed
-from saf.spark.session import first_line
+from saf.spark.plans import columns_read
+from saf.spark.reading import as_spark_sees, messages_of
+from saf.spark.results import SEEN, Usable, as_seen, transformed
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-MOST = 20
-"""For so many messages a function may raise before it is the function's own fault."""
-ROUNDS = 5
-"""How often an item is run again because of messages that functions raise for."""
 PARKED = 10_000
 """How many parked messages are transformed at a time."""
 AT_ONCE = 500_000
-"""How many messages of a deep backlog are transformed in one job: where Spark has to sort what
-functions make of them, nothing is delivered before, and a driver does not wait for ever."""
-BESIDE = (
-    "classifiers in SQL are not evaluated where saf.toml has [[transforms]]: write an arrow or "
-    "python one"
-)
-
+"""How many messages of a deep backlog are evaluated in one job: a driver does not wait for ever."""
+CHOSEN_BY = {"to_service", "conversation_id", "body"}
+"""The columns by which messages are chosen, besides the id."""
 
 OF_SERVICES = """
 SELECT * FROM (
@@ -70,268 +40,175 @@ SELECT * FROM (
     FROM ({in_lanes}) AS p) AS parked
 WHERE service = ANY ({services}) LIMIT {most}
 """
+# Parked messages have numbers below zero; see `saf.engine.in_step`
+OF_PARKED = """
+SELECT DISTINCT ON (id) -id AS id, {columns} FROM saf.parked
+WHERE subscription_id = {subscription_id} AND id = ANY ({ids}::bigint[])
+"""
+TO_TRANSFORM = """
+SELECT {columns} FROM ({messages}) AS m
+WHERE conversation_id IS NULL AND body IS NOT NULL AND id BETWEEN {low} AND {high}
+  AND abs(id) <> ALL ({but}::bigint[]) {more} ORDER BY id
+"""
+SERVICE = sql.SQL("AND to_service = {}")
+NOT_KEPT = sql.SQL("""AND NOT EXISTS (
+    SELECT FROM saf.kept_result k WHERE k.subscription_id = {} AND k.id = abs(m.id))""")
+NTH = """
+SELECT id FROM ({messages}) AS m WHERE to_service = ANY ({services}) ORDER BY id
+OFFSET {before} LIMIT 1
+"""
 
 
-def receipts(work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
-    """Forward items of work whose messages are transformed; return the tasks' receipts."""
-    from pyspark.sql import SparkSession
-
-    spark = SparkSession.builder.getOrCreate()
-
-    def run(numbered: tuple[int, Work]) -> list[Receipt]:
-        spark.sparkContext.setJobGroup(group, "saf forward", interruptOnCancel=True)
-        return Evaluation(spark, *numbered, rules).run()
-
-    at_once = min(len(work), max(1, spark.sparkContext.defaultParallelism))
-    with ThreadPoolExecutor(max_workers=at_once) as pool:
-        return [receipt for some in pool.map(run, enumerate(work)) for receipt in some]
-
-
-@dataclass
-class Evaluation:
-    """One item of work, whose messages are transformed and delivered."""
+@dataclass(kw_only=True)
+class Transforms:
+    """The transforms of one item of work."""
 
     spark: SparkSession
-    number: int
     item: Work
     rules: ForwardingRules
+    parked: Mapping[str, frozenset[int]]
+    """For each service, the parked messages that may go on now, by their ids in the outbox."""
+    last: int
+    """The greatest id that is evaluated."""
     problems: dict[str, str] = field(default_factory=dict)
+    """For services, why their messages cannot be transformed."""
     faults: dict[int, str] = field(default_factory=dict)
-    parked: dict[str, frozenset[int]] = field(default_factory=dict)
-    """For each service, the parked messages that may go on now."""
-    last: int = LAST
-    """The greatest id that this job goes on to."""
-    columns: dict[str, frozenset[str]] = field(default_factory=dict)
+    """For messages, by their ids in the outbox, what a function raises for them."""
+    _columns: dict[str, frozenset[str]] = field(default_factory=dict)
     """For each service, the columns of messages that its function needs."""
 
-    def run(self) -> list[Receipt]:
-        """Run the item; if its job fails, that is a problem of its broker.
-
-        Raises:
-            Py4JNetworkError: Spark has ended.
-        """
-        from py4j.protocol import Py4JError, Py4JNetworkError
-        from pyspark.errors import PySparkException
-
-        if any(router.kind == SQL for router in self.item.routes.routers):
-            self.item = without_sql(self.item, BESIDE)
-        try:
-            self.parked = self._parked()
-            self.last = self._last() if self.item.deep else LAST
-            for attempt in range(ROUNDS):
-                try:
-                    return self._job()
-                except Py4JNetworkError:
-                    raise  # Spark has ended
-                except (Py4JError, PySparkException) as error:
-                    if attempt == ROUNDS - 1 or not self._found_fault():
-                        raise JobFailed(first_line(error)) from error
-                    self._go_on()
-        except (SafError, psycopg.Error) as error:
-            kind = type(error) if isinstance(error, SafError) else JobFailed
-            text = str(error) if isinstance(error, SafError) else self.item.dsn.redact(str(error))
-            return [
-                Receipt(work=self.number, destination=None, error_kind=kind.__name__, error=text)
-            ]
-        raise AssertionError
-
-    def _parked(self) -> dict[str, frozenset[int]]:
-        """Return which parked messages may go on now, by service: the first of each lane.
-
-        As many as fit. A message that a router has led on counts for the router, if it was sent to
-        one with a transform, and the outbox still has it.
-        """
-        by_destination: dict[str, list[parking.Backoff]] = {}
-        for lane in self.item.waiting:
-            if lane.due:
-                by_destination.setdefault(lane.destination, []).append(lane)
-        if not by_destination:
-            return {}
-        found: dict[int, str] = {}
-        size = 0
-        columns: list[str | sql.Composable] = [
-            "id",
-            "shard",
-            "to_service",
-            sql.SQL("octet_length(body) AS size"),
-        ]
-        names = {
-            "services": [*self.rules.transforms],
-            "routers": [*self._routers],
-        }
-        given = {name: sql.Literal(some) for name, some in names.items()}
-        with self.item.dsn.connect(role="forward", autocommit=True) as source:
-            for destination, lanes in by_destination.items():
-                for is_found in (False, True):
-                    some = [lane for lane in lanes if lane.found is is_found]
-                    if not some:
-                        continue
-                    in_lanes = parking.in_lanes(
-                        self.item.batch, destination, some, columns, found=is_found
-                    )
-                    query = sql.SQL(OF_SERVICES).format(
-                        in_lanes=sql.SQL(in_lanes), most=PARKED - len(found) + 1, **given
-                    )
-                    for id_, bytes_, service in fetch(source, query):
-                        if found and (len(found) >= PARKED or size > self.rules.chunk_bytes):
-                            return _by_service(found)
-                        found[id_] = service
-                        size += bytes_ or 0
-        return _by_service(found)
-
-    def _last(self) -> int:
-        """Return the id up to which there are `AT_ONCE` messages with transforms."""
-        rows = self.item.batch.rows(["id", "to_service"])
-        services = sql.Literal([*self.rules.transforms]).as_string(None)
-        query = (
-            f"SELECT id FROM ({rows}) AS m WHERE to_service = ANY ({services}) "
-            f"ORDER BY id OFFSET {AT_ONCE - 1} LIMIT 1"
-        )
-        with self.item.dsn.connect(role="forward", autocommit=True) as source:
-            return next((int(id_) for (id_,) in fetch(source, query.replace("%", "%%"), {})), LAST)
-
-    def _go_on(self) -> None:
-        """Go on after what the job that has failed has delivered."""
-        batch = self.item.batch
-        with self.item.dsn.connect(role="forward", autocommit=True) as source, source.transaction():
-            position = lock_cursors(source, batch)
-        self.item = replace(self.item, batch=replace(batch, position=position))
-
-    def _job(self) -> list[Receipt]:
-        usable = self._usable()
-        evaluated = Evaluated(
-            given={service: one.given for service, one in usable.items()},
-            problems=self.problems,
-            faults=self.faults,
-            parked=frozenset[int]().union(*self.parked.values()),
-        )
-        rows = in_order(self.spark, [one.frame for one in usable.values()])
-        done = rows.mapInArrow(
-            deliver(self.number, self.item, self.rules, evaluated, self.last), "said binary"
-        ).collect()
-        return [receipt for row in done for receipt in pickle.loads(row.said)]  # noqa: S301 - ours  # nosec B301
-
-    def _usable(self) -> dict[str, Usable]:
-        """The services whose function can be used; the others have a problem from now on."""
+    def usable(self) -> dict[str, Usable]:
+        """Return what functions make of messages; the others have a problem from now on."""
         found = {}
         for service in self.rules.transforms:
             if service not in self.problems:
                 try:
-                    found[service] = self._of(service)
+                    found[service] = self.of(service)
                 except ConfigurationError as error:
                     self.problems[service] = str(error)
         return found
 
-    def _of(self, service: str, within: tuple[int, int] | None = None) -> Usable:
-        asked = self._asked(service, within)
-        if service not in self.columns:
-            self.columns[service] = needed(self._made_of(asked).frame)
-        return self._made_of(replace(asked, columns=self.columns[service]))
+    def of(self, service: str, within: tuple[int, int] = (-LAST, LAST)) -> Usable:
+        """Return what a function makes of messages, or of those ``within`` some numbers.
 
-    def _made_of(self, asked: Asked) -> Usable:
+        Raises:
+            ConfigurationError: the function cannot be used.
+        """
+        if service not in self._columns:
+            read = columns_read(self._made_of(service, within, frozenset(SEEN)).frame)
+            self._columns[service] = frozenset(SEEN) if read is None else read | {"id"}
+        return self._made_of(service, within, self._columns[service])
+
+    def _made_of(self, service: str, within: tuple[int, int], columns: frozenset[str]) -> Usable:
         return transformed(
-            messages_of(self.spark, asked),
-            f"transform of {asked.service!r}",
-            self.rules.transforms[asked.service],
-            deterministic=asked.service not in self.rules.not_deterministic,
+            self.messages(service, within, columns),
+            f"transform of {service!r}",
+            self.rules.transforms[service],
+            deterministic=service not in self.rules.not_deterministic,
         )
 
-    @property
-    def _routers(self) -> frozenset[str]:
-        """The routers that have a transform."""
-        return frozenset(one.service for one in self.item.routes.routers) & {*self.rules.transforms}
+    def messages(
+        self,
+        service: str,
+        within: tuple[int, int] = (-LAST, LAST),
+        columns: frozenset[str] = frozenset(SEEN),
+    ) -> DataFrame:
+        """Return messages as a function sees them; what is not of the ``columns`` is NULL."""
+        kinds = {name: kind for name, kind in SEEN.items() if name in columns}
+        queries = self._queries(service, within, kinds)
+        return as_seen(messages_of(self.spark, self.item, kinds, queries), kinds)
 
-    def _asked(self, service: str, within: tuple[int, int] | None = None) -> Asked:
-        return Asked(
-            item=self.item,
-            service=service,
-            max_bytes=self.rules.max_bytes,
-            parked=self.parked.get(service, frozenset()),
-            all_parked=frozenset[int]().union(*self.parked.values()),
-            but=frozenset(self.faults),
-            kept=service in self.rules.not_deterministic | self._routers,
-            within=within or (0, self.last),
-        )
+    def _queries(
+        self, service: str, within: tuple[int, int], names: Mapping[str, str]
+    ) -> Iterator[str]:
+        batch = self.item.batch
+        subscription = sql.Literal(batch.subscription_id)
+        selected, max_bytes = {*names, *CHOSEN_BY}, self.rules.max_bytes
+        kept = service in self.rules.not_deterministic | routers_of(self.item, self.rules)
+        more = NOT_KEPT.format(subscription) if kept else sql.SQL("")
 
-    def _found_fault(self) -> bool:
-        """Find out for what functions fail; return whether they do."""
-        session = SourceSession(self.item, self.rules.attempts)
-        patience = self.item.dsn.bounds.chunk_seconds
-        before = len(self.problems) + len(self.faults)
-        try:
-            session(lambda source: source.execute("SELECT"))
-            with Pulse(session.beat, self.item.lease_seconds / BEATS, patience):
-                for service in self._usable():
-                    self._look_at(service)
-        finally:
-            session.close()
-        return len(self.problems) + len(self.faults) > before
+        def query(messages: str, *conditions: sql.Composable) -> str:
+            low, high = within
+            return (
+                sql.SQL(TO_TRANSFORM)
+                .format(
+                    columns=sql.SQL(", ").join(map(sql.Identifier, names)),
+                    messages=sql.SQL(messages),
+                    low=sql.Literal(low),
+                    high=sql.Literal(min(high, self.last)),
+                    but=sql.Literal(sorted(self.faults)),
+                    more=sql.SQL(" ").join([more, *conditions]),
+                )
+                .as_string(None)
+            )
 
-    def _look_at(self, service: str) -> None:
-        """Note what a function raises for which messages; or that it fails itself."""
-        if self._raised(self._of(service).frame) is None:
-            return
-        if why := self._raised(self._of(service, within=(LAST, LAST)).frame):
-            self.problems[service] = f"its function fails: {why}"
-            return
-        from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+        if parked := self.parked.get(service):
+            of_parked = sql.SQL(OF_PARKED).format(
+                columns=sql.SQL(", ").join(
+                    sql.Identifier(one) if isinstance(one, str) else one
+                    for one in as_spark_sees(selected, max_bytes)
+                ),
+                subscription_id=subscription,
+                ids=sql.Literal(sorted(parked)),
+            )
+            yield query(of_parked.as_string(None))
+        columns = as_spark_sees(selected, max_bytes, batch.log)
+        yield query(batch.rows(["id", *columns]), SERVICE.format(sql.Literal(service)))
 
-        ends = (
-            messages_of(self.spark, self._asked(service)).select(F.min("id"), F.max("id")).first()
-        )
-        if ends is None or ends[0] is None:
-            return
-        found: dict[int, str] = {}
-        left = [(int(ends[0]), int(ends[1]))]
-        while left and len(found) <= MOST:
-            low, high = left.pop()
-            why = self._raised(self._of(service, within=(low, high)).frame)
-            if why is None:
-                continue
-            if low == high:
-                found[low] = f"its function raises {why}"
-                continue
-            half = (low + high) // 2
-            left += [(half + 1, high), (low, half)]
-        if len(found) > MOST:
-            why = next(iter(found.values()))
-            self.problems[service] = f"its function fails for more than {MOST} messages: {why}"
-        else:
-            self.faults |= found
 
-    def _raised(self, frame: DataFrame) -> str | None:
-        """Return what the evaluation of a DataFrame raises."""
-        from py4j.protocol import Py4JError, Py4JNetworkError
-        from pyspark.errors import PySparkException
-        from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+def routers_of(item: Work, rules: ForwardingRules) -> frozenset[str]:
+    """Return the routers that have a transform."""
+    return frozenset(one.service for one in item.routes.routers) & {*rules.transforms}
 
-        columns = [F.max(F.xxhash64(name)) for name in frame.columns]  # so that all are computed
-        try:
-            frame.select(*columns).collect()
-        except Py4JNetworkError:
-            raise  # Spark has ended
-        except (Py4JError, PySparkException) as error:
-            return first_line(error)
-        return None
+
+def last_at_once(item: Work, rules: ForwardingRules) -> int:
+    """Return the id up to which `AT_ONCE` messages of a deep backlog are evaluated."""
+    if not item.deep:
+        return LAST
+    in_sql = [one.service for one in item.routes.in_sql]
+    query = sql.SQL(NTH).format(
+        messages=sql.SQL(item.batch.rows(["id", "to_service"])),
+        services=sql.Literal([*rules.transforms, *in_sql]),
+        before=sql.Literal(AT_ONCE - 1),
+    )
+    with item.dsn.connect(role="forward", autocommit=True) as source:
+        return next((int(id_) for (id_,) in fetch(source, query)), LAST)
+
+
+def parked_of(item: Work, rules: ForwardingRules) -> dict[str, frozenset[int]]:
+    """Return which parked messages may go on now, by service: the first of each lane.
+
+    As many as fit. A message that a router has led on counts for the router, if it was sent to one
+    with a transform, and the outbox still has it.
+    """
+    groups: dict[tuple[str, bool], list[parking.Backoff]] = {}
+    for lane in item.waiting:
+        if lane.due:
+            groups.setdefault((lane.destination, lane.found), []).append(lane)
+    if not groups:
+        return {}
+    found: dict[int, str] = {}
+    size = 0
+    columns: list[str | sql.Composable] = ["id", "shard", "to_service"]
+    columns.append(sql.SQL("octet_length(body) AS size"))
+    given = {
+        "services": sql.Literal([*rules.transforms]),
+        "routers": sql.Literal([*routers_of(item, rules)]),
+    }
+    with item.dsn.connect(role="forward", autocommit=True) as source:
+        for (destination, is_found), lanes in groups.items():
+            in_lanes = parking.in_lanes(item.batch, destination, lanes, columns, found=is_found)
+            query = sql.SQL(OF_SERVICES).format(
+                in_lanes=sql.SQL(in_lanes), most=PARKED - len(found) + 1, **given
+            )
+            for id_, bytes_, service in fetch(source, query):
+                if found and (len(found) >= PARKED or size > rules.chunk_bytes):
+                    return _by_service(found)
+                found[id_] = service
+                size += bytes_ or 0
+    return _by_service(found)
 
 
 def _by_service(found: Mapping[int, str]) -> dict[str, frozenset[int]]:
     services = set(found.values())
     return {one: frozenset(i for i, service in found.items() if service == one) for one in services}
-
-
-def deliver(
-    number: int, item: Work, rules: ForwardingRules, evaluated: Evaluated, last: int = LAST
-) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """Return the function for mapInArrow: results in, receipts out."""
-
-    def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        from saf.forwarding.runner import bounded
-
-        transforming = Transforming.of(item, rules, evaluated, items.unbroken(partition))
-        running = Task(number, item, rules, transforming=transforming, partly=last < LAST)
-        with closing(messages(item, rules.max_bytes)) as rows:
-            receipts = bounded(number, item, lambda: running.run(up_to(rows, last)))
-        yield pa.RecordBatch.from_pydict({"said": [pickle.dumps(receipts)]})
-
-    return task

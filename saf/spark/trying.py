@@ -9,11 +9,13 @@ from uuid import UUID
 
 from saf.columns import EXPRESSED
 from saf.engine.classifying import as_table
+from saf.engine.in_step import InStep
 from saf.engine.set_aside import SetAside
-from saf.engine.transforming import RESULT, Evaluated, Transforming
+from saf.engine.transforming import Evaluated, Transforming
 from saf.errors import ConfigurationError
 from saf.spark import session
-from saf.spark.results import SEEN, in_order, transformed
+from saf.spark.evaluation import in_order
+from saf.spark.results import SEEN, as_seen, transformed
 from saf.spark.session import first_line
 
 SHOWN = ("message_id", "key", "message_type", "headers", "body")
@@ -43,14 +45,13 @@ def tried(
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession
-    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
     context = session.start("local[1]", app_name="saf transform", quick=True)
     try:
         spark = SparkSession.builder.getOrCreate()
         row = [1, *(_plain(message.get(name)) for name in EXPRESSED)]
         schema = ", ".join(f"{name} {kind}" for name, kind in SEEN.items())
-        seen = spark.createDataFrame([row], schema).withColumn("text", F.col("body").cast("string"))
+        seen = as_seen(spark.createDataFrame([row], schema))
         try:
             usable = transformed(
                 seen, f"transform of {service!r}", function, deterministic=deterministic
@@ -58,13 +59,13 @@ def tried(
         except ConfigurationError as error:
             return Tried(waits=str(error))
         try:
-            batches = in_order(spark, [usable.frame]).toArrow().cast(RESULT).to_batches()
+            batches = in_order(spark, [usable.frame]).toArrow().to_batches()
         except (PySparkException, Py4JError) as error:
             return Tried(dead=f"its function raises {first_line(error)}")
     finally:
         session.stop(context)
     evaluated = Evaluated(given={service: usable.given})
-    transforming = Transforming([service], evaluated, iter(batches), max_bytes=max_bytes)
+    transforming = Transforming([service], evaluated, InStep(iter(batches)), max_bytes=max_bytes)
     rows = as_table([{**message, "id": 1, "shard": 0}])
     transforming.look(rows, None)
     aside = SetAside(work=None)  # type: ignore[arg-type] # nothing is written

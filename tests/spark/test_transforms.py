@@ -16,7 +16,8 @@ from saf.forwarding import broker
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic
 from saf.setaside.waiting import parked
-from saf.spark import results, transforms
+from saf.spark import faults, plans, transforms
+from saf.spark.results import SEEN
 from tests import on_spark
 from tests.destinations import NOWHERE
 from tests.on_spark import forward
@@ -327,7 +328,7 @@ def test_what_has_waited_for_its_transform_goes_on_in_order_when_that_is_mended(
 def test_a_function_that_fails_for_many_messages_parks_its_service(
     source: psycopg.Connection[Any], mom: Dsn, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transforms, "MOST", 1)
+    monkeypatch.setattr(faults, "MOST", 1)
     send(source, "1", "two", "three")
     said = forward(config("tests.transforms:number"))
     assert (bodies(mom), said["parked"], said["dead"]) == ([], 3, 0)
@@ -356,10 +357,17 @@ def test_parked_messages_are_transformed_when_their_destination_is_back(
     assert waits(source) == {}
 
 
+ROUTERS = [
+    ("python", "tests.transforms:to_audit"),
+    ("sql", "if(split(text, '\n')[0] = 'else', 'else', 'audit')"),
+]
+
+
+@pytest.mark.parametrize("says", [("python", "tests.classifiers:to_billing"), ("sql", "'billing'")])
 def test_what_comes_by_a_router_to_a_service_with_a_transform_waits_and_is_not_sent_as_it_is(
-    source: psycopg.Connection[Any], mom: Dsn, config: Config
+    source: psycopg.Connection[Any], mom: Dsn, config: Config, says: tuple[str, str]
 ) -> None:
-    add_router(source, "front", "python", "tests.classifiers:to_billing")
+    add_router(source, "front", *says)
     send(source, "1", service="front")
     send(source, "2")
     forward(config("tests.transforms:even"))
@@ -368,10 +376,11 @@ def test_what_comes_by_a_router_to_a_service_with_a_transform_waits_and_is_not_s
     assert why in waits(source)["front"]
 
 
+@pytest.mark.parametrize("says", ROUTERS)
 def test_what_is_sent_to_a_router_with_a_transform_is_classified_as_sent_and_arrives_transformed(
-    source: psycopg.Connection[Any], mom: Dsn, config: Config
+    source: psycopg.Connection[Any], mom: Dsn, config: Config, says: tuple[str, str]
 ) -> None:
-    add_router(source, "front", "python", "tests.transforms:to_audit")
+    add_router(source, "front", *says)
     (sent,) = send(source, "audit\nb", service="front")
     send(source, "c\nd", service="audit")
     forward(config("tests.transforms:split", service="front"))
@@ -383,11 +392,18 @@ def test_what_is_sent_to_a_router_with_a_transform_is_classified_as_sent_and_arr
     assert kept(source) == 0
 
 
+@pytest.mark.parametrize("says", ROUTERS)
 @pytest.mark.parametrize("purged", [False, True])
 def test_what_a_router_has_led_on_and_is_parked_is_transformed_also_after_the_outbox_lost_it(
-    source: psycopg.Connection[Any], app: Dsn, mom: Dsn, config: Config, purged: bool
+    source: psycopg.Connection[Any],
+    app: Dsn,
+    mom: Dsn,
+    config: Config,
+    *,
+    says: tuple[str, str],
+    purged: bool,
 ) -> None:
-    add_router(source, "front", "python", "tests.transforms:to_audit")
+    add_router(source, "front", *says)
     add_route(source, "mom", service="audit")
     add_route(source, "other", service="else")
     path = config("tests.transforms:split", service="front", other=NOWHERE)
@@ -406,14 +422,17 @@ def test_what_a_router_has_led_on_and_is_parked_is_transformed_also_after_the_ou
     assert kept(source) == 0, "a purge has removed it"
 
 
+@pytest.mark.parametrize("says", ROUTERS)
 def test_what_has_waited_for_the_transform_of_its_router_is_led_on_when_that_is_mended(
     source: psycopg.Connection[Any],
     app: Dsn,
     mom: Dsn,
     config: Config,
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    says: tuple[str, str],
 ) -> None:
-    add_router(source, "front", "python", "tests.transforms:to_audit")
+    add_router(source, "front", *says)
     path = config("tests.transforms:told", service="front")
     send(source, "1", "no number", "2", service="front")
     assert forward(path)["parked"] == 3
@@ -447,11 +466,12 @@ def test_no_more_columns_are_read_than_a_function_needs_and_what_loses_the_order
 ) -> None:
     seen: list[tuple[frozenset[str], bool]] = []
 
-    def asked(frame: Any) -> frozenset[str]:
-        seen.append((results.needed(frame), results.keeps_order(frame)))
-        return seen[-1][0]
+    def asked(frame: Any) -> frozenset[str] | None:
+        read = plans.columns_read(frame)
+        seen.append((frozenset(SEEN) if read is None else read | {"id"}, plans.keeps_order(frame)))
+        return read
 
-    monkeypatch.setattr(transforms, "needed", asked)
+    monkeypatch.setattr(transforms, "columns_read", asked)
     for n in range(30):
         send(source, str(n))
     path = config(f"tests.transforms:{function}")

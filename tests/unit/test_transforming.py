@@ -10,13 +10,14 @@ import pyarrow as pa
 import pytest
 
 from saf.engine.classifying import as_table
+from saf.engine.in_step import LAST, InStep
 from saf.engine.kept_results import RESULT as KEPT
 from saf.engine.set_aside import SetAside
 from saf.engine.transforming import RESULT, Evaluated, Transforming
 from saf.errors import Unavailable
 from saf.spark.items import unbroken
 
-END = {"id": (1 << 63) - 1, "ended": True}
+END = {"id": LAST, "ended": True}
 
 
 def results(*some: dict[str, Any], of_each: int = 2) -> Iterator[pa.RecordBatch]:
@@ -49,7 +50,7 @@ def transforming(
     return Transforming(
         ["billing"],
         evaluated,
-        given,
+        InStep(given),
         max_bytes=10,
         not_deterministic=not_deterministic,
         routers=routers,
@@ -80,7 +81,7 @@ def test_results_that_are_not_in_their_order_leave_nothing_out() -> None:
     made: list[Any] = [{"id": n, "body": b"1"} for n in (1, 3, 2)]
     for given in ([*made, END], [made[0], END, made[1]]):
         one = transforming(results(*given, of_each=1))
-        with pytest.raises(Unavailable, match=r"order|after their end"):
+        with pytest.raises(Unavailable, match=r"order|after its end"):
             one.look(rows(1, 2, 3), None)
 
 
@@ -183,7 +184,7 @@ def test_a_parked_message_that_its_router_has_led_on_needs_the_result_of_the_rou
     source.kept = {7: [(7, None, None, None, None, b"kept")]}
     source.sent = {8: "billing", 9: "billing"}
     one = transforming(
-        results({"id": 8, "body": b"8"}, END), parked=frozenset({8}), routers=["billing"]
+        results({"id": -8, "body": b"8"}, END), parked=frozenset({8}), routers=["billing"]
     )
     parked = rows(6, 7, 8, 9, 6, service="audit")
     for name in ("parked_id", "log_id"):
@@ -197,7 +198,7 @@ def test_a_parked_message_that_its_router_has_led_on_needs_the_result_of_the_rou
 
 def test_parked_messages_without_a_result_yet_wait_and_those_behind_them_too() -> None:
     """A message that was left out has been asked for; one that was parked since then has not."""
-    one = transforming(results({"id": 7, "body": b"7"}, END), parked=frozenset({7, 8}))
+    one = transforming(results({"id": -7, "body": b"7"}, END), parked=frozenset({7, 8}))
     parked = rows(7, 8, 9, 7)
     for name in ("parked_id", "log_id"):
         parked = parked.append_column(name, parked["id"])

@@ -235,16 +235,16 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what an expression has raised is not found out",
-        "saf/spark/answers.py",
-        "        if raised:\n",
-        "        if not raised:\n",
+        "saf/spark/evaluation.py",
+        "        explain(self.spark, self.item, raised)\n",
+        "        explain(self.spark, self.item, [])\n",
         f"{OF_SQL}::test_the_dead_letter_says_what_its_expression_has_raised",
     ),
     mutant(
         "an expression that Spark fails with fails the job again",
-        "saf/spark/answers.py",
-        "        if len(numbered) == 1:\n",
-        "        if len(numbered) >= 1:\n            raise\n        if len(numbered) == 1:\n",
+        "saf/spark/evaluation.py",
+        "return found or bool(problems)",
+        "return found",
         f"{OF_SQL}::test_an_expression_that_spark_dies_of_parks_its_messages_and_holds_up_nobody",
     ),
     mutant(

@@ -5,14 +5,16 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, mutant
 
 TRANSFORMING = "saf/engine/transforming.py"
+IN_STEP = "saf/engine/in_step.py"
+EVALUATION = "saf/spark/evaluation.py"
 UNIT = "unit/test_transforming.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
         "results that end too early leave messages out",
-        TRANSFORMING,
-        "            if batch is None:\n                raise Unavailable(",
-        "            if batch is None:\n                return\n                raise Unavailable(",
+        IN_STEP,
+        '            raise Unavailable("Spark", "what it evaluates has not come to its end")',
+        "            self._last = LAST\n            return",
         f"{UNIT}::test_results_that_end_too_early_leave_nothing_out",
     ),
     mutant(
@@ -24,9 +26,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the rest of a message's results is in the next batch of Arrow",
-        TRANSFORMING,
-        "_last(self._ahead[-1]) > last)",
-        "_last(self._ahead[-1]) >= last)",
+        IN_STEP,
+        "while self._last <= last:",
+        "while self._last < last:",
         f"{UNIT}::test_results_meet_their_messages_whatever_chunks_and_batches_they_come_in",
     ),
     mutant(
@@ -97,16 +99,46 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "results that are not in their order leave messages out",
-        TRANSFORMING,
-        "if (np.diff(ids) < 0).any() or (where and _last(where[-1]) > ids[0]):",
+        IN_STEP,
+        "if numbers[0] < self._last or (numbers[1:] < numbers[:-1]).any():",
         "if False:",
         f"{UNIT}::test_results_that_are_not_in_their_order_leave_nothing_out",
     ),
     mutant(
         "results after their end are left out",
-        TRANSFORMING,
-        "if self._ended and next(self._results, None) is not None:",
-        "if False:",
+        IN_STEP,
+        "            if next(self._batches, None) is not None:",
+        "            if False:",
         f"{UNIT}::test_results_that_are_not_in_their_order_leave_nothing_out",
+    ),
+    mutant(
+        "what is evaluated of parked messages is taken for the batch's",
+        IN_STEP,
+        "found = found.slice(start, end - start)",
+        "found = found.slice(0)",
+        "unit/test_in_step.py::test_answers_and_results_are_told_apart_whatever_batches_they_come_in",
+    ),
+    mutant(
+        "what nobody needs any more is held",
+        IN_STEP,
+        'held[:] = [one for one in held if one["id"][-1].as_py() >= first]',
+        "held[:] = [*held]",
+        "unit/test_in_step.py::test_no_more_is_held_for_a_consumer_than_up_to_the_messages_in_hand",
+    ),
+    mutant(
+        "answers beside results come in no order",
+        EVALUATION,
+        "streams = not frames or (len(frames) == 1",
+        "streams = not frames or (len(frames) >= 1",
+        "spark/test_evaluation.py::"
+        "test_with_both_each_message_arrives_once_in_the_order_of_its_key_also_after_a_crash",
+    ),
+    mutant(
+        "for one expression at fault, the messages of all routers in SQL wait",
+        "saf/spark/faults.py",
+        "return of_each or dict",
+        "return dict",
+        "spark/test_evaluation.py::"
+        "test_of_an_expression_that_spark_dies_of_only_its_routers_messages_wait",
     ),
 ]

@@ -1,0 +1,102 @@
+"""Faults: why a job has failed, found by evaluating again without a delivery.
+
+A message that a function raises for is found by halving. If the function raises for none, or for
+too many, it is the function's own fault, and its service's messages wait. An expression may end a
+job without raising: a regular expression that needs more stack than there is, say. Then the
+messages of its routers wait; those of all routers in SQL, if it is not an expression for its own
+messages that fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from saf.engine.in_step import LAST
+from saf.engine.work import Work
+from saf.errors import Unavailable
+from saf.spark.expressions import Compiled, answers_of
+from saf.spark.session import first_line
+from saf.spark.transforms import Transforms
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+UNAVAILABLE = f"{Unavailable.__module__}.{Unavailable.__name__}: "
+"""What Spark says, in the traceback of a task, if reading has raised this."""
+MOST = 20
+"""For so many messages a function may raise before it is the function's own fault."""
+
+
+def note_faults(transforms: Transforms) -> bool:
+    """Note what functions raise for which messages, or that they fail; return whether any does."""
+    before = len(transforms.problems) + len(transforms.faults)
+    for service, usable in transforms.usable().items():
+        if raised(usable.frame) is not None:
+            _look_at(transforms, service)
+    return len(transforms.problems) + len(transforms.faults) > before
+
+
+def of_expressions(
+    spark: SparkSession, item: Work, compiled: Mapping[str, Compiled], max_bytes: int
+) -> dict[str, str]:
+    """Return which expressions end a job, and how."""
+
+    def why(only: str | None = None) -> str | None:
+        said = raised(answers_of(spark, item, compiled, max_bytes, only=only))
+        return said and f"Spark fails with its expression: {said}"
+
+    if not compiled or (of_all := why()) is None:
+        return {}
+    of_each = {one: said for one in compiled if (said := why(one)) is not None}
+    return of_each or dict.fromkeys(compiled, of_all)
+
+
+def _look_at(transforms: Transforms, service: str) -> None:
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+
+    if why := raised(transforms.of(service, (LAST, LAST)).frame):
+        transforms.problems[service] = f"its function fails: {why}"
+        return
+    ends = transforms.messages(service).select(F.min("id"), F.max("id")).first()
+    if ends is None or ends[0] is None:
+        return
+    found: dict[int, str] = {}
+    left = [(int(ends[0]), int(ends[1]))]
+    while left and len(found) <= MOST:
+        low, high = left.pop()
+        why = raised(transforms.of(service, (low, high)).frame)
+        if why is None:
+            continue
+        if low == high:
+            found[abs(low)] = f"its function raises {why}"
+            continue
+        half = (low + high) // 2
+        left += [(half + 1, high), (low, half)]
+    if len(found) > MOST:
+        why = next(iter(found.values()))
+        transforms.problems[service] = f"its function fails for more than {MOST} messages: {why}"
+    else:
+        transforms.faults |= found
+
+
+def raised(frame: DataFrame) -> str | None:
+    """Return what the evaluation of a DataFrame raises.
+
+    Raises:
+        Unavailable: the source does not answer, which is no expression's and no function's fault.
+    """
+    from py4j.protocol import Py4JError, Py4JNetworkError
+    from pyspark.errors import PySparkException
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+
+    columns = [F.max(F.xxhash64(name)) for name in frame.columns]  # so that all are computed
+    try:
+        frame.select(*columns).collect()
+    except Py4JNetworkError:
+        raise  # Spark has ended
+    except (Py4JError, PySparkException) as error:
+        if UNAVAILABLE in str(error):
+            raise Unavailable("Spark", first_line(error)) from error
+        return first_line(error)
+    return None
