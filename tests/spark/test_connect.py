@@ -8,14 +8,15 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from saf.database import Dsn
 from saf.errors import JobFailed, SparkGone
+from saf.routing.matching import Routes
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.spark import remote
@@ -263,6 +264,13 @@ def test_a_cluster_with_another_saf_is_told_apart(app: Dsn, mom: Dsn, tmp_path: 
     assert bodies(mom) == []
 
 
+@dataclass(frozen=True)
+class Item:
+    """As much of an item of work as a runner looks at."""
+
+    routes: Routes = field(default_factory=Routes)
+
+
 def test_a_job_that_hangs_can_be_cancelled_and_a_server_given_up(
     server: ConnectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +287,7 @@ def test_a_job_that_hangs_can_be_cancelled_and_a_server_given_up(
     runner: Any = ConnectRunner(server.remote, {})
     runner.start([])
     assert runner.slots() == 2
-    work = [SimpleNamespace(routes=SimpleNamespace(routers=()))]
+    work = [Item()]
 
     def until_it_ends(end: Callable[[], None], error: type[Exception]) -> None:
         over = threading.Event()
