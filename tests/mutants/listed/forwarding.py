@@ -105,8 +105,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "items of work share a task",
         "saf/spark/runner.py",
-        "parallelize(items.partitions(list(enumerate(work))), len(work))",
-        "parallelize(items.partitions(list(enumerate(work))), max(1, len(work) - 1))",
+        "parallelize(items.partitions(work), len(work))",
+        "parallelize(items.partitions(work), max(1, len(work) - 1))",
         "spark/test_fleet.py::test_each_item_of_work_is_a_task_of_its_own",
     ),
     mutant(
