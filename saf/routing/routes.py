@@ -31,18 +31,18 @@ from saf.routing.matching import FORWARD, REDIRECT, Route, Router, Routes, by_pr
 
 Origin = Literal["saf.route", "saf.router", "saf.toml", "default", "broker_id"]
 
-CONFIGURED = """
+TOPICS = "SELECT name FROM saf.topic ORDER BY name"
+CONFIGURED = f"""
 SELECT now(),
        (SELECT coalesce(json_agg(r), '[]') FROM (
             SELECT service, broker, destination, quality, enabled, expires_at, comment, local
             FROM saf.route) AS r),
-       ARRAY(SELECT name FROM saf.topic ORDER BY name),
+       ARRAY({TOPICS}),
        (SELECT coalesce(json_agg(r), '[]') FROM (
             SELECT service, kind, expression, once_per, mode, enabled, comment
             FROM saf.router) AS r),
        (SELECT brokers FROM saf.route_version ORDER BY version DESC LIMIT 1)
 """
-TOPICS = "SELECT name FROM saf.topic ORDER BY name"
 
 # An upsert: removed and added, a route that is said again would be missing for a moment
 ADD = """
