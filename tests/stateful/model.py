@@ -91,6 +91,8 @@ class Truth:
 
     def __init__(self) -> None:
         self.sent: dict[str, Sent] = {}
+        self.uncertain: Counter[str] = Counter()
+        """By destination: how many copies of topics a repair said that it may lack."""
         self._numbers: Counter[str] = Counter()
 
     def new(
@@ -185,6 +187,7 @@ class Truth:
         """What must not be so once all is up and nothing moves any more."""
         found = [f"parked for ever: {name}" for name in sorted(set(seen.parked))]
         dead = {(name, destination) for name, destination, _ in seen.dead}
+        uncertain = Counter(self.uncertain)
         for one in self.committed:
             if one.forgotten:
                 continue
@@ -194,6 +197,9 @@ class Truth:
             if one.topic:
                 for there in one.matches:
                     ends = (there in stored) + bool({there, ""} & (gone | buried))
+                    if not ends and one.out_of_turn and uncertain[there]:
+                        uncertain[there] -= 1
+                        continue
                     found += self._ends(f"{one.name} at {there}", ends, one)
             else:
                 found += self._ends(one.name, bool(stored) + bool(gone) + len(buried), one)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -28,16 +29,20 @@ class Person:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "saf.toml"
 
-    def repair(self, app: Dsn, stores: Mapping[str, Dsn]) -> None:
+    def repair(self, app: Dsn, stores: Mapping[str, Dsn]) -> Counter[str]:
         """All forwarders and receivers are stopped: make each broker usable again.
+
+        Return how many copies each store may have lost that are not sent again, as it says.
 
         Raises:
             NoWayOut
         """
         self._configure(app, stores)
-        code, said = self.saf("rebase")
+        code, said = self.saf("rebase", "--json")
         if code != 0:
             raise NoWayOut(f"saf rebase: exit code {code}: {said}")
+        left = json.loads(said)["left_out"].get("app", {})
+        return Counter(left.get("uncertain", {}))
 
     def compare(self, app: Dsn, stores: Mapping[str, Dsn]) -> set[UUID]:
         """Ask whether anything is lost, and have it sent again; which messages those are.

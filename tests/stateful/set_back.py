@@ -118,7 +118,8 @@ class SetBacks(SettingAside):
     def repair(self) -> None:
         """A person does what the refusal says."""
         self.stop_everything()
-        self.repairer.repair(self.world.app.dsn, self.world.dsns)
+        uncertain = self.repairer.repair(self.world.app.dsn, self.world.dsns)
+        self.world.truth.uncertain += uncertain
         assert self.world.refusals is not None
         self.world.refusals.clear()
 

@@ -38,8 +38,8 @@ WHERE c.relnamespace = 'saf'::regnamespace AND c.relispartition AND c.relkind = 
   AND pg_relation_size(c.oid) > 0
 """
 SEQUENCES = """
-SELECT format('ALTER SEQUENCE %s RESTART', pg_get_serial_sequence('saf.' || log, 'id'))
-FROM unnest(ARRAY['outbox', 'inbox']) AS log
+SELECT format('ALTER SEQUENCE %s RESTART', pg_get_serial_sequence('saf.' || name, number))
+FROM (VALUES ('outbox', 'id'), ('inbox', 'id'), ('route_version', 'version')) AS v (name, number)
 """
 HELD = "SELECT EXISTS (SELECT FROM {})"
 KEEP = "CREATE TABLE pristine.{} AS TABLE saf.{}"
