@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import adbc_driver_manager
@@ -20,11 +20,13 @@ import pyarrow as pa
 
 from saf.database import Dsn, NoAnswer
 from saf.database.bounds import Limits
-from saf.database.patience import Waiting, answer_within, shut, sockets
+from saf.database.patience import Waiting, answer_within, hung_up, shut, sockets
 from saf.errors import Unavailable
 
 _direct: set[Dsn] = set()
 """Databases that this process has reached without a pooler in between."""
+
+USE_COPY = "adbc.postgresql.use_copy"
 
 KNOWN = 16
 """How many databases' types a process remembers; those of one take about a MB."""
@@ -95,6 +97,8 @@ class Connection(adbc.Connection):
     """An ADBC connection that is cut when its server says nothing for too long."""
 
     def __init__(self, database: Any, handle: Any, limits: Limits, descriptors: set[int]) -> None:
+        self.learnt: dict[str, Any] = {}
+        """What its users have learnt of the database, for the next one."""
         self._limits = limits
         self._descriptors = descriptors
         with self.answered():
@@ -116,6 +120,24 @@ class Connection(adbc.Connection):
         with self.answered():
             super().rollback()
 
+    def let_alone(self, alone: bool) -> None:
+        """Let each statement be a transaction of its own, or not; there is none at the moment.
+
+        To begin and to end a transaction takes a round trip each.
+        """
+        if alone is self._commit_supported:
+            with self.answered():
+                self._conn.set_autocommit(alone)
+            self._commit_supported = not alone
+
+    def refuse_lost(self) -> None:
+        """Raise an adbc.Error if the server has hung up, which takes no round trip to see."""
+        if hung_up(self._descriptors):
+            raise adbc.OperationalError(
+                "the server has closed the connection",
+                status_code=adbc_driver_manager.AdbcStatusCode.IO,
+            )
+
     @contextmanager
     def answered(self) -> Iterator[None]:
         """Watch calls of the driver that wait for the server."""
@@ -130,6 +152,21 @@ class BulkCursor(adbc.Cursor):
         """Execute a statement, as the driver does."""
         with self._answered():
             return super().execute(*arguments, **options)
+
+    def ask(self, statement: str) -> list[tuple[Any, ...]]:
+        """Return all rows of a statement that has few, in one round trip instead of three."""
+        self.adbc_statement.set_options(**{USE_COPY: "false"})
+        try:
+            self.execute(statement)
+            return self.fetchall()
+        finally:
+            self.adbc_statement.set_options(**{USE_COPY: "true"})
+
+    def update(self, statement: str) -> None:
+        """Execute a statement that returns no rows, in one round trip."""
+        with self._answered():
+            self.adbc_statement.set_sql_query(statement)
+            self.adbc_statement.execute_update()
 
     def fetchall(self) -> list[tuple[Any, ...]]:
         """Return all rows, which takes a fraction of the time that the driver's own way takes."""
@@ -153,9 +190,14 @@ class BulkCursor(adbc.Cursor):
                     return
             yield rows
 
-    def _answered(self) -> Any:
+    @property
+    def connection(self) -> Connection:
+        """The connection whose cursor it is."""
         connection: Any = self._conn
-        return connection.answered()
+        return connection  # type: ignore[no-any-return] # the one that has made it
+
+    def _answered(self) -> AbstractContextManager[None]:
+        return self.connection.answered()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ call that has waited too long. The library then says that the connection was los
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -118,6 +119,17 @@ def shut(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         with suppress(OSError), _same(descriptor) as same:
             same.shutdown(socket.SHUT_RDWR)
+
+
+def hung_up(descriptors: Iterable[int]) -> bool:
+    """Whether a server has closed one of some connections on which nobody waits for an answer.
+
+    What it says unasked is taken for that too: it says little else.
+    """
+    look = select.poll()
+    for descriptor in descriptors:
+        look.register(descriptor, select.POLLIN)
+    return bool(look.poll(0))
 
 
 def sockets() -> set[int]:

@@ -17,11 +17,17 @@ import pyarrow as pa
 from psycopg import errors, sql
 
 from saf.database import Dsn, bulk, connections, translated
-from saf.engine.survey import ALONE, ONE_SNAPSHOT, NotSurveyed, Window, adopt, survey
+from saf.engine.survey import ALONE, NotSurveyed, Window, adopt, survey
 from saf.engine.windows import BATCH_BYTES, NotInWindows, bounded, in_order
 from saf.engine.work import Work
 from saf.limits import KEPT
 from saf.log.columns import common, completed, plain, selected
+
+# For the session: each of its transactions only reads, with one snapshot for all statements
+ONE_SNAPSHOT = """
+SELECT set_config('default_transaction_isolation', 'repeatable read', false),
+       set_config('default_transaction_read_only', 'on', false)
+"""
 
 GONE = (
     errors.InvalidParameterValue.sqlstate,
@@ -46,7 +52,7 @@ def messages(work: Work, max_bytes: int) -> Generator[pa.RecordBatch, None, None
             pass
         else:
             return
-    with _reading(work) as cursor:
+    with _reading(work, alone=True) as cursor:
         yield from given(cursor, rest.select(_columns(cursor, rest.log, max_bytes)))
 
 
@@ -79,7 +85,6 @@ def _windows(cursor: bulk.BulkCursor, work: Work) -> list[Window]:
             if getattr(error, "sqlstate", None) not in GONE:
                 raise
         cursor.connection.rollback()
-        cursor.execute(ONE_SNAPSHOT)
     return survey(cursor, work.batch)
 
 
@@ -89,13 +94,15 @@ def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
     Raises:
         Unavailable: the source does not answer, or stops answering before the end.
     """
-    with _reading(work) as cursor:
+    with _reading(work, alone=True) as cursor:
         yield from given(cursor, query)
 
 
 def _columns(cursor: bulk.BulkCursor, log: str, max_bytes: int) -> list[str | sql.Composable]:
-    cursor.execute(f"SELECT {KEPT.format(log=log)}")
-    ((kept,),) = cursor.fetchall()
+    kept = cursor.connection.learnt.get(KEPT)
+    if not kept:  # what has held for all rows of a log still does
+        ((kept,),) = cursor.ask(f"SELECT {KEPT.format(log=log)}")
+        cursor.connection.learnt[KEPT] = kept
     return selected(max_bytes, kept=bool(kept))
 
 
@@ -108,23 +115,28 @@ def given(cursor: bulk.BulkCursor, query: str) -> Iterator[pa.RecordBatch]:
             yield plain(rows)
 
 
-def _reading(work: Work) -> AbstractContextManager[bulk.BulkCursor]:
-    return reading(f"broker {work.broker!r}", work.dsn, keep=work.keep)
+def _reading(work: Work, *, alone: bool = False) -> AbstractContextManager[bulk.BulkCursor]:
+    return reading(f"broker {work.broker!r}", work.dsn, keep=work.keep, alone=alone)
 
 
 @contextmanager
-def reading(what: str, dsn: Dsn, *, keep: bool = False) -> Iterator[bulk.BulkCursor]:
+def reading(
+    what: str, dsn: Dsn, *, keep: bool = False, alone: bool = False
+) -> Iterator[bulk.BulkCursor]:
     """A cursor in a transaction that only reads, with one snapshot, which no query has taken yet.
 
-    Its connection is kept only if the work with it came to its end. ``what`` names the database for
-    people.
+    With ``alone``, each query has a snapshot of its own. The connection is kept only if the work
+    with it came to its end. ``what`` names the database for people.
 
     Raises:
         Unavailable: the database does not answer, or stops answering.
     """
     try:
-        connection = connections.take("read", dsn, lambda: _open(dsn, what), _fit)
+        connection = connections.take(
+            "read", dsn, lambda: _open(dsn, what), bulk.Connection.refuse_lost
+        )
         try:
+            connection.let_alone(alone)
             with connection.cursor() as cursor:
                 yield cursor
             connection.rollback()  # so that it does not hold on to its snapshot
@@ -141,14 +153,10 @@ def _open(dsn: Dsn, what: str) -> bulk.Connection:
     connection = bulk.connect(dsn, "read", what)
     try:
         with connection.cursor() as cursor:
-            cursor.execute(ALONE)
+            cursor.ask(ALONE)
+            cursor.ask(ONE_SNAPSHOT)
         connection.commit()
     except BaseException:
         connections.drop(connection)
         raise
     return connection
-
-
-def _fit(connection: bulk.Connection) -> None:
-    with connection.cursor() as cursor:
-        cursor.execute(ONE_SNAPSHOT)

@@ -74,8 +74,10 @@ class SourceSession:
             self._in_hand = None
             if self._connection is not None and not self._connection.closed:
                 subscription_id = self._work.batch.subscription_id
-                with suppress(psycopg.Error):  # a session that is gone has nothing in hand
+                try:
                     in_hand.let_go(self._connection, subscription_id, destination)
+                except psycopg.Error:
+                    self._connection.close()  # a session that is gone has nothing in hand
 
     def let_slip(self) -> bool:
         """Whether what is in hand was out of hand since it was read: the session was lost."""
@@ -137,14 +139,9 @@ class SourceSession:
         connection, self._connection = self._connection, None
         if connection is None:
             return
-        keep = self._work.keep
-        keep = keep and connection.info.transaction_status == TransactionStatus.IDLE
-        if keep:
-            try:
-                connection.execute(pulse.END)
-            except psycopg.Error:
-                keep = False
-        connections.put(keep, "mark", self._work.dsn, connection)
+        # it holds the lock of its task until another task takes it, or it is closed
+        idle = connection.info.transaction_status == TransactionStatus.IDLE
+        connections.put(self._work.keep and idle, "mark", self._work.dsn, connection)
 
     @contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:

@@ -44,22 +44,20 @@ from saf.errors import (
     AnotherBroker,
     Rejected,
     Restored,
+    Unavailable,
     UnknownService,
 )
 from saf.failpoints import fail_point
 from saf.log.shards import LAST
 
-SERVICES = "SELECT name FROM saf.service"
-
-# In one round trip: whether it is what it should be, whose it is, whether it may be stored in.
-# A server whose default is off would acknowledge what a crash could still lose. A stricter default
-# (remote_apply) stays.
-MEET = f"""
-SELECT (SELECT version_num FROM saf.alembic_version), broker_id::text, ({IS_RESTORED}),
-       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
-            THEN set_config('synchronous_commit', 'on', false) END
-FROM saf.broker
+# Whether it is what it should be, whose it is, whether it may be stored in. A server whose default
+# is off would acknowledge what a crash could still lose. A stricter default (remote_apply) stays.
+MEETING = f"""
+(SELECT version_num FROM saf.alembic_version), broker_id::text, ({IS_RESTORED}),
+CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
+     THEN set_config('synchronous_commit', 'on', false) END
 """
+MEET = f"SELECT {MEETING} FROM saf.broker"
 
 # By one delivery at a time: a second watermark of a place is refused, so the other one has to see
 # the first
@@ -85,6 +83,16 @@ CROSS JOIN LATERAL (
 WHERE w.source = {{source}}::uuid AND w.shard = s.shard AND w.lane = s.lane
 """
 
+# All that there is to know before a chunk is stored; the broker may have changed since it was met
+CONTACT = f"""
+WITH locked AS ({{locked}})
+SELECT {MEETING}, ARRAY(SELECT name FROM saf.service), places.*
+FROM saf.broker, (
+    SELECT array_agg(lane), array_agg(shard), array_agg(epoch), array_agg(batch),
+           array_agg(position), array_agg(opened_at), array_agg(acknowledged)
+    FROM locked) AS places
+"""
+
 # The epoch rises even where no row is stored, so that the owner before is fenced
 MOVE = """
 UPDATE saf.watermark w SET epoch = mine.epoch, batch = mine.batch, position = mine.position,
@@ -96,6 +104,9 @@ FROM unnest({lanes}::text[], {shards}::smallint[], {epochs}::bigint[], {locked}:
 WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = mine.lane
   AND w.batch = mine.locked
 """
+
+IDENTITY = "broker_id"
+"""What is learnt of a destination."""
 
 
 class PostgresInbox:
@@ -117,7 +128,7 @@ class PostgresInbox:
         self.dsn = dsn
         self.keep = keep
         self.services = services
-        self._connection: adbc.Connection | None = None
+        self._connection: bulk.Connection | None = None
         self._identity: UUID | None = None
         self._of_rows = False
         """Whether the rows were sent, so that an error of the server may be about one of them."""
@@ -137,13 +148,13 @@ class PostgresInbox:
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
         with self._transaction() as cursor:
-            epochs, marks = self._lock_watermarks(cursor, chunk)
+            services, epochs, marks = self._lock_watermarks(cursor, chunk)
             rows = chunk.rows
             if exactly_once:
                 stored = {place: mark.number for place, mark in marks.items()}
                 rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)
             others = for_others(rows, self.identity())
-            unknown = [] if others else self._unknown(cursor, rows, chunk.behind)
+            unknown = [] if others else self._unknown(services, rows, chunk.behind)
             # the caller sets these messages aside now: no owner before may store them any more
             moved = {} if others or unknown else last_of(chunk, marks)
             self._move_watermarks(cursor, chunk, epochs, marks, moved)
@@ -164,7 +175,7 @@ class PostgresInbox:
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
         """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""
         with self._transaction() as cursor:
-            return self._lock_watermarks(cursor, chunk)[1]
+            return self._lock_watermarks(cursor, chunk)[2]
 
     def close(self) -> None:
         """Give up the connection, if there is one."""
@@ -173,27 +184,41 @@ class PostgresInbox:
             connections.put(self.keep, "deliver", self.dsn, connection)
 
     def _lock_watermarks(
-        self, cursor: adbc.Cursor, chunk: Chunk
-    ) -> tuple[dict[Place, int], dict[Place, Mark]]:
-        """Lock the watermarks that a chunk needs; return their epochs, and how far they are."""
+        self, cursor: bulk.BulkCursor, chunk: Chunk
+    ) -> tuple[set[str], dict[Place, int], dict[Place, Mark]]:
+        """Lock the watermarks that a chunk needs.
+
+        Return the services that live there, the epochs of the watermarks, and how far they are.
+        """
         places = guarded(chunk)
         values = _values(chunk, places)
-        found = _query(cursor, LOCK, values)
+        services, found = self._contact(cursor, values)
         if len(found) < len(places):
             # in a transaction of its own: who waits for its turn holds no other lock
             self._connect().rollback()
-            _query(cursor, TAKE_TURN)
-            _query(cursor, KNOW_PLACES, values)
+            cursor.ask(TAKE_TURN)
+            cursor.update(_text(KNOW_PLACES, values))
             self._connect().commit()
-            found = _query(cursor, LOCK, values)
+            services, found = self._contact(cursor, values)
         epochs = {(lane, shard): epoch for lane, shard, epoch, *_ in found}
         marks = {(lane, shard): Mark.of(*mark) for lane, shard, _, *mark in found}
         refuse(f"destination {self.name!r}", chunk, epochs, marks)
-        return epochs, marks
+        return services, epochs, marks
+
+    def _contact(
+        self, cursor: bulk.BulkCursor, values: dict[str, sql.Literal]
+    ) -> tuple[set[str], list[tuple[Any, ...]]]:
+        """Return the services, and the rows of the watermarks, which are locked now."""
+        locked = sql.SQL(LOCK).format(**values)
+        ((revision, identity, restored, _, services, *columns),) = cursor.ask(
+            _text(CONTACT, {"locked": locked})
+        )
+        self._is(self._meets(revision, identity, restored))
+        return set(services), list(zip(*(column or () for column in columns), strict=True))
 
     def _move_watermarks(
         self,
-        cursor: adbc.Cursor,
+        cursor: bulk.BulkCursor,
         chunk: Chunk,
         epochs: Mapping[Place, int],
         marks: Mapping[Place, Mark],
@@ -217,19 +242,18 @@ class PostgresInbox:
             "acknowledged": [mark.acknowledged for mark in new.values()],
         }
         literals = {name: sql.Literal(array(column)) for name, column in columns.items()}
-        _query(cursor, MOVE, _values(chunk, list(new)) | literals)
+        cursor.update(_text(MOVE, _values(chunk, list(new)) | literals))
 
-    def _unknown(self, cursor: adbc.Cursor, rows: pa.Table, behind: frozenset[str]) -> list[str]:
+    def _unknown(self, known: set[str], rows: pa.Table, behind: frozenset[str]) -> list[str]:
         """Return the addressed services that are not known here, and those ``behind``."""
         addressed = set(pc.unique(rows["to_service"]).to_pylist())
-        known = {name for (name,) in _query(cursor, SERVICES)} if addressed else set()
         unknown = addressed - known if known else set()
         if self.services is not None:
             unknown |= addressed - {*self.services}
         return sorted(addressed & behind | unknown)
 
     @contextmanager
-    def _transaction(self) -> Iterator[adbc.Cursor]:
+    def _transaction(self) -> Iterator[bulk.BulkCursor]:
         """Give a cursor; commit its work at the end, or roll it back and translate the error."""
         self._of_rows = False
         try:
@@ -250,36 +274,50 @@ class PostgresInbox:
         if connection is not None:
             connections.drop(connection)
 
-    def _connect(self) -> adbc.Connection:
+    def _connect(self) -> bulk.Connection:
         if self._connection is None:
             self._connection = connections.take(
-                "deliver",
-                self.dsn,
-                lambda: bulk.connect(self.dsn, "deliver", f"destination {self.name!r}"),
-                self._meet,
+                "deliver", self.dsn, self._meet, bulk.Connection.refuse_lost
             )
+            self._is(self._connection.learnt[IDENTITY])
         return self._connection
 
-    def _meet(self, connection: adbc.Connection) -> None:
-        """Check the schema, read the broker's identity, and make commits durable."""
-        with connection.cursor() as cursor:
-            try:
-                ((revision, identity, restored, _),) = _query(cursor, MEET)
-            except adbc.Error as error:
-                if meaning(error.sqlstate) is Meaning.INCOMPLETE:
-                    connection.rollback()
-                    self._refuse_schema(cursor)
-                raise
-            require_revision(self.dsn.database, revision)
-            self._identity = UUID(identity)
-            if restored:
-                raise Restored(self.dsn.database, f"destination {self.name!r}")
-        connection.commit()
+    def _meet(self) -> bulk.Connection:
+        """Return a new connection to a broker that may be stored in."""
+        connection = bulk.connect(self.dsn, "deliver", f"destination {self.name!r}")
+        try:
+            with connection.cursor() as cursor:
+                try:
+                    ((revision, identity, restored, _),) = cursor.ask(MEET)
+                except adbc.Error as error:
+                    if meaning(error.sqlstate) is Meaning.INCOMPLETE:
+                        connection.rollback()
+                        self._refuse_schema(cursor)
+                    raise
+            connection.learnt[IDENTITY] = self._meets(revision, identity, restored)
+            connection.commit()
+        except BaseException:
+            connections.drop(connection)
+            raise
+        return connection
 
-    def _refuse_schema(self, cursor: adbc.Cursor) -> None:
+    def _meets(self, revision: str, identity: str, restored: bool) -> UUID:
+        """Return whose inbox it is, unless nothing must be stored in it now."""
+        require_revision(self.dsn.database, revision)
+        if restored:
+            raise Restored(self.dsn.database, f"destination {self.name!r}")
+        return UUID(identity)
+
+    def _is(self, identity: UUID) -> None:
+        """Raise if it is another broker than before, of which the source remembers other marks."""
+        if self._identity not in (None, identity):
+            raise Unavailable(f"destination {self.name!r}", "it is another broker than before")
+        self._identity = identity
+
+    def _refuse_schema(self, cursor: bulk.BulkCursor) -> None:
         """Raise if there is no schema, or another revision's."""
-        (exists,) = _query(cursor, HAS_SCHEMA)[0]
-        found = _query(cursor, SCHEMA_REVISION) if exists else []
+        ((exists,),) = cursor.ask(HAS_SCHEMA)
+        found = cursor.ask(SCHEMA_REVISION) if exists else []
         require_revision(self.dsn.database, found[0][0] if found else None)
 
     def _translate(self, error: adbc.Error) -> Exception:
@@ -327,9 +365,5 @@ def _as(extension: pa.ExtensionType, column: pa.ChunkedArray) -> pa.ChunkedArray
     return pa.chunked_array(chunks, type=extension)
 
 
-def _query(
-    cursor: adbc.Cursor, statement: str, values: dict[str, sql.Literal] | None = None
-) -> list[tuple[Any, ...]]:
-    text = sql.SQL(statement).format(**values).as_string(None) if values else statement
-    cursor.execute(text)
-    return cursor.fetchall() if cursor.description else []
+def _text(statement: str, values: Mapping[str, sql.Composable]) -> str:
+    return sql.SQL(statement).format(**values).as_string(None)

@@ -124,7 +124,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "first watermarks are made side by side",
         INBOX,
-        "            _query(cursor, TAKE_TURN)\n",
+        "            cursor.ask(TAKE_TURN)\n",
         "",
         f"{WATERMARKS}::test_first_watermarks_are_made_by_one_delivery_at_a_time",
     ),
@@ -244,8 +244,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a destination of another schema is written to",
         INBOX,
-        "            require_revision(self.dsn.database, revision)\n",
-        "",
+        "        require_revision(self.dsn.database, revision)\n        if",
+        "        if",
         "contract/test_connections.py::test_a_schema_that_has_changed_meanwhile_is_noticed",
     ),
     mutant(
