@@ -3,7 +3,8 @@
 An application commits in an open loop, which does not wait for the consumer; ``saf forward --loop``
 forwards; and a worker inserts a business row for each message. The forwarder is a process of its
 own, as in production; sender and worker are threads of this one. With many sources, a few are busy
-and share the rate.
+and share the rate. Where databases are *distant*, a proxy holds up what the forwarder says to them
+and hears from them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks.stage import Stage, execute, median, percentile
 from saf.broker.services import create_service, remove_service
 from saf.database import Dsn
 from saf.routing.routes import add_route, remove_route
+from tests.distant import Distance
 
 RATE, SHARES = 1000, (0.1, 0.5, 0.8)
 RATES = {RATE: "", 100: "_at_100", 10_000: "_at_10000"}
@@ -33,6 +35,8 @@ BURST, AT_ONCE, BURSTS = 60_000, 1_000, 3
 WARM_UP_SECONDS, OPEN_LOOP_SECONDS = 1, 10
 EVERY_SECONDS = 0.01
 SOURCES, BUSY = 50, 5
+DISTANCE_SECONDS = 0.001
+"""To another data center of the same region, there and back."""
 
 WAITS = "SELECT extract(epoch FROM at - sent_at)::float FROM booked ORDER BY sent_at"
 
@@ -63,6 +67,13 @@ def run(stage: Stage) -> None:
         _handled(stage.mom, _send(busy, RATE, RATE))
         _empty(stage)
         _note(stage, f"end_to_end_{SOURCES}_sources", _waits(stage, RATE, stage.mom, busy), REACH)
+    with (
+        Distance(stage.app, DISTANCE_SECONDS) as distance,
+        running(stage, {"app": distance.far(stage.app)}, distance.far(stage.mom)),
+    ):
+        _handled(stage.mom, _send([stage.app], RATE, RATE))
+        _empty(stage)
+        _note(stage, "end_to_end_distant", _waits(stage, RATE, stage.mom), {})
     with locally(stage):
         _note(stage, "end_to_end_local", _waits(stage, RATE, stage.app), REACH_LOCAL)
 
@@ -116,11 +127,15 @@ def working(dsn: Dsn) -> Iterator[None]:
 
 
 @contextmanager
-def running(stage: Stage, tenants: Mapping[str, Dsn] | None = None) -> Iterator[None]:
+def running(
+    stage: Stage, tenants: Mapping[str, Dsn] | None = None, mom: Dsn | None = None
+) -> Iterator[None]:
     """A forwarder in a loop, and a worker, from empty tables on."""
     _empty(stage)
     folder = Path(stage.server.data_dir).parent
-    config = stage.settings_file(folder / "loop.toml", tenants=tenants, interval_seconds=0.05)
+    config = stage.settings_file(
+        folder / "loop.toml", mom=mom, tenants=tenants, interval_seconds=0.05
+    )
     command = [sys.executable, "-m", "saf", "forward", "--config", str(config), "--loop"]
     with working(stage.mom), subprocess.Popen(command, stdout=subprocess.DEVNULL) as forwarder:
         try:
