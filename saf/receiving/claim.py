@@ -25,8 +25,7 @@ handed out more carefully (``allowance``; see `saf.receiving.retries`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import psycopg
@@ -55,7 +54,7 @@ SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off
 
 # The same within a transaction of the application's, whose own settings come back
 _SETTINGS = ("plan_cache_mode", "enable_seqscan", "enable_bitmapscan")
-REMEMBER = ", ".join(
+REMEMBER = "SELECT " + ", ".join(
     f"set_config('saf.{name}', current_setting('{name}'), true)" for name in _SETTINGS
 )
 AS_BEFORE = "SELECT " + ", ".join(
@@ -148,8 +147,7 @@ def waits_in(shard: str) -> str:
               AND b.kind = '{Kind.LATER}' AND b.subject = {shard}::text))"""
 
 
-# Runs after the locks are taken, so that no cursor has a later snapshot than this one
-STATE = f"""
+_STATE = f"""
 SELECT pg_current_snapshot()::text, pg_current_xact_id()::text,
        ARRAY(SELECT subject FROM saf.backoff
              WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)),
@@ -160,11 +158,14 @@ SELECT pg_current_snapshot()::text, pg_current_xact_id()::text,
        ARRAY(SELECT shard FROM unnest(%(shards)s::smallint[]) AS s (shard)
              WHERE {waits_in("s.shard")})
 """
-CURSORS = f"""
+_CURSORS = f"""
 SELECT shard, batch, done::text, open::text, position, allowance, until::text,
        coalesce(cuts::text[], '{{}}'), epoch
 FROM {IN_HAND} AS c
 """
+# Runs after the locks are taken, so that no cursor has a later snapshot than that of the state. A
+# row for each cursor, with the state in front
+LOCKED = f"SELECT * FROM ({_STATE}) AS state CROSS JOIN ({_CURSORS}) AS cursor"
 
 MOVE_CURSORS = f"""
 UPDATE saf.cursor c SET
@@ -191,14 +192,6 @@ has no effect on the transaction in which it is set.
 FIELDS = ("shard", "batch", "done", "open", "position", "allowance", "until", "cuts")
 
 
-@contextmanager
-def planned_once(connection: psycopg.Connection[Any]) -> Iterator[None]:
-    """Run a block whose statements are planned once, in a transaction that is the application's."""
-    connection.execute(f"SELECT {REMEMBER};{PLAN_ONCE}")
-    yield
-    connection.execute(AS_BEFORE)
-
-
 def begin(lock_seconds: float) -> str:
     """The statements that begin a transaction which claims shards; sent in one round trip."""
     return f"{BEGIN};{MEET.format(milliseconds=max(1, round(lock_seconds * 1000)))}"
@@ -216,8 +209,8 @@ def claim(
     With ``only``, lock this shard or none. Batches of a deep backlog are opened with at least
     ``batch`` messages.
 
-    Call it in a transaction begun with `begin`, inside of `planned_once`, and pass the result to
-    `move` in the same transaction.
+    Call it in a transaction begun with `begin` and `PLAN_ONCE`, and pass the result to `move` in
+    the same transaction.
     """
     params = {
         "subscription_id": reader.subscription_id,
@@ -271,12 +264,13 @@ def _hand(
         "subscription_id": reader.subscription_id,
         "shards": [shard for shard, *_ in locked],
     }
-    ((now, transaction, waiting, late, crowded),) = fetch(connection, STATE, params)
+    rows = fetch(connection, LOCKED, params)
+    now, transaction, waiting, late, crowded, *_ = rows[0]
     # PostgreSQL counts the asking transaction as complete, but the block may yet write messages
     now = without(now, int(transaction))
     shards = {
-        row[0]: Shard(**dict(zip((*FIELDS, "epoch"), row, strict=True)))
-        for row in fetch(connection, CURSORS, params)
+        cursor[0]: Shard(**dict(zip((*FIELDS, "epoch"), cursor, strict=True)))
+        for _, _, _, _, _, *cursor in rows
     }
     closed = [shard for shard in shards.values() if shard.open is None]
     deep = _deep(locked, limit)

@@ -60,10 +60,11 @@ class Link:
     """A statement with which each transaction begins; or none."""
 
     @contextmanager
-    def transaction(self, *, claims: bool = True) -> Iterator[None]:
+    def transaction(self, *, claims: bool = True, plans_once: bool = False) -> Iterator[None]:
         """Run the block in a transaction, which commits at its end or is rolled back.
 
-        One that ``claims`` is READ COMMITTED, whatever the connection's default.
+        One that ``claims`` is READ COMMITTED, whatever the connection's default. If it also
+        ``plans_once``, it goes on with a block `planned_once`, which shares a round trip with it.
 
         Raises:
             UsageError: it would not be a transaction of its own.
@@ -73,6 +74,7 @@ class Link:
             raise UsageError("a transaction is open on this connection: receive begins its own")
         with self.begin():
             first = [claim.begin(self.lock_seconds)] * claims + [self.always] * bool(self.always)
+            first += [claim.REMEMBER, claim.PLAN_ONCE] * plans_once
             if first:
                 with self.locking(None):  # the server has the bound
                     self.raw.execute("; ".join(first))
@@ -82,6 +84,12 @@ class Link:
                     "and nothing rolled back. Receive with another isolation level"
                 )
             yield
+
+    @contextmanager
+    def planned_once(self) -> Iterator[None]:
+        """Run a block whose statements are planned once; the application's are not, after it."""
+        yield
+        self.raw.execute(claim.AS_BEFORE)
 
     @contextmanager
     def locking(self, seconds: float | None) -> Iterator[None]:

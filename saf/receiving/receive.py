@@ -205,8 +205,8 @@ class Receiver(Trying):
             found, troubled = None, False
             looks, claims = self._steps()
             try:
-                with self.link.transaction(claims=claims):
-                    with claim.planned_once(self.link.raw) if claims else nullcontext():
+                with self.link.transaction(claims=claims, plans_once=claims):
+                    with self.link.planned_once() if claims else nullcontext():
                         if looks:
                             troubled = self._look()
                         careful = troubled and careful_first and not vain

@@ -377,7 +377,7 @@ def test_a_newcomer_gets_shards_although_somebody_has_read_ahead_of_all(inbox: D
 def test_a_receiver_gives_a_shard_up_after_a_while(
     inbox: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "STAY_SECONDS", 0.02)
+    monkeypatch.setattr(prefetch, "STAY_SECONDS", 0.005)
     store(inbox, 2, 300)
     seen: list[str | None] = []
     with receiving(inbox) as receiver:

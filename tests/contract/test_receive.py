@@ -119,7 +119,7 @@ def test_what_the_block_sends_to_the_inbox_it_reads_is_received_next(
     """A snapshot counts the transaction that takes it as complete, if a later one is."""
 
     def later_first(connection: psycopg.Connection[Any], query: str, params: Any) -> Any:
-        if query == claim.STATE:
+        if query == claim.LOCKED:
             put(inbox, "3", key="k")
         return fetch(connection, query, params)
 
