@@ -8,6 +8,7 @@ while it connected.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +26,9 @@ from saf.errors import Unavailable
 
 _direct: set[Dsn] = set()
 """Databases that this process has reached without a pooler in between."""
+
+TRUSTED_SECONDS = 5.0
+"""For how long a connection is taken to be there because the server was heard of, in seconds."""
 
 USE_COPY = "adbc.postgresql.use_copy"
 
@@ -99,6 +103,7 @@ class Connection(adbc.Connection):
     def __init__(self, database: Any, handle: Any, limits: Limits, descriptors: set[int]) -> None:
         self.learnt: dict[str, Any] = {}
         """What its users have learnt of the database, for the next one."""
+        self._heard_at = time.monotonic()
         self._limits = limits
         self._descriptors = descriptors
         with self.answered():
@@ -131,18 +136,27 @@ class Connection(adbc.Connection):
             self._commit_supported = not alone
 
     def refuse_lost(self) -> None:
-        """Raise an adbc.Error if the server has hung up, which takes no round trip to see."""
+        """Raise an adbc.Error if the connection is lost; it is in no transaction.
+
+        That the server has hung up takes no round trip to see. Only if it was not heard of for a
+        while, it is asked: what is between may have forgotten the connection.
+        """
         if hung_up(self._descriptors):
             raise adbc.OperationalError(
                 "the server has closed the connection",
                 status_code=adbc_driver_manager.AdbcStatusCode.IO,
             )
+        if time.monotonic() - self._heard_at > TRUSTED_SECONDS:
+            with self.cursor() as cursor:
+                cursor.execute("SELECT")
+            self.rollback()
 
     @contextmanager
     def answered(self) -> Iterator[None]:
         """Watch calls of the driver that wait for the server."""
         with _answered(self._limits.answer, lambda: shut(self._descriptors)):
             yield
+        self._heard_at = time.monotonic()
 
 
 class BulkCursor(adbc.Cursor):

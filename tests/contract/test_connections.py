@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from saf import Unavailable
-from saf.database import REVISION, Dsn, connections
+from saf.database import REVISION, Dsn, bulk, connections
 from saf.engine import source
 from saf.engine.source_session import SourceSession
 from saf.engine.work import ForwardingRules, Receipt
@@ -177,4 +177,36 @@ def test_one_that_is_not_used_for_a_while_is_closed_though_others_are(
     sent(other, "second")
     forward(other, forwarding_rules(mom=mom))
     assert sessions(app, app) == []
+    assert bodies(mom) == ["first", "second"]
+
+
+def test_a_broker_that_has_become_another_one_meanwhile_is_noticed(app: Dsn, mom: Dsn) -> None:
+    """What the source remembers of the one says nothing of the other."""
+    rules = forwarding_rules(mom=mom)
+    sent(app, "first")
+    forward(app, rules)
+    with connect(mom) as connection:
+        connection.execute("UPDATE saf.broker SET broker_id = gen_random_uuid()")
+        connection.execute("TRUNCATE saf.watermark")
+    sent(app, "second")
+    (error,) = {receipt.error for receipt in forward(app, rules) if receipt.error}
+    assert error == "destination 'mom' is unavailable: it is another broker than before"
+    let_time_pass(app)
+    assert [receipt.error for receipt in forward(app, rules) if receipt.error] == []
+    assert bodies(mom) == ["first", "second"]
+
+
+def test_a_connection_that_was_quiet_for_a_while_is_asked_before_it_is_used(
+    app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A firewall forgets it, and says so to nobody."""
+    rules = forwarding_rules("at_most_once", mom=mom)  # which does not try anything twice
+    sent(app, "first")
+    forward(app, rules)
+    monkeypatch.setattr(bulk, "TRUSTED_SECONDS", -1.0)
+    monkeypatch.setattr(bulk, "hung_up", lambda _: False)
+    with connect(app) as connection:
+        connection.execute(CUT, [app.database, mom.database])
+    sent(app, "second")
+    assert [receipt.error for receipt in forward(app, rules) if receipt.error] == []
     assert bodies(mom) == ["first", "second"]

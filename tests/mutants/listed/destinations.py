@@ -242,6 +242,37 @@ MUTANTS: list[Mutant] = [
         f"{WATERMARKS}::test_what_a_destination_says_of_messages_is_shown_without_the_password",
     ),
     mutant(
+        "a destination that has become another broker is taken for what it was",
+        INBOX,
+        "if self._identity not in (None, identity):",
+        "if identity is None:",
+        "contract/test_connections.py::"
+        "test_a_broker_that_has_become_another_one_meanwhile_is_noticed",
+    ),
+    mutant(
+        "a connection that was quiet for long is trusted",
+        "saf/database/bulk.py",
+        "if time.monotonic() - self._heard_at > TRUSTED_SECONDS:",
+        "if self._heard_at > time.monotonic():",
+        "contract/test_connections.py::"
+        "test_a_connection_that_was_quiet_for_a_while_is_asked_before_it_is_used",
+    ),
+    mutant(
+        "a connection that the server has closed is taken for a good one",
+        "saf/database/patience.py",
+        "return bool(look.poll(0))",
+        "return False and bool(look.poll(0))",
+        "contract/test_connections.py::test_what_the_server_has_cut_meanwhile_costs_no_message",
+    ),
+    mutant(
+        "a little cycle asks an inbox about its services by itself",
+        INBOX,
+        "        services, found = self._contact(cursor, values)\n        if",
+        "        cursor.ask(SCHEMA_REVISION)\n"
+        "        services, found = self._contact(cursor, values)\n        if",
+        "contract/test_round_trips.py::test_a_little_cycle_takes_few_round_trips",
+    ),
+    mutant(
         "a destination of another schema is written to",
         INBOX,
         "        require_revision(self.dsn.database, revision)\n        if",
