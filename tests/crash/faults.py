@@ -16,6 +16,7 @@ import psycopg
 
 from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn
+from tests.crash.consumers import CONSUMED
 from tests.crash.forwarders import LEASE_SECONDS
 from tests.crash.plan import QUALITIES, Fault
 
@@ -117,8 +118,10 @@ def disk_full_source(round_: Round, fault: Fault) -> None:
 
 
 def service_unknown(round_: Round, fault: Fault) -> None:
-    """The stores forget a service for a while."""
-    service = list(QUALITIES)[fault.target % len(QUALITIES)]
+    """The stores forget a service for a while; not one that is received, which they would refuse."""
+    received = CONSUMED if round_.plan.consumers else ()
+    known = [service for service in QUALITIES if service not in received]
+    service = known[fault.target % len(known)]
     with _each(round_.stores.values()) as execute:
         execute("DELETE FROM saf.service WHERE name = %s", service)
         time.sleep(fault.lasts)
