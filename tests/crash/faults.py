@@ -118,7 +118,7 @@ def disk_full_source(round_: Round, fault: Fault) -> None:
 
 
 def service_unknown(round_: Round, fault: Fault) -> None:
-    """The stores forget a service for a while; not one that is received, which they would refuse."""
+    """The stores forget a service for a while: one that nobody receives, as they refuse others."""
     received = CONSUMED if round_.plan.consumers else ()
     known = [service for service in QUALITIES if service not in received]
     service = known[fault.target % len(known)]
