@@ -83,9 +83,9 @@ fuzz: $(VENV)/.installed ## readers of foreign bytes, so long each: make fuzz SE
 	@$(PY) -m pip install --quiet --disable-pip-version-check '.[fuzz]'
 	@$(PY) -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY))
 
-mutants: $(VENV)/.installed ## bugs are planted, tests must notice; goes on where it was: make mutants SECONDS=600, SAMPLE=10 SEED=7, K=cursor
+mutants: $(VENV)/.installed ## bugs are planted, tests must notice; goes on where it was: make mutants SECONDS=600, SAMPLE=10 SEED=7, K=cursor, JOBS=2
 	@$(PY) -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) \
-	$(if $(K),-k "$(K)") $(if $(SECONDS),--seconds $(SECONDS))
+	$(if $(K),-k "$(K)") $(if $(SECONDS),--seconds $(SECONDS)) $(if $(JOBS),--jobs $(JOBS))
 
 soak: $(VENV)/.installed ## the whole system at 500 messages a second, in pieces: make soak HOURS=8 SECONDS=3600
 	@$(PY) -m tests.soak $(if $(HOURS),--hours $(HOURS)) $(if $(SECONDS),--seconds $(SECONDS))

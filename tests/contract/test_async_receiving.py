@@ -367,6 +367,23 @@ def test_after_its_attempts_a_message_is_dead_and_each_attempt_counts_once(inbox
     assert effects(inbox) == ["good"]
 
 
+def test_what_handlers_had_done_when_another_one_failed_is_there_once(inbox: Dsn) -> None:
+    for body in ("a", "wrong", "b"):
+        put(inbox, body, key=body)
+    worker = saf.Worker(inbox, SUBSCRIPTION, concurrency=3)
+
+    @worker.handler()
+    async def handle(message: saf.Received, connection: Connection) -> None:
+        await aeffect(connection, message)
+        await asyncio.sleep(0.05)  # all have written something by now
+        if message.text() == "wrong":
+            raise ZeroDivisionError
+
+    worker.drain()
+    assert sorted(effects(inbox)) == ["a", "b"]
+    assert waiting(inbox) == ["wrong"]
+
+
 def test_a_statement_that_fails_fails_no_handler_that_runs_at_the_same_time(inbox: Dsn) -> None:
     for body in ("a", "wrong", "b", "swallowed", "c"):
         put(inbox, body, key=body)

@@ -16,12 +16,14 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from tests.mutants.kept import FILE, JUDGED, Kept
 from tests.mutants.listed import PARTS
 from tests.mutants.mutant import Mutant
-from tests.mutants.planting import Fate, Verdict, field
+from tests.mutants.planting import Fate, Field, Verdict, field
 
 SHOWN_LINES = 15
 """Of what the tests said, where a verdict needs looking into."""
@@ -49,7 +51,7 @@ def main() -> int:
     if verdicts:
         print(f"{len(verdicts)} are known from {given.results}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        for number, verdict in enumerate(planted(ahead, given.seconds), 1):
+        for number, verdict in enumerate(planted(ahead, given.seconds, given.jobs), 1):
             kept.add(verdict)
             verdicts.append(verdict)
             print(f"{number}/{len(ahead)} ", end="")
@@ -64,20 +66,32 @@ def _given() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("-k", dest="words", default="", help="only those whose name or file has it")
     parser.add_argument("--seconds", type=float, help="begin with none after so long")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at a time, each in a copy")
     parser.add_argument("--results", type=Path, default=FILE, help="where verdicts are kept")
     parser.add_argument("--again", action="store_true", help="also those whose verdict is known")
     return parser.parse_args()
 
 
-def planted(mutants: Sequence[Mutant], seconds: float | None) -> Iterator[Verdict]:
-    """Plant one after the other, until the time is over."""
+def planted(mutants: Sequence[Mutant], seconds: float | None, jobs: int = 1) -> Iterator[Verdict]:
+    """Plant one after the other, or so many at a time, until the time is over."""
+    if not mutants:
+        return
     until = time.monotonic() + (seconds if seconds is not None else float("inf"))
-    if mutants:
-        with field() as ground:
-            for one in mutants:
-                if time.monotonic() > until:
-                    return
-                yield ground.plant(one)
+    free: SimpleQueue[Field] = SimpleQueue()
+
+    def plant(one: Mutant) -> Verdict | None:
+        ground = free.get()
+        try:
+            return ground.plant(one) if time.monotonic() <= until else None
+        finally:
+            free.put(ground)
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(jobs):
+            free.put(stack.enter_context(field()))
+        pool = ThreadPoolExecutor(jobs)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        yield from filter(None, pool.map(plant, mutants))
 
 
 def show(verdict: Verdict) -> None:

@@ -53,7 +53,7 @@ MUTANTS: list[Mutant] = [
         SAVEPOINTS,
         "            self._undo()\n            for one in pieces:",
         "            for one in pieces:",
-        f"{ASYNC}::test_a_message_that_fails_waits_with_its_key_and_others_go_on",
+        f"{ASYNC}::test_what_handlers_had_done_when_another_one_failed_is_there_once",
     ),
     mutant(
         "two messages of a key are handled at the same time",
