@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 
+import adbc_driver_manager.dbapi as adbc
 import pytest
 
 from saf import Unavailable
@@ -210,3 +213,21 @@ def test_a_connection_that_was_quiet_for_a_while_is_asked_before_it_is_used(
     sent(app, "second")
     assert [receipt.error for receipt in forward(app, rules) if receipt.error] == []
     assert bodies(mom) == ["first", "second"]
+
+
+def test_a_connection_that_was_opened_beside_another_one_is_asked_before_it_is_used(
+    mom: Dsn,
+) -> None:
+    """Sockets that threads open at the same time cannot be told apart."""
+    here, there = socket.socketpair()
+    with here, there, closing(bulk.connect(mom, "deliver", "mom")) as connection:
+        connection._descriptors.add(here.fileno())
+        there.send(b"what another thread waits for")
+        connection.refuse_lost()
+        here.recv(100)
+        with connect(mom) as one:
+            one.execute(CUT, [mom.database, mom.database])
+        connection._descriptors -= {*connection._descriptors} - {here.fileno()}
+        connection._descriptors.add(there.fileno())
+        with pytest.raises(adbc.Error):
+            connection.refuse_lost()

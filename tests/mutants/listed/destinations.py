@@ -252,10 +252,18 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a connection that was quiet for long is trusted",
         "saf/database/bulk.py",
-        "if time.monotonic() - self._heard_at > TRUSTED_SECONDS:",
-        "if self._heard_at > time.monotonic():",
+        "recent = time.monotonic() - self._heard_at <= TRUSTED_SECONDS",
+        "recent = True",
         "contract/test_connections.py::"
         "test_a_connection_that_was_quiet_for_a_while_is_asked_before_it_is_used",
+    ),
+    mutant(
+        "a connection whose socket nobody knows is looked at by another one's",
+        "saf/database/bulk.py",
+        "if recent and len(self._descriptors) == 1 and not",
+        "if recent and not",
+        "contract/test_connections.py::"
+        "test_a_connection_that_was_opened_beside_another_one_is_asked_before_it_is_used",
     ),
     mutant(
         "a connection that the server has closed is taken for a good one",
