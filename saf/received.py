@@ -27,9 +27,10 @@ _CHEAP = {
         name: f"CASE WHEN readable OR octet_length({name}) <= {LONG_NAMES} THEN {name} END"
         for name in ("from_service", "to_service", "key", "message_type")
     },
+    "source": "CASE WHEN from_initiator IS NOT NULL THEN source END",
 }
 
-READ = ("id", "shard", *COLUMNS)
+READ = ("id", "shard", *COLUMNS, "source")
 """What each row holds, in this order, and after it what the reader adds."""
 
 
@@ -120,6 +121,7 @@ class Received:
     created_at: datetime = _field("created_at", "When it was sent.")
     deliver_at: datetime | None = _field("deliver_at", "Not handed out before.")
     expires_at: datetime | None = _field("expires_at", "Not handed out after.")
+    source: UUID | None = _field("source", "Of a dialog: the broker it comes from.")
 
     @property
     def body(self) -> bytes:

@@ -567,6 +567,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             "tells the mark of a lane from another of the same number",
         ),
         *_more_of_lane(),
+        sa.Column("source", pg.UUID, comment="of what a receiver has set aside, as in the inbox"),
         sa.CheckConstraint(LANE, name="parked_lane_possible"),
         sa.Index("parked_lane", "subscription_id", *LANE_COLUMNS, "id"),
         sa.Index(

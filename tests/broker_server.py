@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from saf.database import Dsn
 from saf.destinations.https import Https
 from tests import processes
+from tests.killable import Restartable
 from tests.redis_server import free_port
 from tests.waits import until
 
@@ -23,7 +24,7 @@ OTHER_SECRET = "whsec_" + "b2xk" * 8
 
 
 @dataclass(kw_only=True)
-class BrokerServer:
+class BrokerServer(Restartable):
     """One server; the database has what it holds."""
 
     dsn: Dsn
@@ -62,15 +63,6 @@ class BrokerServer:
             self.process.kill()
             self.process.join()
             self.process = None
-
-    @contextmanager
-    def down(self) -> Iterator[None]:
-        """Killed, and started again."""
-        self.kill()
-        try:
-            yield
-        finally:
-            self.start()
 
 
 @contextmanager

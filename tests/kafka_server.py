@@ -23,7 +23,7 @@ from saf.demo.kafka import MISSING, broker, jars
 from saf.destinations.kafka import Kafka
 from saf.destinations.kafka.client import Voices, settings_of
 from tests.certificates import certificate
-from tests.killable import Killable
+from tests.killable import Killable, Restartable
 from tests.lossy import Lossy
 from tests.needed import absent, needed
 from tests.redis_server import free_port
@@ -122,7 +122,7 @@ class KafkaServer(Killable):
 
 
 @dataclass(kw_only=True)
-class KafkaQueue:
+class KafkaQueue(Restartable):
     """Topics of one test, whose names begin alike."""
 
     server: KafkaServer
@@ -152,15 +152,6 @@ class KafkaQueue:
 
     def thaw(self) -> None:
         self.server.thaw()
-
-    @contextmanager
-    def down(self) -> Iterator[None]:
-        """Killed, and started again with its data."""
-        self.kill()
-        try:
-            yield
-        finally:
-            self.start()
 
     def topics(self) -> list[str]:
         """The topics, without that of the marks."""
@@ -230,8 +221,13 @@ def _text(value: object) -> str:
 class LossyKafka(Lossy):
     """Tells clients that the broker is where the proxy is."""
 
-    def _answer(self, data: bytes) -> bytes:
-        here, there = (struct.pack(">i", port) for port in (self.port, self._server))
+    def __init__(self, port: int) -> None:
+        self._there = port
+        super().__init__(port)
+
+    def answer(self, data: bytes) -> bytes:
+        """What the broker says, with this port in place of its own."""
+        here, there = (struct.pack(">i", port) for port in (self.port, self._there))
         return data.replace(b"127.0.0.1" + there, b"127.0.0.1" + here)
 
 

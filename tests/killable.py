@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import signal
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 
+class Restartable(ABC):
+    """What can be killed, and started again with its data."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill it."""
+
+    @contextmanager
+    def down(self) -> Iterator[None]:
+        """Killed, and started again with its data."""
+        self.kill()
+        try:
+            yield
+        finally:
+            self.start()
+
+
 @dataclass(kw_only=True)
-class Killable:
+class Killable(Restartable):
     """One process. What it holds outlives it."""
 
     process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start it, and wait until it answers."""
-        raise NotImplementedError
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         """Kill it."""
@@ -36,12 +54,3 @@ class Killable:
         """Let it go on."""
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
-
-    @contextmanager
-    def down(self) -> Iterator[None]:
-        """Killed, and started again with its data."""
-        self.kill()
-        try:
-            yield
-        finally:
-            self.start()

@@ -22,6 +22,7 @@ from saf.destinations.rabbitmq_stream.protocol import (
     StreamError,
 )
 from saf.destinations.rabbitmq_stream.reading import entries
+from tests.killable import Restartable
 from tests.needed import needed
 from tests.redis_server import free_port
 from tests.waits import until
@@ -36,7 +37,7 @@ ERLANG = f"+S 1:1 +sbwt none +sbwtdcpu none +sbwtdio none -setcookie {COOKIE}"
 
 
 @dataclass(kw_only=True)
-class RabbitmqServer:
+class RabbitmqServer(Restartable):
     """One server. What it holds is in its folder, so that it can be started again."""
 
     folder: Path
@@ -199,15 +200,6 @@ class RabbitmqServer:
         """Let it go on."""
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGCONT)
-
-    @contextmanager
-    def down(self) -> Iterator[None]:
-        """Killed, and started again with its data."""
-        self.kill()
-        try:
-            yield
-        finally:
-            self.start()
 
 
 @dataclass(kw_only=True)

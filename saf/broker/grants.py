@@ -218,6 +218,7 @@ ENDPOINT = (
 FACTS = (
     *("send_sequence", "receive_sequence", "ended_here", "ended_there", "error_code"),
     *("error_text", "timer", "group_id", "changed_at", "far_service", "far_broker", "far_lineage"),
+    "answered_by",
 )
 # Which end here is told of an error; and how many have failed
 TOLD = ("conversation_id", "is_initiator", "service", "ended_here", "error_code")

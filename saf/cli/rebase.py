@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from uuid import UUID
 
 import psycopg
@@ -17,9 +17,12 @@ from saf.cli.replay import in_words, left_out, texts
 from saf.config import Broker, Settings, load
 from saf.database import fetch, unavailable_if_lost
 from saf.destinations.marks import Known
-from saf.dialogs.monologs import ReceivedMonolog, received_monologs
+from saf.dialogs.monologs import received_monologs
+from saf.dialogs.one_target import Target, received_dialogs
 from saf.repair.rebase import Rebased, rebase
 from saf.repair.send_again import Sent, send_again
+
+Answer = TypeVar("Answer")
 
 
 def command(
@@ -45,7 +48,8 @@ def command(
             connection,
             _known(settings, source),
             force=force,
-            monologs=lambda: _monologs(settings, source),
+            monologs=lambda: _asked(settings, lambda _, there: received_monologs(there, source)),
+            targets=lambda: _targets(settings, connection, source),
         )
 
     done = round_.visit("rebase", repair)
@@ -57,6 +61,7 @@ def command(
         rows = [
             {"broker": name, "rows": result.rows if result else 0,
              "destinations_ahead": result.destinations_ahead if result else [],
+             "second_targets": result.second_targets if result else 0,
              "purged_since": purged[name]}
             for name, result in done.items()
         ]  # fmt: skip
@@ -97,8 +102,20 @@ def _known(settings: Settings, source: UUID) -> dict[str, Known]:
     }
 
 
-def _monologs(settings: Settings, source: UUID) -> list[ReceivedMonolog]:
-    found = []
+def _targets(settings: Settings, connection: psycopg.Connection[Any], source: UUID) -> list[Target]:
+    """Return the targets of a source's dialogs with services whose routes share."""
+    routes = routes_of(settings)(connection)
+    if not any(match.shared for match in routes.matches.values()):
+        return []
+    found = _asked(settings, lambda name, there: received_dialogs(there, source, name))
+    return [one for one in found if (m := routes.match(one.service, None)) and m.shared]
+
+
+def _asked(
+    settings: Settings, ask: Callable[[str, psycopg.Connection[Any]], Iterable[Answer]]
+) -> list[Answer]:
+    """Return what the destinations that are brokers answer."""
+    found: list[Answer] = []
     for name, there in settings.destinations.items():
         if (dsn := there.broker()) is None:
             continue
@@ -106,7 +123,7 @@ def _monologs(settings: Settings, source: UUID) -> list[ReceivedMonolog]:
             unavailable_if_lost(f"destination {name!r}"),
             dsn.connect(role="rebase", autocommit=True) as connection,
         ):
-            found += received_monologs(connection, source)
+            found += ask(name, connection)
     return found
 
 
@@ -136,6 +153,8 @@ def _words(result: Rebased | None, purged: Sequence[str]) -> str:
             f"; {', '.join(result.destinations_ahead)} knew later batches: messages that were "
             "delivered after the backup was taken, and are in it, are delivered again"
         )
+    if result.second_targets:
+        words += f"; targets of dialogs that go on with others: {result.second_targets:,}, failed"
     if purged:
         words += (
             f"; {', '.join(purged)} may have purged what came since: of a monolog that began after "

@@ -45,7 +45,7 @@ WHERE group_id IN (SELECT group_id FROM {OF_THESE}) ORDER BY group_id FOR NO KEY
 LOCK = f"""
 SELECT {FIELDS}, (SELECT broker_id FROM saf.broker), contract, contract_version, group_id,
        ended_here, coalesce(expires_at <= now(), false),
-       receive_sequence, ended_there, error_code, error_text, timer,
+       receive_sequence, ended_there, error_code, error_text, timer, answered_by,
        send_sequence, lineage IS NOT NULL, far_lineage
 FROM {OF_THESE} ORDER BY handle FOR NO KEY UPDATE OF c
 """
@@ -104,6 +104,7 @@ RECEIVED = {
     "error_code": "int",
     "error_text": "text",
     "timer": "uuid",
+    "answered_by": "uuid",
 }
 RECEIVE = f"""
 UPDATE saf.conversation c SET changed_at = now(), {

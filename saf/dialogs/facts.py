@@ -38,6 +38,8 @@ class Facts:
     error_code: int | None = None
     error_text: str | None = None
     timer: UUID | None = None
+    answered_by: UUID | None = None
+    """Of an initiator: the broker of its target, which has answered first."""
 
     def with_error(self, body: bytes) -> Facts:
         """The facts after an Error has been received."""

@@ -117,6 +117,12 @@ def add_tables(metadata: sa.MetaData) -> None:
             "incarnation of this broker; null as long as it was not set back",
         ),
         sa.Column("far_lineage", pg.JSONB, comment="that of the other end, as it was last heard"),
+        sa.Column(
+            "answered_by",
+            pg.UUID,
+            comment="of an initiator: the broker that its target is at, as it has answered; it "
+            "takes no answer of another one",
+        ),
         sa.UniqueConstraint("conversation_id", "is_initiator", name="conversation_two_ends"),
         sa.ForeignKeyConstraint(
             ["contract", "contract_version"], ["saf.contract.name", "saf.contract.version"]

@@ -23,6 +23,9 @@ An end is gone altogether if the dialog had begun after the backup:
 - a message for a target that is not there may only be too early, so it waits. If the broker was set
   back, it asks the initiator. The answer makes a failed end, for the application to know.
 
+Or there are two, where it had begun before and its first message went to another destination the
+second time (`saf.dialogs.one_target`).
+
 An end that begins where one may have been before has a lineage from its first number on, so that
 the other end, which may have received such numbers before, can tell the two apart.
 """
@@ -41,6 +44,7 @@ from saf.dialogs.comparing import say_these
 from saf.dialogs.endpoints import End, Endpoint, columns, end_of
 from saf.dialogs.lineage import HEADER, Lineage, fork, incarnation, read, said_by
 from saf.dialogs.monologs import JSON
+from saf.dialogs.one_target import of_others
 from saf.dialogs.statements import COMPARE, ERROR, Code
 from saf.received import Received
 from saf.transaction import enter
@@ -65,20 +69,18 @@ WHO = "SELECT broker_id, incarnation FROM saf.broker"
 ANSWER = f"""
 INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
                         from_initiator, sequence, message_type, headers, body)
-SELECT gen_random_uuid(), service, far_service,
-       (SELECT source FROM saf.inbox i WHERE (i.shard, i.id) = (a.shard, a.id)),
-       CAST(conversation_id AS text), conversation_id, is_initiator, sequence, message_type,
+SELECT gen_random_uuid(), service, far_service, source, CAST(conversation_id AS text),
+       conversation_id, is_initiator, sequence, message_type,
        {JSON} || jsonb_build_object('{HEADER}',
            jsonb_build_array(jsonb_build_array((SELECT incarnation FROM saf.broker), 0))),
        convert_to(body, 'UTF8')
-FROM unnest(%(service)s::text[], %(far_service)s::text[], %(shard)s::smallint[], %(id)s::bigint[],
+FROM unnest(%(service)s::text[], %(far_service)s::text[], %(source)s::uuid[],
             %(conversation_id)s::uuid[], %(is_initiator)s::boolean[], %(sequence)s::bigint[],
             %(message_type)s::text[], %(body)s::text[])
-    AS a (service, far_service, shard, id, conversation_id, is_initiator, sequence, message_type,
-          body)
+    AS a (service, far_service, source, conversation_id, is_initiator, sequence, message_type, body)
 """
 ANSWERS = (
-    *("service", "far_service", "shard", "id", "conversation_id", "is_initiator", "sequence"),
+    *("service", "far_service", "source", "conversation_id", "is_initiator", "sequence"),
     *("message_type", "body"),
 )
 
@@ -99,6 +101,15 @@ def recognise(
     raw: psycopg.Connection[Any], endpoints: dict[End, Endpoint], messages: list[Received]
 ) -> Recognised:
     """Find out which incarnations speak, and who speaks to an end that is not here."""
+    recognised = Recognised()
+    others = of_others(raw, endpoints, messages)
+    for message in others:
+        if message.message_type in (COMPARE, ERROR):
+            recognised.done.append(message)
+        else:
+            text = f"conversation {message.conversation_id} goes on with another target"
+            recognised.forgotten.append((message, text))
+    messages = [one for one in messages if one not in others]
     lineages = {
         one: _lineage(one)
         for one in messages
@@ -106,10 +117,10 @@ def recognise(
     }
     known = all(end_of(one) in endpoints for one in lineages)
     if known and not any((*lineages.values(), *(one.far_lineage for one in endpoints.values()))):
-        return Recognised(messages=messages)
+        recognised.messages = messages
+        return recognised
     _note_lineages(raw, endpoints, lineages)
     strangers = _strangers(raw, [one for one in lineages if end_of(one) not in endpoints])
-    recognised = Recognised()
     for message in messages:
         endpoint = endpoints.get(end_of(message)) if message in lineages else None
         if message in strangers and message.message_type != COMPARE:
@@ -246,8 +257,7 @@ def _answer(message: Received, sequence: int, message_type: str, body: object) -
     return {
         "service": message.service,
         "far_service": message.from_service,
-        "shard": message.shard,
-        "id": message.id,
+        "source": message.source,
         "conversation_id": message.conversation_id,
         "is_initiator": not message.from_initiator,
         "sequence": sequence,

@@ -91,7 +91,8 @@ def as_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
 def received(rows: pa.Table) -> Iterator[Received]:
     """Give the messages one by one, as consumers see them."""
     ids = [one and UUID(bytes=one) for one in _values(rows["conversation_id"])]
-    columns = [ids if name == "conversation_id" else _values(rows[name]) for name in READ]
+    known = {"conversation_id": ids, "source": [None] * rows.num_rows}
+    columns = [known[name] if name in known else _values(rows[name]) for name in READ]
     for row in zip(*columns, strict=True):
         yield Received(row)
 

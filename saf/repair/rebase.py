@@ -23,7 +23,8 @@ written, and `rebase` repairs both, in one transaction:
   has, is then delivered a second time, because it cannot be told from new messages. So may be a
   batch in hand.
 - The ends of dialogs learn that they are of a new incarnation of this broker, and compare what they
-  know with the other ends (`saf.dialogs.comparing`).
+  know with the other ends (`saf.dialogs.comparing`). A dialog of which two destinations have a
+  target goes on with one of them (`saf.dialogs.one_target`).
 
 The restored source cannot send again what it does not have any more. Those of its messages that
 arrived are at the destination. `saf.repair.send_again` repairs a destination that was set back.
@@ -43,6 +44,7 @@ from saf.broker.restored import is_restored
 from saf.database import fetch
 from saf.destinations.marks import Known, adopt, shards_of
 from saf.dialogs.monologs import ReceivedMonolog
+from saf.dialogs.one_target import Target, settle
 from saf.errors import UsageError
 from saf.log.shards import IS_PRESENT, full
 from saf.repair.incarnation import raise_incarnation
@@ -146,6 +148,8 @@ class Rebased:
     """The destinations that knew later batches: messages may be delivered to them twice."""
     remembered_until: datetime | None
     """When the newest batch was opened that the broker itself remembers."""
+    second_targets: int = 0
+    """How many targets of dialogs got an Error, because their dialogs go on with others."""
 
 
 def rebase(
@@ -154,6 +158,7 @@ def rebase(
     *,
     force: bool = False,
     monologs: Callable[[], Iterable[ReceivedMonolog]] = tuple,
+    targets: Callable[[], Iterable[Target]] = tuple,
 ) -> Rebased | None:
     """Repair a restored broker; return None if there is nothing to repair.
 
@@ -165,13 +170,15 @@ def rebase(
         force: rebase even if nothing looks restored.
         monologs: returns how far destinations have received this broker's monologs; it is called
             only if there is something to repair.
+        targets: returns which targets destinations have of this broker's dialogs with services
+            whose routes share; it is called only if there is something to repair.
 
     Raises:
         UsageError: a member is still at work, or the role may not repair.
     """
     if not (force or _wrong(connection, known)):
         return None  # and nobody has waited
-    received = [*monologs()]
+    received, there = [*monologs()], [*targets()]
     with connection.transaction():
         connection.execute(LOCK)
         wrong = _wrong(connection, known)
@@ -192,7 +199,13 @@ def rebase(
         connection.execute(BELONG)
         connection.execute(TIMELINE)
         raise_incarnation(connection, _newest(known, ahead), received)
-    return Rebased(rows=rows, destinations_ahead=tuple(ahead), remembered_until=newest)
+        told = settle(connection, there)
+    return Rebased(
+        rows=rows,
+        destinations_ahead=tuple(ahead),
+        remembered_until=newest,
+        second_targets=told,
+    )
 
 
 def _wrong(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> bool:

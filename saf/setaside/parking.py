@@ -80,7 +80,7 @@ PARKED_COLUMNS = (
     *COLUMNS,
 )
 PARK = sql.SQL("COPY saf.parked ({}) FROM STDIN").format(
-    sql.SQL(", ").join(map(sql.Identifier, PARKED_COLUMNS))
+    sql.SQL(", ").join(map(sql.Identifier, (*PARKED_COLUMNS, "source")))
 )
 OF_EACH = """unnest(%(parked_ids)s::bigint[], %(kinds)s::text[], %(subjects)s::text[],
            %(brokers)s::uuid[])"""
@@ -175,10 +175,14 @@ def park(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) ->
 
 
 def copy_in(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Copy messages, as dicts of `PARKED_COLUMNS`, into lanes that exist, or will."""
+    """Copy messages, as dicts of `PARKED_COLUMNS`, into lanes that exist, or will.
+
+    What comes from an inbox also has its ``source``.
+    """
     with psycopg.Cursor(connection) as cursor, cursor.copy(PARK) as copy:
         for row in rows:
-            copy.write_row([row[column] for column in PARKED_COLUMNS])
+            values = [row[column] for column in PARKED_COLUMNS]
+            copy.write_row([*values, row.get("source")])
 
 
 def move(

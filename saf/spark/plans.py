@@ -23,10 +23,10 @@ def columns_read(frame: DataFrame) -> frozenset[str] | None:
     found: set[int] = set()
     read: dict[int, str] = {}
     for node in nodes(_of(frame).optimizedPlan()):
-        kind = _kind(node)
+        kind = kind_of(node)
         if kind in HIDING or node.subqueries().size():
             return None
-        if kind == READER and _kind(node.child()) == "Range":
+        if kind == READER and kind_of(node.child()) == "Range":
             read |= {one.exprId().id(): str(one.name()) for one in items(node.output())}
         else:
             found |= {one.exprId().id() for one in items(node.references().toSeq())}
@@ -35,7 +35,7 @@ def columns_read(frame: DataFrame) -> frozenset[str] | None:
 
 def keeps_order(frame: DataFrame) -> bool:
     """Whether a result is in the order in which its messages are read: all steps are row by row."""
-    kinds = [_kind(node) for node in nodes(_of(frame).optimizedPlan())]
+    kinds = [kind_of(node) for node in nodes(_of(frame).optimizedPlan())]
     return kinds.count(READER) == 1 and {*kinds} <= IN_ORDER
 
 
@@ -47,7 +47,7 @@ def changing(frame: DataFrame) -> str | None:
     left = [plan]
     while left:
         node = left.pop()
-        if CLOCK.match(kind := _kind(node)):
+        if CLOCK.match(kind := kind_of(node)):
             return f"asks for the time ({kind})"
         left += items(node.children())
         if ".expressions." not in str(node.getClass().getName()):  # it is a plan
@@ -74,5 +74,6 @@ def _of(frame: DataFrame) -> Any:
     return jvm.queryExecution()
 
 
-def _kind(node: Any) -> str:
-    return str(node.getClass().getSimpleName())
+def kind_of(node: Any) -> str:
+    """Return the class of a part of a plan or expression, without its package."""
+    return str(node.getClass().getName()).rpartition(".")[2]

@@ -25,7 +25,7 @@ from collections.abc import Collection
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from saf.spark.plans import items, nodes
+from saf.spark.plans import items, kind_of, nodes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -109,7 +109,7 @@ def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> s
         return f"it has {len(expression):,} characters, and {LONGEST:,} are looked at"
     session: Any = spark._jsparkSession
     for node in nodes(session.sessionState().sqlParser().parseExpression(expression)):
-        kind = _kind(node)
+        kind = kind_of(node)
         if kind == "UnresolvedFunction":
             name = ".".join(items(node.nameParts()))
             if name.lower() not in FUNCTIONS:
@@ -130,10 +130,10 @@ def refusal_of_analyzed(plan: Any, before: Any) -> str | None:
 
     ``plan`` selects it alone from the plan ``before``.
     """
-    if plan.getClass().getSimpleName() != "Project" or not plan.child().sameResult(before):
+    if kind_of(plan) != "Project" or not plan.child().sameResult(before):
         return "it looks at other rows, or makes several of one"
     for node in nodes(plan.projectList().apply(0)):
-        kind = _kind(node)
+        kind = kind_of(node)
         own = node.getClass().getName().startswith(f"{CATALYST}expressions.")
         if not own or FOREIGN.search(kind):
             return f"Spark makes a {kind} of it, which is not Spark's own or looks elsewhere"
@@ -141,7 +141,7 @@ def refusal_of_analyzed(plan: Any, before: Any) -> str | None:
             return f"Spark makes a {kind} of it, which says something else each time"
         if kind in ("Cast", "ParseToDate", "ParseToTimestamp", "ParseToTime"):
             for child in items(node.children()):
-                if _kind(child) == "Literal" and OF_NOW.match(text := str(child.toString())):
+                if kind_of(child) == "Literal" and OF_NOW.match(text := str(child.toString())):
                     return f"it says {text!r}, which is another time whenever it is read"
     return None
 
@@ -157,7 +157,3 @@ def _of_now(spark: SparkSession, expression: str) -> str | None:
         if kind.upper() in TYPES and OF_NOW.match(literal.lstrip("rR").strip("'\"")):
             return f"{kind} {literal}"
     return None
-
-
-def _kind(node: Any) -> str:
-    return str(node.getClass().getName()).rpartition(".")[2]

@@ -1,7 +1,9 @@
 """The checker of talks: plain SQL on the databases, and nothing of the library.
 
 Each talk was said as 1, 2, 3 … and has to be heard so at either side, and to be closed if it has
-ended. Where a side was set back, it may fail instead, but at all of its ends.
+ended. Where a side was set back, it may fail instead, but at all of its ends. A talk by hubs may
+begin a second time there, by another hub. Then it has two dialogs at the store: one of them goes on
+as if it were the only one, and the other one fails.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ FROM saf.conversation
 
 @dataclass(kw_only=True)
 class Side:
-    """What one side knows of the talks."""
+    """What one side knows of the talks, without dialogs that failed while their talks go on."""
 
     heard: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     closed: set[str] = field(default_factory=set)
@@ -105,12 +107,18 @@ def _talks(source: str, store: str) -> tuple[dict[str, tuple[int, bool]], list[S
         side = Side()
         with psycopg.connect(place) as connection:
             ends = connection.execute(ENDS).fetchall()
-            talk_of: dict[str, str] = {}
-            for talk, conversation, n in connection.execute(HEARD).fetchall():
+            heard = connection.execute(HEARD).fetchall()
+        talk_of = {conversation: talk for talk, conversation, _ in heard}
+        failed = {conversation for conversation, _, with_error, *_ in ends if with_error}
+        go_on = {talk for conversation, talk in talk_of.items() if conversation not in failed}
+        over = {one for one in failed if talk_of.get(one) in go_on}
+        for talk, conversation, n in heard:
+            if conversation not in over:
                 side.heard[talk].append(n)
-                talk_of[conversation] = talk
         for conversation, state, with_error, *more in ends:
-            talk = talk_of.get(str(conversation), str(conversation))
+            if conversation in over:
+                continue
+            talk = talk_of.get(conversation, conversation)
             side.known.setdefault(talk, []).append(f"{conversation} {state} {more}")
             if state == "closed":
                 side.closed.add(talk)

@@ -4,7 +4,30 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
+TARGETS = "contract/test_dialogs_two_targets.py"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "an initiator takes the answers of two targets",
+        "saf/dialogs/one_target.py",
+        "        elif endpoint.facts.answered_by != message.source:",
+        "        elif endpoint.facts.answered_by == message.message_id:",
+        f"{TARGETS}::test_an_answer_of_another_target_is_a_dead_letter_and_fails_that_target",
+    ),
+    mutant(
+        "a target that never answers is not told that its dialog is elsewhere",
+        "saf/dialogs/one_target.py",
+        "SELECT handle, broker FROM target WHERE place > 1",
+        "SELECT handle, broker FROM target WHERE place > 2",
+        f"{TARGETS}::test_a_target_that_never_answers_is_told_by_the_repair_that_the_dialog_is_elsewhere",
+    ),
+    mutant(
+        "a repair does not ask where a dialog had gone",
+        "saf/dialogs/one_target.py",
+        "CAST(conversation_id AS text), destination FROM target WHERE place = 1",
+        "CAST(conversation_id AS text), destination FROM target WHERE place = 0",
+        f"{TARGETS}::test_a_choice_that_a_set_back_has_forgotten_is_found_at_the_destination",
+    ),
     mutant(
         "who hears of a new incarnation takes its numbers for repeats",
         "saf/dialogs/set_back.py",
