@@ -319,6 +319,7 @@ class Loop(ABC):
             do=call,
             failed=partial(self._set_aside, delivery, work.raw, message),
             undone=partial(self._undone, message),
+            may_go_on=lambda: not delivery.is_set_aside(message),
         )
 
     def _set_aside(

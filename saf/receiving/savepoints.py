@@ -3,7 +3,8 @@
 To set a savepoint costs a round trip to the database, which for a handler that does little is most
 of what it costs. So pieces that are over within `SHARE_SECONDS` share a savepoint. If one of them
 raises, the database is taken back to before the first of them, and the others are done again, each
-with a savepoint of its own: what they did is there once, and what the failed piece did is not.
+with a savepoint of its own: what they did is there once, and what the failed piece did is not. If
+one of the others fails this time, those that must not be done before it are not done again.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Piece:
     """Called after the piece has raised, and its work is undone."""
     undone: Callable[[], None]
     """Called after its work was undone, because it raised or because another one did."""
+    may_go_on: Callable[[], bool]
+    """Asked before it is done again: whether none has failed that it must not be done before."""
 
 
 class Savepoints:
@@ -86,8 +89,7 @@ class Savepoints:
             self._undo()
             for one in (*others, piece):
                 one.undone()
-            for one in others:
-                self.do(one, alone=True)
+            self._do_again(others)
             piece.failed(error)
             return False
         self._done.append(piece)
@@ -105,7 +107,11 @@ class Savepoints:
             self._undo()
             for one in pieces:
                 one.undone()
-            for one in pieces:
+            self._do_again(pieces)
+
+    def _do_again(self, pieces: Sequence[Piece]) -> None:
+        for one in pieces:
+            if one.may_go_on():
                 self.do(one, alone=True)
 
     def _begin(self, *, alone: bool) -> None:

@@ -91,6 +91,35 @@ def test_one_that_fails_as_it_is_done_again_holds_up_the_later_ones_of_its_key(i
     assert effects(inbox) == ["1", "2", "3", "4"]
 
 
+def test_what_was_done_behind_one_that_fails_as_it_is_done_again_is_not_done_again(
+    inbox: Dsn,
+) -> None:
+    """Else its work would be there before that of the earlier one of its key, and once more later.
+
+    Two of its neighbours fail: one at its first attempt, the other one as it is done again.
+    """
+    put(inbox, "1", "2", key="a")
+    put(inbox, "3", key="b")
+    picky = Picky(inbox, "3")
+
+    def moody(message: saf.Received, connection: Connection) -> None:
+        picky.bad[:] = ["3"] if picky.calls.count("3") == 0 else []
+        if message.text() == "1" and picky.calls.count("1") == 1:
+            picky.bad.append("1")
+        picky.handle(message, connection)
+
+    picky.worker._handlers.clear()
+    picky.worker.handler()(moody)
+    picky.worker.drain()
+    assert effects(inbox) == []
+    assert waiting(inbox) == ["a", "b"]
+    assert picky.worker.summary.handled == 0
+    let_keys_be_due(inbox)
+    picky.worker.drain()
+    assert sorted(effects(inbox)) == ["1", "2", "3"]
+    assert [one for one in effects(inbox) if one != "3"] == ["1", "2"]
+
+
 def test_a_slow_handler_is_not_called_again_because_a_later_one_fails(
     inbox: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

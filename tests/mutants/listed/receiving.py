@@ -219,9 +219,16 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what shares a savepoint with a failed handler is not done again",
         SAVEPOINTS,
-        "            for one in others:\n                self.do(one, alone=True)\n",
+        "            self._do_again(others)\n",
         "",
         f"{SHARED}::test_when_one_of_many_fails_the_work_of_the_others_is_there_once",
+    ),
+    mutant(
+        "what is behind a message that fails as it is done again is done before it",
+        SAVEPOINTS,
+        "            if one.may_go_on():\n",
+        "            if one.may_go_on:\n",
+        f"{SHARED}::test_what_was_done_behind_one_that_fails_as_it_is_done_again_is_not_done_again",
     ),
     mutant(
         "what has expired is handed out",
