@@ -18,10 +18,11 @@ written, and `rebase` repairs both, in one transaction:
   whatever INSERT, is pending for all. Such a row is told by its xmin: it is the transaction that
   the row names itself, or a later one, which a savepoint is. The rows of a dump have the xmin of
   the transaction that brought them (saf.timeline).
-- Where a destination is ahead, the batches and epochs of its shards, and the numbers of lanes, go
-  on after those that it knows. What the source had delivered after the backup was taken, and still
-  has, is then delivered a second time, because it cannot be told from new messages. So may be a
-  batch in hand.
+- If a destination is ahead, then wherever one has got farther, the batches and epochs of its
+  shards, and the numbers of lanes, go on after those that it knows. What the source had delivered
+  after the backup was taken, and still has, is then delivered a second time, because it cannot be
+  told from new messages. So is what was in hand or parked at the backup: some of it may have been
+  set aside since, and would be taken for stored.
 - The ends of dialogs learn that they are of a new incarnation of this broker, and compare what they
   know with the other ends (`saf.dialogs.comparing`). A dialog of which two destinations have a
   target goes on with one of them (`saf.dialogs.one_target`).
@@ -189,7 +190,10 @@ def rebase(
             raise UsageError(f"stop all forwarders and receivers first: {', '.join(alive)}")
         connection.execute(FORGET_MEMBERS)
         ((newest,),) = fetch(connection, NEWEST)
-        ahead = {name: one for name, one in _ahead(connection, known).items() if one.ahead}
+        differ = _ahead(connection, known)
+        ahead: dict[str, SetBack] = {}
+        if any(one.ahead for one in differ.values()):
+            ahead = {name: one for name, one in differ.items() if one.ahead or one.farther}
         highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
         # if the cursors are right, they are right too for what was written since a dump
         brought_by = fetch(connection, BROUGHT_BY) if is_restored(connection) else []
@@ -235,7 +239,7 @@ def _go_on_after(
     numbers = max((mark.batch for mark in marks), default=0)
     places = max((mark.position for mark in marks), default=0)
     params = {
-        "shards": shards_of(place for one in ahead for place in one.ahead),
+        "shards": shards_of(place for one in ahead for place in one.ahead | one.farther),
         "numbers": numbers,
         "found": [str(kind) for kind in FOUND.values()],
     }
@@ -248,7 +252,7 @@ def _go_on_after(
     connection.execute(SHIFT_PARKED, params)
     connection.execute(MOVE_FOUND, params)
     for there, one in zip(known, ahead, strict=True):
-        adopt(connection, there.destination, there.marks, one.ahead)
+        adopt(connection, there.destination, there.marks, one.ahead | one.farther)
 
 
 def _rebase_log(

@@ -19,7 +19,17 @@ from uuid import UUID
 import psycopg
 
 from saf.database import fetch
-from saf.destinations.marks import MAIN, InHand, Known, Lower, Mark, Place, compare, not_parked
+from saf.destinations.marks import (
+    MAIN,
+    NOTHING,
+    InHand,
+    Known,
+    Lower,
+    Mark,
+    Place,
+    compare,
+    not_parked,
+)
 
 IDENTITY = "SELECT broker_id FROM saf.broker"
 
@@ -51,6 +61,9 @@ class SetBack:
 
     ahead: frozenset[Place] = frozenset()
     """Places that say that the source was set back."""
+    farther: frozenset[Place] = frozenset()
+    """Places where the destination has got farther than the source remembers: those ahead, and
+    those that look as if an answer had got lost."""
     behind: frozenset[Place] = frozenset()
     """Places that say that the destination was set back."""
     since: datetime | None = None
@@ -91,6 +104,11 @@ def set_back(
     newer = {s for s, epoch in known.epochs.items() if epoch > after.epochs.get(s, epoch)}
     return SetBack(
         ahead=frozenset(ahead | {(MAIN, shard) for shard in newer}),
+        farther=frozenset(
+            place
+            for place, mark in known.marks.items()
+            if mark.number > after.marks.get(place, NOTHING).number
+        ),
         behind=frozenset(differ.behind),
         since=differ.since,
         lower=differ.lower,

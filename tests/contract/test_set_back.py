@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.destinations.postgresql.reading import known_at
@@ -337,6 +338,34 @@ def test_what_is_retried_is_not_dropped_after_the_source_was_set_back(
     assert repair_source(older, mom=mom) is not None
     run(older, mom=mom)
     assert bodies(mom) == ["0", "1", "2", "3"]
+
+
+def test_what_was_in_hand_at_the_backup_and_set_aside_after_it_is_not_dropped(
+    app: Dsn, mom: Dsn, backup: Backup
+) -> None:
+    """The mark of its shard has passed it, and looks as if only an answer had got lost."""
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+    sent = "INSERT INTO saf.outbox (to_service, key, body) VALUES (%s, 'k', %s)"
+    with connect(app) as connection:
+        for service, body in (("billing", "1"), ("shipping", "waits"), ("billing", "2")):
+            connection.execute(sent, (service, body.encode()))
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
+        cycle.open()
+    older = backup(app)
+    run(app, mom=mom)
+    send_numbers(app, 3)
+    run(app, mom=mom)
+    assert bodies(mom) == ["1", "2", "3"]
+    send_numbers(older, 10)  # of the shard that had another batch after the backup
+    with connect(older) as connection:  # so that only that shard's mark tells
+        connection.execute("UPDATE saf.cursor SET epoch = epoch + 10")
+    assert {error.partition(":")[0] for error in refused(older, mom=mom)} == {"Ahead"}
+    assert repair_source(older, mom=mom) is not None
+    with connect(mom) as connection:
+        create_service(connection, "shipping")
+    run(older, mom=mom)
+    assert sorted({*bodies(mom)}) == ["1", "10", "2", "3", "waits"]
 
 
 def test_a_source_that_a_dump_had_brought_sends_nothing_again_that_had_arrived_before_its_backup(

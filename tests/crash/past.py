@@ -21,10 +21,13 @@ import psycopg
 SENT = "SELECT account, n, token, service, poison, mortal FROM sent"
 TALKS = "SELECT conversation::text FROM talk"
 STORED = "SELECT convert_from(body, 'UTF8') FROM saf.inbox WHERE conversation_id IS NULL"
-# What the source may take for not delivered yet
+# What the source may take for not delivered yet. What is parked is purged from the outbox
 UNSETTLED = """
 SELECT convert_from(o.body, 'UTF8') FROM saf.outbox o JOIN saf.outbox_status s USING (shard, id)
 WHERE s.status <> 'forwarded' AND o.conversation_id IS NULL
+UNION ALL
+SELECT convert_from(body, 'UTF8') FROM saf.parked JOIN saf.subscription s USING (subscription_id)
+WHERE s.log = 'outbox' AND conversation_id IS NULL
 """
 
 Message = tuple[str, int, str]

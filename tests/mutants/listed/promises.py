@@ -29,6 +29,13 @@ MUTANTS: list[Mutant] = [
         f"{TARGETS}::test_a_choice_that_a_set_back_has_forgotten_is_found_at_the_destination",
     ),
     mutant(
+        "a repair leaves alone what was in hand at the backup",
+        "saf/repair/rebase.py",
+        "shards_of(place for one in ahead for place in one.ahead | one.farther)",
+        "shards_of(place for one in ahead for place in one.ahead)",
+        "contract/test_set_back.py::test_what_was_in_hand_at_the_backup_and_set_aside_after_it_is_not_dropped",
+    ),
+    mutant(
         "who hears of a new incarnation takes its numbers for repeats",
         "saf/dialogs/set_back.py",
         "        if after < received:\n",
