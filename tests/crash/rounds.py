@@ -18,6 +18,7 @@ from saf.database import Dsn
 from tests.crash import consumers, set_backs, stall
 from tests.crash.bugs import with_bug
 from tests.crash.checker import Verdict, check, left, receive, unreceived
+from tests.crash.drops import look
 from tests.crash.forwarders import forwarder, purger, spark_forwarder
 from tests.crash.hearing import listen, unheard
 from tests.crash.hostile import hostile
@@ -300,4 +301,6 @@ class Round:
         if self.plan.dialogs:
             hubs = [hub.conninfo for hub in self.hubs.values()]
             listen(app, self.stores["mom"].conninfo, verdict, self.past, hubs)
+        others = [dsn.conninfo for name, dsn in self.brokers.items() if name != "app"]
+        look(app, others, verdict, talks=self.plan.dialogs, past=self.past)
         return verdict
