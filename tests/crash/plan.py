@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 QUALITIES = {
@@ -56,6 +57,8 @@ SET_BACKS = {
     "set_back_mom": "back_up_mom",
 }
 """Set-backs, and what has to come before each."""
+OF_SOURCE = {kind: SET_BACKS[kind] for kind in ("set_back_source", "restore_source")}
+"""Those of the application's database, whatever the destination is."""
 MORE = (
     "hold_lock",
     "disk_full_source",
@@ -168,7 +171,7 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
         return made
     if made.dialogs:
         made = replace(made, faults=(*faults, replace(faults[-1], kind=SILENCE)))
-    return made if spark else _set_back(_more(made))
+    return made if spark else set_back(_more(made))
 
 
 def _more(made: Plan) -> Plan:
@@ -188,15 +191,15 @@ def _more(made: Plan) -> Plan:
     return _with(made, chance, *(kind for kind in [chance.choice(kinds)] if chance.random() < 0.6))
 
 
-def _set_back(made: Plan) -> Plan:
+def set_back(made: Plan, kinds: Mapping[str, str] = SET_BACKS) -> Plan:
     """A plan in which perhaps something is set back, to a copy that was taken earlier."""
     chance = random.Random(f"{made.seed} {made.round} set back")
     if chance.random() >= SET_BACK:
         return made
-    kind = chance.choice(list(SET_BACKS))
+    kind = chance.choice(list(kinds))
     # what was purged since cannot be sent again
-    made = replace(made, purge=made.purge and kind != "set_back_mom")
-    return _with(_with(made, chance, SET_BACKS[kind]), chance, kind, last=True)
+    made = replace(made, purge=made.purge and kind in OF_SOURCE)
+    return _with(_with(made, chance, kinds[kind]), chance, kind, last=True)
 
 
 def _with(made: Plan, chance: random.Random, *kinds: str, last: bool = False) -> Plan:

@@ -145,6 +145,8 @@ class Site:
 
     qualities: ClassVar[Mapping[str, str]] = QUALITIES
     """What each service is promised here."""
+    notices: ClassVar[bool] = True
+    """Whether its destinations keep marks, and so notice that the source was set back."""
 
     def arrived(self) -> Sequence[str]:
         """The bodies that have arrived elsewhere than in MOM stores."""
