@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 
 from tests.crash import lake, queues, shrink, webhooks
-from tests.crash.plan import FAULTS, MORE, OF_MORE, SET_BACKS, SPARK_FAULTS, Plan
+from tests.crash.plan import FAULTS, MORE, OF_MORE, SET_BACKS, SPARK_FAULTS, VISITED, Plan
 from tests.crash.rounds import Outcome, Round
 from tests.crash.site import Site
 
@@ -39,7 +39,7 @@ def main() -> int:
     kinds = sorted(
         {*FAULTS, *SPARK_FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values()}
         | {*queues.FAULTS, *lake.FAULTS, *lake.SET_BACKS, *lake.SET_BACKS.values()}
-        | {*webhooks.FAULTS}
+        | {*webhooks.FAULTS, VISITED}
     )
     parser.add_argument("--only", nargs="*", choices=kinds, help="these faults")
     parser.add_argument("--bug", default="", help="one of tests/crash/bugs.py, planted")

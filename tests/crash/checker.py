@@ -55,6 +55,8 @@ class Verdict:
     """Talks, and by how much they were said, that have not ended as they were to."""
     dropped_wrongly: list[Any] = field(default_factory=list)
     """Counts of what receivers have dropped that nothing in the round explains."""
+    answered_wrongly: list[str] = field(default_factory=list)
+    """What the dashboard said to a visitor, where a page or an honest word was due."""
     not_refused: list[str] = field(default_factory=list)
     """Set-backs after which forwarders went on as if nothing were."""
     not_repaired: list[str] = field(default_factory=list)

@@ -78,6 +78,10 @@ OF_MORE = {
     "kill_pooler": "pooled",
 }
 """What may go wrong with those who are there in some rounds only."""
+VISITED = "kill_ui"
+"""What goes wrong besides in rounds with a dashboard."""
+VISITS = 0.2
+"""The share of rounds with one."""
 SET_BACK = 0.25
 """The share of rounds in which something is set back."""
 
@@ -122,6 +126,8 @@ class Plan:
     """Somebody with a sender's rights alone does what he can."""
     pooled: bool = False
     """Writers are behind a pooler."""
+    visited: bool = False
+    """Somebody reads the pages of `saf ui`."""
     mortal: float = 0.0
     """The share of messages that expire within a moment."""
     transactions: int | None = None
@@ -136,7 +142,7 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
     True
     """
     chance = random.Random(f"{seed} {number}")
-    others = set(kinds) - {*FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values()}
+    others = set(kinds) - {*FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values(), VISITED}
     spark = number % SPARK_EVERY == SPARK_EVERY - 1 or others != set()
     turn = number
     if spark and kinds is FAULTS:
@@ -171,7 +177,7 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
         return made
     if made.dialogs:
         made = replace(made, faults=(*faults, replace(faults[-1], kind=SILENCE)))
-    return made if spark else set_back(_more(made))
+    return made if spark else visited(set_back(_more(made)))
 
 
 def _more(made: Plan) -> Plan:
@@ -200,6 +206,14 @@ def set_back(made: Plan, kinds: Mapping[str, str] = SET_BACKS) -> Plan:
     # what was purged since cannot be sent again
     made = replace(made, purge=made.purge and kind in OF_SOURCE)
     return _with(_with(made, chance, kinds[kind]), chance, kind, last=True)
+
+
+def visited(made: Plan) -> Plan:
+    """A plan in which perhaps somebody visits the dashboard, which is killed."""
+    chance = random.Random(f"{made.seed} {made.round} ui")
+    if chance.random() >= VISITS:
+        return made
+    return _with(replace(made, visited=True), chance, VISITED)
 
 
 def _with(made: Plan, chance: random.Random, *kinds: str, last: bool = False) -> Plan:

@@ -19,7 +19,7 @@ from saf.destinations.rabbitmq import Rabbitmq
 from saf.destinations.rabbitmq_stream import RabbitmqStream
 from saf.destinations.redis import Redis
 from saf.destinations.settings import DestinationSettings
-from tests.crash.plan import OF_SOURCE, QUALITIES, Fault, Plan, plan, set_back
+from tests.crash.plan import OF_SOURCE, QUALITIES, Fault, Plan, plan, set_back, visited
 from tests.crash.site import Site
 from tests.kafka_server import ENDS, KafkaQueue, KafkaServer, LossyKafka
 from tests.lossy import Lossy
@@ -53,7 +53,7 @@ def plan_to(
     """The plan of a round to a queue; with ``kinds``, of these faults and no other."""
     made = plan(seed, number, kinds or faults)
     made = replace(made, destinations=1, poison=0.0, spark=False, dialogs=False)
-    return made if kinds else set_back(made, set_backs)
+    return made if kinds else visited(set_back(made, set_backs))
 
 
 class LosesAnswers:
