@@ -18,11 +18,13 @@ import httpx
 
 from saf.cli.ui import prepared
 from saf.config import load
+from tests.crash import set_backs
 from tests.crash.plan import Fault
 from tests.dashboard import OPERATE, Visitor
+from tests.processes import start
 
 if TYPE_CHECKING:
-    from tests.crash.rounds import Round
+    from tests.crash.rounds import Round, Started
 
 PAGES = (
     "/pending",
@@ -51,11 +53,17 @@ def free_port() -> int:
     return port
 
 
-def with_login(file: Path) -> Path:
-    """A saf.toml with somebody who may operate."""
+def start_dashboard(round_: Round) -> Started:
+    """With a saf.toml of its own, and somebody who may operate."""
+    file = set_backs.configure(round_, "ui.toml")
     with file.open("a") as more:
         more.write(f'[ui]\noperate_token = "{OPERATE}"\n')
-    return file
+    return start(dashboard, file, round_.port), lambda: start_dashboard(round_)
+
+
+def start_visitor(round_: Round) -> Started:
+    """Who goes to the round's dashboard, whichever it is."""
+    return start(visitor, round_.port, round_.answers), lambda: start_visitor(round_)
 
 
 def dashboard(file: Path, port: int) -> None:

@@ -117,8 +117,8 @@ class Round:
         self.others = [self.start_other(nth) for nth in range(len(site.others()))]
         self.purgers = [self.start_purger()] if plan.purge else []
         self.port = dashboard.free_port()
-        self.dashboards = [self.start_dashboard()] if plan.visited else []
-        self.visitors = [self.start_visitor()] if plan.visited else []
+        self.dashboards = [dashboard.start_dashboard(self)] if plan.visited else []
+        self.visitors = [dashboard.start_visitor(self)] if plan.visited else []
 
     @property
     def brokers(self) -> dict[str, Dsn]:
@@ -204,13 +204,6 @@ class Round:
 
     def start_purger(self) -> Started:
         return start(purger, self.app), self.start_purger
-
-    def start_dashboard(self) -> Started:
-        file = dashboard.with_login(set_backs.configure(self, "ui.toml"))
-        return start(dashboard.dashboard, file, self.port), self.start_dashboard
-
-    def start_visitor(self) -> Started:
-        return start(dashboard.visitor, self.port, self.answers), self.start_visitor
 
     def start_other(self, nth: int) -> Started:
         program, arguments = self.site.others()[nth]
