@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 
 from tests.crash import lake, queues, shrink, webhooks
-from tests.crash.plan import FAULTS, MORE, OF_MORE, SET_BACKS, SPARK_FAULTS, Plan
+from tests.crash.plan import FAULTS, MORE, OF_MORE, SET_BACKS, SPARK_FAULTS, VISITED, Plan
 from tests.crash.rounds import Outcome, Round
 from tests.crash.site import Site
 
@@ -38,7 +38,8 @@ def main() -> int:
     parser.add_argument("--to", choices=SITES, default="mom")
     kinds = sorted(
         {*FAULTS, *SPARK_FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values()}
-        | {*queues.FAULTS, *lake.FAULTS, *webhooks.FAULTS}
+        | {*queues.FAULTS, *lake.FAULTS, *lake.SET_BACKS, *lake.SET_BACKS.values()}
+        | {*webhooks.FAULTS, VISITED}
     )
     parser.add_argument("--only", nargs="*", choices=kinds, help="these faults")
     parser.add_argument("--bug", default="", help="one of tests/crash/bugs.py, planted")

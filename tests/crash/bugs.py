@@ -29,7 +29,8 @@ from saf.log import cursor, ring
 from saf.log.cursor import Batch
 from saf.receiving import claim
 from saf.repair import rebase, send_again
-from saf.setaside import dead, parking
+from saf.setaside import dead, dropped, parking
+from saf.setaside.dropped import Reason
 
 
 def watermark_not_moved(patch: pytest.MonkeyPatch) -> None:
@@ -158,6 +159,15 @@ def repeats_in_a_dialog_taken(patch: pytest.MonkeyPatch) -> None:
         return (Verdict.TAKE, before) if repeat else judge(before, message, **more)
 
     patch.setattr(arrival, "judge", trusting)
+
+
+def a_drop_counted_for_another_reason(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(arrival, "why_dropped", lambda *_, **__: Reason.OVERTAKEN)
+
+
+def a_drop_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    count = dropped.count
+    patch.setattr(dropped, "count", lambda raw, by, some: count(raw, by, [*some, *some]))
 
 
 def marks_are_not_compared(patch: pytest.MonkeyPatch) -> None:

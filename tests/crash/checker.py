@@ -4,7 +4,8 @@ What was to arrive is in the application's own table ``sent``; the outbox is not
 is purged. Each message has to have one of the ends of docs/where-messages-end.md that its promise
 allows: stored (exactly once; at least once; at most once) in the order of its key, or a dead
 letter, once, for a reason that it gave. Where something was set back, `tests.crash.past` says what
-else may be. What is said in talks is looked at by `tests.crash.hearing`.
+else may be. What is said in talks is looked at by `tests.crash.hearing`,
+and what receivers drop by `tests.crash.drops`.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ class Verdict:
     """What has taken effect otherwise than it is stored: not, more often, in another order."""
     ended_wrongly: list[Any] = field(default_factory=list)
     """Talks, and by how much they were said, that have not ended as they were to."""
+    dropped_wrongly: list[Any] = field(default_factory=list)
+    """Counts of what receivers have dropped that nothing in the round explains."""
+    answered_wrongly: list[str] = field(default_factory=list)
+    """What the dashboard said to a visitor, where a page or an honest word was due."""
     not_refused: list[str] = field(default_factory=list)
     """Set-backs after which forwarders went on as if nothing were."""
     not_repaired: list[str] = field(default_factory=list)

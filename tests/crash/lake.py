@@ -1,11 +1,13 @@
 """Rounds to a table instead of a MOM store: `python -m tests.crash --to delta`, or iceberg.
 
 Forwarders are killed and stopped at any moment of their commits, the table is out of reach for a
-while, its properties change, and it is compacted, or its snapshots are forgotten, meanwhile.
+while, its properties change, and it is compacted, or its snapshots are forgotten, meanwhile. The
+table may be set back to a copy of its folder, and so may the application's database.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +28,9 @@ from saf.destinations.lake.settings import LakeSettings
 from saf.destinations.settings import DestinationSettings
 from saf.errors import SafError
 from tests import delta_table, iceberg_table
-from tests.crash.plan import Fault, Plan
+from tests.crash import set_backs
+from tests.crash.past import message
+from tests.crash.plan import OF_SOURCE, QUALITIES, Fault, Plan
 from tests.crash.queues import plan_to
 from tests.crash.site import Site
 
@@ -44,6 +48,9 @@ FAULTS = (
     "route_gone",
 )
 
+SET_BACKS = {**OF_SOURCE, "set_back_table": "back_up_table"}
+"""What may be set back, and what has to come before."""
+
 
 class LakeSite(Site):
     """With a folder for a table."""
@@ -52,6 +59,11 @@ class LakeSite(Site):
     def table(self) -> Path:
         """The folder."""
         return self.folder / "lake"
+
+    @property
+    def copy(self) -> Path:
+        """Where a copy of the folder is, if there is one."""
+        return self.folder / "copy-of-lake"
 
     @property
     def lake(self) -> LakeSettings:
@@ -68,7 +80,7 @@ class LakeSite(Site):
 
     def plan(self, seed: int, number: int, kinds: tuple[str, ...] = ()) -> Plan:
         """The plan of a round."""
-        return plan_to(seed, number, kinds or FAULTS)
+        return plan_to(seed, number, kinds, FAULTS, SET_BACKS)
 
     def fault(self, kind: str) -> Callable[[Any, Fault], None]:
         """Those of a table, and those of any site."""
@@ -87,6 +99,7 @@ class LakeSite(Site):
         if self.table.exists():
             self.table.rename(self.folder / f"lake-{time.monotonic_ns()}")
         self.table.mkdir()
+        shutil.rmtree(self.copy, ignore_errors=True)
         return super().prepare(plan)
 
 
@@ -163,8 +176,37 @@ def unmount_table(round_: Any, fault: Fault) -> None:
     away.rename(folder)
 
 
+def back_up_table(round_: Any, _: Fault) -> None:
+    """A copy of its folder is taken, while nobody appends."""
+    set_backs.have_begun(round_)
+    with round_.at_rest():
+        shutil.copytree(round_.site.table, round_.site.copy)
+
+
+def set_back_table(round_: Any, fault: Fault) -> None:
+    """Its folder is what it was; nobody is told."""
+    site = round_.site
+    if not site.copy.exists():
+        back_up_table(round_, fault)
+        time.sleep(fault.lasts)
+    with round_.at_rest():
+        had = {message(body) for body in site.arrived()}
+        site.table.rename(site.folder / f"was-{time.monotonic_ns()}")
+        site.copy.rename(site.table)
+        lost = had - {message(body) for body in site.arrived()}
+    round_.past.out_of_turn |= lost
+    round_.past.went_back = True
+    # nobody waits for the answer to what goes at most once, so nobody knows what was there
+    known = [one for one in lost if QUALITIES[one[0].partition("-")[0]] != "at_most_once"]
+    if known:
+        set_backs.expect_a_refusal(round_, f"the table had lost {len(known)} messages")
+    set_backs.repair(round_)
+
+
 OF_TABLES: Mapping[str, Callable[[Any, Fault], None]] = {
     "compact_table": compact_table,
     "change_table": change_table,
     "unmount_table": unmount_table,
+    "back_up_table": back_up_table,
+    "set_back_table": set_back_table,
 }

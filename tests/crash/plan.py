@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 QUALITIES = {
@@ -56,6 +57,8 @@ SET_BACKS = {
     "set_back_mom": "back_up_mom",
 }
 """Set-backs, and what has to come before each."""
+OF_SOURCE = {kind: SET_BACKS[kind] for kind in ("set_back_source", "restore_source")}
+"""Those of the application's database, whatever the destination is."""
 MORE = (
     "hold_lock",
     "disk_full_source",
@@ -75,6 +78,10 @@ OF_MORE = {
     "kill_pooler": "pooled",
 }
 """What may go wrong with those who are there in some rounds only."""
+VISITED = "kill_ui"
+"""What goes wrong besides in rounds with a dashboard."""
+VISITS = 0.2
+"""The share of rounds with one."""
 SET_BACK = 0.25
 """The share of rounds in which something is set back."""
 
@@ -119,6 +126,8 @@ class Plan:
     """Somebody with a sender's rights alone does what he can."""
     pooled: bool = False
     """Writers are behind a pooler."""
+    visited: bool = False
+    """Somebody reads the pages of `saf ui`."""
     mortal: float = 0.0
     """The share of messages that expire within a moment."""
     transactions: int | None = None
@@ -133,7 +142,7 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
     True
     """
     chance = random.Random(f"{seed} {number}")
-    others = set(kinds) - {*FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values()}
+    others = set(kinds) - {*FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values(), VISITED}
     spark = number % SPARK_EVERY == SPARK_EVERY - 1 or others != set()
     turn = number
     if spark and kinds is FAULTS:
@@ -168,7 +177,7 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
         return made
     if made.dialogs:
         made = replace(made, faults=(*faults, replace(faults[-1], kind=SILENCE)))
-    return made if spark else _set_back(_more(made))
+    return made if spark else visited(set_back(_more(made)))
 
 
 def _more(made: Plan) -> Plan:
@@ -188,15 +197,23 @@ def _more(made: Plan) -> Plan:
     return _with(made, chance, *(kind for kind in [chance.choice(kinds)] if chance.random() < 0.6))
 
 
-def _set_back(made: Plan) -> Plan:
+def set_back(made: Plan, kinds: Mapping[str, str] = SET_BACKS) -> Plan:
     """A plan in which perhaps something is set back, to a copy that was taken earlier."""
     chance = random.Random(f"{made.seed} {made.round} set back")
     if chance.random() >= SET_BACK:
         return made
-    kind = chance.choice(list(SET_BACKS))
+    kind = chance.choice(list(kinds))
     # what was purged since cannot be sent again
-    made = replace(made, purge=made.purge and kind != "set_back_mom")
-    return _with(_with(made, chance, SET_BACKS[kind]), chance, kind, last=True)
+    made = replace(made, purge=made.purge and kind in OF_SOURCE)
+    return _with(_with(made, chance, kinds[kind]), chance, kind, last=True)
+
+
+def visited(made: Plan) -> Plan:
+    """A plan in which perhaps somebody visits the dashboard, which is killed."""
+    chance = random.Random(f"{made.seed} {made.round} ui")
+    if chance.random() >= VISITS:
+        return made
+    return _with(replace(made, visited=True), chance, VISITED)
 
 
 def _with(made: Plan, chance: random.Random, *kinds: str, last: bool = False) -> Plan:

@@ -19,7 +19,7 @@ from saf.destinations.rabbitmq import Rabbitmq
 from saf.destinations.rabbitmq_stream import RabbitmqStream
 from saf.destinations.redis import Redis
 from saf.destinations.settings import DestinationSettings
-from tests.crash.plan import QUALITIES, Fault, Plan, plan
+from tests.crash.plan import OF_SOURCE, QUALITIES, Fault, Plan, plan, set_back, visited
 from tests.crash.site import Site
 from tests.kafka_server import ENDS, KafkaQueue, KafkaServer, LossyKafka
 from tests.lossy import Lossy
@@ -43,10 +43,17 @@ FAULTS = (
 )
 
 
-def plan_to(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
-    """The plan of a round to a queue."""
-    made = plan(seed, number, kinds)
-    return replace(made, destinations=1, poison=0.0, spark=False, dialogs=False)
+def plan_to(
+    seed: int,
+    number: int,
+    kinds: tuple[str, ...],
+    faults: tuple[str, ...] = FAULTS,
+    set_backs: Mapping[str, str] = OF_SOURCE,
+) -> Plan:
+    """The plan of a round to a queue; with ``kinds``, of these faults and no other."""
+    made = plan(seed, number, kinds or faults)
+    made = replace(made, destinations=1, poison=0.0, spark=False, dialogs=False)
+    return made if kinds else visited(set_back(made, set_backs))
 
 
 class LosesAnswers:
@@ -103,7 +110,7 @@ class QueueSite(Site):
 
     def plan(self, seed: int, number: int, kinds: tuple[str, ...] = ()) -> Plan:
         """The plan of a round."""
-        return plan_to(seed, number, kinds or FAULTS)
+        return plan_to(seed, number, kinds)
 
     def fault(self, kind: str) -> Callable[[Any, Fault], None]:
         """Those of a queue, and those of any site."""
@@ -193,6 +200,7 @@ class RabbitmqSite(QueueSite):
         service: "at_least_once" if quality == "exactly_once" else quality
         for service, quality in QUALITIES.items()
     }
+    notices = False
 
     def server(self, folder: Path) -> Server:
         return Queues(server=RabbitmqServer(folder=folder), topics=tuple(QUALITIES))

@@ -15,9 +15,10 @@ import psycopg
 from psycopg import sql
 
 from saf.database import Dsn
-from tests.crash import consumers, set_backs, stall
+from tests.crash import consumers, dashboard, set_backs, stall
 from tests.crash.bugs import with_bug
 from tests.crash.checker import Verdict, check, left, receive, unreceived
+from tests.crash.drops import look
 from tests.crash.forwarders import forwarder, purger, spark_forwarder
 from tests.crash.hearing import listen, unheard
 from tests.crash.hostile import hostile
@@ -90,6 +91,9 @@ class Round:
         self.allowed = site.folder / "allowed"
         """What a hostile writer should not have been let do."""
         self.allowed.write_text("")
+        self.answers = site.folder / "answers"
+        """What a visitor of the dashboard should not have been told."""
+        self.answers.write_text("")
         self.died: list[int] = []
         self.in_the_way: list[str] = []
         self._number = 0
@@ -112,6 +116,9 @@ class Round:
         ]
         self.others = [self.start_other(nth) for nth in range(len(site.others()))]
         self.purgers = [self.start_purger()] if plan.purge else []
+        self.port = dashboard.free_port()
+        self.dashboards = [dashboard.start_dashboard(self)] if plan.visited else []
+        self.visitors = [dashboard.start_visitor(self)] if plan.visited else []
 
     @property
     def brokers(self) -> dict[str, Dsn]:
@@ -157,7 +164,8 @@ class Round:
             self._end(process)
         yield
         groups = (self.forwarders, self.listeners, self.routers)
-        for group in (*groups, self.consumers, self.others, self.purgers):
+        more = (self.consumers, self.others, self.purgers, self.dashboards, self.visitors)
+        for group in (*groups, *more):
             group[:] = [anew() for _, anew in group]
 
     def start_writer(self) -> Started:
@@ -212,7 +220,7 @@ class Round:
     def _readers(self) -> list[Started]:
         """All processes but the writers."""
         started = self.forwarders + self.listeners + self.routers + self.consumers
-        return started + self.others + self.purgers
+        return started + self.others + self.purgers + self.dashboards + self.visitors
 
     def again(self, group: list[Started], target: int) -> None:
         """Kill one of a group, and start another."""
@@ -295,9 +303,12 @@ class Round:
         verdict.not_refused += self.not_refused
         verdict.not_repaired += self.not_repaired
         verdict.allowed += self.allowed.read_text().splitlines()
+        verdict.answered_wrongly += self.answers.read_text().splitlines()
         if self.plan.consumers:
             receive(self._stores(), consumers.CONSUMED, verdict)
         if self.plan.dialogs:
             hubs = [hub.conninfo for hub in self.hubs.values()]
             listen(app, self.stores["mom"].conninfo, verdict, self.past, hubs)
+        others = [dsn.conninfo for name, dsn in self.brokers.items() if name != "app"]
+        look(app, others, verdict, talks=self.plan.dialogs, past=self.past)
         return verdict

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import psycopg
 from psycopg import sql
 
+from saf.database import Dsn
 from tests.crash.copies import Copies
-from tests.crash.past import life, stored
+from tests.crash.past import Message, life, message, stored
 from tests.crash.plan import QUALITIES, Fault
 from tests.programs import saf
 
 if TYPE_CHECKING:
-    from saf.database import Dsn
     from tests.crash.rounds import Round
 
 NOTICED_SECONDS = 15.0
@@ -60,15 +60,20 @@ class Refusals:
         return self.all()[self.seen :]
 
 
+def have_begun(round_: Round) -> None:
+    """Wait until there is something worth a copy."""
+    round_.wait_for(BEGUN, BEGUN_SECONDS)
+
+
 def back_up_source(round_: Round, _: Fault) -> None:
     """A copy is taken while all work."""
-    round_.wait_for(BEGUN, BEGUN_SECONDS)
+    have_begun(round_)
     round_.site.copies_of_source.take()
 
 
 def back_up_mom(round_: Round, _: Fault) -> None:
     """A copy is taken while all work."""
-    round_.wait_for(BEGUN, BEGUN_SECONDS)
+    have_begun(round_)
     round_.site.copies_of_mom.take()
 
 
@@ -92,7 +97,7 @@ def set_back_mom(round_: Round, fault: Fault) -> None:
         for name in round_.stores:
             lost += round_.past.store_goes_back(old.dsn(name).conninfo, copy.dsn(name).conninfo)
     if lost:
-        _expect_a_refusal(round_, f"the MOM stores had lost {lost} messages")
+        expect_a_refusal(round_, f"the MOM stores had lost {lost} messages")
     repair(round_)
 
 
@@ -102,7 +107,7 @@ def repair(round_: Round) -> None:
     everything_runs = not (round_.past.lives or round_.plan.dialogs)
     said: list[str] = []
     with nullcontext() if everything_runs else round_.at_rest():
-        file = _configure(round_)
+        file = configure(round_, "person.toml")
         round_.refusals.seen = len(round_.refusals.all())
         until = time.monotonic() + REST_SECONDS
         while True:
@@ -138,19 +143,26 @@ def _source_goes_back(
     was = go_back(copies)
     with copies.running(was) as old, copies.running(_newest(copies)) as copy:
         round_.past.source_goes_back(old.dsn("app").conninfo, copy.dsn("app").conninfo)
-    arrived = {one for store in round_.stores.values() for one in stored(store.conninfo)}
+    ahead = _ahead(round_) if round_.site.notices else []
+    if by_dump:
+        expect_a_refusal(round_, "the application's database was in another cluster")
+    elif ahead:
+        expect_a_refusal(round_, f"the stores had {len(ahead)} messages that it did not know")
+    repair(round_)
+
+
+def _ahead(round_: Round) -> list[Message]:
+    """What has arrived, and the application does not know any more."""
+    arrived = {message(body) for body in round_.site.arrived()}
+    for store in round_.stores.values():
+        arrived |= stored(store.conninfo)
     now = life(round_.app.conninfo)
-    ahead = [
+    return [
         one
         for one, known in round_.past.lives[-1].items()
         # of what goes at most once, the numbers of two forwarders' batches may hide it
         if one in arrived and one not in now and QUALITIES[known.service] != "at_most_once"
     ]
-    if by_dump:
-        _expect_a_refusal(round_, "the application's database was in another cluster")
-    elif ahead:
-        _expect_a_refusal(round_, f"the stores had {len(ahead)} messages that it did not know")
-    repair(round_)
 
 
 def _have_a_copy(copies: Copies, fault: Fault) -> None:
@@ -164,20 +176,25 @@ def _newest(copies: Copies) -> Path:
     return copies.newest
 
 
-def _configure(round_: Round) -> Path:
-    """The person's saf.toml: every broker, and all destinations of each of them."""
+def configure(round_: Round, file_name: str) -> Path:
+    """A person's saf.toml: every broker, and all destinations of each of them."""
     lines = []
     for name, dsn in round_.brokers.items():
         lines += [f"[brokers.{name}]", f"dsn = {json.dumps(dsn.conninfo)}"]
     for name, dsn in round_.brokers.items():
         if name != "app" or round_.plan.dialogs:
             lines += [f"[destinations.{name}]", f"dsn = {json.dumps(dsn.conninfo)}"]
-    file = round_.site.folder / "person.toml"
+    for name, there in round_.site.by_proxy(round_.plan).items():
+        if not isinstance(there, Dsn):
+            given = {"kind": there.kind, **there.model_dump(mode="json", exclude_unset=True)}
+            lines += [f"[destinations.{name}]"]
+            lines += [f"{key} = {json.dumps(value)}" for key, value in given.items()]
+    file = round_.site.folder / file_name
     file.write_text("\n".join(lines) + "\n")
     return file
 
 
-def _expect_a_refusal(round_: Round, why: str) -> None:
+def expect_a_refusal(round_: Round, why: str) -> None:
     """Wait for one; without one, what was set back was gone on with."""
     until = time.monotonic() + NOTICED_SECONDS
     while not any(COMMAND in line for line in round_.refusals.new()):

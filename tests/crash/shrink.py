@@ -30,6 +30,7 @@ PLAIN = {
     "consumers": False,
     "hostile": False,
     "pooled": False,
+    "visited": False,
 }
 """The simplest value of what a plan has or has not. Hubs need dialogs, so they go first."""
 

@@ -20,7 +20,7 @@ from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
 from saf.database import Dsn
 from saf.destinations.settings import DestinationSettings
-from tests.crash import clocks, consumers, faults, hangs, hostile, hubs, set_backs
+from tests.crash import clocks, consumers, dashboard, faults, hangs, hostile, hubs, set_backs
 from tests.crash.copies import Copies
 from tests.crash.network import elsewhere
 from tests.crash.plan import FAULTS, QUALITIES, Fault, Plan, plan
@@ -121,7 +121,7 @@ class Site:
 
     def fault(self, kind: str) -> Callable[[Any, Fault], None]:
         """What does a fault of this kind to a round."""
-        rooms = (faults, hangs, clocks, set_backs)
+        rooms = (faults, hangs, clocks, set_backs, dashboard)
         found: Callable[[Any, Fault], None] = next(
             getattr(room, kind) for room in rooms if hasattr(room, kind)
         )
@@ -145,6 +145,8 @@ class Site:
 
     qualities: ClassVar[Mapping[str, str]] = QUALITIES
     """What each service is promised here."""
+    notices: ClassVar[bool] = True
+    """Whether its destinations keep marks, and so notice that the source was set back."""
 
     def arrived(self) -> Sequence[str]:
         """The bodies that have arrived elsewhere than in MOM stores."""

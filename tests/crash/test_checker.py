@@ -165,6 +165,12 @@ def a_crash_after_the_store_of_a_talk(world: World) -> None:
 
 PLANTED = [
     (bugs.repeats_in_a_dialog_taken, a_crash_after_the_store_of_a_talk, "duplicated"),
+    (
+        bugs.a_drop_counted_for_another_reason,
+        a_crash_after_the_store_of_a_talk,
+        "dropped_wrongly",
+    ),
+    (bugs.a_drop_counted_twice, a_crash_after_the_store_of_a_talk, "dropped_wrongly"),
     (bugs.watermark_not_moved, a_crash_after_the_store, "duplicated"),
     (bugs.watermark_moved_and_a_row_not_stored, a_crash_after_the_store, "lost"),
     (bugs.marked_before_sent, a_crash_before_the_store, "lost"),

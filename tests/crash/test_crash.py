@@ -85,6 +85,12 @@ def test_nor_is_it_with_a_table_whose_writers_are_killed(lake_site: Site) -> Non
     assert outcome.good, outcome
 
 
+def test_nor_is_it_with_a_table_that_is_set_back_refused_and_repaired(lake_site: Site) -> None:
+    fault = Fault(kind="set_back_table", after=1, lasts=1, target=0)
+    outcome = Round(lake_site, replace(lake_site.plan(SEED, 0), faults=(fault,), purge=False)).run()
+    assert outcome.good, outcome
+
+
 @pytest.mark.parametrize("number", range(2))
 def test_nor_is_it_on_the_way_to_an_endpoint_that_fails_at_random(
     webhook_site: Site, number: int

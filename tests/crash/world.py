@@ -20,6 +20,7 @@ from saf.failpoints import arm
 from tests.crash import hubs
 from tests.crash.checker import check, left, receive
 from tests.crash.consumers import EFFECT, NOTE
+from tests.crash.drops import look
 from tests.crash.hearing import listen
 from tests.crash.past import Past
 from tests.crash.plan import QUALITIES
@@ -87,6 +88,8 @@ class World:
             receive([self.mom.conninfo], {"orders"}, verdict)
         if self.talks:
             listen(self.app.conninfo, self.mom.conninfo, verdict, self.past)
+        others = [*stores, *([self.hub.conninfo] if self.hub else [])]
+        look(self.app.conninfo, others, verdict, talks=self.talks, past=self.past)
         return set(verdict.findings) | ({"left"} if left(self.app.conninfo) else set())
 
     def talk(self) -> None:
