@@ -15,7 +15,7 @@ import psycopg
 from psycopg import sql
 
 from saf.database import Dsn
-from tests.crash import consumers, set_backs, stall
+from tests.crash import consumers, faults, set_backs, stall, streams
 from tests.crash.bugs import with_bug
 from tests.crash.checker import Verdict, check, left, receive, unreceived
 from tests.crash.forwarders import forwarder, purger, spark_forwarder
@@ -27,6 +27,7 @@ from tests.crash.plan import Plan
 from tests.crash.set_backs import Refusals
 from tests.crash.site import Site
 from tests.crash.talks import DESK, STOCK, listener
+from tests.crash.transforms import check_made, tables
 from tests.crash.writers import writer
 from tests.processes import start
 
@@ -43,6 +44,7 @@ WHERE application_name = 'saf application'
 """
 
 
+SOME_SENT = "SELECT FROM sent OFFSET 100 LIMIT 1"
 MOVED = "SELECT FROM saf.cursor WHERE position > 0 OR batch > 1 LIMIT 1"
 
 
@@ -111,6 +113,8 @@ class Round:
             for arguments in consumers.chosen(plan, self.stores, site.places(plan))
         ]
         self.others = [self.start_other(nth) for nth in range(len(site.others()))]
+        self.stream_places = site.stream_places(self.app)
+        self.streams = [self.start_stream()] if plan.streams else []
         self.purgers = [self.start_purger()] if plan.purge else []
 
     @property
@@ -124,6 +128,11 @@ class Round:
             if self.plan.spark:
                 # a job takes seconds to start, and there is little to break before
                 self.wait_for(MOVED, SPARK_DRAIN_SECONDS)
+            if self.plan.streams:
+                self.wait_for(SOME_SENT, SPARK_DRAIN_SECONDS)
+                # a driver takes long to start, and longer where others are at work
+                with faults.all_stopped(self.writers + self.forwarders + self.purgers):
+                    self.wait_for(streams.MOVED, SPARK_DRAIN_SECONDS)
             for fault in self.plan.faults:
                 time.sleep(fault.after)
                 self.site.fault(fault.kind)(self, fault)
@@ -175,11 +184,12 @@ class Round:
     def start_forwarder(self, *, skewed: bool = False) -> Started:
         stores = self.site.by_proxy(self.plan)
         if self.plan.spark:
-            process = start(
-                spark_forwarder, self.app, stores, self.plan.chunk_rows, self.site.folder
-            )
+            more = tables(self.plan.transforms)
+            arguments = (self.app, stores, self.plan.chunk_rows, self.site.folder, more)
+            process = start(with_bug, self.bug, spark_forwarder, *arguments)
             return process, self.start_forwarder
-        return self._forwarder(self.app, stores, skewed), self.start_forwarder
+        process = self._forwarder(self.app, stores, skewed, self.plan.transforms)
+        return process, self.start_forwarder
 
     def start_returning(self, source: Dsn) -> Started:
         """From a MOM store or a hub to the others."""
@@ -194,6 +204,10 @@ class Round:
         process = start(consumers.consumer, store, service, kind)
         return process, lambda: self.start_consumer(store, service, kind)
 
+    def start_stream(self) -> Started:
+        process = start(with_bug, self.bug, streams.driver, self.stream_places)
+        return process, self.start_stream
+
     def start_purger(self) -> Started:
         return start(purger, self.app), self.start_purger
 
@@ -201,8 +215,10 @@ class Round:
         program, arguments = self.site.others()[nth]
         return start(program, *arguments), lambda: self.start_other(nth)
 
-    def _forwarder(self, source: Dsn, places: Any, skewed: bool) -> BaseProcess:
-        arguments = (source, places, self.plan.chunk_rows, skewed, self.refusals.file)
+    def _forwarder(
+        self, source: Dsn, places: Any, skewed: bool, transforms: tuple[str, ...] = ()
+    ) -> BaseProcess:
+        arguments = (source, places, self.plan.chunk_rows, skewed, self.refusals.file, transforms)
         return start(with_bug, self.bug, forwarder, *arguments)
 
     def _seed(self) -> str:
@@ -212,7 +228,7 @@ class Round:
     def _readers(self) -> list[Started]:
         """All processes but the writers."""
         started = self.forwarders + self.listeners + self.routers + self.consumers
-        return started + self.others + self.purgers
+        return started + self.others + self.streams + self.purgers
 
     def again(self, group: list[Started], target: int) -> None:
         """Kill one of a group, and start another."""
@@ -258,7 +274,8 @@ class Round:
 
     def _drain(self) -> int:
         """How much is left when nothing has moved for a while."""
-        seconds = SPARK_DRAIN_SECONDS if self.plan.spark else DRAIN_SECONDS
+        on_spark = self.plan.spark or self.plan.streams
+        seconds = SPARK_DRAIN_SECONDS if on_spark else DRAIN_SECONDS
         least, until = None, time.monotonic() + seconds
         while (remaining := self._left()) and time.monotonic() < until:
             if remaining > 0 and (least is None or remaining < least):
@@ -268,6 +285,8 @@ class Round:
             time.sleep(0.02)
         if remaining:
             self.in_the_way = stall.describe(self.brokers.values(), self._listening())
+            if self.plan.streams:
+                self.in_the_way += streams.said(self.stream_places)
         return remaining
 
     def _listening(self) -> list[BaseProcess]:
@@ -281,6 +300,8 @@ class Round:
                 count += unheard(self.app.conninfo, self.stores["mom"].conninfo, self.past)
             if self.plan.consumers:
                 count += unreceived(self._stores(), consumers.CONSUMED)
+            if self.plan.streams:
+                count += streams.left(self.stream_places)
             return count
         return -1
 
@@ -290,11 +311,16 @@ class Round:
 
     def _check(self) -> Verdict:
         app = self.app.conninfo
-        arrived = self.site.arrived()
-        verdict = check(app, self._stores(), self.site.qualities, arrived, self.past)
+        stores, qualities = self._stores(), self.site.qualities
+        if self.plan.transforms:
+            verdict = check_made(app, stores, qualities, self.plan.transforms)
+        else:
+            verdict = check(app, stores, qualities, self.site.arrived(), self.past)
         verdict.not_refused += self.not_refused
         verdict.not_repaired += self.not_repaired
         verdict.allowed += self.allowed.read_text().splitlines()
+        if self.plan.streams:
+            streams.check(self.stream_places, verdict)
         if self.plan.consumers:
             receive(self._stores(), consumers.CONSUMED, verdict)
         if self.plan.dialogs:

@@ -30,6 +30,8 @@ PLAIN = {
     "consumers": False,
     "hostile": False,
     "pooled": False,
+    "streams": False,
+    "transforms": (),
 }
 """The simplest value of what a plan has or has not. Hubs need dialogs, so they go first."""
 
