@@ -70,7 +70,7 @@ long: $(VENV)/.installed ## the tests that the gate runs at a part of their size
 	SAF_TESTS_LONG=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal \
 	$$(grep -rl --include='test_*.py' 'import sized' tests)
 
-crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis, nats, kafka, rabbitmq, rabbitmq_stream, delta, iceberg or http; SEED=7 SHRINK=12 reduces a finding
+crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis, nats, kafka, rabbitmq, rabbitmq_stream, delta, iceberg, http, transforms or stream; SEED=7 SHRINK=12 reduces a finding
 	@$(PY) -m tests.crash $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(SECONDS),--seconds $(SECONDS)) $(if $(TO),--to $(TO)) \
 	$(if $(SHRINK),--shrink --round $(SHRINK))

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from tests.crash import lake, queues, shrink, webhooks
+from tests.crash import lake, queues, shrink, spark_sites, webhooks
 from tests.crash.plan import FAULTS, MORE, OF_MORE, SET_BACKS, SPARK_FAULTS, VISITED, Plan
 from tests.crash.rounds import Outcome, Round
 from tests.crash.site import Site
@@ -25,6 +25,8 @@ SITES: Mapping[str, type[Site]] = {
     "delta": lake.DeltaSite,
     "iceberg": lake.IcebergSite,
     "http": webhooks.WebhookSite,
+    "transforms": spark_sites.TransformSite,
+    "stream": spark_sites.StreamSite,
 }
 
 
@@ -40,6 +42,7 @@ def main() -> int:
         {*FAULTS, *SPARK_FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values()}
         | {*queues.FAULTS, *lake.FAULTS, *lake.SET_BACKS, *lake.SET_BACKS.values()}
         | {*webhooks.FAULTS, VISITED}
+        | {*spark_sites.FAULTS_OF_TRANSFORMS, *spark_sites.FAULTS_OF_STREAMS}
     )
     parser.add_argument("--only", nargs="*", choices=kinds, help="these faults")
     parser.add_argument("--bug", default="", help="one of tests/crash/bugs.py, planted")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -22,15 +24,23 @@ from saf.destinations.postgresql import inbox
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.dialogs import arrival
 from saf.dialogs.facts import Facts, Verdict, judge
+from saf.engine import kept_results
 from saf.engine.set_aside import SetAside
 from saf.engine.storing import Storing
 from saf.errors import Rejected
 from saf.log import cursor, ring
 from saf.log.cursor import Batch
+from saf.log.offset import Offset, between
 from saf.receiving import claim
 from saf.repair import rebase, send_again
+from saf.sending import staging
 from saf.setaside import dead, dropped, parking
 from saf.setaside.dropped import Reason
+from saf.spark.table import followed
+from tests.programs import ROOT
+
+PLANT = ROOT / "tests" / "crash" / "plant"
+"""What Python imports at its start, with this in its path, plants what `CRASH_BUG` names."""
 
 
 def watermark_not_moved(patch: pytest.MonkeyPatch) -> None:
@@ -203,9 +213,37 @@ def dead_for_another_reason(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def results_of_transforms_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    keep = kept_results.keep
+
+    def forgetful(connection: psycopg.Connection[Any], batch: Batch, results: Any) -> Any:
+        made = keep(connection, batch, results)
+        connection.execute("DELETE FROM saf.kept_result")
+        return made
+
+    patch.setattr(kept_results, "keep", forgetful)
+
+
+def a_stream_forgets_where_in_a_batch_it_was(patch: pytest.MonkeyPatch) -> None:
+    def forgetful(log: str, start: Offset, *more: Any) -> Any:
+        return between(log, replace(start, position=0), *more)
+
+    patch.setattr(followed, "between", forgetful)
+
+
+def epochs_are_sent_again(patch: pytest.MonkeyPatch) -> None:
+    mark = "SELECT %(application)s::text, %(version)s::bigint, %(messages)s::bigint"
+    patch.setattr(staging, "MARK", mark)
+
+
 def with_bug(name: str, program: Callable[..., None], *arguments: object) -> None:
-    """Run a program, for `tests.processes`, in which one of these is planted; "" for none."""
+    """Run a program, for `tests.processes`, in which one of these is planted; "" for none.
+
+    It is planted in all processes that it starts, too, as far as they are Python's.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if name:
             globals()[name](patch)
+            patch.setenv("CRASH_BUG", name)
+            patch.setenv("PYTHONPATH", f"{PLANT}{os.pathsep}{ROOT}")
         program(*arguments)

@@ -35,12 +35,12 @@ def kill_forwarder(round_: Round, fault: Fault) -> None:
 
 def kill_driver(round_: Round, fault: Fault) -> None:
     """The JVM of a Spark job."""
-    _kill_part(round_, fault, b"java")
+    kill_part(round_.forwarders, fault, b"java")
 
 
 def kill_worker(round_: Round, fault: Fault) -> None:
     """A Python process that Spark has started: a worker, or what forks the workers."""
-    _kill_part(round_, fault, b"saf.spark.daemon")
+    kill_part(round_.forwarders, fault, b"saf.spark.daemon")
 
 
 def kill_writer(round_: Round, fault: Fault) -> None:
@@ -137,8 +137,9 @@ def route_gone(round_: Round, fault: Fault) -> None:
         execute("UPDATE saf.route SET enabled = true WHERE service = %s", service)
 
 
-def _kill_part(round_: Round, fault: Fault, command: bytes) -> None:
-    group = round_.forwarders[fault.target % len(round_.forwarders)][0].pid
+def kill_part(started: list[Started], fault: Fault, command: bytes) -> None:
+    """One of the processes in whose command this is, that one of these has started."""
+    group = started[fault.target % len(started)][0].pid if started else None
     parts = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -164,6 +165,16 @@ def _stopped(process: BaseProcess) -> Iterator[None]:
         yield
     finally:
         os.killpg(process.pid, signal.SIGCONT)
+
+
+@contextmanager
+def all_stopped(group: list[Started]) -> Iterator[None]:
+    """Of a group, all that have begun."""
+    with contextlib.ExitStack() as stack:
+        for process, _ in group:
+            if not _is_young(process):
+                stack.enter_context(_stopped(process))
+        yield
 
 
 def _stop_one(group: list[Started], fault: Fault) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from saf.engine.work import Receipt, Work
 from saf.errors import Fenced, Restored, Unavailable
 from saf.operating.maintenance import purge_broker
 from saf.setaside import parking
+from tests.crash.evaluated import run_transforming, transforming_rules
 from tests.crash.stall import listen
 from tests.pipeline import Cycle, forwarding_rules
-from tests.programs import BIN, configuration, environment
+from tests.programs import BIN, ROOT, configuration, environment
 
 LEASE_SECONDS = 1.0
 REFUSED = ("Ahead", "Behind", "Restored")
@@ -38,14 +39,34 @@ class Forwarding(Cycle):
     def deliver(self) -> list[Receipt]:
         """In a thread, as Spark does it; meanwhile the lease is kept."""
         with ThreadPoolExecutor(1) as pool:
-            job = pool.submit(super().deliver)
+            job = pool.submit(self.deliver_all)
             while not wait([job], timeout=LEASE_SECONDS / 5).done:
                 self.broker.renew()
             return job.result()
 
+    def deliver_all(self) -> list[Receipt]:
+        """In this thread."""
+        return super().deliver()
 
-def forwarder(
-    app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, skewed: bool, refusals: Path
+
+class Transforming(Forwarding):
+    """With transforms, which plain Python evaluates."""
+
+    def deliver_all(self) -> list[Receipt]:
+        return [
+            receipt
+            for number, item in enumerate(self.work)
+            for receipt in run_transforming(number, item, self.rules)
+        ]
+
+
+def forwarder(  # noqa: PLR0917 - a process's arguments have no names
+    app: Dsn,
+    destinations: Mapping[str, Dsn],
+    chunk_rows: int,
+    skewed: bool,
+    refusals: Path,
+    transforms: Collection[str] = (),
 ) -> None:
     """Forward for ever; come back from whatever one can wait out.
 
@@ -56,7 +77,8 @@ def forwarder(
     if skewed:
         an_hour_ahead()
     rules = forwarding_rules("exactly_once", chunk_rows, **destinations)
-    cycle = Forwarding(app, rules, lease_seconds=LEASE_SECONDS)
+    kind = Transforming if transforms else Forwarding
+    cycle = kind(app, transforming_rules(rules, transforms), lease_seconds=LEASE_SECONDS)
     while True:
         try:
             receipts = cycle.run()
@@ -77,9 +99,9 @@ def forwarder(
 
 
 def spark_forwarder(
-    app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, folder: Path
+    app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, folder: Path, more: str
 ) -> None:
-    """``saf forward --loop``, started again whenever it ends, as systemd would."""
+    """``saf forward --loop``, started again whenever it ends; ``more`` is added to its saf.toml."""
     config = configuration(
         folder / f"saf-{os.getpid()}.toml",
         {"app": app},
@@ -89,11 +111,13 @@ def spark_forwarder(
         master="local[2]",
         use_spark="always",
     )
+    with config.open("a") as file:
+        file.write(more)
     options = ["forward", "--config", str(config), "--loop", "--interval", "0.1"]
     while True:
         subprocess.run(
             [str(BIN / "saf"), *options],
-            env=environment(),
+            env={"PYTHONPATH": str(ROOT), **environment()},
             check=False,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

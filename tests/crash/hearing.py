@@ -108,7 +108,7 @@ def _talks(source: str, store: str) -> tuple[dict[str, tuple[int, bool]], list[S
         with psycopg.connect(place) as connection:
             ends = connection.execute(ENDS).fetchall()
             heard = connection.execute(HEARD).fetchall()
-        talk_of = {conversation: talk for talk, conversation, _ in heard}
+        talk_of: dict[str, str] = {conversation: talk for talk, conversation, _ in heard}
         failed = {conversation for conversation, _, with_error, *_ in ends if with_error}
         go_on = {talk for conversation, talk in talk_of.items() if conversation not in failed}
         over = {one for one in failed if talk_of.get(one) in go_on}
@@ -118,7 +118,7 @@ def _talks(source: str, store: str) -> tuple[dict[str, tuple[int, bool]], list[S
         for conversation, state, with_error, *more in ends:
             if conversation in over:
                 continue
-            talk = talk_of.get(conversation, conversation)
+            talk = talk_of.get(conversation, str(conversation))
             side.known.setdefault(talk, []).append(f"{conversation} {state} {more}")
             if state == "closed":
                 side.closed.add(talk)

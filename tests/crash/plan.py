@@ -48,6 +48,16 @@ SILENCE = "kill_listener"
 """What goes wrong besides in rounds with dialogs."""
 SPARK_EVERY = 25
 """Each round of so many is one of those."""
+TRANSFORMS = 0.5
+"""The share of those in which forwarders transform messages."""
+TRANSFORMS_WITHOUT_SPARK = 0.2
+"""The share of the others, in which plain Python does what Spark does there."""
+HELD = "kill_held"
+"""What goes wrong besides in these."""
+STREAMS = 0.3
+"""The share of those with streams."""
+STREAM_FAULTS = ("kill_stream", "kill_stream_worker")
+"""What goes wrong with their driver."""
 HUBS_EVERY = 3
 """In each round of so many, talks go by hubs."""
 
@@ -132,6 +142,10 @@ class Plan:
     """The share of messages that expire within a moment."""
     transactions: int | None = None
     """How many each writer begins at most."""
+    transforms: tuple[str, ...] = ()
+    """The services whose messages are transformed on their way."""
+    streams: bool = False
+    """A driver of Spark streams what the application sends, and what the MOM store has."""
     faults: tuple[Fault, ...]
 
 
@@ -144,8 +158,8 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
     chance = random.Random(f"{seed} {number}")
     others = set(kinds) - {*FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values(), VISITED}
     spark = number % SPARK_EVERY == SPARK_EVERY - 1 or others != set()
-    turn = number
-    if spark and kinds is FAULTS:
+    turn, ordinary = number, kinds is FAULTS
+    if spark and ordinary:
         kinds, turn = SPARK_FAULTS, number // SPARK_EVERY
     slower = 5 if spark else 1
     faults = tuple(
@@ -173,11 +187,37 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
         # by chance of its own: what else happens in a round stays as it was
         dialogs=not spark and random.Random(f"{seed} {number} dialogs").random() < DIALOGS,
     )
-    if kinds is not FAULTS:
+    if not ordinary:
         return made
+    if spark:
+        return _on_spark(made)
     if made.dialogs:
         made = replace(made, faults=(*faults, replace(faults[-1], kind=SILENCE)))
-    return made if spark else visited(set_back(_more(made)))
+    return _transforms(visited(set_back(_more(made))), TRANSFORMS_WITHOUT_SPARK)
+
+
+def transformed(seed: int, number: int) -> tuple[str, ...]:
+    """The services that are transformed in a round in which some are."""
+    chance = random.Random(f"{seed} {number} transformed")
+    return tuple(sorted(chance.sample(list(QUALITIES), chance.randint(1, len(QUALITIES)))))
+
+
+def _on_spark(made: Plan) -> Plan:
+    """Perhaps with transforms, and with streams."""
+    made = _transforms(made, TRANSFORMS)
+    chance = random.Random(f"{made.seed} {made.round} streams")
+    if chance.random() >= STREAMS:
+        return made
+    return _with(replace(made, streams=True), chance, chance.choice(STREAM_FAULTS))
+
+
+def _transforms(made: Plan, share: float) -> Plan:
+    """Perhaps with transforms; not where something is set back, which is told by what arrives."""
+    chance = random.Random(f"{made.seed} {made.round} transforms")
+    if chance.random() >= share or {*SET_BACKS} & {fault.kind for fault in made.faults}:
+        return made
+    made = replace(made, transforms=transformed(made.seed, made.round))
+    return _with(made, chance, HELD)
 
 
 def _more(made: Plan) -> Plan:

@@ -15,7 +15,7 @@ import psycopg
 from psycopg import sql
 
 from saf.database import Dsn
-from tests.crash import consumers, dashboard, set_backs, stall
+from tests.crash import consumers, dashboard, faults, set_backs, stall, streams
 from tests.crash.bugs import with_bug
 from tests.crash.checker import Verdict, check, left, receive, unreceived
 from tests.crash.drops import look
@@ -28,6 +28,7 @@ from tests.crash.plan import Plan
 from tests.crash.set_backs import Refusals
 from tests.crash.site import Site
 from tests.crash.talks import DESK, STOCK, listener
+from tests.crash.transforms import check_made, tables
 from tests.crash.writers import writer
 from tests.processes import start
 
@@ -44,6 +45,7 @@ WHERE application_name = 'saf application'
 """
 
 
+SOME_SENT = "SELECT FROM sent OFFSET 100 LIMIT 1"
 MOVED = "SELECT FROM saf.cursor WHERE position > 0 OR batch > 1 LIMIT 1"
 
 
@@ -115,6 +117,8 @@ class Round:
             for arguments in consumers.chosen(plan, self.stores, site.places(plan))
         ]
         self.others = [self.start_other(nth) for nth in range(len(site.others()))]
+        self.stream_places = site.stream_places(self.app)
+        self.streams = [self.start_stream()] if plan.streams else []
         self.purgers = [self.start_purger()] if plan.purge else []
         self.port = dashboard.free_port()
         self.dashboards = [dashboard.start_dashboard(self)] if plan.visited else []
@@ -131,6 +135,11 @@ class Round:
             if self.plan.spark:
                 # a job takes seconds to start, and there is little to break before
                 self.wait_for(MOVED, SPARK_DRAIN_SECONDS)
+            if self.plan.streams:
+                self.wait_for(SOME_SENT, SPARK_DRAIN_SECONDS)
+                # a driver takes long to start, and longer where others are at work
+                with faults.all_stopped(self.writers + self.forwarders + self.purgers):
+                    self.wait_for(streams.MOVED, SPARK_DRAIN_SECONDS)
             for fault in self.plan.faults:
                 time.sleep(fault.after)
                 self.site.fault(fault.kind)(self, fault)
@@ -165,7 +174,7 @@ class Round:
         yield
         groups = (self.forwarders, self.listeners, self.routers)
         more = (self.consumers, self.others, self.purgers, self.dashboards, self.visitors)
-        for group in (*groups, *more):
+        for group in (*groups, *more, self.streams):
             group[:] = [anew() for _, anew in group]
 
     def start_writer(self) -> Started:
@@ -183,11 +192,12 @@ class Round:
     def start_forwarder(self, *, skewed: bool = False) -> Started:
         stores = self.site.by_proxy(self.plan)
         if self.plan.spark:
-            process = start(
-                spark_forwarder, self.app, stores, self.plan.chunk_rows, self.site.folder
-            )
+            more = tables(self.plan.transforms)
+            arguments = (self.app, stores, self.plan.chunk_rows, self.site.folder, more)
+            process = start(with_bug, self.bug, spark_forwarder, *arguments)
             return process, self.start_forwarder
-        return self._forwarder(self.app, stores, skewed), self.start_forwarder
+        process = self._forwarder(self.app, stores, skewed, self.plan.transforms)
+        return process, self.start_forwarder
 
     def start_returning(self, source: Dsn) -> Started:
         """From a MOM store or a hub to the others."""
@@ -202,6 +212,10 @@ class Round:
         process = start(consumers.consumer, store, service, kind)
         return process, lambda: self.start_consumer(store, service, kind)
 
+    def start_stream(self) -> Started:
+        process = start(with_bug, self.bug, streams.driver, self.stream_places)
+        return process, self.start_stream
+
     def start_purger(self) -> Started:
         return start(purger, self.app), self.start_purger
 
@@ -209,8 +223,10 @@ class Round:
         program, arguments = self.site.others()[nth]
         return start(program, *arguments), lambda: self.start_other(nth)
 
-    def _forwarder(self, source: Dsn, places: Any, skewed: bool) -> BaseProcess:
-        arguments = (source, places, self.plan.chunk_rows, skewed, self.refusals.file)
+    def _forwarder(
+        self, source: Dsn, places: Any, skewed: bool, transforms: tuple[str, ...] = ()
+    ) -> BaseProcess:
+        arguments = (source, places, self.plan.chunk_rows, skewed, self.refusals.file, transforms)
         return start(with_bug, self.bug, forwarder, *arguments)
 
     def _seed(self) -> str:
@@ -220,7 +236,8 @@ class Round:
     def _readers(self) -> list[Started]:
         """All processes but the writers."""
         started = self.forwarders + self.listeners + self.routers + self.consumers
-        return started + self.others + self.purgers + self.dashboards + self.visitors
+        more = self.streams + self.dashboards + self.visitors
+        return started + self.others + self.purgers + more
 
     def again(self, group: list[Started], target: int) -> None:
         """Kill one of a group, and start another."""
@@ -266,7 +283,8 @@ class Round:
 
     def _drain(self) -> int:
         """How much is left when nothing has moved for a while."""
-        seconds = SPARK_DRAIN_SECONDS if self.plan.spark else DRAIN_SECONDS
+        on_spark = self.plan.spark or self.plan.streams
+        seconds = SPARK_DRAIN_SECONDS if on_spark else DRAIN_SECONDS
         least, until = None, time.monotonic() + seconds
         while (remaining := self._left()) and time.monotonic() < until:
             if remaining > 0 and (least is None or remaining < least):
@@ -276,6 +294,8 @@ class Round:
             time.sleep(0.02)
         if remaining:
             self.in_the_way = stall.describe(self.brokers.values(), self._listening())
+            if self.plan.streams:
+                self.in_the_way += streams.said(self.stream_places)
         return remaining
 
     def _listening(self) -> list[BaseProcess]:
@@ -289,6 +309,8 @@ class Round:
                 count += unheard(self.app.conninfo, self.stores["mom"].conninfo, self.past)
             if self.plan.consumers:
                 count += unreceived(self._stores(), consumers.CONSUMED)
+            if self.plan.streams:
+                count += streams.left(self.stream_places)
             return count
         return -1
 
@@ -298,12 +320,17 @@ class Round:
 
     def _check(self) -> Verdict:
         app = self.app.conninfo
-        arrived = self.site.arrived()
-        verdict = check(app, self._stores(), self.site.qualities, arrived, self.past)
+        stores, qualities = self._stores(), self.site.qualities
+        if self.plan.transforms:
+            verdict = check_made(app, stores, qualities, self.plan.transforms)
+        else:
+            verdict = check(app, stores, qualities, self.site.arrived(), self.past)
         verdict.not_refused += self.not_refused
         verdict.not_repaired += self.not_repaired
         verdict.allowed += self.allowed.read_text().splitlines()
         verdict.answered_wrongly += self.answers.read_text().splitlines()
+        if self.plan.streams:
+            streams.check(self.stream_places, verdict)
         if self.plan.consumers:
             receive(self._stores(), consumers.CONSUMED, verdict)
         if self.plan.dialogs:

@@ -31,6 +31,8 @@ PLAIN = {
     "hostile": False,
     "pooled": False,
     "visited": False,
+    "streams": False,
+    "transforms": (),
 }
 """The simplest value of what a plan has or has not. Hubs need dialogs, so they go first."""
 

@@ -20,7 +20,19 @@ from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
 from saf.database import Dsn
 from saf.destinations.settings import DestinationSettings
-from tests.crash import clocks, consumers, dashboard, faults, hangs, hostile, hubs, set_backs
+from tests.crash import (
+    clocks,
+    consumers,
+    dashboard,
+    faults,
+    hangs,
+    hostile,
+    hubs,
+    set_backs,
+    spark_faults,
+    streams,
+    transforms,
+)
 from tests.crash.copies import Copies
 from tests.crash.network import elsewhere
 from tests.crash.plan import FAULTS, QUALITIES, Fault, Plan, plan
@@ -108,6 +120,11 @@ class Site:
         """The hubs of a round, which live beside the MOM stores."""
         return {name: self.mom.dsn(name) for name in hubs.HUBS[: plan.hubs]}
 
+    def stream_places(self, app: Dsn) -> streams.Places:
+        """Where the streams of a round read and write."""
+        mom, other = (self.mom.dsn(store) for store in STORES)
+        return streams.Places(app=app, mom=mom, other=other, folder=self.folder / "streams")
+
     def writers_see(self, app: Dsn) -> Dsn:
         """The application's database as its writers know it."""
         return self.pooler(app) if self.pooler else app
@@ -121,7 +138,7 @@ class Site:
 
     def fault(self, kind: str) -> Callable[[Any, Fault], None]:
         """What does a fault of this kind to a round."""
-        rooms = (faults, hangs, clocks, set_backs, dashboard)
+        rooms = (faults, hangs, clocks, set_backs, dashboard, spark_faults)
         found: Callable[[Any, Fault], None] = next(
             getattr(room, kind) for room in rooms if hasattr(room, kind)
         )
@@ -175,10 +192,14 @@ class Site:
                     [service, destination, self.qualities[service]],
                 )
             hostile.admit(connection)
+            if plan.transforms:
+                transforms.watch(connection)
         if plan.dialogs:
             introduce(app, self.mom.dsn("mom"))
         for name in self.hubs(plan):
             hubs.join(app, self._database(self.mom, name), name)
+        if plan.streams:
+            self.stream_places(app).prepare()
         self._end_pooler()
         if plan.pooled:
             self.pooler = PgBouncer(app, "transaction", size=POOL).__enter__()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.crash import bugs, faults, rounds
 from tests.crash.lake import DeltaSite, IcebergSite
-from tests.crash.plan import Fault, Plan, plan
+from tests.crash.plan import HELD, QUALITIES, Fault, Plan, plan
 from tests.crash.queues import QUEUES
 from tests.crash.rounds import Round
 from tests.crash.shrink import as_test, shows_again, shrink
@@ -96,6 +96,20 @@ def test_nor_is_it_on_the_way_to_an_endpoint_that_fails_at_random(
     webhook_site: Site, number: int
 ) -> None:
     outcome = Round(webhook_site, webhook_site.plan(SEED, number)).run()
+    assert outcome.good, outcome
+
+
+def test_nor_is_it_where_forwarders_transform_and_are_killed_as_they_store(site: Site) -> None:
+    faults = tuple(Fault(kind=HELD, after=0.5, lasts=0.5, target=target) for target in (0, 1))
+    made = replace(plan(SEED, 1), transforms=tuple(QUALITIES), faults=faults)
+    outcome = Round(site, made).run()
+    assert outcome.good, outcome
+
+
+def test_nor_is_it_where_a_stream_writes_whose_driver_is_killed(site: Site) -> None:
+    fault = Fault(kind="kill_stream", after=1, lasts=0, target=0)
+    made = replace(plan(SEED, 1), streams=True, faults=(fault,), writers=2, forwarders=1)
+    outcome = Round(site, replace(made, transactions=100)).run()
     assert outcome.good, outcome
 
 
