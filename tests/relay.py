@@ -22,7 +22,8 @@ class Relay:
     """
 
     def __init__(self, to: int | str, listener: socket.socket | None = None) -> None:
-        self._to = to
+        self._family = socket.AF_UNIX if isinstance(to, str) else socket.AF_INET
+        self._to = to if isinstance(to, str) else ("127.0.0.1", to)
         self._listener = listener or socket.create_server(("127.0.0.1", 0))
         self.host: str
         self.port: int
@@ -52,11 +53,9 @@ class Relay:
                 threading.Thread(target=self._pass_on, args=(client,), daemon=True).start()
 
     def _pass_on(self, client: socket.socket) -> None:
-        by_path = isinstance(self._to, str)
-        server = socket.socket(socket.AF_UNIX if by_path else socket.AF_INET)
-        link = self.link()
+        server, link = socket.socket(self._family), self.link()
         with client, server, suppress(OSError):
-            server.connect(self._to if by_path else ("127.0.0.1", self._to))
+            server.connect(self._to)
             while True:
                 for one in select.select([client, server], [], [])[0]:
                     data = one.recv(1 << 16)
