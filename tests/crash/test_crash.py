@@ -106,13 +106,6 @@ def test_nor_is_it_where_forwarders_transform_and_are_killed_as_they_store(site:
     assert outcome.good, outcome
 
 
-def test_nor_is_it_where_a_stream_writes_whose_driver_is_killed(site: Site) -> None:
-    fault = Fault(kind="kill_stream", after=1, lasts=0, target=0)
-    made = replace(plan(SEED, 1), streams=True, faults=(fault,), writers=2, forwarders=1)
-    outcome = Round(site, replace(made, transactions=100)).run()
-    assert outcome.good, outcome
-
-
 def test_a_round_in_which_nothing_moves_says_what_is_in_the_way(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
