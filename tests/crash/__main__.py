@@ -15,8 +15,9 @@ import time
 from collections.abc import Mapping
 
 from tests.crash import lake, queues, shrink, spark_sites, webhooks
+from tests.crash.outcome import Outcome
 from tests.crash.plan import FAULTS, MORE, OF_MORE, SET_BACKS, SPARK_FAULTS, VISITED, Plan
-from tests.crash.rounds import Outcome, Round
+from tests.crash.rounds import Round
 from tests.crash.site import Site
 
 SITES: Mapping[str, type[Site]] = {

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -17,18 +16,18 @@ from psycopg import sql
 from saf.database import Dsn
 from tests.crash import consumers, dashboard, faults, set_backs, stall, streams
 from tests.crash.bugs import with_bug
-from tests.crash.checker import Verdict, check, left, receive, unreceived
-from tests.crash.drops import look
+from tests.crash.checker import left, unreceived
 from tests.crash.forwarders import forwarder, purger, spark_forwarder
-from tests.crash.hearing import listen, unheard
+from tests.crash.hearing import unheard
 from tests.crash.hostile import hostile
 from tests.crash.hubs import router
+from tests.crash.outcome import Outcome, judge
 from tests.crash.past import Past
 from tests.crash.plan import Plan
 from tests.crash.set_backs import Refusals
 from tests.crash.site import Site
 from tests.crash.talks import DESK, STOCK, listener
-from tests.crash.transforms import check_made, tables
+from tests.crash.transforms import tables
 from tests.crash.writers import writer
 from tests.processes import start
 
@@ -47,32 +46,6 @@ WHERE application_name = 'saf application'
 
 SOME_SENT = "SELECT FROM sent OFFSET 100 LIMIT 1"
 MOVED = "SELECT FROM saf.cursor WHERE position > 0 OR batch > 1 LIMIT 1"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a round came to."""
-
-    plan: Plan
-    verdict: Verdict
-    left: int
-    """Messages that the forwarders had not dealt with when the time was over."""
-    in_the_way: list[str]
-    """What the databases looked like then, in lines."""
-    died: list[int]
-    """Exit codes of forwarders that ended by themselves."""
-    recovery_seconds: float
-    """From the end of the last fault to the last message dealt with."""
-
-    @property
-    def findings(self) -> set[str]:
-        """The names of all that was found."""
-        others = {"left": self.left, "died": self.died}
-        return {*self.verdict.findings, *(name for name, found in others.items() if found)}
-
-    @property
-    def good(self) -> bool:
-        return not self.findings
 
 
 class Round:
@@ -159,7 +132,7 @@ class Round:
                 self._end(process)
         return Outcome(
             plan=self.plan,
-            verdict=self._check(),
+            verdict=judge(self),
             left=remaining,
             in_the_way=self.in_the_way,
             died=self.died,
@@ -308,34 +281,12 @@ class Round:
             if self.plan.dialogs:
                 count += unheard(self.app.conninfo, self.stores["mom"].conninfo, self.past)
             if self.plan.consumers:
-                count += unreceived(self._stores(), consumers.CONSUMED)
+                count += unreceived(self.checked(), consumers.CONSUMED)
             if self.plan.streams:
                 count += streams.left(self.stream_places)
             return count
         return -1
 
-    def _stores(self) -> list[str]:
+    def checked(self) -> list[str]:
         """Where messages are to arrive."""
         return [store.conninfo for store in self.site.checked(self.plan).values()]
-
-    def _check(self) -> Verdict:
-        app = self.app.conninfo
-        stores, qualities = self._stores(), self.site.qualities
-        if self.plan.transforms:
-            verdict = check_made(app, stores, qualities, self.plan.transforms)
-        else:
-            verdict = check(app, stores, qualities, self.site.arrived(), self.past)
-        verdict.not_refused += self.not_refused
-        verdict.not_repaired += self.not_repaired
-        verdict.allowed += self.allowed.read_text().splitlines()
-        verdict.answered_wrongly += self.answers.read_text().splitlines()
-        if self.plan.streams:
-            streams.check(self.stream_places, verdict)
-        if self.plan.consumers:
-            receive(self._stores(), consumers.CONSUMED, verdict)
-        if self.plan.dialogs:
-            hubs = [hub.conninfo for hub in self.hubs.values()]
-            listen(app, self.stores["mom"].conninfo, verdict, self.past, hubs)
-        others = [dsn.conninfo for name, dsn in self.brokers.items() if name != "app"]
-        look(app, others, verdict, talks=self.plan.dialogs, past=self.past)
-        return verdict
