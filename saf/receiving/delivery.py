@@ -123,9 +123,10 @@ class Delivery(Sequence[Received], Generic[C]):
             if one not in self._back
         )
 
-    def is_set_aside(self, message: Received) -> bool:
-        """Whether this message, or another one of its key, has been set aside."""
-        return message.lane in self._stopped
+    def is_behind(self, message: Received) -> bool:
+        """Whether this message, or an earlier one of its key, has been set aside."""
+        place = self._stopped.get(message.lane)
+        return place is not None and self._place(message) >= place
 
     def park(self, message: Received, error: BaseException | str) -> None:
         """Try this message again later; its key waits. After the last attempt, a dead letter."""

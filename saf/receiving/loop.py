@@ -319,7 +319,7 @@ class Loop(ABC):
             do=call,
             failed=partial(self._set_aside, delivery, work.raw, message),
             undone=partial(self._undone, message),
-            may_go_on=lambda: not delivery.is_set_aside(message),
+            may_go_on=lambda: not delivery.is_behind(message),
         )
 
     def _set_aside(
@@ -333,7 +333,7 @@ class Loop(ABC):
 
         That one may have failed as it was handled again: then this message waits behind it.
         """
-        if delivery.is_set_aside(message):
+        if delivery.is_behind(message):
             return
         last = self.policy.gives_up(message.attempt, error)
         count(FAILED_ATTEMPTS, subscription=self.subscription, last=str(last).lower())

@@ -120,6 +120,44 @@ def test_what_was_done_behind_one_that_fails_as_it_is_done_again_is_not_done_aga
     assert [one for one in effects(inbox) if one != "3"] == ["1", "2"]
 
 
+def test_what_was_done_before_one_of_its_key_that_has_failed_is_there_after_another_failure(
+    inbox: Dsn,
+) -> None:
+    put(inbox, "1", "2", "3", key="a")
+    put(inbox, "4", key="b")
+    picky = Picky(inbox, "2", "4")
+    picky.worker.drain()
+    assert effects(inbox) == ["1"]
+    assert waiting(inbox) == ["a", "b"]
+    picky.bad.clear()
+    let_keys_be_due(inbox)
+    picky.worker.drain()
+    assert sorted(effects(inbox)) == ["1", "2", "3", "4"]
+
+
+def test_one_that_fails_as_it_is_done_again_waits_though_a_later_one_of_its_key_does(
+    inbox: Dsn,
+) -> None:
+    put(inbox, "1", "2", key="a")
+    put(inbox, "3", key="b")
+    picky = Picky(inbox, "2", "3")
+
+    def moody(message: saf.Received, connection: Connection) -> None:
+        if message.text() == "1" and picky.calls.count("1") == 2:
+            picky.bad.append("1")
+        picky.handle(message, connection)
+
+    picky.worker._handlers.clear()
+    picky.worker.handler()(moody)
+    picky.worker.drain()
+    assert picky.calls.count("1") == 3
+    assert effects(inbox) == []
+    picky.bad.clear()
+    let_keys_be_due(inbox)
+    picky.worker.drain()
+    assert [one for one in effects(inbox) if one != "3"] == ["1", "2"]
+
+
 def test_a_slow_handler_is_not_called_again_because_a_later_one_fails(
     inbox: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

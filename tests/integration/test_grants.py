@@ -130,7 +130,8 @@ MATRIX = {
 REPAIRING = {
     ("cursor", "u"): "allowance",
     ("conversation", "u"): "far_service far_broker group_id send_sequence receive_sequence "
-    "ended_here ended_there error_code error_text timer changed_at lineage far_lineage",
+    "ended_here ended_there error_code error_text timer changed_at lineage far_lineage "
+    "answered_by",
 }
 SOME = {
     ("alembic_version", "s"): "version_num",
@@ -190,7 +191,7 @@ SOME = {
         "conversation",
         "u",
     ): "far_service far_broker group_id send_sequence receive_sequence ended_here ended_there "
-    "error_code error_text timer changed_at far_lineage",
+    "error_code error_text timer changed_at far_lineage answered_by",
     ("conversation", "s"): "handle conversation_id is_initiator state service group_id "
     "receive_sequence ended_here error_code changed_at",
     ("fragment", "s"): "conversation_id from_initiator sequence",

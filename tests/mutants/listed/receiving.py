@@ -224,6 +224,20 @@ MUTANTS: list[Mutant] = [
         f"{SHARED}::test_when_one_of_many_fails_the_work_of_the_others_is_there_once",
     ),
     mutant(
+        "what was done before a message of its key that has failed is not done again",
+        "saf/receiving/loop.py",
+        "may_go_on=lambda: not delivery.is_behind(message)",
+        "may_go_on=lambda: message.lane not in delivery._stopped",
+        f"{SHARED}::test_what_was_done_before_one_of_its_key_that_has_failed_is_there_after_another_failure",
+    ),
+    mutant(
+        "one that fails as it is done again counts as handled if a later one of its key has failed",
+        "saf/receiving/loop.py",
+        "        if delivery.is_behind(message):\n",
+        "        if message.lane in delivery._stopped:\n",
+        f"{SHARED}::test_one_that_fails_as_it_is_done_again_waits_though_a_later_one_of_its_key_does",
+    ),
+    mutant(
         "what is behind a message that fails as it is done again is done before it",
         SAVEPOINTS,
         "            if one.may_go_on():\n",
