@@ -22,14 +22,14 @@ from psycopg.rows import tuple_row
 from saf.database import fetch
 from saf.errors import InvalidMessage, UnreadableHeaders, UsageError
 from saf.message import encode_body
-from saf.received import EXPRESSIONS, WITH_READABLE, Received
+from saf.received import WITH_READABLE, Received, expressions
 from saf.testing.databases import Database
 
 SHOWN_MESSAGES, SHOWN_CHARACTERS = 5, 200
 """What a failed assertion shows at most: how many messages, and characters of each value."""
 
 SENT = f"""
-SELECT {EXPRESSIONS} FROM (SELECT {WITH_READABLE} FROM saf.outbox) AS o
+SELECT {expressions(source="NULL::uuid")} FROM (SELECT {WITH_READABLE} FROM saf.outbox) AS o
 WHERE %(include_forwarded)s OR NOT EXISTS (
     SELECT FROM saf.cursor c JOIN saf.subscription s USING (subscription_id)
     WHERE s.log = 'outbox' AND s.name = 'forwarder' AND c.shard = o.shard
