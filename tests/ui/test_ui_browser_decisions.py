@@ -224,7 +224,8 @@ def test_the_keyboard_alone_decides(chromium: Browser, there: Dashboard, app: Ds
         page.get_by_role("button", name="Discard").focus()
         page.keyboard.press("Enter")
         page.wait_for_selector("h1 >> text=Discard")
-        page.keyboard.type("by keys")  # the field has the focus already
+        page.wait_for_selector("[name=why]:focus")  # it has the focus by itself
+        page.keyboard.type("by keys")
         page.keyboard.press("Enter")
         is_over(page, "done")
         go(page, there, "/audit")
