@@ -193,7 +193,7 @@ def rebase(
         differ = _ahead(connection, known)
         ahead: dict[str, SetBack] = {}
         if any(one.ahead for one in differ.values()):
-            ahead = {name: one for name, one in differ.items() if one.ahead or one.farther}
+            ahead = {name: one for name, one in differ.items() if one.farther}
         highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
         # if the cursors are right, they are right too for what was written since a dump
         brought_by = fetch(connection, BROUGHT_BY) if is_restored(connection) else []
@@ -239,7 +239,7 @@ def _go_on_after(
     numbers = max((mark.batch for mark in marks), default=0)
     places = max((mark.position for mark in marks), default=0)
     params = {
-        "shards": shards_of(place for one in ahead for place in one.ahead | one.farther),
+        "shards": shards_of(place for one in ahead for place in one.farther),
         "numbers": numbers,
         "found": [str(kind) for kind in FOUND.values()],
     }
@@ -252,7 +252,7 @@ def _go_on_after(
     connection.execute(SHIFT_PARKED, params)
     connection.execute(MOVE_FOUND, params)
     for there, one in zip(known, ahead, strict=True):
-        adopt(connection, there.destination, there.marks, one.ahead | one.farther)
+        adopt(connection, there.destination, there.marks, one.farther)
 
 
 def _rebase_log(

@@ -62,7 +62,7 @@ class SetBack:
     ahead: frozenset[Place] = frozenset()
     """Places that say that the source was set back."""
     farther: frozenset[Place] = frozenset()
-    """Places where the destination has got farther than the source remembers: those ahead, and
+    """Places where the destination has got farther than the source remembers: all ahead, and
     those that look as if an answer had got lost."""
     behind: frozenset[Place] = frozenset()
     """Places that say that the destination was set back."""
@@ -102,13 +102,15 @@ def set_back(
     if before is not None:
         differ = compare(known.marks, before.marks, after.in_hand)
     newer = {s for s, epoch in known.epochs.items() if epoch > after.epochs.get(s, epoch)}
+    ahead |= {(MAIN, shard) for shard in newer}
+    higher = {
+        place
+        for place, mark in known.marks.items()
+        if mark.number > after.marks.get(place, NOTHING).number
+    }
     return SetBack(
-        ahead=frozenset(ahead | {(MAIN, shard) for shard in newer}),
-        farther=frozenset(
-            place
-            for place, mark in known.marks.items()
-            if mark.number > after.marks.get(place, NOTHING).number
-        ),
+        ahead=frozenset(ahead),
+        farther=frozenset(ahead | higher),
         behind=frozenset(differ.behind),
         since=differ.since,
         lower=differ.lower,

@@ -103,10 +103,7 @@ def three(app: Dsn, mom: Dsn, other: Dsn, tmp_path: Path) -> Three:
 def test_an_initiator_that_was_set_back_goes_on_with_the_target_that_has_answered_it(
     three: Three, backup: Callable[[Dsn], Dsn]
 ) -> None:
-    dialog = begin(three.shop, "1")
-    before = backup(three.shop)
-    first = _only(three.talk())
-    three.go_back(before)
+    dialog, first = _begun_and_set_back(three, backup)
     three.forward()
     three.repair(second_targets=1)
     heard = three.talk()
@@ -146,10 +143,7 @@ def test_an_answer_of_another_target_is_a_dead_letter_and_fails_that_target(
 def test_a_choice_that_a_set_back_has_forgotten_is_found_at_the_destination(
     three: Three, backup: Callable[[Dsn], Dsn]
 ) -> None:
-    dialog = begin(three.shop, "1")
-    before = backup(three.shop)
-    first = _only(three.talk())
-    three.go_back(before)
+    dialog, first = _begun_and_set_back(three, backup)
     three.repair(second_targets=0)
     say(three.shop, dialog, "2")
     heard = three.talk()
@@ -162,10 +156,7 @@ def test_a_target_that_never_answers_is_told_by_the_repair_that_the_dialog_is_el
     three: Three, backup: Callable[[Dsn], Dsn]
 ) -> None:
     three.handle = nothing
-    dialog = begin(three.shop, "1")
-    before = backup(three.shop)
-    first = _only(three.talk())
-    three.go_back(before)
+    dialog, first = _begun_and_set_back(three, backup)
     three.talk()
     three.repair(second_targets=1)
     heard = three.talk()
@@ -175,6 +166,15 @@ def test_a_target_that_never_answers_is_told_by_the_repair_that_the_dialog_is_el
     second = _only(name for name in three.stores if name != first)
     assert heard[second] == ["2"]
     assert _ask(three.shop, "SELECT error_code FROM saf.conversation") == [(None,)]
+
+
+def _begun_and_set_back(three: Three, backup: Callable[[Dsn], Dsn]) -> tuple[saf.Dialog, str]:
+    """A dialog that the backup has begun, and the store that its first message went to after it."""
+    dialog = begin(three.shop, "1")
+    before = backup(three.shop)
+    first = _only(three.talk())
+    three.go_back(before)
+    return dialog, first
 
 
 def _forward(source: Dsn, **destinations: Dsn) -> None:

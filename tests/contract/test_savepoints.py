@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -36,6 +37,10 @@ class Picky:
         self.bad, self.calls = [*bad], list[str]()
         self.worker = saf.Worker(inbox, SUBSCRIPTION, **options)
         self.worker.handler()(self.handle)
+
+    def handles_by(self, handle: Callable[[saf.Received, Connection], None]) -> None:
+        self.worker._handlers.clear()
+        self.worker.handler()(handle)
 
     def handle(self, message: saf.Received, connection: Connection) -> None:
         self.calls.append(message.text())
@@ -77,15 +82,13 @@ def test_one_that_fails_as_it_is_done_again_holds_up_the_later_ones_of_its_key(i
             picky.bad.append("2")
         picky.handle(message, connection)
 
-    picky.worker._handlers.clear()
     picky.worker.policy = saf.Policy(max_attempts=2)
-    picky.worker.handler()(moody)
+    picky.handles_by(moody)
     picky.worker.drain()
     assert effects(inbox) == ["1"]
     assert waiting(inbox) == ["b"]
-    picky.worker._handlers.clear()
     picky.bad.clear()
-    picky.worker.handler()(picky.handle)
+    picky.handles_by(picky.handle)
     let_keys_be_due(inbox)
     picky.worker.drain()
     assert effects(inbox) == ["1", "2", "3", "4"]
@@ -108,8 +111,7 @@ def test_what_was_done_behind_one_that_fails_as_it_is_done_again_is_not_done_aga
             picky.bad.append("1")
         picky.handle(message, connection)
 
-    picky.worker._handlers.clear()
-    picky.worker.handler()(moody)
+    picky.handles_by(moody)
     picky.worker.drain()
     assert effects(inbox) == []
     assert waiting(inbox) == ["a", "b"]
@@ -147,8 +149,7 @@ def test_one_that_fails_as_it_is_done_again_waits_though_a_later_one_of_its_key_
             picky.bad.append("1")
         picky.handle(message, connection)
 
-    picky.worker._handlers.clear()
-    picky.worker.handler()(moody)
+    picky.handles_by(moody)
     picky.worker.drain()
     assert picky.calls.count("1") == 3
     assert effects(inbox) == []
