@@ -60,8 +60,11 @@ def producers(stage: Stage) -> None:
 
 @contextmanager
 def horizon(dsn: Dsn) -> Iterator[None]:
-    """A transaction that has begun before all, and lets vacuum remove nothing."""
-    with dsn.connect(role="bench") as connection:
+    """A transaction that has begun before all, and lets vacuum remove nothing.
+
+    It is an application's, which may stand still for as long as it likes.
+    """
+    with dsn.connect(role="application") as connection:
         connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         connection.execute("SELECT pg_current_xact_id()")
         yield

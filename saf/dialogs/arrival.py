@@ -166,7 +166,11 @@ def _come_to(
     arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: Received, last: int
 ) -> None:
     """Let a message come to its end. An Error has overtaken all numbers before ``last``."""
-    if endpoint.failure and message.sequence == 1 and message.from_initiator:
+    failed_before = endpoint.stored.error_code is not None
+    if failed_before and message.message_type == ERROR and message.sequence is None:
+        # nothing else tells this end that it has failed, whatever the other one says meanwhile
+        _meet(arrival, reader, endpoint, message)
+    elif endpoint.failure and message.sequence == 1 and message.from_initiator:
         arrival.refused.append((message, endpoint.failure[1]))
     elif endpoint.failure:
         arrival.dropped.append((message, Reason.ENDED))

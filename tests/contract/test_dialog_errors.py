@@ -15,6 +15,7 @@ import saf
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.dialogs.conversations import conversations
+from saf.dialogs.giving_up import fail
 from saf.dialogs.statements import Code
 from saf.errors import (
     ConfigurationError,
@@ -369,6 +370,21 @@ def test_an_error_whose_own_handling_fails_is_a_dead_letter_and_no_further_error
     assert receive(mom, WAREHOUSE) == []
     assert [reason for _, reason in dead(mom)] == ["failed"]
     assert states(mom) == ["error"]
+
+
+def test_an_end_that_has_failed_hears_so_though_the_other_ends_error_comes_with_it(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog = begin(app, "1")
+    forward(app, mom)
+    receive(mom, WAREHOUSE)
+    with connect(mom) as connection:
+        fail(connection, dialog.conversation_id, True, Code.GIVEN_UP, "message 2 was given up")
+    with app.connect(role="test") as connection:
+        dialog.end_with_error(connection, 17, "sold out")
+    forward(app, mom)
+    (error,) = receive(mom, WAREHOUSE)
+    assert error.json() == {"code": Code.GIVEN_UP, "text": "message 2 was given up"}
 
 
 def test_an_end_that_is_set_aside_is_received_again(app: Dsn, mom: Dsn) -> None:

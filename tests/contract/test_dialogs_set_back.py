@@ -13,6 +13,7 @@ import saf
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
+from saf.dialogs.giving_up import fail
 from saf.dialogs.statements import Code
 from saf.errors import DialogEnded
 from saf.testing.clock import let_time_pass
@@ -325,6 +326,27 @@ def test_a_dialog_that_is_over_at_one_end_fails_at_the_other_one_that_was_set_ba
     assert (state, code) == ("error", Code.SET_BACK)
     assert "messages 2 to 2 were received" in (text or "")
     assert two.warehouse.ends()[dialog.conversation_id][0] == "closed"
+
+
+def test_an_end_hears_that_it_had_failed_when_it_learns_that_the_other_one_was_set_back(
+    two: Two,
+) -> None:
+    dialog = two.begin("1", "2")
+    two.talk()
+    backup = two.shop.backup()
+    two.shop.says(dialog, "3")
+    two.talk()
+    with connect(two.warehouse.dsn) as connection:
+        fail(connection, dialog.conversation_id, True, Code.GIVEN_UP, "message 4 was given up")
+    two.shop.go_back(backup)
+    two.repair(two.shop)
+    two.talk()
+    assert two.warehouse.remembers(dialog.conversation_id, said=False) == [
+        *"123",
+        str(Code.GIVEN_UP.value),
+    ]
+    ends = [place.ends()[dialog.conversation_id][:2] for place in (two.shop, two.warehouse)]
+    assert ends == [("error", Code.GIVEN_UP)] * 2
 
 
 def test_a_dialog_that_failed_meanwhile_fails_at_the_end_that_was_set_back_too(two: Two) -> None:

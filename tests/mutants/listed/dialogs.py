@@ -36,6 +36,8 @@ LIFETIME = (
     "test_at_the_end_of_its_lifetime_both_ends_get_an_error_and_operations_fail_until_it_is_ended"
 )
 
+SET_BACK = "contract/test_dialogs_set_back.py"
+
 MUTANTS: list[Mutant] = [
     mutant(
         "an end comes before what was said earlier",
@@ -64,6 +66,15 @@ MUTANTS: list[Mutant] = [
         "(received if next_ else facts)",
         "received",
         OVERTAKEN,
+    ),
+    mutant(
+        "an error of the other end takes away what this end tells itself",
+        ARRIVAL,
+        "if failed_before and message.message_type == ERROR and message.sequence is None:",
+        "if False:",
+        f"{ERRORS}::test_an_end_that_has_failed_hears_so_though_the_other_ends_error_comes_with_it",
+        f"{SET_BACK}::"
+        "test_an_end_hears_that_it_had_failed_when_it_learns_that_the_other_one_was_set_back",
     ),
     mutant(
         "what comes after the end here is handed out",
