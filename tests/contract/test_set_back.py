@@ -340,10 +340,8 @@ def test_what_is_retried_is_not_dropped_after_the_source_was_set_back(
     assert bodies(mom) == ["0", "1", "2", "3"]
 
 
-def test_what_was_in_hand_at_the_backup_and_set_aside_after_it_is_not_dropped(
-    app: Dsn, mom: Dsn, backup: Backup
-) -> None:
-    """The mark of its shard has passed it, and looks as if only an answer had got lost."""
+def in_hand_at_the_backup(app: Dsn, mom: Dsn, backup: Backup) -> Dsn:
+    """Three messages are: two are stored since, and the one between them, "waits", is parked."""
     with connect(mom) as connection:
         create_service(connection, "billing")
     sent = "INSERT INTO saf.outbox (to_service, key, body) VALUES (%s, 'k', %s)"
@@ -354,9 +352,17 @@ def test_what_was_in_hand_at_the_backup_and_set_aside_after_it_is_not_dropped(
         cycle.open()
     older = backup(app)
     run(app, mom=mom)
+    assert bodies(mom) == ["1", "2"]
+    return older
+
+
+def test_what_was_in_hand_at_the_backup_and_set_aside_after_it_is_not_dropped(
+    app: Dsn, mom: Dsn, backup: Backup
+) -> None:
+    """The mark of its shard has passed it, and looks as if only an answer had got lost."""
+    older = in_hand_at_the_backup(app, mom, backup)
     send_numbers(app, 3)
     run(app, mom=mom)
-    assert bodies(mom) == ["1", "2", "3"]
     send_numbers(older, 10)  # of the shard that had another batch after the backup
     with connect(older) as connection:  # so that only that shard's mark tells
         connection.execute("UPDATE saf.cursor SET epoch = epoch + 10")
@@ -366,6 +372,22 @@ def test_what_was_in_hand_at_the_backup_and_set_aside_after_it_is_not_dropped(
         create_service(connection, "shipping")
     run(older, mom=mom)
     assert sorted({*bodies(mom)}) == ["1", "10", "2", "3", "waits"]
+
+
+def test_what_is_dropped_because_no_mark_shows_the_set_back_is_named_and_can_be_sent_again(
+    app: Dsn, mom: Dsn, backup: Backup, tmp_path: Path
+) -> None:
+    older = in_hand_at_the_backup(app, mom, backup)
+    with connect(mom) as connection:
+        create_service(connection, "shipping")
+    run(older, mom=mom)
+    assert bodies(mom) == ["1", "2"]
+    configuration(tmp_path / "saf.toml", {"app": older}, {"mom": mom})
+    assert json.loads(saf("reconcile", "--json", cwd=tmp_path).stdout)["brokers"][0]["lost"] == 1
+    assert saf("replay", "--why", "the application was set back", cwd=tmp_path).returncode == 0
+    run(older, mom=mom)
+    assert bodies(mom) == ["1", "2", "waits"]
+    assert saf("reconcile", cwd=tmp_path).returncode == 0
 
 
 def test_a_source_that_a_dump_had_brought_sends_nothing_again_that_had_arrived_before_its_backup(
