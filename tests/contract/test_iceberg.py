@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Barrier
+from uuid import UUID
 
 import pyarrow as pa
 import pytest
@@ -213,6 +216,19 @@ def test_two_that_make_the_table_at_the_same_time_make_one(lake: Iceberg) -> Non
             destination.store(half, exactly_once=True)
         assert one.identity() == other.identity()
     assert len(rows(lake)) == 8
+
+
+def test_several_that_make_a_catalog_at_the_same_time_make_one(lake: Iceberg) -> None:
+    """As the tasks of a first run do."""
+    at_once = Barrier(4)
+
+    def identity(_: int) -> UUID:
+        with closing(lake.open("lake")) as destination:
+            at_once.wait(30)
+            return destination.identity()
+
+    with ThreadPoolExecutor(4) as tasks:
+        assert len({*tasks.map(identity, range(4))}) == 1
 
 
 def test_by_a_rest_catalog_messages_are_stored_once_and_a_zombie_is_fenced(tmp_path: Path) -> None:

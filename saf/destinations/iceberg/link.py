@@ -10,6 +10,7 @@ This module does without Arrow, because a forwarder's driver asks for the identi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +30,7 @@ from pyiceberg.exceptions import (
     ValidationException,
 )
 from sqlalchemy import URL, inspect, make_url
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
 from saf.database.refusal import to_mend
 from saf.destinations.disk import unavailable_if_lost
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from pyiceberg.table import Table
 
     from saf.destinations.iceberg import Iceberg
+
+ATTEMPTS, PAUSE_SECONDS = 5, 0.1
+"""How often to try to make the catalog's tables, and how long to wait for another who does so."""
 
 
 class Link:
@@ -80,10 +84,16 @@ class Link:
 
     def catalog(self) -> Catalog:
         """Return the catalog, whose tables are made if they are not there."""
-        if self._there() is None:
-            self._catalog = self._open(make=True)
-        assert self._catalog is not None  # noqa: S101 - it is there now
-        return self._catalog
+        attempts = ATTEMPTS
+        while (found := self._there()) is None:
+            attempts -= 1
+            try:
+                self._catalog = self._open(make=True)
+            except DatabaseError:  # another task may be making them at the same time
+                if not attempts:
+                    raise
+                time.sleep(PAUSE_SECONDS)
+        return found
 
     def close(self) -> None:
         """Give up the connection."""
