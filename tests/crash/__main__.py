@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from tests.crash import lake, queues, shrink, spark_sites, webhooks
+from tests.crash import bugs, evidence, lake, queues, shrink, spark_sites, webhooks
 from tests.crash.outcome import Outcome
 from tests.crash.plan import FAULTS, MORE, OF_MORE, SET_BACKS, SPARK_FAULTS, VISITED, Plan
 from tests.crash.rounds import Round
@@ -49,6 +49,8 @@ def main() -> int:
     parser.add_argument("--bug", default="", help="one of tests/crash/bugs.py, planted")
     parser.add_argument("--shrink", action="store_true", help="reduce the plan of the first one")
     given = parser.parse_args()
+    if given.bug and not hasattr(bugs, given.bug):
+        parser.error(f"no bug {given.bug!r} in tests/crash/bugs.py")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its servers do not stay behind
     print(f"seed {given.seed}", flush=True)
     began = time.monotonic()
@@ -62,9 +64,14 @@ def main() -> int:
             if given.seconds and time.monotonic() - began > given.seconds:
                 break
             what = site.plan(given.seed, number, tuple(given.only or ()))
-            outcome = Round(site, what, bug=given.bug).run()
+            round_ = Round(site, what, bug=given.bug)
+            outcome = round_.run()
             outcomes.append(outcome)
             show(outcome)
+            if not outcome.good:
+                kept = evidence.FOLDER / f"{given.to}-{given.seed}-{number}"
+                evidence.keep(round_.brokers, round_.told(), kept)
+                print(f"  what is there: {kept}", flush=True)
             number += 1
     return summary(outcomes)
 

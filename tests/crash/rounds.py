@@ -63,6 +63,8 @@ class Round:
         self.refusals = Refusals(site.folder / "refusals")
         self.not_refused: list[str] = []
         self.not_repaired: list[str] = []
+        self.commands: list[str] = []
+        """What a person's commands have said, whenever something was set back."""
         self.allowed = site.folder / "allowed"
         """What a hostile writer should not have been let do."""
         self.allowed.write_text("")
@@ -138,6 +140,10 @@ class Round:
             died=self.died,
             recovery_seconds=recovery,
         )
+
+    def told(self) -> dict[str, list[str]]:
+        """What is to be kept with a finding besides the databases: files, in lines."""
+        return {"commands": self.commands, "refusals": self.refusals.all()}
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ again where something is refused still, as when a forwarder had a commit at the 
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -105,7 +106,6 @@ def repair(round_: Round) -> None:
     """What a person does who was told to."""
     # without talks the MOM stores send nothing, so they were not set back as sources
     everything_runs = not (round_.past.lives or round_.plan.dialogs)
-    said: list[str] = []
     with nullcontext() if everything_runs else round_.at_rest():
         file = configure(round_, "person.toml")
         round_.refusals.seen = len(round_.refusals.all())
@@ -113,16 +113,21 @@ def repair(round_: Round) -> None:
         while True:
             for dsn in round_.brokers.values():
                 decide(dsn)
-            done = saf("rebase", "--config", file)
+            done = _say(round_, "rebase", file)
             again = done.returncode == 75 or STILL_AT_WORK in done.stderr
             if not again or time.monotonic() > until:
                 break
             time.sleep(0.2)
-        said += [f"saf rebase: {done.returncode}: {done.stderr}"] * (done.returncode != 0)
+        round_.not_repaired += round_.commands[-1:] * (done.returncode != 0)
     if round_.plan.dialogs:
-        done = saf("dialog", "compare", "--config", file)
-        said += [f"saf dialog compare: {done.returncode}: {done.stderr}"] * (done.returncode != 0)
-    round_.not_repaired += said
+        done = _say(round_, "dialog compare", file)
+        round_.not_repaired += round_.commands[-1:] * (done.returncode != 0)
+
+
+def _say(round_: Round, command: str, file: Path) -> subprocess.CompletedProcess[str]:
+    done = saf(*command.split(), "--config", file)
+    round_.commands.append(f"saf {command}: {done.returncode}: {done.stdout}{done.stderr}")
+    return done
 
 
 def decide(dsn: Dsn) -> None:
