@@ -41,7 +41,8 @@ def main() -> int:
     parser.add_argument("--to", choices=SITES, default="mom")
     kinds = sorted(
         {*FAULTS, *SPARK_FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values()}
-        | {*queues.FAULTS, *lake.FAULTS, *lake.SET_BACKS, *lake.SET_BACKS.values()}
+        | {*queues.FAULTS, *queues.SET_BACKS, *queues.SET_BACKS.values(), *lake.FAULTS}
+        | {*lake.SET_BACKS, *lake.SET_BACKS.values()}
         | {*webhooks.FAULTS, VISITED}
         | {*spark_sites.FAULTS_OF_TRANSFORMS, *spark_sites.FAULTS_OF_STREAMS}
     )

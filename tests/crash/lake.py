@@ -7,7 +7,6 @@ table may be set back to a copy of its folder, and so may the application's data
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,11 +27,9 @@ from saf.destinations.lake.settings import LakeSettings
 from saf.destinations.settings import DestinationSettings
 from saf.errors import SafError
 from tests import delta_table, iceberg_table
-from tests.crash import set_backs
-from tests.crash.past import message
-from tests.crash.plan import OF_SOURCE, QUALITIES, Fault, Plan
+from tests.crash.folders import FolderSite, back_up, set_back
+from tests.crash.plan import OF_SOURCE, Fault, Plan
 from tests.crash.queues import plan_to
-from tests.crash.site import Site
 
 FAULTS = (
     "kill_forwarder",
@@ -52,18 +49,13 @@ SET_BACKS = {**OF_SOURCE, "set_back_table": "back_up_table"}
 """What may be set back, and what has to come before."""
 
 
-class LakeSite(Site):
+class LakeSite(FolderSite):
     """With a folder for a table."""
 
     @property
-    def table(self) -> Path:
-        """The folder."""
+    def kept(self) -> Path:
+        """The table's folder."""
         return self.folder / "lake"
-
-    @property
-    def copy(self) -> Path:
-        """Where a copy of the folder is, if there is one."""
-        return self.folder / "copy-of-lake"
 
     @property
     def lake(self) -> LakeSettings:
@@ -96,10 +88,10 @@ class LakeSite(Site):
 
     def prepare(self, plan: Plan) -> Dsn:
         """A fresh source, and another table."""
-        if self.table.exists():
-            self.table.rename(self.folder / f"lake-{time.monotonic_ns()}")
-        self.table.mkdir()
-        shutil.rmtree(self.copy, ignore_errors=True)
+        if self.kept.exists():
+            self.kept.rename(self.folder / f"lake-{time.monotonic_ns()}")
+        self.kept.mkdir()
+        self.forget_copy()
         return super().prepare(plan)
 
 
@@ -109,7 +101,7 @@ class DeltaSite(LakeSite):
     @property
     def lake(self) -> Delta:
         """The table."""
-        return Delta(table=str(self.table), partition_by="service")
+        return Delta(table=str(self.kept), partition_by="service")
 
     def care(self) -> None:
         """Its files become few."""
@@ -122,7 +114,7 @@ class DeltaSite(LakeSite):
 
     def arrived(self) -> Sequence[str]:
         """All bodies, in the order of the commits."""
-        return delta_table.texts(self.table)
+        return delta_table.texts(self.kept)
 
 
 class IcebergSite(LakeSite):
@@ -132,9 +124,9 @@ class IcebergSite(LakeSite):
     def lake(self) -> Iceberg:
         """The table."""
         return Iceberg(
-            catalog=f"sqlite:///{self.table}/catalog.db",
+            catalog=f"sqlite:///{self.kept}/catalog.db",
             table="shop.messages",
-            warehouse=str(self.table),
+            warehouse=str(self.kept),
             partition_by="service",
         )
 
@@ -168,7 +160,7 @@ def change_table(round_: Any, fault: Fault) -> None:
 
 def unmount_table(round_: Any, fault: Fault) -> None:
     """It is not there for a while, and comes back as it was."""
-    folder = round_.site.table
+    folder = round_.site.kept
     away = folder.rename(round_.site.folder / "away")
     time.sleep(fault.lasts)
     if folder.exists():  # what was written where nothing is mounted is hidden by what comes back
@@ -176,37 +168,10 @@ def unmount_table(round_: Any, fault: Fault) -> None:
     away.rename(folder)
 
 
-def back_up_table(round_: Any, _: Fault) -> None:
-    """A copy of its folder is taken, while nobody appends."""
-    set_backs.have_begun(round_)
-    with round_.at_rest():
-        shutil.copytree(round_.site.table, round_.site.copy)
-
-
-def set_back_table(round_: Any, fault: Fault) -> None:
-    """Its folder is what it was; nobody is told."""
-    site = round_.site
-    if not site.copy.exists():
-        back_up_table(round_, fault)
-        time.sleep(fault.lasts)
-    with round_.at_rest():
-        had = {message(body) for body in site.arrived()}
-        site.table.rename(site.folder / f"was-{time.monotonic_ns()}")
-        site.copy.rename(site.table)
-        lost = had - {message(body) for body in site.arrived()}
-    round_.past.out_of_turn |= lost
-    round_.past.went_back = True
-    # nobody waits for the answer to what goes at most once, so nobody knows what was there
-    known = [one for one in lost if QUALITIES[one[0].partition("-")[0]] != "at_most_once"]
-    if known:
-        set_backs.expect_a_refusal(round_, f"the table had lost {len(known)} messages")
-    set_backs.repair(round_)
-
-
 OF_TABLES: Mapping[str, Callable[[Any, Fault], None]] = {
     "compact_table": compact_table,
     "change_table": change_table,
     "unmount_table": unmount_table,
-    "back_up_table": back_up_table,
-    "set_back_table": set_back_table,
+    "back_up_table": back_up,
+    "set_back_table": set_back,
 }

@@ -68,9 +68,7 @@ class Past:
 
     def source_goes_back(self, was: str, copy: str) -> None:
         """The application's database is what the copy is, and not any more what it was."""
-        with psycopg.connect(copy) as connection:
-            unsettled = {message(body) for (body,) in connection.execute(UNSETTLED).fetchall()}
-        settled = life(copy).keys() - unsettled
+        settled = life(copy).keys() - unsettled(copy)
         self.lives.append(life(was))
         # what was prepared when the copy was taken is committed later, and was perhaps already
         self.again.update(self.lives[-1].keys() - settled)
@@ -95,6 +93,12 @@ def life(source: str) -> Life:
         (account, n, token): Known(service=service, poison=poison, mortal=mortal)
         for account, n, token, service, poison, mortal in rows
     }
+
+
+def unsettled(source: str) -> set[Message]:
+    """What a source may take for not delivered yet."""
+    with psycopg.connect(source) as connection:
+        return {message(body) for (body,) in connection.execute(UNSETTLED).fetchall()}
 
 
 def stored(store: str) -> set[Message]:

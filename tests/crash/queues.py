@@ -7,7 +7,8 @@ are lost. There are no dialogs, which cannot go there, and no poison, because no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,9 @@ from saf.destinations.rabbitmq import Rabbitmq
 from saf.destinations.rabbitmq_stream import RabbitmqStream
 from saf.destinations.redis import Redis
 from saf.destinations.settings import DestinationSettings
-from tests.crash.plan import OF_SOURCE, QUALITIES, Fault, Plan, plan, set_back, visited
+from tests.crash.folders import FolderSite, back_up, set_back
+from tests.crash.plan import OF_SOURCE, QUALITIES, Fault, Plan, plan, visited
+from tests.crash.plan import set_back as perhaps_set_back
 from tests.crash.site import Site
 from tests.kafka_server import ENDS, KafkaQueue, KafkaServer, LossyKafka
 from tests.lossy import Lossy
@@ -42,18 +45,21 @@ FAULTS = (
     "route_gone",
 )
 
+SET_BACKS = {**OF_SOURCE, "set_back_queue": "back_up_queue"}
+"""What may be set back, and what has to come before."""
+
 
 def plan_to(
     seed: int,
     number: int,
     kinds: tuple[str, ...],
     faults: tuple[str, ...] = FAULTS,
-    set_backs: Mapping[str, str] = OF_SOURCE,
+    set_backs: Mapping[str, str] = SET_BACKS,
 ) -> Plan:
     """The plan of a round to a queue; with ``kinds``, of these faults and no other."""
     made = plan(seed, number, kinds or faults)
     made = replace(made, destinations=1, poison=0.0, spark=False, dialogs=False)
-    return made if kinds else visited(set_back(made, set_backs))
+    return made if kinds else visited(perhaps_set_back(made, set_backs))
 
 
 class LosesAnswers:
@@ -71,12 +77,24 @@ class LosesAnswers:
         self._lossy.close()
 
 
-class QueueSite(Site):
+class QueueSite(FolderSite):
     """With a queue's server, and a proxy in front of it. A subclass knows the queue."""
 
     request: bytes
     """What stands in the request that stores."""
     queue: Server
+    set_backs: Mapping[str, str] = SET_BACKS
+
+    @property
+    def kept(self) -> Path:
+        """The server's folder."""
+        return self.folder / "queue"
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """The server is down meanwhile."""
+        with self.queue.down():
+            yield
 
     def server(self, folder: Path) -> Server:
         """The server, not started."""
@@ -93,8 +111,8 @@ class QueueSite(Site):
     def __enter__(self) -> QueueSite:
         super().__enter__()
         self.proxy.close()
-        (self.folder / "queue").mkdir()
-        self.queue = self.server(self.folder / "queue")
+        self.kept.mkdir()
+        self.queue = self.server(self.kept)
         self.queue.start()
         self.proxy: Any = LosesAnswers(self.lossy(self.queue.port), self.request)
         return self
@@ -110,7 +128,7 @@ class QueueSite(Site):
 
     def plan(self, seed: int, number: int, kinds: tuple[str, ...] = ()) -> Plan:
         """The plan of a round."""
-        return plan_to(seed, number, kinds)
+        return plan_to(seed, number, kinds, set_backs=self.set_backs)
 
     def fault(self, kind: str) -> Callable[[Any, Fault], None]:
         """Those of a queue, and those of any site."""
@@ -127,6 +145,7 @@ class QueueSite(Site):
     def prepare(self, plan: Plan) -> Dsn:
         """A fresh source, and a queue without anything."""
         self.queue.empty()
+        self.forget_copy()
         return super().prepare(plan)
 
     def arrived(self) -> Sequence[str]:
@@ -201,6 +220,7 @@ class RabbitmqSite(QueueSite):
         for service, quality in QUALITIES.items()
     }
     notices = False
+    set_backs = OF_SOURCE  # its queues keep no marks
 
     def server(self, folder: Path) -> Server:
         return Queues(server=RabbitmqServer(folder=folder), topics=tuple(QUALITIES))
@@ -235,4 +255,6 @@ def freeze_queue(round_: Any, fault: Fault) -> None:
 OF_QUEUES: Mapping[str, Callable[[Any, Fault], None]] = {
     "crash_queue": crash_queue,
     "freeze_queue": freeze_queue,
+    "back_up_queue": back_up,
+    "set_back_queue": set_back,
 }
