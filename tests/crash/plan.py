@@ -188,7 +188,7 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
         dialogs=not spark and random.Random(f"{seed} {number} dialogs").random() < DIALOGS,
     )
     if not ordinary:
-        return made
+        return _kept(made)
     if spark:
         return _on_spark(made)
     if made.dialogs:
@@ -243,9 +243,13 @@ def set_back(made: Plan, kinds: Mapping[str, str] = SET_BACKS) -> Plan:
     if chance.random() >= SET_BACK:
         return made
     kind = chance.choice(list(kinds))
-    # what was purged since cannot be sent again
-    made = replace(made, purge=made.purge and kind in OF_SOURCE)
-    return _with(_with(made, chance, kinds[kind]), chance, kind, last=True)
+    return _kept(_with(_with(made, chance, kinds[kind]), chance, kind, last=True))
+
+
+def _kept(made: Plan) -> Plan:
+    """A plan without a purge if a destination is set back: what is gone cannot be sent again."""
+    backs = {fault.kind for fault in made.faults if fault.kind.startswith("set_back")}
+    return replace(made, purge=made.purge and not backs - {*OF_SOURCE})
 
 
 def visited(made: Plan) -> Plan:
