@@ -7,6 +7,7 @@ does any table of the schema. The one exception is the schema's revision.
 
 from saf.database.arrays import array
 from saf.database.asking import (
+    DURABLY,
     LOST,
     NoAnswer,
     fetch,
@@ -25,6 +26,7 @@ from saf.database.sqlstates import Meaning, meaning, translated
 
 __all__ = [
     "CONNECT_TIMEOUT_SECONDS",
+    "DURABLY",
     "HAS_SCHEMA",
     "LOST",
     "REVISION",

@@ -29,6 +29,9 @@ LOST = (
 )
 """The errors of a connection that is gone, or over which a question has had no complete answer."""
 
+DURABLY = "SET LOCAL synchronous_commit = on"
+"""The statement after which a transaction's commit waits for the disk, whatever the default."""
+
 FOR_A_PERSON = (Meaning.NO_RIGHT, Meaning.READ_ONLY, Meaning.INCOMPLETE)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import psycopg
 
-from saf.database import fetch
+from saf.database import DURABLY, fetch
 from saf.log.cursor import Batch
 
 RESULT = ("part", "key", "message_type", "headers", "body")
@@ -95,7 +95,7 @@ def keep(
     there = {row[0] for row in kept(connection, batch, messages)}
     new = [place for place, id_ in enumerate(results["id"]) if id_ not in there]
     if new:
-        connection.execute("SET LOCAL synchronous_commit = on")
+        connection.execute(DURABLY)
         columns = {name: [column[place] for place in new] for name, column in results.items()}
         more = {"subscription_id": batch.subscription_id, "batch": batch.number}
         connection.execute(KEEP, columns | more)

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.columns import COLUMNS
+from saf.database import DURABLY
 from saf.dialogs.statements import TELL
 from saf.engine.parts import Part
 from saf.engine.source_session import SourceSession
@@ -133,7 +134,12 @@ class SetAside:
         return expired if pc.any(expired).as_py() else None
 
     def write(self, source: psycopg.Connection[Any]) -> None:
-        """Write all of it, in the caller's transaction."""
+        """Write all of it, in the caller's transaction, whose commit then waits for the disk.
+
+        That of a position need not. But a later chunk's watermark may pass what is set aside here,
+        and would drop it if a crash let it come again.
+        """
+        source.execute(DURABLY)
         subscription_id = self.work.batch.subscription_id
         rows: list[dict[str, Any]] = []
         for destination in {part.waits_at for part in self.parked}:
@@ -177,6 +183,7 @@ class SetAside:
 
     def write_from_lanes(self, source: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
         """Write it for messages that were parked before: those that have gone leave their lane."""
+        source.execute(DURABLY)
         subscription_id = self.work.batch.subscription_id
         gone = [number for number in parked_ids if number not in self._staying]
         if self.parked:

@@ -50,7 +50,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from saf.database import array, fetch
+from saf.database import DURABLY, array, fetch
 from saf.errors import Fenced
 from saf.log.shards import NEWEST, THIS_ROW, Member
 
@@ -321,7 +321,7 @@ def attempt(connection: psycopg.Connection[Any], batch: Batch, position: int) ->
     Return, for each shard, the id up to which rows had been attempted before: they are not sent
     again. Call it in a transaction, and send after its commit.
     """
-    connection.execute("SET LOCAL synchronous_commit = on")
+    connection.execute(DURABLY)
     before = _write(connection, ATTEMPTED, batch)
     _write(connection, ATTEMPT, batch, position=position)
     return dict(before)

@@ -16,7 +16,7 @@ from uuid import UUID
 
 import psycopg
 
-from saf.database import fetch
+from saf.database import DURABLY, fetch
 from saf.routing.route_choices import NOTED_SECONDS
 
 
@@ -73,7 +73,7 @@ def keep(
     Call it in a transaction. Store no message of these keys anywhere before this has committed, and
     let that commit be durable.
     """
-    connection.execute("SET LOCAL synchronous_commit = on")
+    connection.execute(DURABLY)
     params = {
         "router": router,
         "keys": list(new),

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from saf.database import fetch
+from saf.database import DURABLY, fetch
 
 NOTED_SECONDS = 86400.0
 """How long after its use was noted a choice's next use is not noted, in seconds."""
@@ -110,7 +110,7 @@ def choose(
     gone = [asker for asker, (destination, _) in known.items() if destination not in among[asker]]
     if not unnoted and not gone and len(known) == len(among):
         return {asker: destination for asker, (destination, _) in known.items()}
-    connection.execute("SET LOCAL synchronous_commit = on")
+    connection.execute(DURABLY)
     if unnoted:
         connection.execute(USED, _columns(unnoted))
     if gone:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from saf.broker.embedded import EmbeddedServer
+from saf.broker.migrate import migrate
 from saf.database import Dsn
 from saf.engine.source_session import SourceSession
 from saf.failpoints import arm
@@ -82,6 +84,31 @@ def test_messages_behind_a_missing_route_are_not_lost_when_it_leads_on_after_a_c
         forward(app, mom=mom)
     assert [body for body in bodies(mom) if body[0] == "s"] == ["s0", "s1"]
     assert [body for body in bodies(mom) if body[0] == "b"] == ["b0", "b1"]
+
+
+def test_what_is_set_aside_is_durable_before_a_later_chunk_passes_it(
+    own_server: EmbeddedServer, mom: Dsn
+) -> None:
+    """Marks of the source do not wait for the disk, and the destination's server is another one."""
+    app = own_server.create_database("app")
+    migrate(app)
+    know(mom, "billing")
+    with connect(app) as connection:
+        # the log writer would flush by itself within 3 x this
+        connection.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")
+        connection.execute("SELECT pg_reload_conf()")
+        for service, body in (("shipping", "s0"), ("billing", "b0")):
+            send_to(connection, service, body)
+    with Cycle(app, forwarding_rules("exactly_once", 1, mom=mom)) as cycle:
+        cycle.open()
+        cycle.deliver()
+        own_server.stop_immediately()
+    own_server.start()
+    know(mom, "shipping")
+    for _ in range(3):
+        let_time_pass(app)
+        forward(app, mom=mom)
+    assert sorted(bodies(mom)) == ["b0", "s0"]
 
 
 def test_a_rejected_message_is_not_lost_when_the_destination_is_mended_after_a_crash(

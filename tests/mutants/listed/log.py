@@ -57,7 +57,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an attempt is not durable",
         CURSOR,
-        """connection.execute("SET LOCAL synchronous_commit = on")
+        """connection.execute(DURABLY)
     before""",
         """connection.execute("SET LOCAL synchronous_commit = off")
     before""",

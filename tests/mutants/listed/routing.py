@@ -78,14 +78,14 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a choice is not durable",
         CHOICES,
-        'connection.execute("SET LOCAL synchronous_commit = on")',
+        "connection.execute(DURABLY)",
         'connection.execute("SET LOCAL synchronous_commit = off")',
         DURABLE,
     ),
     mutant(
         "a resolution is not durable",
         "saf/routing/resolved.py",
-        'connection.execute("SET LOCAL synchronous_commit = on")',
+        "connection.execute(DURABLY)",
         'connection.execute("SET LOCAL synchronous_commit = off")',
         DURABLE,
     ),

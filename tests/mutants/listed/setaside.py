@@ -23,6 +23,17 @@ SCHEDULE = (
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "what is set aside with a position does not wait for the disk",
+        ASIDE,
+        """if a crash let it come again.
+        \"""
+        source.execute(DURABLY)""",
+        """if a crash let it come again.
+        \"""
+        source.execute(DURABLY[:-2] + "off")""",
+        f"{CRASH}::test_what_is_set_aside_is_durable_before_a_later_chunk_passes_it",
+    ),
+    mutant(
         "a page of lanes begins with the one that the page before has ended with",
         WAITING,
         "            > ({",
