@@ -94,6 +94,7 @@ MEMBERSHIP: Rights = {
             "attempted",
             "route_version",
             "opened_at",
+            "set_aside_at",
             "allowance",
             "until",
             "cuts",
