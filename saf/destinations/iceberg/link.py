@@ -19,7 +19,7 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 
 from psycopg.conninfo import make_conninfo
 from pyiceberg.catalog import Catalog
-from pyiceberg.catalog.sql import IcebergTables, SqlCatalog
+from pyiceberg.catalog.sql import IcebergNamespaceProperties, IcebergTables, SqlCatalog
 from pyiceberg.exceptions import (
     CommitFailedException,
     ForbiddenError,
@@ -180,8 +180,9 @@ class Link:
                 next(file.parent.iterdir(), None)  # raises if there is no folder
                 return None
             catalog = self._open(make=False)
-            made = not isinstance(catalog, SqlCatalog) or inspect(catalog.engine).has_table(
-                IcebergTables.__tablename__
+            made = not isinstance(catalog, SqlCatalog) or all(
+                inspect(catalog.engine).has_table(one.__tablename__)
+                for one in (IcebergTables, IcebergNamespaceProperties)
             )
             if not made:
                 catalog.close()
