@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import urllib.error
 import urllib.request
@@ -25,7 +26,9 @@ def scrape(port: int) -> str:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
             text: str = answer.read().decode()
-    except (urllib.error.URLError, ConnectionError):
+    # where nobody listens yet, the kernel may connect a client with itself, and it reads its own
+    # request
+    except (urllib.error.URLError, ConnectionError, http.client.BadStatusLine):
         return ""
     return text
 
