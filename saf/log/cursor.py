@@ -228,13 +228,9 @@ RETURNING c.shard
 # commit got lost, the position shows that the commit has happened.
 LOCK_CURSORS = f"SELECT c.shard, c.position FROM saf.cursor c, {MINE} FOR UPDATE OF c"
 
-# Also where the batch was closed in the same transaction. A deep batch of which every chunk sets
-# something aside does not make the row long: a mark that names an older time has had no answer for
-# so many chunks, so what it covers is parked, which explains the mark as well.
+# Also where the batch was closed in the same transaction
 NOTE_SET_ASIDE = f"""
-UPDATE saf.cursor c SET set_aside_at =
-    (array_append(c.set_aside_at, now()))[greatest(1, cardinality(c.set_aside_at) - 98):]
-FROM {SAME}
+UPDATE saf.cursor c SET set_aside_at = array_append(c.set_aside_at, now()) FROM {SAME}
 RETURNING c.shard, c.set_aside_at
 """
 

@@ -12,8 +12,6 @@ from saf.database import Dsn, fetch
 from saf.engine.source_session import SourceSession
 from saf.engine.work import Receipt
 from saf.failpoints import arm
-from saf.log.cursor import in_hand, note_set_aside
-from saf.log.shards import Member
 from saf.routing.matching import KEY, PYTHON
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
@@ -54,24 +52,6 @@ def errors(receipts: list[Receipt]) -> set[str | None]:
 
 
 # With the position
-
-
-def test_a_batch_knows_the_last_hundred_times_at_which_it_was_set_aside(
-    app: Dsn, source: psycopg.Connection[Any]
-) -> None:
-    send(source, "one")
-    with Cycle(app, forwarding_rules(mom=NOWHERE)) as cycle:
-        (work,) = cycle.open()
-        for _ in range(103):
-            times = note_set_aside(source, work.batch)
-        assert {len(some) for some in times.values()} == {100}
-        assert all(some == sorted({*some}) for some in times.values())
-        batch = work.batch
-        member = Member(
-            subscription_id=batch.subscription_id, lease_seconds=60, member_id=batch.owner
-        )
-        (again,) = in_hand(source, "outbox", member)
-        assert again.set_aside_at == times
 
 
 def test_what_is_parked_commits_with_the_position_that_passes_it(

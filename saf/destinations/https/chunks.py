@@ -147,9 +147,7 @@ def _given(said: Mapping[str, Any], rows: pa.Table) -> Given:
             position=0,
             route_version=None,
             opened_at=opened_at,
-            set_aside_at={
-                int(shard): _moments(times) for shard, times in said.get("set_aside_at", ())
-            },
+            set_aside_at={int(shard): _moments(times) for shard, times in said["set_aside_at"]},
             epochs=tuple((int(shard), int(epoch)) for shard, epoch in said["epochs"]),
         ),
         rows=rows,
