@@ -473,12 +473,6 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             pg.ARRAY(Xid8),
             comment="where the next batches of a deep backlog may end; see saf.claim",
         ),
-        sa.Column(
-            "set_aside_at",
-            pg.ARRAY(sa.DateTime(timezone=True)),
-            comment="when messages of the open batch were set aside; a destination's mark says the "
-            "last of these times, or opened_at",
-        ),
         sa.ForeignKeyConstraint(
             ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
         ),

@@ -94,7 +94,6 @@ MEMBERSHIP: Rights = {
             "attempted",
             "route_version",
             "opened_at",
-            "set_aside_at",
             "allowance",
             "until",
             "cuts",

@@ -16,12 +16,6 @@ A number alone is not enough, because the same numbers are given again after a s
 also says when its batch was opened. For messages that a person sends again, or that have found a
 route, it says when that happened (saf.parked.opened_at).
 
-A mark passes what was set aside. A source that was set back to a moment at which it had the batch
-in hand, and had set nothing aside, would send such a message again, and the mark would say that it
-is stored. So what is still to be stored of a batch is another version of it whenever messages of it
-were set aside; the source keeps these times (saf.cursor.set_aside_at), and the mark says the last
-one. A source that does not know a mark's time was set back.
-
 A mark is moved, and remembered, only for shards of the chunk's messages. So a quiet shard or
 destination costs nothing, and a busy one costs a row per shard and chunk on either side.
 
@@ -117,8 +111,7 @@ class Mark:
     batch: int = 0
     position: int = 0
     opened_at: datetime | None = None
-    """When the batch was opened that was open when the mark was moved, or when messages of it were
-    last set aside before that."""
+    """When the batch was opened that was open when the mark was moved."""
     acknowledged: bool = False
     """Whether the source remembers the mark; it need not remember marks of at_most_once."""
 
@@ -147,12 +140,6 @@ class InHand:
 
     batch: int
     opened_at: datetime | None
-    set_aside_at: Sequence[datetime] = ()
-    """When messages of it were set aside."""
-
-    def knows(self, mark: Mark) -> bool:
-        """Whether a mark was moved while the source had this batch in hand, as it remembers it."""
-        return mark.opened_at is not None and mark.opened_at in (self.opened_at, *self.set_aside_at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +291,7 @@ def _is_ahead(lane: str, mark: Mark, known: Mark, in_hand: InHand | None) -> boo
         return False
     if in_hand is None:
         return True
-    if in_hand.knows(mark):
+    if mark.opened_at is not None and mark.opened_at == in_hand.opened_at:
         return False
     if mark.acknowledged:
         return True

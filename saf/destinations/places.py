@@ -69,19 +69,11 @@ def refuse(
     newer = [(lane, shard) for (lane, shard), epoch in epochs.items() if epoch > mine[shard]]
     if newer:
         raise Fenced(where, shards_of(newer))
-    batch = chunk.batch
-    in_hand = {
-        shard: InHand(
-            batch=batch.number,
-            opened_at=batch.opened_at,
-            set_aside_at=batch.set_aside_at.get(shard, ()),
-        )
-        for shard in mine
-    }
+    in_hand = InHand(batch=chunk.batch.number, opened_at=chunk.batch.opened_at)
     needed = set(touched(chunk))
     known = {place: mark for place, mark in chunk.known.items() if place in needed}
     there = {place: mark for place, mark in marks.items() if place in needed}
-    differ = compare(there, known, in_hand)
+    differ = compare(there, known, dict.fromkeys(mine, in_hand))
     if differ.behind:
         raise Behind(where, shards_of(differ.behind), differ.since, differ.lower)
     if differ.ahead:
@@ -159,7 +151,7 @@ def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
         mark = Mark(
             batch=row.get("batch", chunk.batch.number),
             position=row["id"],
-            opened_at=row.get("opened_at", chunk.batch.versions(place[1])[-1]),
+            opened_at=row.get("opened_at", chunk.batch.opened_at),
             acknowledged=answered,
         )
         before = marks.get(place, NOTHING)

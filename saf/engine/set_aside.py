@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from operator import itemgetter
 from typing import Any
 from uuid import UUID
@@ -25,7 +24,7 @@ from saf.engine.source_session import SourceSession
 from saf.engine.work import Work
 from saf.errors import SafError
 from saf.failpoints import fail_point
-from saf.log.cursor import lock_cursors, note_set_aside
+from saf.log.cursor import lock_cursors
 from saf.message import MAX_BODY
 from saf.setaside import backoff, dead, parking
 from saf.setaside.dead import AsStored
@@ -69,8 +68,6 @@ class SetAside:
     parked_messages: int = 0
     _staying: set[int] = field(default_factory=set)
     """The messages that were parked before and stay so."""
-    _noted: dict[int, list[datetime]] = field(default_factory=dict)
-    """When messages of the batch were set aside, as soon as that is committed."""
 
     @property
     def ahead(self) -> bool:
@@ -156,8 +153,6 @@ class SetAside:
         self._postpone(source)
         self._bury(source)
         backoff.succeeded(source, subscription_id, self.opened)
-        if self.ahead:
-            self._noted = note_set_aside(source, self.work.batch)
 
     def write_ahead(self, source_session: SourceSession) -> None:
         """Write what has been gathered so far, if a watermark must not pass it before."""
@@ -179,9 +174,7 @@ class SetAside:
         fail_point("set_aside")
 
     def written(self) -> None:
-        """Note that what has been gathered so far is written, and committed."""
-        self.work.batch.set_aside_at.update(self._noted)
-        self._noted = {}
+        """Note that what has been gathered so far is written."""
         self.parked_messages += sum(part.rows.num_rows for part in self.parked)
         self.opened.clear()
         self.parked.clear()
@@ -246,11 +239,11 @@ class SetAside:
             "destination": part.waits_at,
             "quality": part.quality,
             "batch": self.work.batch.number,
+            "opened_at": self.work.batch.opened_at,
         }
         dicts = self._dicts(part.rows, **more)
         for row, lane in zip(dicts, part.by_row, strict=True):
-            opened_at = self.work.batch.versions(row["shard"])[-1]
-            yield {**row, **lane, "position": row["id"], "opened_at": opened_at}
+            yield {**row, **lane, "position": row["id"]}
 
     def _dicts(self, rows: pa.Table, **more: object) -> Iterator[dict[str, Any]]:
         more = {**more, "subscription_id": self.work.batch.subscription_id}

@@ -143,7 +143,7 @@ SOME = {
     ("member", "i"): "member_id subscription_id name lease_until",
     ("member", "u"): "lease_until stopping",
     ("cursor", "u"): "owner epoch batch done open position attempted route_version opened_at "
-    "allowance until cuts set_aside_at",
+    "allowance until cuts",
     ("cursor", "i"): "subscription_id shard done",
     ("subscription", "i"): "name log service stream",
     ("route", "i"): "service broker destination quality enabled expires_at comment local",

@@ -6,9 +6,8 @@ comes is not trusted to be what it says: it is checked before any of it is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -74,10 +73,6 @@ def body_of(chunk: Chunk, *, store: bool, exactly_once: bool = False) -> pa.Buff
         source=str(chunk.source),
         batch=batch.number,
         opened_at=batch.opened_at.isoformat(),
-        set_aside_at=[
-            [shard, [one.isoformat() for one in times]]
-            for shard, times in sorted(batch.set_aside_at.items())
-        ],
         epochs=batch.epochs,
         prefix=chunk.prefix,
         known=of_marks(chunk.known),
@@ -127,10 +122,6 @@ def _typed(rows: pa.Table, *, messages: bool) -> pa.Table:
     return pa.table({**columns, ROW: pa.array(range(rows.num_rows), pa.int32())})
 
 
-def _moments(times: Iterable[str]) -> list[datetime]:
-    return [at for at in map(moment, times) if at is not None]
-
-
 def _given(said: Mapping[str, Any], rows: pa.Table) -> Given:
     opened_at = moment(said["opened_at"])
     if opened_at is None:
@@ -147,7 +138,6 @@ def _given(said: Mapping[str, Any], rows: pa.Table) -> Given:
             position=0,
             route_version=None,
             opened_at=opened_at,
-            set_aside_at={int(shard): _moments(times) for shard, times in said["set_aside_at"]},
             epochs=tuple((int(shard), int(epoch)) for shard, epoch in said["epochs"]),
         ),
         rows=rows,

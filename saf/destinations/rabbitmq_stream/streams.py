@@ -212,7 +212,7 @@ class Streams:
         ):
             mark = Mark(
                 batch=row.get("batch", chunk.batch.number),
-                opened_at=row.get("opened_at", chunk.batch.versions(one[1])[-1]),
+                opened_at=row.get("opened_at", chunk.batch.opened_at),
                 acknowledged=chunk.prefix != ONCE,
             )
             begun[one] = Begun(epoch=epochs[one[1]], mark=mark, streams=tuple(sorted(streams[one])))

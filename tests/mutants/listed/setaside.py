@@ -17,26 +17,11 @@ ONCE, ISOLATED, LETTERS = (
     "contract/test_dead_letters.py",
 )
 CRASH = "contract/test_set_aside_crash.py"
-SET_BACK = "contract/test_set_back.py"
 SCHEDULE = (
     f"{ISOLATED}::test_attempts_follow_service_brokers_schedule_over_restarts_and_success_resets_it"
 )
 
 MUTANTS: list[Mutant] = [
-    mutant(
-        "what is set aside makes no other version of its batch",
-        ASIDE,
-        "            self._noted = note_set_aside(source, self.work.batch)",
-        "            pass",
-        f"{SET_BACK}::test_a_set_back_that_only_what_was_set_aside_since_shows_is_noticed",
-    ),
-    mutant(
-        "a source knows a batch only as it was opened",
-        "saf/destinations/marks.py",
-        "mark.opened_at in (self.opened_at, *self.set_aside_at)",
-        "mark.opened_at == self.opened_at",
-        f"{CRASH}::test_a_service_made_known_after_a_crash_gets_what_was_about_to_be_parked",
-    ),
     mutant(
         "what is set aside with a position does not wait for the disk",
         ASIDE,
