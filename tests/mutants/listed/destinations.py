@@ -207,7 +207,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a batch of the same number is the same batch",
         "saf/destinations/marks.py",
-        "if in_hand.knows(mark):",
+        "if mark.opened_at is not None and mark.opened_at == in_hand.opened_at:",
         "if mark.batch == in_hand.batch:",
         f"{HONEST}::"
         "test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_until_rebased",
