@@ -473,6 +473,11 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             pg.ARRAY(Xid8),
             comment="where the next batches of a deep backlog may end; see saf.claim",
         ),
+        sa.Column(
+            "set_aside_at",
+            pg.ARRAY(sa.DateTime(timezone=True)),
+            comment="the last times at which messages of the shard were set aside",
+        ),
         sa.ForeignKeyConstraint(
             ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
         ),
@@ -513,6 +518,12 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             server_default=sa.false(),
             comment="whether the source remembers it too; false of one that nothing has moved, or "
             "before sources did, and of at_most_once",
+        ),
+        sa.Column(
+            "set_aside_at",
+            moment,
+            comment="of the shard's own lane: when the source had last set aside messages of the "
+            "shard; NULL if it had not",
         ),
         # the batch for the same reason as in saf.cursor
         sa.PrimaryKeyConstraint("source", "shard", "lane", "batch"),

@@ -82,7 +82,7 @@ class Peer:
 
     def fill(self, messages: int, size: int) -> None:
         """So many pending, and nowhere any that has arrived."""
-        with self._stage.app.connect(role="bench", autocommit=True) as connection:
+        with self._stage.app.connect(role="application", autocommit=True) as connection:
             self.module.empty(connection)
             if messages:
                 self.module.add(connection, messages, size)

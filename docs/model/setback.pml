@@ -2,11 +2,13 @@
  *
  * A copy is taken at any time, and restored at any later time: of the source, of the destination,
  * or of both. Ids, batches and positions are then given again, to other messages. One forwarder
- * goes on; what it is refused for is repaired by `saf rebase` (saf.repair).
+ * goes on; what it is refused for is repaired by `saf rebase` (saf.repair). A message may be set
+ * aside instead of being stored, and so may messages for another destination.
  *
- * Proven: at the next contact after a set-back, nothing is dropped that is not there, and nothing
- * goes on while the destination lacks what the source takes for delivered; after the repairs, all
- * that the source still has is at the destination; and it comes to an end.
+ * Proven: at the next contact after a set-back, nothing is dropped that is neither there nor set
+ * aside, and nothing goes on while the destination lacks what the source takes for delivered; after
+ * the repairs, all that the source still has is at the destination or set aside; nothing is refused
+ * if neither was set back; and it comes to an end.
  *
  * What nobody asks about is not noticed, so the last thing that happens is that a message is sent.
  */
@@ -16,6 +18,9 @@
 #endif
 #ifndef FAULTS
 #define FAULTS 1
+#endif
+#ifndef REJECTIONS
+#define REJECTIONS 1
 #endif
 #define BIT(n) (1 << (n))
 #define NUMBER(batch, id) ((batch) * 8 + (id))
@@ -27,10 +32,13 @@ typedef Source {
     byte batch, opened_at, done, open, position;
     bool is_open;
     byte acknowledged, acknowledged_at;                     /* a mark: its number, its opened_at */
-    byte again                  /* ids that are parked to be sent again */
+    byte again;                 /* ids that are parked to be sent again */
+    byte aside;                 /* ids that are set aside */
+    int noted;                  /* when messages were, as bits, */
+    byte newest                 /* and the last time */
 }
 typedef Destination {
-    byte mark, marked_at;
+    byte mark, marked_at, set_aside_at;
     byte stored                 /* what messages say, as bits */
 }
 Source source, source_copy;
@@ -38,7 +46,7 @@ Destination there, there_copy;
 byte next_message = 1, now;
 bool source_is_copied, destination_is_copied;
 byte source_life, destination_life;
-byte faults = FAULTS;
+byte faults = FAULTS, rejections = REJECTIONS;
 bool is_over;
 
 inline copy_source(from, to)
@@ -52,12 +60,19 @@ inline copy_source(from, to)
     to.sent = from.sent; to.batch = from.batch; to.opened_at = from.opened_at; to.done = from.done;
     to.open = from.open; to.position = from.position; to.is_open = from.is_open;
     to.acknowledged = from.acknowledged; to.acknowledged_at = from.acknowledged_at;
-    to.again = from.again
+    to.again = from.again; to.aside = from.aside; to.noted = from.noted;
+    to.newest = from.newest
 }
 
 inline copy_destination(from, to)
 {
-    to.mark = from.mark; to.marked_at = from.marked_at; to.stored = from.stored
+    to.mark = from.mark; to.marked_at = from.marked_at; to.stored = from.stored;
+    to.set_aside_at = from.set_aside_at
+}
+
+inline note()                   /* cursor.note_set_aside */
+{
+    rejections--; now++; source.newest = now; source.noted = source.noted | BIT(now)
 }
 
 proctype World()
@@ -69,6 +84,7 @@ proctype World()
            next_message < MESSAGES ->
            source.sent++; source.says[source.sent] = next_message; next_message++
        }
+    :: atomic { rejections > 0 -> note() }                  /* for another destination */
     :: atomic { !source_is_copied -> source_is_copied = true; copy_source(source, source_copy) }
     :: atomic {
            !destination_is_copied -> destination_is_copied = true;
@@ -101,8 +117,14 @@ proctype World()
 #else
 #define KNOWN source.acknowledged
 #endif
+#define IS_ASIDE(row) (source.aside & BIT(row))
 #define BEHIND (there.mark < KNOWN)                         /* marks.compare */
-#define AHEAD (there.mark != 0 && !IS_THE_ACKNOWLEDGED && !IS_OF_THIS_BATCH)
+#ifdef ONLY_MARKS               /* planted: a set-back that only what was set aside shows is unknown */
+#define HAS_FORGOTTEN false
+#else
+#define HAS_FORGOTTEN (there.set_aside_at != 0 && !(source.noted & BIT(there.set_aside_at)))
+#endif
+#define AHEAD (HAS_FORGOTTEN || there.mark != 0 && !IS_THE_ACKNOWLEDGED && !IS_OF_THIS_BATCH)
 #ifdef NOT_SENT_AGAIN           /* planted: a destination is let go on, and nothing is sent again */
 #define SEND_AGAIN skip
 #else
@@ -115,6 +137,16 @@ proctype World()
 #endif
 
 /* what the source takes for delivered, and the destination has not */
+inline remember()               /* rebase.REMEMBER_SET_ASIDE */
+{
+    if
+    :: there.set_aside_at != 0 ->
+        source.noted = source.noted | BIT(there.set_aside_at);
+        source.newest = (there.set_aside_at > source.newest -> there.set_aside_at : source.newest)
+    :: else
+    fi
+}
+
 inline find_lost()
 {
     lost = 0;
@@ -123,7 +155,8 @@ inline find_lost()
     :: row <= source.sent ->
         if
         :: (row <= source.done || source.is_open && row <= source.position) &&
-           !(there.stored & BIT(source.says[row])) && !(source.again & BIT(row)) ->
+           !(there.stored & BIT(source.says[row])) && !(source.again & BIT(row)) &&
+           !IS_ASIDE(row) ->
             lost = lost | BIT(row)
         :: else
         fi;
@@ -158,13 +191,16 @@ ask:
            fi;
            if
            :: BEHIND ->                                     /* saf rebase: send_again.send_again */
+               assert(source_life || destination_life);     /* no false alarm */
                find_lost();
                SEND_AGAIN;
                lost = 0;
                source.acknowledged = there.mark; source.acknowledged_at = there.marked_at;
                goto ask
            :: !BEHIND && AHEAD ->                           /* saf rebase: rebase._go_on_after */
+               assert(source_life);                         /* no false alarm */
                SHIFT;
+               remember();
                source.acknowledged = there.mark; source.acknowledged_at = there.marked_at;
                goto ask
            :: else
@@ -186,9 +222,13 @@ ask:
            do
            :: row <= source.open ->
                if
-               :: NUMBER(source.batch, row) > there.mark ->
-                   there.stored = there.stored | BIT(source.says[row])
-               :: else -> assert(there.stored & BIT(source.says[row]))  /* not dropped silently */
+               :: NUMBER(source.batch, row) > there.mark && !IS_ASIDE(row) ->
+                   if
+                   :: there.stored = there.stored | BIT(source.says[row])
+                   :: rejections > 0 -> note(); source.aside = source.aside | BIT(row)
+                   fi
+               :: else ->
+                   assert(there.stored & BIT(source.says[row]) || IS_ASIDE(row))  /* not dropped silently */
                fi;
                to = row;
                row++;
@@ -196,6 +236,10 @@ ask:
            :: else -> break
            od;
            row = 0;
+           if
+           :: to && source.newest > there.set_aside_at -> there.set_aside_at = source.newest
+           :: else
+           fi;
            if
            :: to && NUMBER(source.batch, to) > there.mark ->
                there.mark = NUMBER(source.batch, to); there.marked_at = source.opened_at
@@ -230,7 +274,8 @@ end:
     atomic {
         row = 1;
         do
-        :: row <= source.sent -> assert(there.stored & BIT(source.says[row])); row++ /* nothing lost */
+        :: row <= source.sent ->
+            assert(there.stored & BIT(source.says[row]) || IS_ASIDE(row)); row++  /* nothing lost */
         :: else -> break
         od                                                  /* nothing is lost */
     }

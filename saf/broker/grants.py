@@ -94,6 +94,7 @@ MEMBERSHIP: Rights = {
             "attempted",
             "route_version",
             "opened_at",
+            "set_aside_at",
             "allowance",
             "until",
             "cuts",
@@ -257,7 +258,10 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "watermark": {
                 "SELECT": WHOLE,
                 "INSERT": WHOLE,
-                "UPDATE": ("epoch", "batch", "position", "opened_at", "acknowledged"),
+                "UPDATE": (
+                    *("epoch", "batch", "position"),
+                    *("opened_at", "acknowledged", "set_aside_at"),
+                ),
             },
             "acknowledged": {
                 "SELECT": WHOLE,

@@ -16,6 +16,12 @@ A number alone is not enough, because the same numbers are given again after a s
 also says when its batch was opened. For messages that a person sends again, or that have found a
 route, it says when that happened (saf.parked.opened_at).
 
+A mark passes what was set aside: a source that was set back to a moment at which it had such a
+message in hand or parked would send it again, and find it stored. So the source notes, for each
+shard, when messages were set aside (saf.cursor.set_aside_at), before it lets a mark pass them. The
+mark of the shard's own lane, which every delivery meets, says the last of these times. A source
+that does not know that time was set back.
+
 A mark is moved, and remembered, only for shards of the chunk's messages. So a quiet shard or
 destination costs nothing, and a busy one costs a row per shard and chunk on either side.
 
@@ -36,6 +42,7 @@ from uuid import UUID
 import psycopg
 
 from saf.database import array, fetch
+from saf.log.cursor import TIMES
 from saf.log.shards import LAST
 from saf.setaside.lane import BROKER, Kind, Lane, given
 
@@ -114,13 +121,26 @@ class Mark:
     """When the batch was opened that was open when the mark was moved."""
     acknowledged: bool = False
     """Whether the source remembers the mark; it need not remember marks of at_most_once."""
+    set_aside_at: datetime | None = None
+    """In a destination's own lane, when the source had last set aside messages of the shard."""
 
     @classmethod
     def of(
-        cls, batch: int, position: int, opened_at: datetime | None, acknowledged: bool = True
+        cls,
+        batch: int,
+        position: int,
+        opened_at: datetime | None,
+        acknowledged: bool = True,
+        set_aside_at: datetime | None = None,
     ) -> Mark:
         """Make a mark from a row of saf.watermark or of saf.acknowledged."""
-        return cls(batch=batch, position=position, opened_at=opened_at, acknowledged=acknowledged)
+        return cls(
+            batch=batch,
+            position=position,
+            opened_at=opened_at,
+            acknowledged=acknowledged,
+            set_aside_at=set_aside_at,
+        )
 
     @property
     def number(self) -> tuple[int, int]:
@@ -140,6 +160,24 @@ class InHand:
 
     batch: int
     opened_at: datetime | None
+    set_aside_at: Sequence[datetime] = ()
+    """The last times at which messages of the shard were set aside, ascending."""
+
+    def has_forgotten(self, mark: Mark) -> bool:
+        """Whether messages were set aside before a mark was moved, and the source knows nothing.
+
+        Of times before all that it remembers, nobody can tell.
+
+        >>> first, second = datetime(2026, 1, 30), datetime(2026, 1, 31)
+        >>> mark = Mark(set_aside_at=second)
+        >>> [InHand(batch=1, opened_at=None, set_aside_at=times).has_forgotten(mark)
+        ...  for times in ([first, second], [first], [])]
+        [False, True, True]
+        """
+        at, known = mark.set_aside_at, self.set_aside_at
+        if at is None or at in known:
+            return False
+        return len(known) < TIMES or at > known[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,24 +58,37 @@ def refuse(
 ) -> None:
     """Raise if a destination must not store a chunk, by its epochs and marks.
 
-    The epochs are those of `guarded` places; of ``marks``, only those of `touched` places count.
+    The epochs and marks are those of `guarded` places. How far a place is counts only where it is
+    `touched`.
 
     Raises:
         Fenced: it has met a newer owner.
         Behind: it no longer has what it has acknowledged.
-        Ahead: it has stored what the source does not know.
+        Ahead: it has stored what the source does not know; without marks, if it knows of messages
+            that were set aside and the source does not.
     """
     mine = dict(chunk.batch.epochs)
     newer = [(lane, shard) for (lane, shard), epoch in epochs.items() if epoch > mine[shard]]
     if newer:
         raise Fenced(where, shards_of(newer))
-    in_hand = InHand(batch=chunk.batch.number, opened_at=chunk.batch.opened_at)
+    batch = chunk.batch
+    in_hand = {
+        shard: InHand(
+            batch=batch.number,
+            opened_at=batch.opened_at,
+            set_aside_at=batch.set_aside_at.get(shard, ()),
+        )
+        for shard in mine
+    }
     needed = set(touched(chunk))
     known = {place: mark for place, mark in chunk.known.items() if place in needed}
     there = {place: mark for place, mark in marks.items() if place in needed}
-    differ = compare(there, known, dict.fromkeys(mine, in_hand))
+    differ = compare(there, known, in_hand)
     if differ.behind:
         raise Behind(where, shards_of(differ.behind), differ.since, differ.lower)
+    forgotten = [place for place, mark in marks.items() if in_hand[place[1]].has_forgotten(mark)]
+    if forgotten:
+        raise Ahead(where, shards_of(forgotten))
     if differ.ahead:
         ahead = {place: marks[place] for place in differ.ahead}
         raise Ahead(where, shards_of(ahead), ahead)
@@ -112,7 +125,8 @@ class Verdict:
     wrong: AnotherBroker | UnknownService | None
     """Why they must not be stored. The epochs rise nevertheless."""
     moved: Mapping[Place, Mark]
-    """The marks after it, for the places of the chunk's messages; none if it is wrong."""
+    """The marks that move: of the places of the chunk's messages, and what `noting` returns; none
+    if it is wrong."""
 
 
 def judged(
@@ -138,7 +152,7 @@ def judged(
 
 
 def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
-    """Return the marks after a chunk is stored, for the places of its messages."""
+    """Return the marks that move when a chunk is stored: of its messages' places, and `noting`."""
     rows, answered = chunk.rows, chunk.prefix != ONCE  # nobody waits for the answer to at_most_once
     if not rows.num_rows:
         return {}
@@ -157,8 +171,24 @@ def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
         before = marks.get(place, NOTHING)
         if mark.number <= before.number:
             mark = replace(before, acknowledged=answered)
-        moved[place] = mark
-    return moved
+        moved[place] = replace(mark, set_aside_at=before.set_aside_at)
+    return moved | noting(chunk, {**marks, **moved})
+
+
+def noting(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
+    """Return the marks that do not say yet when messages were last set aside.
+
+    They are those of the destination's own lane, in the shards of the chunk's messages.
+    """
+    times = chunk.batch.set_aside_at
+    if not times:
+        return {}
+    new = {}
+    for shard in times.keys() & {*pc.unique(chunk.rows["shard"]).to_pylist()}:
+        mark, newest = marks.get((MAIN, shard), NOTHING), times[shard][-1]
+        if mark.set_aside_at is None or mark.set_aside_at < newest:
+            new[MAIN, shard] = replace(mark, set_aside_at=newest)
+    return new
 
 
 def beyond(

@@ -19,7 +19,8 @@ def written(epoch: int, mark: Mark) -> str:
     '3 5 90 1 -'
     """
     moment = mark.opened_at.isoformat() if mark.opened_at else "-"
-    return f"{epoch} {mark.batch} {mark.position} {int(mark.acknowledged)} {moment}"
+    aside = f" {mark.set_aside_at.isoformat()}" if mark.set_aside_at else ""
+    return f"{epoch} {mark.batch} {mark.position} {int(mark.acknowledged)} {moment}{aside}"
 
 
 def read(text: str) -> tuple[int, Mark]:
@@ -30,9 +31,11 @@ def read(text: str) -> tuple[int, Mark]:
     """
     if text == ABSENT:
         return 0, NOTHING
-    epoch, batch, position, acknowledged, moment = text.split(" ")
+    epoch, batch, position, acknowledged, moment, *aside = text.split(" ")
     opened_at = None if moment == "-" else datetime.fromisoformat(moment)
-    return int(epoch), Mark.of(int(batch), int(position), opened_at, acknowledged == "1")
+    set_aside_at = datetime.fromisoformat(aside[0]) if aside else None
+    answered = acknowledged == "1"
+    return int(epoch), Mark.of(int(batch), int(position), opened_at, answered, set_aside_at)
 
 
 def known_of(identity: UUID, texts: Mapping[Place, str]) -> Known:

@@ -73,7 +73,8 @@ class DestinationSessions:
             known, stored = self._in_step(
                 part, chunk, lambda there, mine: there.store(mine, exactly_once=exactly_once)
             )
-        new = {place: mark for place, mark in stored.marks.items() if known.get(place) != mark}
+        mine = {*touched(replace(chunk, prefix=prefix(part)))}
+        new = {p: mark for p, mark in stored.marks.items() if p in mine and known.get(p) != mark}
         if new:
             self._stored.append((self._identities[name], new, known))
             self._known[name] |= new
@@ -136,6 +137,8 @@ class DestinationSessions:
         except Ahead as error:
             # or the messages were stored, nobody heard the answer, and they wait to be stored again
             subscription_id, marks = self.work.batch.subscription_id, error.marks
+            if not marks:
+                raise
             if self.source_session(lambda s: not_parked(s, subscription_id, name, marks)):
                 raise
             return known, ask(destination, replace(chunk, known={**known, **marks}))

@@ -126,12 +126,14 @@ class ParkedLanes:
 
         def settle(source: psycopg.Connection[Any]) -> None:
             lock_cursors(source, self.work.batch)
+            set_aside.note(source)
             set_aside.write_from_lanes(source, rows["parked_id"].to_pylist())
             self.destinations.acknowledge(source)
             fail_point("unpark")
 
         self.source_session(settle)
         self.destinations.settled()
+        set_aside.written()
         self.receipts.of(None).dead += set_aside.dead_letters
         fail_point("unpark_commit")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from operator import itemgetter
 from typing import Any
 from uuid import UUID
@@ -17,14 +18,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.columns import COLUMNS
-from saf.database import DURABLY
 from saf.dialogs.statements import TELL
 from saf.engine.parts import Part
 from saf.engine.source_session import SourceSession
 from saf.engine.work import Work
 from saf.errors import SafError
 from saf.failpoints import fail_point
-from saf.log.cursor import lock_cursors
+from saf.log.cursor import lock_cursors, note_set_aside
 from saf.message import MAX_BODY
 from saf.setaside import backoff, dead, parking
 from saf.setaside.dead import AsStored
@@ -68,6 +68,8 @@ class SetAside:
     parked_messages: int = 0
     _staying: set[int] = field(default_factory=set)
     """The messages that were parked before and stay so."""
+    _noted: dict[int, list[datetime]] = field(default_factory=dict)
+    """When messages of the shards were set aside, as soon as that is committed."""
 
     @property
     def ahead(self) -> bool:
@@ -133,13 +135,17 @@ class SetAside:
         expired = pc.fill_null(pc.less_equal(expiry, now), False)
         return expired if pc.any(expired).as_py() else None
 
-    def write(self, source: psycopg.Connection[Any]) -> None:
-        """Write all of it, in the caller's transaction, whose commit then waits for the disk.
+    def note(self, source: psycopg.Connection[Any]) -> None:
+        """Note that messages are set aside; the transaction's commit then waits for the disk.
 
         That of a position need not. But a later chunk's watermark may pass what is set aside here,
         and would drop it if a crash let it come again.
         """
-        source.execute(DURABLY)
+        if self.ahead:
+            self._noted = note_set_aside(source, self.work.batch)
+
+    def write(self, source: psycopg.Connection[Any]) -> None:
+        """Write all of it, in the caller's transaction, which has to `note` it too."""
         subscription_id = self.work.batch.subscription_id
         rows: list[dict[str, Any]] = []
         for destination in {part.waits_at for part in self.parked}:
@@ -161,6 +167,7 @@ class SetAside:
 
         def write(source: psycopg.Connection[Any]) -> None:
             lock_cursors(source, self.work.batch)
+            self.note(source)
             if self.from_lanes:
                 buried = [one.id for one in self.unread]
                 for rows, *_ in self.dead:
@@ -174,7 +181,9 @@ class SetAside:
         fail_point("set_aside")
 
     def written(self) -> None:
-        """Note that what has been gathered so far is written."""
+        """Note that what has been gathered so far is written, and committed."""
+        self.work.batch.set_aside_at.update(self._noted)
+        self._noted = {}
         self.parked_messages += sum(part.rows.num_rows for part in self.parked)
         self.opened.clear()
         self.parked.clear()
@@ -182,8 +191,10 @@ class SetAside:
         self.unread.clear()
 
     def write_from_lanes(self, source: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
-        """Write it for messages that were parked before: those that have gone leave their lane."""
-        source.execute(DURABLY)
+        """Write it for messages that were parked before: those that have gone leave their lane.
+
+        The caller's transaction has to `note` it too.
+        """
         subscription_id = self.work.batch.subscription_id
         gone = [number for number in parked_ids if number not in self._staying]
         if self.parked:

@@ -225,6 +225,7 @@ class Task:
             new = bool(set_aside) and lock_cursors(source, batch) < position
             stop = finish(source, batch) if ends else advance(source, batch, position)
             self.destinations.acknowledge(source)
+            set_aside.note(source)
             if new:
                 set_aside.write(source)
             fail_point("mark_forwarded")

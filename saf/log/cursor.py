@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -74,6 +74,8 @@ class Batch:
     """When it was opened, by the database's clock; what had expired by then counts as expired."""
     epochs: tuple[tuple[int, int], ...]
     """(shard, epoch) of each shard, by shard."""
+    set_aside_at: dict[int, list[datetime]] = field(default_factory=dict, compare=False)
+    """For each shard, the last times at which messages of it were set aside, ascending."""
 
     @property
     def shards(self) -> list[int]:
@@ -154,7 +156,8 @@ SELECT count(*) FROM (SELECT FROM ({BEGUN_SINCE} {ENDED_SINCE}) AS since LIMIT {
 # Shards with the same two snapshots are one batch, read by one query
 BATCHES = """
 SELECT batch, done::text AS done, open::text AS open, position, route_version, opened_at,
-       array_agg(shard ORDER BY shard) AS shards, array_agg(epoch ORDER BY shard) AS epochs
+       array_agg(shard ORDER BY shard) AS shards, array_agg(epoch ORDER BY shard) AS epochs,
+       jsonb_object_agg(shard, set_aside_at) FILTER (WHERE set_aside_at IS NOT NULL) AS set_aside_at
 FROM {cursors} AS c
 GROUP BY 1, 2, 3, 4, 5, 6
 ORDER BY batch, position
@@ -216,6 +219,18 @@ RETURNING c.shard
 # What is written with a position, such as parked messages, is written once: if the answer to a
 # commit got lost, the position shows that the commit has happened.
 LOCK_CURSORS = f"SELECT c.shard, c.position FROM saf.cursor c, {MINE} FOR UPDATE OF c"
+
+TIMES = 20
+"""So many times at which messages of a shard were set aside are remembered."""
+
+# Also where the batch was closed in the same transaction. A clock that is set back changes nothing.
+NOTE_SET_ASIDE = f"""
+UPDATE saf.cursor c SET set_aside_at = (array_append(c.set_aside_at, greatest(
+    now(), c.set_aside_at[cardinality(c.set_aside_at)] + interval '1 microsecond'
+)))[greatest(cardinality(c.set_aside_at) + 2 - {TIMES}, 1):]
+FROM {SAME}
+RETURNING c.shard, c.set_aside_at
+"""
 
 CLOSE = f"""
 UPDATE saf.cursor c SET done = c.open, open = NULL, position = 0, attempted = 0
@@ -335,6 +350,15 @@ def lock_cursors(connection: psycopg.Connection[Any], batch: Batch) -> int:
     return min(int(position) for _, position in _write(connection, LOCK_CURSORS, batch))
 
 
+def note_set_aside(connection: psycopg.Connection[Any], batch: Batch) -> dict[int, list[datetime]]:
+    """Note, durably, that messages of the batch are set aside, in the transaction that does so.
+
+    Return the batch's ``set_aside_at``, which counts once that is committed.
+    """
+    connection.execute(DURABLY)
+    return dict(_write(connection, NOTE_SET_ASIDE, batch))
+
+
 def finish(connection: psycopg.Connection[Any], batch: Batch) -> bool:
     """Mark every row of the batch complete; return whether the member should stop.
 
@@ -384,6 +408,10 @@ def _batches(log: str, member: Member, rows: Iterable[dict[str, Any]]) -> list[B
             route_version=row["route_version"],
             opened_at=row["opened_at"],
             epochs=tuple(zip(row["shards"], row["epochs"], strict=True)),
+            set_aside_at={
+                int(shard): list(map(datetime.fromisoformat, times))
+                for shard, times in (row["set_aside_at"] or {}).items()
+            },
         )
         for row in rows
         if row["open"] is not None

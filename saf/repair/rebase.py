@@ -125,6 +125,17 @@ shard = ANY (%(shards)s) AND subscription_id IN (
 SHIFT_PARKED = f"""
 UPDATE saf.parked SET batch = batch + %(numbers)s WHERE {OF_THESE}
 """
+# What destinations know of messages that were set aside, and the broker has forgotten
+REMEMBER_SET_ASIDE = """
+UPDATE saf.cursor c SET set_aside_at = ARRAY(
+    SELECT unnest(c.set_aside_at) UNION SELECT unnest(m.times) ORDER BY 1)
+FROM (SELECT shard, array_agg(at) AS times
+      FROM unnest(%(shards)s::smallint[], %(times)s::timestamptz[]) AS u (shard, at)
+      GROUP BY shard) AS m,
+     saf.subscription s
+WHERE s.subscription_id = c.subscription_id AND s.log = 'outbox' AND s.name = 'forwarder'
+  AND c.shard = m.shard
+"""
 # In the order that they had. The number that the identity gives next is never given again
 MOVE_FOUND = f"""
 WITH found AS (DELETE FROM saf.parked WHERE {OF_THESE} AND kind = ANY (%(found)s) RETURNING *)
@@ -233,7 +244,7 @@ def _go_on_after(
 
     A mark does not say what numbers its lane: batches number a destination's own lane, audit_id
     numbers what is sent again, and parked_id what has found a route. So all three go on after the
-    highest number of any mark.
+    highest number of any mark. What was set aside is remembered, too.
     """
     marks = [mark for there in known for mark in there.marks.values()]
     numbers = max((mark.batch for mark in marks), default=0)
@@ -251,6 +262,16 @@ def _go_on_after(
     connection.execute(SHIFT_BATCHES, params)
     connection.execute(SHIFT_PARKED, params)
     connection.execute(MOVE_FOUND, params)
+    times = [
+        (shard, mark.set_aside_at)
+        for there in known
+        for (_, shard), mark in there.marks.items()
+        if mark.set_aside_at
+    ]
+    connection.execute(
+        REMEMBER_SET_ASIDE,
+        {"shards": [shard for shard, _ in times], "times": [at for _, at in times]},
+    )
     for there, one in zip(known, ahead, strict=True):
         adopt(connection, there.destination, there.marks, one.farther)
 

@@ -39,7 +39,8 @@ SELECT DISTINCT ON (lane, shard) lane, shard, batch, position, opened_at
 FROM saf.acknowledged WHERE destination = %(destination)s ORDER BY lane, shard, batch DESC
 """
 CURSORS = """
-SELECT DISTINCT ON (shard) subscription_id, shard, epoch, batch, opened_at
+SELECT DISTINCT ON (shard) subscription_id, shard, epoch, batch, opened_at,
+       coalesce(set_aside_at, '{}')
 FROM saf.cursor JOIN saf.subscription s USING (subscription_id)
 WHERE s.log = 'outbox' AND s.name = 'forwarder' ORDER BY shard, batch DESC
 """
@@ -79,7 +80,10 @@ def remembered(connection: psycopg.Connection[Any], destination: UUID) -> Rememb
     return Remembered(
         marks={(lane, shard): Mark.of(*mark) for lane, shard, *mark in found},
         subscription_id=cursors[0][0] if cursors else 0,
-        in_hand={s: InHand(batch=batch, opened_at=at) for _, s, _, batch, at in cursors},
+        in_hand={
+            shard: InHand(batch=batch, opened_at=opened_at, set_aside_at=set_aside_at)
+            for _, shard, _, batch, opened_at, set_aside_at in cursors
+        },
         epochs={shard: epoch for _, shard, epoch, *_ in cursors},
     )
 
@@ -103,6 +107,11 @@ def set_back(
         differ = compare(known.marks, before.marks, after.in_hand)
     newer = {s for s, epoch in known.epochs.items() if epoch > after.epochs.get(s, epoch)}
     ahead |= {(MAIN, shard) for shard in newer}
+    ahead |= {
+        (lane, shard)
+        for (lane, shard), mark in known.marks.items()
+        if shard in after.in_hand and after.in_hand[shard].has_forgotten(mark)
+    }
     higher = {
         place
         for place, mark in known.marks.items()

@@ -271,6 +271,37 @@ class DestinationConformance:
         _store(settings, forwarder.chunk(more))
         assert _ids(stored()) == _ids([*rows, *more])
 
+    @pytest.mark.parametrize("lane", [None, Kind.RETRY])
+    @pytest.mark.parametrize("quality", [MAIN, AGAIN])
+    def test_a_source_that_has_forgotten_what_it_had_set_aside_is_named(
+        self,
+        settings: DestinationSettings,
+        forwarder: Forwarder,
+        stored: Read,
+        lane: Kind | None,
+        quality: str,
+    ) -> None:
+        """It would send such a message again, and the marks would say that it is stored."""
+        if not settings.capabilities.exactly_once:
+            return  # there are no marks
+        rows = forwarder.messages(4, shard=0)
+        how = {"exactly_once": quality == MAIN}
+        forwarder.learn(_store(settings, forwarder.chunk(rows[:1])))
+        forwarder.set_aside_at = {0: [CREATED_AT], 1: [CREATED_AT]}
+        _store(settings, forwarder.chunk(rows[1:2], lane=lane, prefix=quality), **how)
+        marks = settings.known("conformance", forwarder.source, role="test").marks
+        said = {place: mark.set_aside_at for place, mark in marks.items() if mark.set_aside_at}
+        assert said == {(MAIN, 0): CREATED_AT}
+        later = CREATED_AT + timedelta(microseconds=1)
+        for forgotten in ({}, {0: [later]}):
+            forwarder.set_aside_at = forgotten
+            with pytest.raises(Ahead):
+                _store(settings, forwarder.chunk(rows[2:3], lane=lane, prefix=quality), **how)
+        forwarder.set_aside_at = {0: [CREATED_AT, later]}
+        for row in rows[2:]:  # also after the mark says the later one
+            _store(settings, forwarder.chunk([row], lane=lane, prefix=quality), **how)
+        assert set(_ids(stored())) == set(_ids(rows))
+
     # Killed
 
     @pytest.mark.parametrize("point", ["mom_insert", "mom_commit"])

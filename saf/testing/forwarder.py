@@ -64,6 +64,7 @@ class Forwarder:
         self.number = 1
         self.opened_at = OPENED_AT
         self.known: dict[Place, Mark] = {}
+        self.set_aside_at: dict[int, list[datetime]] = {}
         self._id = 0
 
     def message(self, **columns: Any) -> Row:
@@ -110,6 +111,7 @@ class Forwarder:
             route_version=None,
             opened_at=self.opened_at,
             epochs=tuple((shard, self.epoch) for shard in range(SHARDS)),
+            set_aside_at={shard: [*times] for shard, times in self.set_aside_at.items()},
         )
         return Chunk(
             source=self.source, batch=batch, rows=table,

@@ -111,6 +111,24 @@ def test_what_is_set_aside_is_durable_before_a_later_chunk_passes_it(
     assert sorted(bodies(mom)) == ["b0", "s0"]
 
 
+def test_what_is_set_aside_after_an_answer_got_lost_is_not_taken_for_a_set_back(
+    app: Dsn, mom: Dsn, other: Dsn, crash: Callable[..., None]
+) -> None:
+    """One destination has stored the batch as it was before another one could not be reached."""
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        for number in range(3):
+            for service in ("shipping", "billing"):
+                send_to(connection, service, f"{service[0]}{number}")
+    crash(app, "mark_forwarded", mom=mom, other=other)
+    forward(app, mom=mom, other=NOWHERE)
+    assert bodies(mom) == ["b0", "b1", "b2"]
+    let_time_pass(app)
+    forward(app, mom=mom, other=other)
+    assert bodies(other) == ["s0", "s1", "s2"]
+    assert count(app, "parked") == 0
+
+
 def test_a_rejected_message_is_not_lost_when_the_destination_is_mended_after_a_crash(
     app: Dsn, mom: Dsn, crash: Callable[..., None]
 ) -> None:

@@ -374,20 +374,45 @@ def test_what_was_in_hand_at_the_backup_and_set_aside_after_it_is_not_dropped(
     assert sorted({*bodies(mom)}) == ["1", "10", "2", "3", "waits"]
 
 
-def test_what_is_dropped_because_no_mark_shows_the_set_back_is_named_and_can_be_sent_again(
-    app: Dsn, mom: Dsn, backup: Backup, tmp_path: Path
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_set_back_that_only_what_was_set_aside_since_shows_is_noticed(
+    app: Dsn, mom: Dsn, backup: Backup, busy: bool
 ) -> None:
     older = in_hand_at_the_backup(app, mom, backup)
     with connect(mom) as connection:
         create_service(connection, "shipping")
-    run(older, mom=mom)
+    if busy:  # the restored source has set aside something itself before it meets the destination
+        with connect(older) as connection:
+            connection.execute("UPDATE saf.cursor SET set_aside_at = ARRAY[now()]")
+    assert {error.partition(":")[0] for error in refused(older, mom=mom)} == {"Ahead"}
     assert bodies(mom) == ["1", "2"]
-    configuration(tmp_path / "saf.toml", {"app": older}, {"mom": mom})
-    assert json.loads(saf("reconcile", "--json", cwd=tmp_path).stdout)["brokers"][0]["lost"] == 1
-    assert saf("replay", "--why", "the application was set back", cwd=tmp_path).returncode == 0
+    assert repair_source(older, mom=mom) is not None
     run(older, mom=mom)
-    assert bodies(mom) == ["1", "2", "waits"]
-    assert saf("reconcile", cwd=tmp_path).returncode == 0
+    assert sorted({*bodies(mom)}) == ["1", "2", "waits"]
+    assert repair_source(older, mom=mom) is None
+
+
+def test_a_set_back_that_only_a_dead_letter_shows_which_was_parked_at_the_backup_is_noticed(
+    app: Dsn, mom: Dsn, backup: Backup
+) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "shipping")
+    send_numbers(app, 1, 2, keys=1)
+    run(app, mom=mom)
+    older = backup(app)
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+        connection.execute("ALTER TABLE saf.inbox ADD CONSTRAINT no_one CHECK (body <> '1')")
+        let_time_pass(app)
+        run(app, mom=mom)
+        connection.execute("ALTER TABLE saf.inbox DROP CONSTRAINT no_one")
+    assert bodies(mom) == ["2"]
+    let_time_pass(older)
+    assert {error.partition(":")[0] for error in refused(older, mom=mom)} == {"Ahead"}
+    assert repair_source(older, mom=mom) is not None
+    let_time_pass(older)
+    run(older, mom=mom)
+    assert sorted({*bodies(mom)}) == ["1", "2"]
 
 
 def test_a_source_that_a_dump_had_brought_sends_nothing_again_that_had_arrived_before_its_backup(

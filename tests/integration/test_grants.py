@@ -143,7 +143,7 @@ SOME = {
     ("member", "i"): "member_id subscription_id name lease_until",
     ("member", "u"): "lease_until stopping",
     ("cursor", "u"): "owner epoch batch done open position attempted route_version opened_at "
-    "allowance until cuts",
+    "allowance until cuts set_aside_at",
     ("cursor", "i"): "subscription_id shard done",
     ("subscription", "i"): "name log service stream",
     ("route", "i"): "service broker destination quality enabled expires_at comment local",
@@ -164,7 +164,7 @@ SOME = {
     ("route_share", "i"): "service broker keys",
     ("route_share", "u"): "keys",
     ("broker", "u"): "incarnation",
-    ("watermark", "u"): "epoch batch position opened_at acknowledged",
+    ("watermark", "u"): "epoch batch position opened_at acknowledged set_aside_at",
     ("acknowledged", "u"): "batch position opened_at",
     ("parked", "u"): "destination deliver_at kind subject broker",
     ("backoff", "u"): "attempts next_attempt_at error awaits_handler message_type",

@@ -100,6 +100,7 @@ PLANTED = tuple(
         ("setback", "NOTHING_ACKNOWLEDGED", "not continued silently"),
         ("setback", "NOT_SENT_AGAIN", "not continued silently"),
         ("setback", "NO_SHIFT", "not dropped silently"),
+        ("setback", "ONLY_MARKS", "not dropped silently"),
         ("receiving", "NO_LOCK", "nothing twice"),
         ("receiving", "NO_TRACE", "nothing lost"),
         ("receiving", "TAKE_BLIND", "nothing twice"),

@@ -3,7 +3,8 @@
     saf:SOURCE:7:epoch:           the epoch of shard 7 of a source: in each commit that is about it
     saf:SOURCE:7:batch:LANE       how far shard 7 is stored in a lane,
     saf:SOURCE:7:position:LANE    as `saf.destinations.marks.Mark` says it
-    saf:SOURCE:7:opened_at:LANE   microseconds since 1970
+    saf:SOURCE:7:opened_at:LANE   microseconds since 1970, and so is
+    saf:SOURCE:7:set_aside_at:LANE
 
 A commit fails if another one has given a number to one of its names since the version that it
 was made for. So the epoch is written by each commit, whether it changes or not: of two that are
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from uuid import UUID
 
-from saf.destinations.lake.state import State, mark_of, number_of
+from saf.destinations.lake.state import State, mark_of, numbers_of
 from saf.destinations.marks import Mark, Place
 
 OURS = "saf:"
@@ -54,9 +55,5 @@ def transactions(
     for shard, epoch in epochs.items():
         yield f"{OURS}{source}:{shard}:epoch:", epoch
     for (lane, shard), mark in moved.items():
-        for what, number in (
-            ("batch", mark.batch),
-            ("position", mark.position),
-            ("opened_at", number_of(mark.opened_at)),
-        ):
+        for what, number in numbers_of(mark).items():
             yield f"{OURS}{source}:{shard}:{what}:{lane}", number

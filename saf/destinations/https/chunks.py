@@ -73,6 +73,10 @@ def body_of(chunk: Chunk, *, store: bool, exactly_once: bool = False) -> pa.Buff
         source=str(chunk.source),
         batch=batch.number,
         opened_at=batch.opened_at.isoformat(),
+        set_aside_at=[
+            [shard, [one.isoformat() for one in times]]
+            for shard, times in sorted(batch.set_aside_at.items())
+        ],
         epochs=batch.epochs,
         prefix=chunk.prefix,
         known=of_marks(chunk.known),
@@ -138,6 +142,10 @@ def _given(said: Mapping[str, Any], rows: pa.Table) -> Given:
             position=0,
             route_version=None,
             opened_at=opened_at,
+            set_aside_at={
+                int(shard): [at for at in map(moment, times) if at is not None]
+                for shard, times in said.get("set_aside_at", ())  # older forwarders say none
+            },
             epochs=tuple((int(shard), int(epoch)) for shard, epoch in said["epochs"]),
         ),
         rows=rows,

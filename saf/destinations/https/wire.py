@@ -12,8 +12,9 @@ where it is known. With status 200 it has what was asked for; otherwise it has t
 `saf.destinations.https.refusals`. Whatever has no version is not a broker's answer: nothing that a
 proxy says is taken for stored.
 
-A mark is ``[batch, position, opened_at, acknowledged]``, and marks are a list of
-``[lane, shard, mark]``. A moment is text, as ISO 8601 has it, with its zone.
+A mark is ``[batch, position, opened_at, acknowledged]``, with ``set_aside_at`` behind it if it has
+that, and marks are a list of ``[lane, shard, mark]``. A moment is text, as ISO 8601 has it, with
+its zone.
 """
 
 from __future__ import annotations
@@ -99,13 +100,15 @@ def of_mark(mark: Mark) -> list[Any]:
     [5, 90, None, False]
     """
     opened_at = mark.opened_at.isoformat() if mark.opened_at else None
-    return [mark.batch, mark.position, opened_at, mark.acknowledged]
+    aside = [mark.set_aside_at.isoformat()] if mark.set_aside_at else []
+    return [mark.batch, mark.position, opened_at, mark.acknowledged, *aside]
 
 
 def to_mark(said: Any) -> Mark:
     """Return the mark that was said."""
-    batch, position, opened_at, acknowledged = said
-    return Mark.of(int(batch), int(position), moment(opened_at), bool(acknowledged))
+    batch, position, opened_at, acknowledged, *aside = said
+    moments = [moment(one) for one in aside]
+    return Mark.of(int(batch), int(position), moment(opened_at), bool(acknowledged), *moments)
 
 
 def of_marks(marks: Mapping[Place, Mark]) -> list[Any]:

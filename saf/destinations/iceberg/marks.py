@@ -3,7 +3,8 @@
     saf.marks.SOURCE = {
       "snapshot": 8161…, "sequence": 12,           the snapshot of the commit that has said this
       "epochs": {"7": 3},                          by shard
-      "marks": {"LANE": {"7": [2, 70, 1769…]}}     batch, position, opened_at in microseconds
+      "marks": {"LANE": {"7": [2, 70, 1769…]}}     batch, position, opened_at in microseconds;
+                                            some have set_aside_at, too
     }
 
 Each commit of saf's writes it twice, in the same atomic step as the rows.
@@ -32,7 +33,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from saf.destinations.lake.state import State, mark_of, number_of
+from saf.destinations.lake.state import State, mark_of, numbers_of
 from saf.destinations.marks import Mark, Place
 
 if TYPE_CHECKING:
@@ -123,8 +124,7 @@ def text_of(
     """
     marks: dict[str, dict[int, list[int]]] = {}
     for (lane, shard), mark in sorted({**before.marks, **moved}.items()):
-        numbers = [mark.batch, mark.position, number_of(mark.opened_at)]
-        marks.setdefault(lane, {})[shard] = numbers
+        marks.setdefault(lane, {})[shard] = [*numbers_of(mark).values()]
     said = {
         "snapshot": snapshot,
         "sequence": number,

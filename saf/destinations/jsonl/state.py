@@ -32,7 +32,7 @@ class State:
         """Return the state as the bytes of its file."""
         places = [
             [lane, shard, self.epochs[lane, shard], mark.batch, mark.position,
-             mark.opened_at and mark.opened_at.isoformat(), mark.acknowledged]
+             _text(mark.opened_at), mark.acknowledged, _text(mark.set_aside_at)]
             for (lane, shard), mark in self.marks.items()
         ]  # fmt: skip
         return json.dumps({"number": self.number, "places": places}).encode()
@@ -42,9 +42,10 @@ class State:
         """Make a state from the bytes of its file."""
         said = json.loads(content)
         state = cls(number=said["number"])
-        for lane, shard, epoch, batch, position, opened_at, acknowledged in said["places"]:
-            moment = opened_at and datetime.fromisoformat(opened_at)
-            state.marks[lane, shard] = Mark.of(batch, position, moment, acknowledged)
+        for lane, shard, epoch, batch, position, opened_at, acknowledged, *aside in said["places"]:
+            state.marks[lane, shard] = Mark.of(
+                batch, position, _moment(opened_at), acknowledged, *map(_moment, aside)
+            )
             state.epochs[lane, shard] = epoch
         return state
 
@@ -101,3 +102,11 @@ def known_of(what: str, folder: Path, source: UUID) -> Known:
     for (_, shard), epoch in state.epochs.items():
         epochs[shard] = max(epoch, epochs.get(shard, 0))
     return Known(destination=destination, marks=state.marks, epochs=epochs)
+
+
+def _text(moment: datetime | None) -> str | None:
+    return moment.isoformat() if moment else None
+
+
+def _moment(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text) if text else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
@@ -27,15 +27,30 @@ class State:
         return Known(destination=identity, marks=self.marks, epochs=self.epochs)
 
 
-def number_of(moment: datetime | None) -> int:
-    """Return a time as microseconds since 1970."""
+def numbers_of(mark: Mark) -> dict[str, int]:
+    """Return what a table says of a mark, by name."""
+    numbers = {
+        "batch": mark.batch,
+        "position": mark.position,
+        "opened_at": _number(mark.opened_at),
+    }
+    return numbers | ({"set_aside_at": _number(mark.set_aside_at)} if mark.set_aside_at else {})
+
+
+def mark_of(
+    lane: str, batch: int, position: int, opened_at: int, set_aside_at: int = NEVER
+) -> Mark:
+    """Return a mark as it was before its numbers were written."""
+    if not batch:
+        return replace(NOTHING, set_aside_at=_moment(set_aside_at))
+    # nobody waits for the answer to at_most_once; see `saf.destinations.places.last_of`
+    answered = not lane.startswith(ONCE)
+    return Mark.of(batch, position, _moment(opened_at), answered, _moment(set_aside_at))
+
+
+def _number(moment: datetime | None) -> int:
     return (moment - START) // MICROSECOND if moment else NEVER
 
 
-def mark_of(lane: str, batch: int, position: int, opened_at: int) -> Mark:
-    """Return a mark as it was before its numbers were written."""
-    if not batch:
-        return NOTHING
-    moment = None if opened_at == NEVER else START + opened_at * MICROSECOND
-    # nobody waits for the answer to at_most_once; see `saf.destinations.places.last_of`
-    return Mark.of(batch, position, moment, not lane.startswith(ONCE))
+def _moment(number: int) -> datetime | None:
+    return None if number == NEVER else START + number * MICROSECOND

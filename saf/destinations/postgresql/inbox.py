@@ -73,10 +73,11 @@ WHERE NOT EXISTS (SELECT FROM saf.watermark w
 # In the order of the places, so that two deliveries wait for each other instead of deadlocking. The
 # newest version is the first that the index finds; see saf.shards.newest.
 LOCK = f"""
-SELECT w.lane, w.shard, epoch, batch, position, opened_at, acknowledged
+SELECT w.lane, w.shard, epoch, batch, position, opened_at, acknowledged, set_aside_at
 FROM unnest({{lanes}}::text[], {{shards}}::smallint[]) AS s (lane, shard)
 CROSS JOIN LATERAL (
-    SELECT shard, lane, epoch, batch, position, opened_at, acknowledged, source FROM saf.watermark
+    SELECT shard, lane, epoch, batch, position, opened_at, acknowledged, set_aside_at, source
+    FROM saf.watermark
     WHERE (source, shard, lane, batch) <= ({{source}}::uuid, s.shard, s.lane, {LAST})
     ORDER BY source DESC, shard DESC, lane DESC, batch DESC LIMIT 1 FOR UPDATE
 ) AS w
@@ -89,18 +90,20 @@ WITH locked AS ({{locked}})
 SELECT {MEETING}, ARRAY(SELECT name FROM saf.service), places.*
 FROM saf.broker, (
     SELECT array_agg(lane), array_agg(shard), array_agg(epoch), array_agg(batch),
-           array_agg(position), array_agg(opened_at), array_agg(acknowledged)
+           array_agg(position), array_agg(opened_at), array_agg(acknowledged),
+           array_agg(set_aside_at)
     FROM locked) AS places
 """
 
 # The epoch rises even where no row is stored, so that the owner before is fenced
 MOVE = """
 UPDATE saf.watermark w SET epoch = mine.epoch, batch = mine.batch, position = mine.position,
-       opened_at = mine.opened_at, acknowledged = mine.acknowledged
+       opened_at = mine.opened_at, acknowledged = mine.acknowledged,
+       set_aside_at = mine.set_aside_at
 FROM unnest({lanes}::text[], {shards}::smallint[], {epochs}::bigint[], {locked}::bigint[],
             {batches}::bigint[], {positions}::bigint[], {moments}::timestamptz[],
-            {acknowledged}::boolean[])
-     AS mine (lane, shard, epoch, locked, batch, position, opened_at, acknowledged)
+            {acknowledged}::boolean[], {asides}::timestamptz[])
+     AS mine (lane, shard, epoch, locked, batch, position, opened_at, acknowledged, set_aside_at)
 WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = mine.lane
   AND w.batch = mine.locked
 """
@@ -240,6 +243,7 @@ class PostgresInbox:
             "positions": [mark.position for mark in new.values()],
             "moments": [mark.opened_at and mark.opened_at.isoformat() for mark in new.values()],
             "acknowledged": [mark.acknowledged for mark in new.values()],
+            "asides": [m.set_aside_at and m.set_aside_at.isoformat() for m in new.values()],
         }
         literals = {name: sql.Literal(array(column)) for name, column in columns.items()}
         cursor.update(_text(MOVE, _values(chunk, list(new)) | literals))

@@ -20,7 +20,8 @@ IDENTITY = "SELECT broker_id FROM saf.broker"
 
 # Old versions of a mark may be there still; see saf.shards.newest
 KNOWN = """
-SELECT DISTINCT ON (lane, shard) lane, shard, epoch, batch, position, opened_at, acknowledged
+SELECT DISTINCT ON (lane, shard) lane, shard, epoch, batch, position, opened_at, acknowledged,
+       set_aside_at
 FROM saf.watermark WHERE source = %(source)s ORDER BY lane, shard, batch DESC
 """
 

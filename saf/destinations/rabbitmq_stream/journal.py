@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -118,7 +118,9 @@ class Journal:
             epoch, mark = self.done.get(place, (0, NOTHING))
             one = self.begun.get(place)
             epochs[place] = max(epoch, one.epoch) if one else epoch
-            marks[place] = one.mark if one and place in there else mark
+            if one and place in there:
+                mark = replace(one.mark, set_aside_at=mark.set_aside_at)
+            marks[place] = mark
         return epochs, marks
 
     def known(self, identity: UUID) -> Known:
@@ -168,6 +170,8 @@ class Journal:
     def _have_done(self, place: Place, epoch: int, mark: Mark) -> None:
         before, known = self.done.get(place, (0, NOTHING))
         higher = mark if mark.number >= known.number else known
+        asides = [one.set_aside_at for one in (mark, known) if one.set_aside_at]
+        higher = replace(higher, set_aside_at=max(asides, default=None))
         self.done[place] = (max(epoch, before), higher)
 
     def _have_begun(self, place: Place, one: Begun) -> None:

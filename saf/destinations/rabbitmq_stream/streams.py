@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -38,7 +38,7 @@ import pyarrow.compute as pc
 from saf.destinations import Chunk, Stored
 from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.marks import ONCE, Mark, Place
-from saf.destinations.places import guarded, judged, places_of, refuse
+from saf.destinations.places import guarded, judged, noting, places_of, refuse
 from saf.destinations.queues import unusable
 from saf.destinations.rabbitmq_stream import amqp
 from saf.destinations.rabbitmq_stream.journal import Begun
@@ -125,6 +125,8 @@ class Streams:
             stored = 0
             if given is not None and not verdict.wrong:
                 link.make(given.what.topics)
+                noted = noting(replace(chunk, rows=verdict.rows), marks)
+                journal.move({place: (mine[place[1]], mark) for place, mark in noted.items()})
                 journal.begin(given.begun)
                 stored = self._publish(given)
             marks |= verdict.moved

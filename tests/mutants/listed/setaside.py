@@ -17,20 +17,48 @@ ONCE, ISOLATED, LETTERS = (
     "contract/test_dead_letters.py",
 )
 CRASH = "contract/test_set_aside_crash.py"
+SET_BACK = "contract/test_set_back.py"
 SCHEDULE = (
     f"{ISOLATED}::test_attempts_follow_service_brokers_schedule_over_restarts_and_success_resets_it"
 )
 
 MUTANTS: list[Mutant] = [
     mutant(
-        "what is set aside with a position does not wait for the disk",
+        "a source does not note that messages are set aside",
         ASIDE,
-        """if a crash let it come again.
-        \"""
-        source.execute(DURABLY)""",
-        """if a crash let it come again.
-        \"""
-        source.execute(DURABLY[:-2] + "off")""",
+        "            self._noted = note_set_aside(source, self.work.batch)",
+        "            pass",
+        f"{SET_BACK}::test_a_set_back_that_only_what_was_set_aside_since_shows_is_noticed",
+    ),
+    mutant(
+        "a source has forgotten all that is not the last that it had set aside",
+        "saf/destinations/marks.py",
+        "at is None or at in known:",
+        "at is None or at in known[-1:]:",
+        f"{CRASH}::test_what_is_set_aside_after_an_answer_got_lost_is_not_taken_for_a_set_back",
+    ),
+    mutant(
+        "a mark of a lane says nothing of what was set aside",
+        "saf/destinations/places.py",
+        "    return moved | noting(chunk, {**marks, **moved})",
+        "    return noting(chunk, {**marks, **moved} if moved.keys() & marks else {}) | moved",
+        f"{SET_BACK}::test_a_set_back_that_only_a_dead_letter_shows_which_was_parked_at_the_backup"
+        "_is_noticed",
+    ),
+    mutant(
+        "a repair does not remember what destinations know of messages that were set aside",
+        "saf/repair/rebase.py",
+        "SELECT unnest(c.set_aside_at) UNION SELECT unnest(m.times) ORDER BY 1)",
+        "SELECT unnest(c.set_aside_at) ORDER BY 1)",
+        f"{SET_BACK}::test_a_set_back_that_only_what_was_set_aside_since_shows_is_noticed",
+    ),
+    mutant(
+        "what is set aside with a position does not wait for the disk",
+        "saf/log/cursor.py",
+        """connection.execute(DURABLY)
+    return dict(_write(connection, NOTE_SET_ASIDE""",
+        """connection.execute(DURABLY[:-2] + "off")
+    return dict(_write(connection, NOTE_SET_ASIDE""",
         f"{CRASH}::test_what_is_set_aside_is_durable_before_a_later_chunk_passes_it",
     ),
     mutant(
@@ -227,8 +255,8 @@ MUTANTS: list[Mutant] = [
         "a zombie takes messages out of a lane",
         "saf/engine/parked_lanes.py",
         "            lock_cursors(source, self.work.batch)\n"
-        "            set_aside.write_from_lanes(",
-        "            set_aside.write_from_lanes(",
+        "            set_aside.note(",
+        "            set_aside.note(",
         f"{ONCE}::test_a_zombie_takes_nothing_out_of_a_lane",
     ),
     mutant(
