@@ -141,8 +141,12 @@ class SetAside:
         That of a position need not. But a later chunk's watermark may pass what is set aside here,
         and would drop it if a crash let it come again.
         """
-        if self.ahead:
-            self._noted = note_set_aside(source, self.work.batch)
+        if not self.ahead:
+            return
+        shards = {one.shard for one in self.unread}
+        for rows in (*(part.rows for part in self.parked), *(rows for rows, *_ in self.dead)):
+            shards |= {*pc.unique(rows["shard"]).to_pylist()}
+        self._noted = note_set_aside(source, self.work.batch.of(shards))
 
     def write(self, source: psycopg.Connection[Any]) -> None:
         """Write all of it, in the caller's transaction, which has to `note` it too."""

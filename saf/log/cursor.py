@@ -40,7 +40,7 @@ different shards among each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -86,6 +86,10 @@ class Batch:
         """Split the rows into at most ``parts`` batches of about as many shards each."""
         parts = min(parts, len(self.epochs))
         return [replace(self, epochs=self.epochs[part::parts]) for part in range(parts)]
+
+    def of(self, shards: Collection[int]) -> Batch:
+        """The rows of some of its shards."""
+        return replace(self, epochs=tuple(one for one in self.epochs if one[0] in shards))
 
     def select(self, columns: Iterable[str | sql.Composable]) -> str:
         """The query for the batch's remaining rows, in the order of their ids.
@@ -351,9 +355,9 @@ def lock_cursors(connection: psycopg.Connection[Any], batch: Batch) -> int:
 
 
 def note_set_aside(connection: psycopg.Connection[Any], batch: Batch) -> dict[int, list[datetime]]:
-    """Note, durably, that messages of the batch are set aside, in the transaction that does so.
+    """Note, durably, that messages of the batch's shards are set aside, where that is done.
 
-    Return the batch's ``set_aside_at``, which counts once that is committed.
+    Return their ``set_aside_at``, which counts once the transaction is committed.
     """
     connection.execute(DURABLY)
     return dict(_write(connection, NOTE_SET_ASIDE, batch))

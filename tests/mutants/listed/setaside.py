@@ -26,8 +26,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a source does not note that messages are set aside",
         ASIDE,
-        "            self._noted = note_set_aside(source, self.work.batch)",
-        "            pass",
+        "        self._noted = note_set_aside(source, self.work.batch.of(shards))",
+        "        pass",
         f"{SET_BACK}::test_a_set_back_that_only_what_was_set_aside_since_shows_is_noticed",
     ),
     mutant(
@@ -254,8 +254,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a zombie takes messages out of a lane",
         "saf/engine/parked_lanes.py",
-        "            lock_cursors(source, self.work.batch)\n"
-        "            set_aside.note(",
+        "            lock_cursors(source, self.work.batch)\n            set_aside.note(",
         "            set_aside.note(",
         f"{ONCE}::test_a_zombie_takes_nothing_out_of_a_lane",
     ),
