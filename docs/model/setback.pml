@@ -136,7 +136,6 @@ proctype World()
 #define SHIFT source.batch = source.batch + there.mark / 8
 #endif
 
-/* what the source takes for delivered, and the destination has not */
 inline remember()               /* rebase.REMEMBER_SET_ASIDE */
 {
     if
@@ -147,6 +146,7 @@ inline remember()               /* rebase.REMEMBER_SET_ASIDE */
     fi
 }
 
+/* what the source takes for delivered, and the destination has not */
 inline find_lost()
 {
     lost = 0;

@@ -58,8 +58,8 @@ def refuse(
 ) -> None:
     """Raise if a destination must not store a chunk, by its epochs and marks.
 
-    The epochs and marks are those of `guarded` places. How far a place is counts only where it is
-    `touched`.
+    The epochs and marks are those of `guarded` places. The numbers of marks count only for those
+    that are `touched`.
 
     Raises:
         Fenced: it has met a newer owner.

@@ -21,6 +21,7 @@ from saf.engine.parts import Part
 from saf.engine.source_session import SourceSession
 from saf.engine.work import ForwardingRules, Work
 from saf.errors import Ahead, SafError, Unavailable, UsageError
+from saf.log.cursor import learn_set_aside
 from saf.routing.matching import AT_MOST_ONCE, EXACTLY_ONCE
 from saf.tracing.spans import forwarding
 
@@ -135,11 +136,13 @@ class DestinationSessions:
         try:
             return known, ask(destination, chunk)
         except Ahead as error:
-            # or the messages were stored, nobody heard the answer, and they wait to be stored again
-            subscription_id, marks = self.work.batch.subscription_id, error.marks
+            batch, marks = self.work.batch, error.marks
             if not marks:
-                raise
-            if self.source_session(lambda s: not_parked(s, subscription_id, name, marks)):
+                # or a twin of this task has set messages aside meanwhile
+                if not self.source_session.find(lambda source: learn_set_aside(source, batch)):
+                    raise
+            # or the messages were stored, nobody heard the answer, and they wait to be stored again
+            elif self.source_session(lambda s: not_parked(s, batch.subscription_id, name, marks)):
                 raise
             return known, ask(destination, replace(chunk, known={**known, **marks}))
 

@@ -126,7 +126,6 @@ class ParkedLanes:
 
         def settle(source: psycopg.Connection[Any]) -> None:
             lock_cursors(source, self.work.batch)
-            set_aside.note(source)
             set_aside.write_from_lanes(source, rows["parked_id"].to_pylist())
             self.destinations.acknowledge(source)
             fail_point("unpark")

@@ -149,7 +149,8 @@ class SetAside:
         self._noted = note_set_aside(source, self.work.batch.of(shards))
 
     def write(self, source: psycopg.Connection[Any]) -> None:
-        """Write all of it, in the caller's transaction, which has to `note` it too."""
+        """Write all of it, in the caller's transaction."""
+        self.note(source)
         subscription_id = self.work.batch.subscription_id
         rows: list[dict[str, Any]] = []
         for destination in {part.waits_at for part in self.parked}:
@@ -171,7 +172,6 @@ class SetAside:
 
         def write(source: psycopg.Connection[Any]) -> None:
             lock_cursors(source, self.work.batch)
-            self.note(source)
             if self.from_lanes:
                 buried = [one.id for one in self.unread]
                 for rows, *_ in self.dead:
@@ -195,10 +195,8 @@ class SetAside:
         self.unread.clear()
 
     def write_from_lanes(self, source: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
-        """Write it for messages that were parked before: those that have gone leave their lane.
-
-        The caller's transaction has to `note` it too.
-        """
+        """Write it for messages that were parked before: those that have gone leave their lane."""
+        self.note(source)
         subscription_id = self.work.batch.subscription_id
         gone = [number for number in parked_ids if number not in self._staying]
         if self.parked:

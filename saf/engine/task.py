@@ -56,7 +56,7 @@ from saf.engine.transforming import Transforming
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Ahead, Behind, Fenced, Rejected, Unavailable, UsageError
 from saf.failpoints import fail_point
-from saf.log.cursor import advance, finish, is_finished, lock_cursors
+from saf.log.cursor import advance, finish, is_finished, learn_set_aside, lock_cursors
 from saf.setaside.isolation import isolate
 
 BEATS = 6
@@ -130,6 +130,8 @@ class Task:
         try:
             with self._pulse():
                 self.earlier.look()
+                if not self.closes:  # its batch may have been read before an earlier task's work
+                    self.source_session.find(lambda s: learn_set_aside(s, self.work.batch))
                 releasing.release_all()
                 cut = chunks(batches, self.rules.chunk_rows, self.rules.chunk_bytes)
                 for rows, last in with_last(cut) if self.closes else ((one, False) for one in cut):
@@ -225,9 +227,10 @@ class Task:
             new = bool(set_aside) and lock_cursors(source, batch) < position
             stop = finish(source, batch) if ends else advance(source, batch, position)
             self.destinations.acknowledge(source)
-            set_aside.note(source)
             if new:
                 set_aside.write(source)
+            else:
+                set_aside.note(source)
             fail_point("mark_forwarded")
             return stop
 

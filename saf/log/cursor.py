@@ -236,6 +236,10 @@ FROM {SAME}
 RETURNING c.shard, c.set_aside_at
 """
 
+SET_ASIDE_AT = f"""
+SELECT c.shard, c.set_aside_at FROM saf.cursor c, {SAME} AND c.set_aside_at IS NOT NULL
+"""
+
 CLOSE = f"""
 UPDATE saf.cursor c SET done = c.open, open = NULL, position = 0, attempted = 0
 FROM {RELAXED}, {MINE}
@@ -361,6 +365,17 @@ def note_set_aside(connection: psycopg.Connection[Any], batch: Batch) -> dict[in
     """
     connection.execute(DURABLY)
     return dict(_write(connection, NOTE_SET_ASIDE, batch))
+
+
+def learn_set_aside(connection: psycopg.Connection[Any], batch: Batch) -> bool:
+    """Read when messages were set aside since the batch was; return whether they were. Reads only.
+
+    Another task may have done so with the same batch: one that this one repeats, or its twin.
+    """
+    found = dict(fetch(connection, SET_ASIDE_AT, batch._params))
+    news = any(batch.set_aside_at.get(shard) != times for shard, times in found.items())
+    batch.set_aside_at.update(found)
+    return news
 
 
 def finish(connection: psycopg.Connection[Any], batch: Batch) -> bool:

@@ -47,6 +47,7 @@ from saf.destinations.marks import Known, adopt, shards_of
 from saf.dialogs.monologs import ReceivedMonolog
 from saf.dialogs.one_target import Target, settle
 from saf.errors import UsageError
+from saf.log.cursor import TIMES
 from saf.log.shards import IS_PRESENT, full
 from saf.repair.incarnation import raise_incarnation
 from saf.repair.set_back import SetBack, set_back
@@ -126,9 +127,10 @@ SHIFT_PARKED = f"""
 UPDATE saf.parked SET batch = batch + %(numbers)s WHERE {OF_THESE}
 """
 # What destinations know of messages that were set aside, and the broker has forgotten
-REMEMBER_SET_ASIDE = """
+REMEMBER_SET_ASIDE = f"""
 UPDATE saf.cursor c SET set_aside_at = ARRAY(
-    SELECT unnest(c.set_aside_at) UNION SELECT unnest(m.times) ORDER BY 1)
+    SELECT at FROM (SELECT unnest(c.set_aside_at) AS at UNION SELECT unnest(m.times)
+                    ORDER BY at DESC LIMIT {TIMES}) AS newest ORDER BY at)
 FROM (SELECT shard, array_agg(at) AS times
       FROM unnest(%(shards)s::smallint[], %(times)s::timestamptz[]) AS u (shard, at)
       GROUP BY shard) AS m,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.dying import crash as die
 from tests.pipeline import (
     Cycle,
     bodies,
+    connect,
     forward,
     forwarding_rules,
     let_time_pass,
@@ -49,6 +51,11 @@ def subscription(source: psycopg.Connection[Any]) -> int:
 
 def errors(receipts: list[Receipt]) -> set[str | None]:
     return {receipt.error_kind for receipt in receipts} - {None}
+
+
+def no_ones(mom: Dsn) -> None:
+    with connect(mom) as connection:
+        connection.execute("ALTER TABLE saf.inbox ADD CONSTRAINT no_ones CHECK (body <> '1')")
 
 
 # With the position
@@ -314,3 +321,55 @@ def test_a_zombie_neither_chooses_for_a_key_nor_resolves_it(  # noqa: PLR0917 - 
         assert count(app, remembered) == 0
         owner.run()
     assert count(app, remembered) == 1
+
+
+# By another task with the same batch
+
+
+@pytest.mark.parametrize(("point", "chunk_rows"), [("set_aside", 3), ("mark_forwarded:2", 1)])
+def test_a_task_that_is_run_again_knows_what_was_set_aside_before(
+    app: Dsn, mom: Dsn, source: psycopg.Connection[Any], point: str, chunk_rows: int
+) -> None:
+    """Spark gives it the batch as it was read before the first one began."""
+    no_ones(mom)
+    for body in ("1", "2", "3"):
+        send(source, body, key="k")
+    with Cycle(app, forwarding_rules("exactly_once", chunk_rows, mom=mom)) as cycle:
+        again = deepcopy(cycle.open())
+        arm(point, die)
+        with pytest.raises(Crash):
+            cycle.deliver()
+        arm("")
+        cycle.work = again
+        receipts = cycle.deliver()
+        cycle.close(receipts)
+    assert errors(receipts) == set()
+    assert bodies(mom) == ["2", "3"]
+    noted = "SELECT set_aside_at FROM saf.cursor WHERE set_aside_at IS NOT NULL"
+    with connect(mom) as connection:
+        ((known,),) = fetch(connection, "SELECT max(set_aside_at) FROM saf.watermark")
+    assert fetch(source, noted) == [([known],)]
+
+
+def test_a_task_knows_what_its_twin_has_set_aside_meanwhile(
+    app: Dsn, mom: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    no_ones(mom)
+    for body in ("0", "1", "2"):
+        send(source, body, key="k")
+    with Cycle(app, forwarding_rules("exactly_once", 1, mom=mom)) as cycle:
+        (work,) = cycle.open()
+        twin = deepcopy(work)
+
+        def twin_is_quicker() -> None:
+            arm("")
+            cycle.work = [twin]
+            cycle.deliver()
+            cycle.work = [work]
+
+        arm("mark_commit", twin_is_quicker)
+        receipts = cycle.deliver()
+        cycle.close(receipts)
+    assert errors(receipts) == set()
+    assert bodies(mom) == ["0", "2"]
+    assert count(app, "dead_letter") == 1

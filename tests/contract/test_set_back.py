@@ -16,6 +16,7 @@ from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.destinations.postgresql.reading import known_at
 from saf.errors import Unavailable
 from saf.failpoints import arm
+from saf.log.cursor import TIMES
 from saf.repair.rebase import rebase
 from saf.repair.send_again import Sent, send_again
 from saf.routing.routes import current_routes
@@ -374,22 +375,30 @@ def test_what_was_in_hand_at_the_backup_and_set_aside_after_it_is_not_dropped(
     assert sorted({*bodies(mom)}) == ["1", "10", "2", "3", "waits"]
 
 
-@pytest.mark.parametrize("busy", [False, True])
+LONG_BEFORE = (
+    f"""ARRAY(SELECT now() - n * interval '1 day' FROM generate_series({TIMES}, 1, -1) AS n)"""
+)
+
+
+@pytest.mark.parametrize("remembered", ["NULL", "ARRAY[now()]", LONG_BEFORE])
 def test_a_set_back_that_only_what_was_set_aside_since_shows_is_noticed(
-    app: Dsn, mom: Dsn, backup: Backup, busy: bool
+    app: Dsn, mom: Dsn, backup: Backup, remembered: str
 ) -> None:
+    """Also if the restored source remembers others, from before or after it was restored."""
     older = in_hand_at_the_backup(app, mom, backup)
     with connect(mom) as connection:
         create_service(connection, "shipping")
-    if busy:  # the restored source has set aside something itself before it meets the destination
-        with connect(older) as connection:
-            connection.execute("UPDATE saf.cursor SET set_aside_at = ARRAY[now()]")
+    with connect(older) as connection:
+        connection.execute(f"UPDATE saf.cursor SET set_aside_at = {remembered}".encode())
     assert {error.partition(":")[0] for error in refused(older, mom=mom)} == {"Ahead"}
     assert bodies(mom) == ["1", "2"]
     assert repair_source(older, mom=mom) is not None
     run(older, mom=mom)
     assert sorted({*bodies(mom)}) == ["1", "2", "waits"]
     assert repair_source(older, mom=mom) is None
+    with connect(older) as connection:
+        ((most,),) = fetch(connection, "SELECT max(cardinality(set_aside_at)) FROM saf.cursor")
+    assert most <= TIMES
 
 
 def test_a_set_back_that_only_a_dead_letter_shows_which_was_parked_at_the_backup_is_noticed(

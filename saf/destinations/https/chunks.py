@@ -74,8 +74,9 @@ def body_of(chunk: Chunk, *, store: bool, exactly_once: bool = False) -> pa.Buff
         batch=batch.number,
         opened_at=batch.opened_at.isoformat(),
         set_aside_at=[
-            [shard, [one.isoformat() for one in times]]
-            for shard, times in sorted(batch.set_aside_at.items())
+            [shard, [one.isoformat() for one in batch.set_aside_at[shard]]]
+            for shard in batch.shards
+            if shard in batch.set_aside_at
         ],
         epochs=batch.epochs,
         prefix=chunk.prefix,

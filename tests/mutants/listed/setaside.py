@@ -48,9 +48,25 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a repair does not remember what destinations know of messages that were set aside",
         "saf/repair/rebase.py",
-        "SELECT unnest(c.set_aside_at) UNION SELECT unnest(m.times) ORDER BY 1)",
-        "SELECT unnest(c.set_aside_at) ORDER BY 1)",
+        "AS at UNION SELECT unnest(m.times)",
+        "AS at",
         f"{SET_BACK}::test_a_set_back_that_only_what_was_set_aside_since_shows_is_noticed",
+    ),
+    mutant(
+        "a task does not learn what the one that it repeats has set aside",
+        "saf/engine/task.py",
+        "                if not self.closes:",
+        "                if False:",
+        f"{ONCE}::test_a_task_that_is_run_again_knows_what_was_set_aside_before",
+    ),
+    mutant(
+        "a task does not learn what its twin has set aside",
+        "saf/engine/destination_sessions.py",
+        "            if not marks:",
+        "            if not marks and (raised := error):\n"
+        "                raise raised\n"
+        "            elif not marks:",
+        f"{ONCE}::test_a_task_knows_what_its_twin_has_set_aside_meanwhile",
     ),
     mutant(
         "what is set aside with a position does not wait for the disk",
@@ -254,8 +270,9 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a zombie takes messages out of a lane",
         "saf/engine/parked_lanes.py",
-        "            lock_cursors(source, self.work.batch)\n            set_aside.note(",
-        "            set_aside.note(",
+        "            lock_cursors(source, self.work.batch)\n"
+        "            set_aside.write_from_lanes(",
+        "            set_aside.write_from_lanes(",
         f"{ONCE}::test_a_zombie_takes_nothing_out_of_a_lane",
     ),
     mutant(
