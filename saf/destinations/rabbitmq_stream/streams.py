@@ -126,7 +126,8 @@ class Streams:
             if given is not None and not verdict.wrong:
                 link.make(given.what.topics)
                 noted = noting(replace(chunk, rows=verdict.rows), marks)
-                journal.move({place: (mine[place[1]], mark) for place, mark in noted.items()})
+                if noted:
+                    journal.move({place: (mine[place[1]], mark) for place, mark in noted.items()})
                 journal.begin(given.begun)
                 stored = self._publish(given)
             marks |= verdict.moved
