@@ -18,7 +18,7 @@ import saf.routing_service
 from saf import Outbox
 from saf.broker import grants
 from saf.broker.grants import RIGHTS, Kind
-from saf.destinations import Chunk, places
+from saf.destinations import Chunk, marks, places
 from saf.destinations.marks import Difference
 from saf.destinations.postgresql import inbox
 from saf.destinations.postgresql.inbox import PostgresInbox
@@ -66,6 +66,8 @@ def marked_before_sent(patch: pytest.MonkeyPatch) -> None:
 def no_fence_at_the_destination(patch: pytest.MonkeyPatch) -> None:
     blind = inbox.LOCK.replace("epoch,", "0::bigint AS epoch,", 1)
     patch.setattr(inbox, "LOCK", blind)
+    # what the new owner has set aside would give the old one away
+    patch.setattr(marks.InHand, "has_forgotten", lambda *_: False)
 
 
 def no_fence_at_the_source(patch: pytest.MonkeyPatch) -> None:
