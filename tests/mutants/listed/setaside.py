@@ -41,7 +41,8 @@ MUTANTS: list[Mutant] = [
         "a mark of a lane says nothing of what was set aside",
         "saf/destinations/places.py",
         "    return moved | noting(chunk, {**marks, **moved})",
-        "    return noting(chunk, {**marks, **moved} if moved.keys() & marks else {}) | moved",
+        "    new = noting(chunk, {**marks, **moved})\n"
+        "    return moved | {place: new[place] for place in moved.keys() & new.keys()}",
         f"{SET_BACK}::test_a_set_back_that_only_a_dead_letter_shows_which_was_parked_at_the_backup"
         "_is_noticed",
     ),
