@@ -369,11 +369,11 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "INSERT": ("name", "log", "service", "stream"),
                 "DELETE": WHOLE,
             },
-            # to keep receivers from messages while a person decides about them
+            # to keep receivers from messages while a person decides about them, and to note it
             "cursor": {
                 "SELECT": WHOLE,
                 "INSERT": ("subscription_id", "shard", "done"),
-                "UPDATE": ("allowance",),
+                "UPDATE": ("allowance", "set_aside_at"),
             },
             "endpoint": {
                 "INSERT": ("name", "subscription_id", "url", "settings"),

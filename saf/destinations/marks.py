@@ -18,9 +18,10 @@ route, it says when that happened (saf.parked.opened_at).
 
 A mark passes what was set aside: a source that was set back to a moment at which it had such a
 message in hand or parked would send it again, and find it stored. So the source notes, for each
-shard, when messages were set aside (saf.cursor.set_aside_at), before it lets a mark pass them. The
-mark of the shard's own lane, which every delivery meets, says the last of these times. A source
-that does not know that time was set back. It remembers the last `saf.log.cursor.TIMES` of them.
+shard, when messages were set aside (saf.cursor.set_aside_at), before it lets a mark pass them; also
+when a person takes parked ones out of their lanes. The mark of the shard's own lane, which every
+delivery meets, says the last of these times. A source that does not know that time was set back. It
+remembers the last `saf.log.cursor.TIMES` of them.
 
 A mark is moved, and remembered, only for shards of the chunk's messages. So a quiet shard or
 destination costs nothing, and a busy one costs a row per shard and chunk on either side.

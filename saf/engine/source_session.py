@@ -15,7 +15,7 @@ from saf.engine import kept_results, pulse
 from saf.engine.work import Work
 from saf.errors import Unavailable
 from saf.failpoints import fail_point
-from saf.log.cursor import lock_cursors
+from saf.log.cursor import learn_set_aside, lock_cursors
 from saf.routing.resolved import Resolved, keep, resolved
 from saf.routing.route_choices import Asker, choose
 from saf.setaside import in_hand
@@ -163,6 +163,7 @@ class SourceSession:
 
     def _share(self, connection: psycopg.Connection[Any], destination: str) -> None:
         in_hand.share(connection, self._work.batch.subscription_id, destination)
+        learn_set_aside(connection, self._work.batch)  # what persons have decided since it was read
 
     def _connect(self) -> psycopg.Connection[Any]:
         return connections.take(

@@ -227,13 +227,22 @@ LOCK_CURSORS = f"SELECT c.shard, c.position FROM saf.cursor c, {MINE} FOR UPDATE
 TIMES = 20
 """So many times at which messages of a shard were set aside are remembered."""
 
-# Also where the batch was closed in the same transaction. A clock that is set back changes nothing.
-NOTE_SET_ASIDE = f"""
+# A clock that is set back changes nothing.
+NOTE = f"""
 UPDATE saf.cursor c SET set_aside_at = (array_append(c.set_aside_at, greatest(
     now(), c.set_aside_at[cardinality(c.set_aside_at)] + interval '1 microsecond'
 )))[greatest(cardinality(c.set_aside_at) + 2 - {TIMES}, 1):]
-FROM {SAME}
-RETURNING c.shard, c.set_aside_at
+"""
+
+# Also where the batch was closed in the same transaction
+NOTE_SET_ASIDE = f"{NOTE} FROM {SAME} RETURNING c.shard, c.set_aside_at"
+
+# Whoever owns the shards, and whichever batch is theirs when the locks are free
+NOTE_TAKEN_OUT = f"""{NOTE}
+FROM (SELECT subscription_id, shard FROM saf.cursor
+      WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s::smallint[])
+      ORDER BY shard FOR UPDATE) AS locked
+WHERE (c.subscription_id, c.shard) = (locked.subscription_id, locked.shard)
 """
 
 SET_ASIDE_AT = f"""
@@ -367,10 +376,25 @@ def note_set_aside(connection: psycopg.Connection[Any], batch: Batch) -> dict[in
     return dict(_write(connection, NOTE_SET_ASIDE, batch))
 
 
+def note_taken_out(
+    connection: psycopg.Connection[Any], subscription_id: int, shards: Collection[int]
+) -> None:
+    """Note, durably, that a person takes messages of some shards out of their lanes.
+
+    Call it in the transaction that does so, which keeps forwarders from these lanes. They learn of
+    it before they deliver what is left there (`learn_set_aside`).
+    """
+    if shards:
+        connection.execute(DURABLY)
+        params = {"subscription_id": subscription_id, "shards": array(sorted(shards))}
+        connection.execute(NOTE_TAKEN_OUT, params)
+
+
 def learn_set_aside(connection: psycopg.Connection[Any], batch: Batch) -> bool:
     """Read when messages were set aside since the batch was; return whether they were. Reads only.
 
-    Another task may have done so with the same batch: one that this one repeats, or its twin.
+    Another task may have done so with the same batch: one that this one repeats, or its twin. Or a
+    person has, to parked messages.
     """
     found = dict(fetch(connection, SET_ASIDE_AT, batch._params))
     news = any(batch.set_aside_at.get(shard) != times for shard, times in found.items())

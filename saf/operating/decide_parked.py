@@ -34,6 +34,7 @@ from saf.database import fetch
 from saf.dialogs import monologs, statements
 from saf.dialogs.giving_up import Lost, give_up
 from saf.errors import Unavailable
+from saf.log.cursor import note_taken_out
 from saf.log.shards import failed, newest
 from saf.setaside import backoff, in_hand, parking
 from saf.setaside.audit import ONE_AT_A_TIME, audit
@@ -141,6 +142,7 @@ def discard(
         rows = _locked(connection, chosen, limit, to=None)
         if rows:
             params: dict[str, Any] = {"parked_ids": rows.parked_ids}
+            rows.note(connection)
             audit(connection, "discard", rows.message_ids, why, person)
             connection.execute(LET_KEYS_GO_ON, params)
             _tell_conversations(connection, params)
@@ -172,6 +174,7 @@ def redirect(
         connection.execute(ONE_AT_A_TIME)
         rows = _locked(connection, chosen, limit, to=to)
         if rows:
+            rows.note(connection)
             number = audit(connection, f"redirect to {to}", rows.message_ids, why, person)
             there = Lane(destination=to, kind=Kind.RETRY)
             for subscription_id, lanes in rows.lanes.items():
@@ -206,6 +209,8 @@ class _Rows:
         message in a lane, which it has found there; it forgets empty ones itself."""
         self.arrived: list[Lost] = []
         """Those that have come to an end of a conversation."""
+        self._shards: dict[int, set[int]] = {}
+        """The shards of those that have not arrived, by subscription."""
         for _, _, subscription_id, log, destination, kind, subject, broker, shard, *said in rows:
             lane = Lane(
                 destination=destination,
@@ -216,9 +221,19 @@ class _Rows:
             self.lanes.setdefault(subscription_id, set()).add(lane)
             if log == "outbox" or (subscription_id, shard) not in owned:
                 self.forgettable.setdefault(subscription_id, set()).add(lane)
+            if log == "outbox":
+                self._shards.setdefault(subscription_id, set()).add(shard)
             conversation_id, from_initiator, name = said
             if log == "inbox" and conversation_id is not None and from_initiator is not None:
                 self.arrived.append((conversation_id, from_initiator, name))
+
+    def note(self, connection: psycopg.Connection[Any]) -> None:
+        """Note at the source what leaves its lanes; see `saf.destinations.marks`.
+
+        Before all else that is written, because a forwarder locks cursors first, and then lanes.
+        """
+        for subscription_id in sorted(self._shards):
+            note_taken_out(connection, subscription_id, self._shards[subscription_id])
 
     def check(self) -> None:
         """Take back what took so long that a member may have read a key that became due.

@@ -16,10 +16,13 @@ from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.destinations.postgresql.reading import known_at
 from saf.errors import Unavailable
 from saf.failpoints import arm
+from saf.forwarding.runner import run_item
 from saf.log.cursor import TIMES
+from saf.operating.decide_parked import discard, redirect
 from saf.repair.rebase import rebase
 from saf.repair.send_again import Sent, send_again
 from saf.routing.routes import current_routes
+from saf.setaside.parked_messages import ParkedFilter
 from tests.pipeline import (
     Cycle,
     bodies,
@@ -415,6 +418,39 @@ def test_a_set_back_that_only_a_dead_letter_shows_which_was_parked_at_the_backup
         let_time_pass(app)
         run(app, mom=mom)
         connection.execute("ALTER TABLE saf.inbox DROP CONSTRAINT no_one")
+    assert bodies(mom) == ["2"]
+    let_time_pass(older)
+    assert {error.partition(":")[0] for error in refused(older, mom=mom)} == {"Ahead"}
+    assert repair_source(older, mom=mom) is not None
+    let_time_pass(older)
+    run(older, mom=mom)
+    assert sorted({*bodies(mom)}) == ["1", "2"]
+
+
+@pytest.mark.parametrize("in_hand", [False, True])  # of a forwarder, when the person decides
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_set_back_is_noticed_that_only_shows_in_what_a_person_decided_about_parked_messages(
+    app: Dsn, mom: Dsn, backup: Backup, elsewhere: bool, in_hand: bool
+) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "shipping")
+    send_numbers(app, 1, 2, keys=1)
+    run(app, mom=mom)
+    older = backup(app)
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+    let_time_pass(app)
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
+        work = cycle.open() if in_hand else []
+        with connect(app) as connection:
+            first = ParkedFilter()
+            if elsewhere:
+                gone = redirect(connection, first, "moved", limit=1, to="other")
+            else:
+                gone = discard(connection, first, "not needed", limit=1)
+            assert len(gone) == 1
+        for item in work or cycle.open():
+            run_item(0, item, cycle.rules, closes=True)
     assert bodies(mom) == ["2"]
     let_time_pass(older)
     assert {error.partition(":")[0] for error in refused(older, mom=mom)} == {"Ahead"}

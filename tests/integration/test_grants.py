@@ -128,7 +128,7 @@ MATRIX = {
 }
 # Of an operator, who repairs what was set back, and decides about what is parked
 REPAIRING = {
-    ("cursor", "u"): "allowance",
+    ("cursor", "u"): "allowance set_aside_at",
     ("conversation", "u"): "far_service far_broker group_id send_sequence receive_sequence "
     "ended_here ended_there error_code error_text timer changed_at lineage far_lineage "
     "answered_by",

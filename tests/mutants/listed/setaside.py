@@ -70,6 +70,20 @@ MUTANTS: list[Mutant] = [
         f"{ONCE}::test_a_task_knows_what_its_twin_has_set_aside_meanwhile",
     ),
     mutant(
+        "a source does not note what a person takes out of lanes",
+        "saf/log/cursor.py",
+        "    if shards:\n        connection.execute(DURABLY)",
+        "    if not shards:\n        connection.execute(DURABLY)",
+        f"{SET_BACK}::test_a_set_back_is_noticed_that_only_shows_in_what_a_person_decided_about_parked_messages",
+    ),
+    mutant(
+        "who takes lanes in hand does not learn what persons have decided",
+        "saf/engine/source_session.py",
+        "        learn_set_aside(connection, self._work.batch)",
+        "        learn_set_aside",
+        f"{SET_BACK}::test_a_set_back_is_noticed_that_only_shows_in_what_a_person_decided_about_parked_messages",
+    ),
+    mutant(
         "what is set aside with a position does not wait for the disk",
         "saf/log/cursor.py",
         """connection.execute(DURABLY)
