@@ -243,6 +243,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         VERSION,
         MEMBERSHIP,
         SETTING_ASIDE,
+        COUNTING,
         CHOOSING,
         {
             "outbox": {"SELECT": WHOLE},

@@ -126,7 +126,8 @@ class ParkedLanes:
 
         def settle(source: psycopg.Connection[Any]) -> None:
             lock_cursors(source, self.work.batch)
-            set_aside.write_from_lanes(source, rows["parked_id"].to_pylist())
+            if set_aside.write_from_lanes(source, rows["parked_id"].to_pylist()):
+                set_aside.count_left_out(source)  # not again, if the answer got lost
             self.destinations.acknowledge(source)
             fail_point("unpark")
 

@@ -26,8 +26,9 @@ from saf.errors import SafError
 from saf.failpoints import fail_point
 from saf.log.cursor import lock_cursors, note_set_aside
 from saf.message import MAX_BODY
-from saf.setaside import backoff, dead, parking
+from saf.setaside import backoff, dead, dropped, parking
 from saf.setaside.dead import AsStored
+from saf.setaside.dropped import Reason
 from saf.setaside.expired import EXPIRED
 from saf.setaside.lane import FOUND, Lane
 from saf.setaside.lane_columns import KIND, LANE, given_of
@@ -66,6 +67,7 @@ class SetAside:
     dead_letters: int = 0
     """How many messages have become dead letters."""
     parked_messages: int = 0
+    _left_out: list[pa.Table] = field(default_factory=list)
     _staying: set[int] = field(default_factory=set)
     """The messages that were parked before and stay so."""
     _noted: dict[int, list[datetime]] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class SetAside:
         return bool(self.parked or self.dead or self.unread)
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.opened or self.parked or self.dead or self.unread)
+        return bool(self.failed or self.opened or self._left_out or self.ahead)
 
     def wait(self, part: Part) -> None:
         """Park messages in their lanes, or let them stay there."""
@@ -91,6 +93,11 @@ class SetAside:
         self.parked.append(part)
         if self.from_lanes:
             self._staying |= set(part.rows["parked_id"].to_pylist())
+
+    def leave_out(self, rows: pa.Table) -> None:
+        """Take messages of which a transform makes nothing for a destination."""
+        if rows.num_rows:
+            self._left_out.append(rows.select(["shard", "message_id"]))
 
     def bury(self, rows: pa.Table, destination: str, reason: str, error: str) -> None:
         """Make dead letters of messages."""
@@ -165,6 +172,23 @@ class SetAside:
         self._bury(source)
         backoff.succeeded(source, subscription_id, self.opened)
 
+    def count_left_out(self, source: psycopg.Connection[Any]) -> None:
+        """Count what was left out, in the transaction with which it is done, and only there."""
+        if not self._left_out:
+            return
+        rows = pa.concat_tables(self._left_out)
+        by_shard = rows.group_by("shard", use_threads=False).aggregate(
+            [("message_id", "count"), ("message_id", "last")]
+        )
+        counts = {
+            (row["shard"], Reason.LEFT_OUT): (
+                row["message_id_count"],
+                UUID(bytes=row["message_id_last"]),
+            )
+            for row in by_shard.sort_by("shard").to_pylist()
+        }
+        dropped.add(source, self.work.batch.subscription_id, counts)
+
     def write_ahead(self, source_session: SourceSession) -> None:
         """Write what has been gathered so far, if a watermark must not pass it before."""
         if not self.ahead:
@@ -194,8 +218,11 @@ class SetAside:
         self.dead.clear()
         self.unread.clear()
 
-    def write_from_lanes(self, source: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
-        """Write it for messages that were parked before: those that have gone leave their lane."""
+    def write_from_lanes(self, source: psycopg.Connection[Any], parked_ids: Sequence[int]) -> int:
+        """Write it for messages that were parked before: those that have gone leave their lane.
+
+        Return how many were still there.
+        """
         self.note(source)
         subscription_id = self.work.batch.subscription_id
         gone = [number for number in parked_ids if number not in self._staying]
@@ -214,7 +241,7 @@ class SetAside:
                 parking.copy(source, part.waits_at, part.quality, rows)
                 gone += copied["parked_id"].to_pylist()
         self._bury(source)
-        parking.unpark(source, gone)
+        return parking.unpark(source, gone)
 
     def _postpone(self, source: psycopg.Connection[Any]) -> None:
         failed = {lane: str(error) for lane, error in self.failed.items()}

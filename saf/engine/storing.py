@@ -80,7 +80,7 @@ class Storing:
         behind = self.lanes.services(name) if part.main else frozenset()
         chunk = replace(self._chunk(part), behind=behind)
         if part.rows.num_rows and not chunk.rows.num_rows:
-            self._note_left_out(part, chunk)
+            self._leave_out(part, chunk, set_aside)
             return
         began = perf_counter()
         try:
@@ -97,9 +97,11 @@ class Storing:
             if part.main:
                 self.lanes.hold(Lane(destination=name), str(error))
         except AnotherBroker as error:
+            part = self._leave_out(part, chunk, set_aside)
             error.rows = inputs_of(part.rows, error.rows)
             self._store_own(part, set_aside, error)
         except UnknownService as error:
+            part = self._leave_out(part, chunk, set_aside)
             error.rows = inputs_of(part.rows, error.rows)
             self._store_known(part, set_aside, error)
         except Fenced as error:
@@ -110,9 +112,9 @@ class Storing:
         except Rejected as error:
             self._store_halves(part, set_aside, error)
         else:
+            part = self._leave_out(part, chunk, set_aside)
             self.receipts.of(name).dropped += stored.dropped
             self._note(part, stored.messages, perf_counter() - began)
-            self._note_left_out(part, chunk)
             lane = Lane(destination=name)
             if part.main and lane in self.lanes.untried:
                 self.lanes.untried.discard(lane)
@@ -127,12 +129,13 @@ class Storing:
             return
         chunk = self._chunk(part)
         if not chunk.rows.num_rows:
-            self._note_left_out(part, chunk)
+            self._leave_out(part, chunk, set_aside)
             return
         began = perf_counter()
         try:
             stored = self.destinations.store(part, chunk)
         except AnotherBroker as error:
+            part = self._leave_out(part, chunk, set_aside)
             error.rows = inputs_of(part.rows, error.rows)
             mine, others = _told_apart(error)
             self._let_wait(others, set_aside, error)
@@ -141,17 +144,23 @@ class Storing:
             if isinstance(error, TO_REPAIR):
                 self.to_repair = error
             self.receipts.of(name).down |= isinstance(error, REFUSES)
+            part = self._leave_out(part, chunk, set_aside)
             set_aside.bury(part.rows, name, "unavailable", str(error))
         else:
+            part = self._leave_out(part, chunk, set_aside)
             self._note(part, stored.messages, perf_counter() - began)
-            self._note_left_out(part, chunk)
 
-    def _note_left_out(self, part: Part, chunk: Chunk) -> None:
-        """Note of how many messages of a part a transform has made nothing."""
+    def _leave_out(self, part: Part, chunk: Chunk, set_aside: SetAside) -> Part:
+        """A part without messages of which a transform has made nothing, which are counted."""
         assert part.destination is not None  # noqa: S101 - it is on its way there
-        if self.transforming:
-            left = part.rows.num_rows - inputs_of(part.rows, chunk.rows).num_rows
-            self.receipts.of(part.destination).left_out += left
+        if not self.transforming:
+            return part
+        left = inputs_of(part.rows, chunk.rows, but=True)
+        if not left.num_rows:
+            return part
+        self.receipts.of(part.destination).left_out += left.num_rows
+        set_aside.leave_out(left)
+        return replace(part, rows=inputs_of(part.rows, chunk.rows))
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:
         """Note that a part was given to its destination, which had not stored so many of it."""

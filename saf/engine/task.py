@@ -229,6 +229,7 @@ class Task:
             self.destinations.acknowledge(source)
             if new:
                 set_aside.write(source)
+                set_aside.count_left_out(source)
             else:
                 set_aside.note(source)
             fail_point("mark_forwarded")

@@ -118,8 +118,7 @@ DROPPED = _counter(
     "saf_dropped_messages_total",
     "database",
     "broker subscription reason",
-    "Messages of dialogs that a subscription took and handed to nobody, because nobody misses "
-    "them.",
+    "Messages that a subscription took and handed to nobody, because nobody misses them.",
 )
 MEMBERS = _gauge(
     "saf_members",

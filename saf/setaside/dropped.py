@@ -8,7 +8,7 @@ shard in hand, or is the only one with this reason, so nobody waits for another 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -37,6 +37,8 @@ class Reason(StrEnum):
 
     The purge, or whoever cleans up, drops it. Fragments have no ids, so the dialog's id is named.
     """
+    LEFT_OUT = "left_out"
+    """A forwarder's transform makes nothing of it: counted once for each destination."""
 
 
 # Adds to a count that is there already
@@ -49,10 +51,10 @@ ON CONFLICT (subscription_id, shard, reason) DO UPDATE SET
 
 COUNT = f"""
 INSERT INTO saf.dropped AS d (subscription_id, shard, reason, messages, last_message_id)
-SELECT %(subscription_id)s, shard, reason, count(*), (array_agg(message_id ORDER BY place DESC))[1]
-FROM unnest(%(shards)s::smallint[], %(reasons)s::text[], %(message_ids)s::uuid[]) WITH ORDINALITY
-    AS w (shard, reason, message_id, place)
-GROUP BY shard, reason ORDER BY shard, reason
+SELECT %(subscription_id)s, shard, reason, messages, message_id
+FROM unnest(%(shards)s::smallint[], %(reasons)s::text[], %(messages)s::bigint[],
+            %(message_ids)s::uuid[]) AS w (shard, reason, messages, message_id)
+ORDER BY shard, reason
 {ADD}
 """
 
@@ -86,12 +88,27 @@ def count(
     messages: Sequence[tuple[int, Reason, UUID]],
 ) -> None:
     """Count messages, each with a shard in hand, a reason and its id. Call it in a transaction."""
-    if messages:
-        shards, reasons, message_ids = zip(*messages, strict=True)
+    counts: dict[tuple[int, Reason], tuple[int, UUID]] = {}
+    for shard, reason, message_id in messages:
+        before, _ = counts.get((shard, reason), (0, message_id))
+        counts[shard, reason] = (before + 1, message_id)
+    add(connection, subscription_id, counts)
+
+
+def add(
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    counts: Mapping[tuple[int, Reason], tuple[int, UUID]],
+) -> None:
+    """Add how many messages were dropped, and the last one's id, by shard and reason."""
+    if counts:
+        shards, reasons = zip(*counts, strict=True)
+        messages, message_ids = zip(*counts.values(), strict=True)
         params = {
             "subscription_id": subscription_id,
             "shards": list(shards),
             "reasons": list(reasons),
+            "messages": list(messages),
             "message_ids": list(message_ids),
         }
         connection.execute(COUNT, params)

@@ -233,9 +233,9 @@ def still(
     return {number for (number,) in fetch(connection, STILL, params)}
 
 
-def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
-    """Delete parked messages, which were delivered or have gone elsewhere."""
-    connection.execute(UNPARK, {"parked_ids": list(parked_ids)})
+def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> int:
+    """Delete parked messages, which were delivered or have gone elsewhere; return how many."""
+    return connection.execute(UNPARK, {"parked_ids": list(parked_ids)}).rowcount
 
 
 def as_log(columns: Sequence[str | sql.Composable], *, found: bool) -> list[str | sql.Composable]:

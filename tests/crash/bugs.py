@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import psycopg
+import pyarrow as pa
 import pytest
 from psycopg import sql
 
@@ -213,6 +214,18 @@ def dead_for_another_reason(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         SetAside, "bury", lambda self, rows, to, _, error: bury(self, rows, to, "expired", error)
     )
+
+
+def what_is_left_out_is_counted_before_the_position(patch: pytest.MonkeyPatch) -> None:
+    leave_out = SetAside.leave_out
+
+    def at_once(self: SetAside, rows: pa.Table) -> None:
+        leave_out(self, rows)
+        with self.work.dsn.connect(role="test") as source:
+            self.count_left_out(source)
+        self._left_out.clear()
+
+    patch.setattr(SetAside, "leave_out", at_once)
 
 
 def results_of_transforms_are_forgotten(patch: pytest.MonkeyPatch) -> None:

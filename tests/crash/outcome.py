@@ -63,5 +63,6 @@ def judge(round_: Round) -> Verdict:
         hubs = [hub.conninfo for hub in round_.hubs.values()]
         listen(app, round_.stores["mom"].conninfo, verdict, round_.past, hubs)
     others = [dsn.conninfo for name, dsn in round_.brokers.items() if name != "app"]
-    look(app, others, verdict, talks=plan.dialogs, past=round_.past)
+    transforms = bool(plan.transforms)
+    look(app, others, verdict, talks=plan.dialogs, transforms=transforms, past=round_.past)
     return verdict

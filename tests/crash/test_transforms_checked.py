@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from saf.broker.services import create_service
+from saf.engine.source_session import SourceSession
 from saf.engine.work import Receipt
 from tests.crash import bugs
 from tests.crash.evaluated import run_transforming, transforming_rules
@@ -45,11 +48,15 @@ def findings(world: World) -> set[str]:
     return set(check_made(world.app.conninfo, stores, QUALITIES, QUALITIES).findings)
 
 
-def a_crash_after_the_store(world: World) -> None:
+def a_crash_after_the_store(world: World, point: str = "mom_commit") -> None:
     for service in QUALITIES:
         world.send(f"{service}-0", times=16)
-    world.crash("mom_commit")
+    world.crash(point)
     world.forward(2)
+
+
+def a_crash_before_the_position_is_committed(world: World) -> None:
+    a_crash_after_the_store(world, "mark_forwarded")
 
 
 def a_store_that_is_down(world: World) -> None:
@@ -61,8 +68,30 @@ def a_store_that_is_down(world: World) -> None:
     world.forward(3)
 
 
-SCENARIOS = (a_crash_after_the_store, a_store_that_is_down)
-PLANTED = [(bugs.results_of_transforms_are_forgotten, a_crash_after_the_store, "unexpected")]
+def a_service_that_is_unknown_for_a_while(world: World) -> None:
+    with connect(world.mom) as mom:
+        create_service(mom, "elsewhere")
+    a_store_that_is_down(world)
+    with connect(world.mom) as mom:
+        for service in QUALITIES:
+            create_service(mom, service)
+    world.forward(2)
+
+
+SCENARIOS = (
+    a_service_that_is_unknown_for_a_while,
+    a_crash_after_the_store,
+    a_crash_before_the_position_is_committed,
+    a_store_that_is_down,
+)
+PLANTED = [
+    (bugs.results_of_transforms_are_forgotten, a_crash_after_the_store, "unexpected"),
+    (
+        bugs.what_is_left_out_is_counted_before_the_position,
+        a_crash_before_the_position_is_committed,
+        "dropped_wrongly",
+    ),
+]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -71,6 +100,25 @@ def test_a_scenario_with_transforms_has_no_findings(
 ) -> None:
     made = transformed()
     scenario(made)
+    assert findings(made) == set()
+
+
+def test_an_answer_that_gets_lost_counts_nothing_twice(
+    transformed: Callable[[], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_once, written = SourceSession.__call__, set[str]()
+
+    def answer_lost(self: SourceSession, write: Callable[..., Any]) -> Any:
+        name, result = write.__qualname__, write_once(self, write)
+        if name.startswith(("Task._settle.", "ParkedLanes.settle.")):
+            written.add(name.partition(".")[0])
+            return write_once(self, write)
+        return result
+
+    monkeypatch.setattr(SourceSession, "__call__", answer_lost)
+    made = transformed()
+    a_service_that_is_unknown_for_a_while(made)
+    assert written == {"Task", "ParkedLanes"}
     assert findings(made) == set()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import psycopg
 
-from tests.crash.checker import ARRIVED, Verdict, check
+from tests.crash.checker import ARRIVED, DEAD, Verdict, check
 from tests.crash.past import Message, life, message
 
 FUNCTIONS = {"orders": "joined", "audit": "drawn", "metrics": "computed", "events": "drawn"}
@@ -29,6 +29,11 @@ CREATE TABLE drawn (id bigint, number int, body bytea);
 CREATE FUNCTION note_drawn() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN INSERT INTO public.drawn VALUES (NEW.id, NEW.number, NEW.body); RETURN NULL; END $$;
 CREATE TRIGGER watched AFTER INSERT ON saf.kept_result FOR EACH ROW EXECUTE FUNCTION note_drawn();
+"""
+LEFT_OUT = """
+SELECT coalesce(sum(d.messages), 0)::bigint
+FROM saf.dropped d JOIN saf.subscription s USING (subscription_id)
+WHERE s.log = 'outbox' AND d.reason = 'left_out'
 """
 DRAWN = "SELECT convert_from(body, 'UTF8') FROM drawn WHERE body IS NOT NULL"
 
@@ -64,12 +69,16 @@ def check_made(
     verdict = check(source, [], qualities, arrived)
     with psycopg.connect(source) as connection:
         wrong += again([body for (body,) in connection.execute(DRAWN).fetchall()])
+        dead = {message(body) for body, _ in connection.execute(DEAD).fetchall()}
+        ((counted,),) = connection.execute(LEFT_OUT).fetchall()
     absent = {
         one
         for one, known in life(source).items()
         if known.service in services and is_left_out(one) and not known.poison
     }
     verdict.lost = [one for one in verdict.lost if one not in absent]
+    if counted != (due := len(absent - dead)):
+        verdict.dropped_wrongly.append((source, "left_out", counted, due))
     there = {message(body) for body in arrived}
     verdict.unexpected += wrong + [(one, "is not left out") for one in sorted(absent & there)]
     return verdict

@@ -97,7 +97,7 @@ MATRIX = {
     "backoff        ": "-      SIuD   SIuD   -      -      -      SIuD   -      -",
     "dead_letter    ": "-      sIu    sI     -      -      s      SIuD   -      -",
     "service        ": "-      S      -      S      -      -      SiD    -      -",
-    "dropped        ": "-      -      Siu    -      -      Siu    Siu    -      -",
+    "dropped        ": "-      Siu    Siu    -      -      Siu    Siu    -      -",
     "audit          ": "-      -      -      -      -      -      Si     -      -",
     "endpoint       ": "-      -      S      -      -      -      SiD    -      -",
     "dispatched     ": "-      -      SIuD   -      -      -      SIuD   -      -",

@@ -15,6 +15,7 @@ from saf.database import Dsn
 from saf.forwarding import broker
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic
+from saf.setaside.dropped import dropped
 from saf.setaside.waiting import parked
 from saf.spark import faults, plans, transforms
 from saf.spark.results import SEEN
@@ -138,6 +139,8 @@ def test_what_a_transform_leaves_out_is_counted_and_not_sent_again(
     send(source, "11", "12")
     assert forward(path)["left_out"] == 2
     assert (forward(path)["left_out"], len(bodies(mom))) == (0, 7)
+    (counted,) = dropped(source)
+    assert (counted.subscription, counted.reason, counted.messages) == ("forwarder", "left_out", 7)
 
 
 def test_parts_of_a_message_are_in_their_order_with_ids_that_follow_from_its_own(

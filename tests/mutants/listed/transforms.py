@@ -7,9 +7,27 @@ from tests.mutants.mutant import Mutant, mutant
 TRANSFORMING = "saf/engine/transforming.py"
 IN_STEP = "saf/engine/in_step.py"
 EVALUATION = "saf/spark/evaluation.py"
+LEFT_OUT = "crash/test_transforms_checked.py"
 UNIT = "unit/test_transforming.py"
 
 MUTANTS: list[Mutant] = [
+    mutant(
+        "what is left out of a lane is counted again when an answer got lost",
+        "saf/engine/parked_lanes.py",
+        '            if set_aside.write_from_lanes(source, rows["parked_id"].to_pylist()):',
+        '            if set_aside.write_from_lanes(source, rows["parked_id"].to_pylist()) >= 0:',
+        f"{LEFT_OUT}::test_an_answer_that_gets_lost_counts_nothing_twice",
+    ),
+    mutant(
+        "what is left out is not counted where a part of it waits",
+        "saf/engine/storing.py",
+        "            part = self._leave_out(part, chunk, set_aside)\n"
+        "            error.rows = inputs_of(part.rows, error.rows)\n"
+        "            self._store_known(part, set_aside, error)",
+        "            error.rows = inputs_of(part.rows, error.rows)\n"
+        "            self._store_known(part, set_aside, error)",
+        f"{LEFT_OUT}::test_a_scenario_with_transforms_has_no_findings",
+    ),
     mutant(
         "results that end too early leave messages out",
         IN_STEP,
