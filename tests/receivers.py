@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count, islice
 from typing import Any
 
 import psycopg
@@ -17,12 +18,21 @@ import saf
 from saf.broker import services
 from saf.database import Dsn, fetch
 from saf.failpoints import fail_point
+from saf.log.shards import shard_of
 from saf.receiving.link import connected
 from saf.receiving.loop import Loop
 from saf.receiving.receive import Receiver
 from tests.pipeline import connect, let_time_pass
 
 SUBSCRIPTION = "billing"
+SHARDS = 64
+
+
+def keys_of_one_shard(number: int) -> list[str]:
+    """So many keys that share a shard of an inbox."""
+    one = shard_of("one shard", SHARDS)
+    return list(islice((key for key in map(str, count()) if shard_of(key, SHARDS) == one), number))
+
 
 TABLES = """
 CREATE TABLE effect (number bigint GENERATED ALWAYS AS IDENTITY, key text, body text);

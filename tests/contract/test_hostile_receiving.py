@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from itertools import count, islice
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -17,17 +16,14 @@ import pytest
 import saf
 from saf.database import Dsn, fetch
 from saf.dialogs.statements import Code
-from saf.log.shards import shard_of
 from saf.setaside import dead as dead_letters
 from saf.setaside.dead import Filter
 from tests import dialogs
 from tests.hostile import LONG_KEY, error_of, unbounded
 from tests.pipeline import connect
-from tests.receivers import SUBSCRIPTION, dead, effect, effects, prepare
+from tests.receivers import SUBSCRIPTION, dead, effect, effects, keys_of_one_shard, prepare
 
-SHARDS = 64
-ONE = shard_of("one shard", SHARDS)
-KEYS = list(islice((k for k in map(str, count()) if shard_of(k, SHARDS) == ONE), 4))
+KEYS = keys_of_one_shard(4)
 HOSTILE = uuid4()
 
 BEGUN_AT = datetime(2026, 1, 1, tzinfo=UTC)

@@ -127,6 +127,13 @@ def test_what_is_set_aside_after_an_answer_got_lost_is_not_taken_for_a_set_back(
     forward(app, mom=mom, other=other)
     assert bodies(other) == ["s0", "s1", "s2"]
     assert count(app, "parked") == 0
+    # of the times that the source remembers, a destination need not know the last
+    with connect(app) as connection:
+        send_to(connection, "shipping", "s3")
+    forward(app, mom=mom, other=NOWHERE)
+    let_time_pass(app)
+    forward(app, mom=mom, other=other)
+    assert bodies(other) == ["s0", "s1", "s2", "s3"]
 
 
 def test_a_rejected_message_is_not_lost_when_the_destination_is_mended_after_a_crash(

@@ -23,7 +23,15 @@ from saf.receiving.loop import Loop
 from tests import dialogs
 from tests.pipeline import connect
 from tests.programs import ROOT, environment
-from tests.receivers import SUBSCRIPTION, effect, effects, prepare, put, store
+from tests.receivers import (
+    SUBSCRIPTION,
+    effect,
+    effects,
+    keys_of_one_shard,
+    prepare,
+    put,
+    store,
+)
 from tests.waits import until
 
 MODULE = """
@@ -158,9 +166,10 @@ def test_what_was_put_back_of_many_keys_and_shards_comes_once_and_in_order(inbox
 
 
 def test_a_batch_in_hand_is_finished_and_the_next_one_put_back(inbox: Dsn) -> None:
+    keys = iter(keys_of_one_shard(10))
     for number in range(5):
-        put(inbox, f"a{number}", key=f"a{number}", message_type="A")
-        put(inbox, f"b{number}", key=f"b{number}", message_type="B")
+        put(inbox, f"a{number}", key=next(keys), message_type="A")
+        put(inbox, f"b{number}", key=next(keys), message_type="B")
     first = saf.Worker(inbox, SUBSCRIPTION)
     done: list[str] = []
 

@@ -172,6 +172,9 @@ def test_no_event_brings_headers_that_only_saf_writes(inbox: Dsn, url: str) -> N
 def test_an_event_for_a_service_that_does_not_live_here_is_refused(inbox: Dsn) -> None:
     with serving(Partner(), saf.webhooks.inbox(inbox, "biling", secrets=SECRET)) as partner:
         assert send(partner.url) == (404, "there is no service 'biling' here")
+    with connect(inbox) as connection:
+        for table in ("webhook", "inbox"):
+            assert fetch(connection, f"SELECT count(*) FROM saf.{table}") == [(0,)]
     with pytest.raises(UsageError):
         saf.webhooks.inbox(inbox, "billing", secrets=["secret"])
 

@@ -19,6 +19,7 @@ from saf.broker import services
 from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn, fetch
 from saf.errors import MissingExtra, UsageError
+from saf.setaside.parking import BLOCKED
 from saf.testing import Clock, Copies, Database, Drain, DrainFailed, Sent
 from saf.testing.clock import MOVED, let_time_pass
 from saf.testing.databases import PREFIX, embedded_server
@@ -505,7 +506,12 @@ def test_what_waits_for_a_person_is_not_due_however_long_it_waits(billing: Datab
     drain, clock = Drain(billing), Clock([billing])
     drained = drain(made, errors="park")
     assert (drained.parked, drained.dead) == (1, 1)
-    clock.move(days=10_000)
+    never = "SELECT count(*) FROM saf.backoff WHERE next_attempt_at = %(never)s"
+    with billing.connect() as connection:
+        before = fetch(connection, never, {"never": BLOCKED})
+        assert before != [(0,)]
+        clock.move(days=10_000)
+        assert fetch(connection, never, {"never": BLOCKED}) == before
     assert drain(made, errors="park").handled == 0
 
 

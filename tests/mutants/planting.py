@@ -2,9 +2,9 @@
 
 The copy comes first in PYTHONPATH, which every process inherits that the tests start, programs and
 Spark's Python workers too; that it is really the copy's ``saf`` which they import is asked before
-the first bug is planted. They share one server, whose template was migrated before: no bug of the
-list is in a migration. No bytecode is written, because a file that changes twice within a second
-and keeps its size would still be taken for the one before.
+the first bug is planted. They share one server, whose template was migrated before; the tests of a
+bug in a migration start their own. No bytecode is written, because a file that changes twice within
+a second and keeps its size would still be taken for the one before.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Field:
         try:
             file.write_text(whole.replace(mutant.before, mutant.after))
             tests = [f"tests/{test}" for test in mutant.tests]
-            ran = self._run([sys.executable, "-m", "pytest", *OPTIONS, *tests], self.tree)
+            alone = mutant.file.startswith("migrations/")
+            command = [sys.executable, "-m", "pytest", *OPTIONS, *tests]
+            ran = self._run(command, self.tree, alone=alone)
         except subprocess.TimeoutExpired:
             return Verdict(mutant=mutant, fate=Fate.CAUGHT, seconds=LONGEST_SECONDS, said="hung")
         finally:
@@ -101,12 +103,17 @@ class Field:
         seconds = time.monotonic() - began
         return Verdict(mutant=mutant, fate=fate, seconds=seconds, said=ran.stdout + ran.stderr)
 
-    def _run(self, command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    def _run(
+        self, command: list[str], folder: Path, *, alone: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        environment = {
+            name: value for name, value in self._environment.items() if not (alone and name == LENT)
+        }
         # a session of its own, so that what hangs can be ended with all that it has started
         with subprocess.Popen(
             command,
             cwd=folder,
-            env=self._environment,
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

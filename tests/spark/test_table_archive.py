@@ -319,8 +319,11 @@ def test_a_table_that_is_no_archive_is_refused(tables: Tables, tmp_path: Path) -
     from deltalake import write_deltalake
 
     write_deltalake(tmp_path / "other", pa.table({"id": [1]}))
-    with pytest.raises(Refused, match="a table for something else"):
-        planned(tables, f"delta:{tmp_path}/other")
+    alike = pa.table({"broker_id": ["x"], "log": ["outbox"], "id": [1]})
+    write_deltalake(tmp_path / "alike", alike, partition_by=["broker_id", "log"])
+    for name in ("other", "alike"):
+        with pytest.raises(Refused, match="a table for something else"):
+            planned(tables, f"delta:{tmp_path}/{name}")
 
 
 @pytest.mark.parametrize("wrong", ["s3://bucket/archive", "kafka:archive", "delta:file:///x"])

@@ -12,9 +12,11 @@ from pyspark import TaskContext
 from pyspark.sql import Row
 
 from saf.database import Dsn, fetch
+from saf.engine.source import given
 from saf.errors import PurgedMeanwhile
 from saf.log import ring
 from saf.log.ring import SLOT_ROWS
+from saf.spark.table import part as parts
 from saf.spark.table.part import Part, Query, read
 from saf.spark.table.source import Messages, Scan
 from tests.pipeline import connect, run, send
@@ -144,7 +146,7 @@ def parts_of(one: Scan) -> list[Part]:
 
 @pytest.mark.every_postgresql
 def test_a_partition_in_hand_keeps_its_rows_from_being_purged(
-    app: Dsn, mom: Dsn, tmp_path: Path
+    app: Dsn, mom: Dsn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = Tables(tmp_path, mom, app=app)
     fill(app, 20)
@@ -152,8 +154,17 @@ def test_a_partition_in_hand_keeps_its_rows_from_being_purged(
     leave_slot(app)
     one, query = scan(tables.config, partitions="2")
     first, second = parts_of(one)
+    said: list[set[str]] = []
+
+    def ask_late(*asked: Any) -> Any:
+        said.append(purge(app))
+        return given(*asked)
+
+    monkeypatch.setattr(parts, "given", ask_late)  # after the check for purges
     rows = read(first, query)
     count = next(rows).num_rows
+    monkeypatch.undo()
+    assert ["purged" in one for one in said] == [False]
     assert "locked" in purge(app)
     count += sum(more.num_rows for more in rows)
     assert "purged" in purge(app)
