@@ -47,7 +47,7 @@ def judge(round_: Round) -> Verdict:
     """Ask all checkers of a round in which nobody writes any more."""
     app, stores, plan = round_.app.conninfo, round_.checked(), round_.plan
     if plan.transforms:
-        verdict = check_made(app, stores, round_.site.qualities, plan.transforms)
+        verdict = check_made(app, stores, round_.site.qualities, plan.transforms, round_.past)
     else:
         arrived = round_.site.arrived()
         verdict = check(app, stores, round_.site.qualities, arrived, round_.past)

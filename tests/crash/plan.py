@@ -52,6 +52,8 @@ TRANSFORMS = 0.5
 """The share of those in which forwarders transform messages."""
 TRANSFORMS_WITHOUT_SPARK = 0.2
 """The share of the others, in which plain Python does what Spark does there."""
+TRANSFORMS_SET_BACK = 0.35
+"""The share of those of the others in which something is set back."""
 HELD = "kill_held"
 """What goes wrong besides in these."""
 STREAMS = 0.3
@@ -212,9 +214,11 @@ def _on_spark(made: Plan) -> Plan:
 
 
 def _transforms(made: Plan, share: float) -> Plan:
-    """Perhaps with transforms; not where something is set back, which is told by what arrives."""
+    """Perhaps with transforms."""
     chance = random.Random(f"{made.seed} {made.round} transforms")
-    if chance.random() >= share or {*SET_BACKS} & {fault.kind for fault in made.faults}:
+    if {*SET_BACKS} & {fault.kind for fault in made.faults}:
+        share = TRANSFORMS_SET_BACK
+    if chance.random() >= share:
         return made
     made = replace(made, transforms=transformed(made.seed, made.round))
     return _with(made, chance, HELD)

@@ -45,7 +45,8 @@ def transformed(world: Callable[[], World], monkeypatch: pytest.MonkeyPatch) -> 
 
 def findings(world: World) -> set[str]:
     stores = [world.mom.conninfo, world.other.conninfo]
-    return set(check_made(world.app.conninfo, stores, QUALITIES, QUALITIES).findings)
+    app = world.app.conninfo
+    return set(check_made(app, stores, QUALITIES, QUALITIES, world.past).findings)
 
 
 def a_crash_after_the_store(world: World, point: str = "mom_commit") -> None:
@@ -68,6 +69,36 @@ def a_store_that_is_down(world: World) -> None:
     world.forward(3)
 
 
+def a_source_that_goes_back(world: World) -> None:
+    for service in QUALITIES:
+        world.send(f"{service}-0", times=10)
+    world.forward()
+    copy = world.backup(world.app)
+    for service in QUALITIES:
+        world.send(f"{service}-0", times=10)
+    world.forward()
+    world.go_back(copy)
+    world.send("orders-0")
+    world.forward()
+    world.repair()
+    world.forward(2)
+
+
+def a_store_that_goes_back(world: World) -> None:
+    for service in QUALITIES:
+        world.send(f"{service}-0", times=10)
+    world.forward()
+    copy = world.backup(world.mom)
+    for service in QUALITIES:
+        world.send(f"{service}-0", times=10)
+    world.forward()
+    world.store_goes_back(copy)
+    world.send("orders-0")
+    world.forward()
+    world.repair()
+    world.forward(2)
+
+
 def a_service_that_is_unknown_for_a_while(world: World) -> None:
     with connect(world.mom) as mom:
         create_service(mom, "elsewhere")
@@ -80,11 +111,15 @@ def a_service_that_is_unknown_for_a_while(world: World) -> None:
 
 SCENARIOS = (
     a_service_that_is_unknown_for_a_while,
+    a_source_that_goes_back,
+    a_store_that_goes_back,
     a_crash_after_the_store,
     a_crash_before_the_position_is_committed,
     a_store_that_is_down,
 )
 PLANTED = [
+    (bugs.marks_are_not_compared, a_source_that_goes_back, "lost"),
+    (bugs.a_repair_sends_nothing_again, a_store_that_goes_back, "lost"),
     (bugs.results_of_transforms_are_forgotten, a_crash_after_the_store, "unexpected"),
     (
         bugs.what_is_left_out_is_counted_before_the_position,

@@ -3,7 +3,8 @@
 Forwarders change the messages of some services by `tests.crash.made`: they leave out some, split
 others, and write into the rest what they have drawn. What has to arrive of what the application has
 sent is said here, in plain Python. All rows of a message are stored together. What is drawn for it
-is drawn once, so it is the same in all of them, also where the message is stored again.
+is drawn once, so it is the same in all of them, also where the message is stored again. Only what a
+set-back lets come again may be drawn anew, and left out once more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import psycopg
 
 from tests.crash.checker import ARRIVED, DEAD, Verdict, check
-from tests.crash.past import Message, life, message
+from tests.crash.past import Message, Past, life, message
 
 FUNCTIONS = {"orders": "joined", "audit": "drawn", "metrics": "computed", "events": "drawn"}
 """Of each service, the function that its transform is, if it has one."""
@@ -55,29 +56,38 @@ def watch(connection: psycopg.Connection[Any]) -> None:
 
 
 def check_made(
-    source: str, stores: Iterable[str], qualities: Mapping[str, str], services: Collection[str]
+    source: str,
+    stores: Iterable[str],
+    qualities: Mapping[str, str],
+    services: Collection[str],
+    past: Past | None = None,
 ) -> Verdict:
     """As `check`, where messages of ``services`` are transformed."""
+    past = past or Past()
+    anew = {*past.again, *past.out_of_turn}
     arrived: list[str] = []
     wrong: list[tuple[Message, str]] = []
     for store in stores:
         with psycopg.connect(store) as connection:
             bodies = [body for (body,) in connection.execute(ARRIVED).fetchall()]
-        whole, not_whole = undone(bodies, services)
+        whole, not_whole = undone(bodies, services, anew)
         arrived += whole
         wrong += not_whole
-    verdict = check(source, [], qualities, arrived)
+    verdict = check(source, [], qualities, arrived, past)
     with psycopg.connect(source) as connection:
-        wrong += again([body for (body,) in connection.execute(DRAWN).fetchall()])
+        drawn = again([body for (body,) in connection.execute(DRAWN).fetchall()])
+        wrong += [(one, why) for one, why in drawn if one not in anew]
         dead = {message(body) for body, _ in connection.execute(DEAD).fetchall()}
         ((counted,),) = connection.execute(LEFT_OUT).fetchall()
+    sent = life(source)
     absent = {
         one
-        for one, known in life(source).items()
+        for one, known in (past.forgotten | sent).items()
         if known.service in services and is_left_out(one) and not known.poison
     }
     verdict.lost = [one for one in verdict.lost if one not in absent]
-    if counted != (due := len(absent - dead)):
+    due = len((absent & sent.keys()) - dead)
+    if counted < due or (counted > due and not past.went_back):
         verdict.dropped_wrongly.append((source, "left_out", counted, due))
     there = {message(body) for body in arrived}
     verdict.unexpected += wrong + [(one, "is not left out") for one in sorted(absent & there)]
@@ -90,9 +100,11 @@ def is_left_out(one: Message) -> bool:
 
 
 def undone(
-    bodies: Iterable[str], services: Collection[str]
+    bodies: Iterable[str], services: Collection[str], anew: Collection[Message] = ()
 ) -> tuple[list[str], list[tuple[Message, str]]]:
     """Bodies as if nothing had been transformed, and what was not made as it has to be.
+
+    What is drawn may be drawn ``anew`` for some messages.
 
     >>> undone(["a-0 5 t 0 2 - x", "b-0 1 u x", "a-0 5 t 1 2 - x"], {"a"})
     (['a-0 5 t 0 2 - x', 'b-0 1 u x'], [])
@@ -118,6 +130,8 @@ def undone(
                 wrong[one, "is in no order"] = None
     for one, counts in parts.items():
         draw, *others = sorted(draws[one])
+        if one in anew and draw != NOT_DRAWN:
+            continue
         if others:
             wrong[one, "was made otherwise the second time"] = None
         elif set(counts) != set(range(_rows(one, draw))) or len({*counts.values()}) > 1:
