@@ -30,6 +30,13 @@ GRACE_SECONDS = 5.0
 the server can report the bound itself.
 """
 
+# In a session whose transactions otherwise may stand still for longer
+IDLE_NO_LONGER = """
+SELECT set_config('idle_in_transaction_session_timeout', longest, true)
+FROM current_setting('lock_timeout') AS longest WHERE longest <> '0'
+"""
+"""SQL: until its end, a transaction may stand still no longer than others wait for its locks."""
+
 PROBES = 3
 """How many keepalives in a row may go unanswered."""
 

@@ -126,8 +126,8 @@ class ParkedLanes:
 
         def settle(source: psycopg.Connection[Any]) -> None:
             lock_cursors(source, self.work.batch)
-            if set_aside.write_from_lanes(source, rows["parked_id"].to_pylist()):
-                set_aside.count_left_out(source)  # not again, if the answer got lost
+            gone = set_aside.write_from_lanes(source, rows["parked_id"].to_pylist())
+            set_aside.count_left_out(source, among=gone)
             self.destinations.acknowledge(source)
             fail_point("unpark")
 

@@ -6,7 +6,7 @@ already is not written again, because the answer to a commit may have got lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from operator import itemgetter
@@ -67,7 +67,8 @@ class SetAside:
     dead_letters: int = 0
     """How many messages have become dead letters."""
     parked_messages: int = 0
-    _left_out: list[pa.Table] = field(default_factory=list)
+    _left_out: dict[str, pa.Table] = field(default_factory=dict)
+    """By destination, the messages that were left out: shard, message_id and number."""
     _staying: set[int] = field(default_factory=set)
     """The messages that were parked before and stay so."""
     _noted: dict[int, list[datetime]] = field(default_factory=dict)
@@ -94,10 +95,13 @@ class SetAside:
         if self.from_lanes:
             self._staying |= set(part.rows["parked_id"].to_pylist())
 
-    def leave_out(self, rows: pa.Table) -> None:
-        """Take messages of which a transform makes nothing for a destination."""
-        if rows.num_rows:
-            self._left_out.append(rows.select(["shard", "message_id"]))
+    def leave_out(self, rows: pa.Table, destination: str) -> None:
+        """Take messages of which a transform makes nothing for a destination; once, if again."""
+        new = rows.select(["shard", "message_id", self._number])
+        if (known := self._left_out.get(destination)) is not None:
+            new = new.filter(pc.invert(pc.is_in(new[self._number], known[self._number])))
+            new = pa.concat_tables([known, new])
+        self._left_out[destination] = new
 
     def bury(self, rows: pa.Table, destination: str, reason: str, error: str) -> None:
         """Make dead letters of messages."""
@@ -172,11 +176,24 @@ class SetAside:
         self._bury(source)
         backoff.succeeded(source, subscription_id, self.opened)
 
-    def count_left_out(self, source: psycopg.Connection[Any]) -> None:
-        """Count what was left out, in the transaction with which it is done, and only there."""
+    def count_left_out(
+        self,
+        source: psycopg.Connection[Any],
+        *,
+        beyond: int = 0,
+        among: Collection[int] | None = None,
+    ) -> None:
+        """Count what was left out, in the transaction with which it is done, and only there.
+
+        Only numbers ``beyond`` one count, or ``among`` some: others were done with before.
+        """
         if not self._left_out:
             return
-        rows = pa.concat_tables(self._left_out)
+        rows = pa.concat_tables(self._left_out.values())
+        rows = rows.filter(pc.greater(rows[self._number], beyond))
+        if among is not None:
+            done = pa.array(list(among), pa.int64())
+            rows = rows.filter(pc.is_in(rows[self._number], done))
         by_shard = rows.group_by("shard", use_threads=False).aggregate(
             [("message_id", "count"), ("message_id", "last")]
         )
@@ -218,10 +235,12 @@ class SetAside:
         self.dead.clear()
         self.unread.clear()
 
-    def write_from_lanes(self, source: psycopg.Connection[Any], parked_ids: Sequence[int]) -> int:
+    def write_from_lanes(
+        self, source: psycopg.Connection[Any], parked_ids: Sequence[int]
+    ) -> list[int]:
         """Write it for messages that were parked before: those that have gone leave their lane.
 
-        Return how many were still there.
+        Return which of them were still there.
         """
         self.note(source)
         subscription_id = self.work.batch.subscription_id
@@ -270,9 +289,12 @@ class SetAside:
             setting="forwarder.max_bytes",
         )
 
+    @property
+    def _number(self) -> str:
+        return "parked_id" if self.from_lanes else "id"
+
     def _places(self, rows: pa.Table) -> Iterator[tuple[int, int]]:
-        number = "parked_id" if self.from_lanes else "id"
-        return zip(rows["shard"].to_pylist(), rows[number].to_pylist(), strict=True)
+        return zip(rows["shard"].to_pylist(), rows[self._number].to_pylist(), strict=True)
 
     def _parked(self, part: Part) -> Iterator[dict[str, Any]]:
         more = {

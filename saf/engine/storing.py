@@ -159,7 +159,7 @@ class Storing:
         if not left.num_rows:
             return part
         self.receipts.of(part.destination).left_out += left.num_rows
-        set_aside.leave_out(left)
+        set_aside.leave_out(left, part.destination)
         return replace(part, rows=inputs_of(part.rows, chunk.rows))
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:

@@ -224,12 +224,12 @@ class Task:
             batch = self.work.batch
             if next(attempts) and ends and is_finished(source, batch):
                 return False
-            new = bool(set_aside) and lock_cursors(source, batch) < position
+            before = lock_cursors(source, batch) if set_aside else position
             stop = finish(source, batch) if ends else advance(source, batch, position)
             self.destinations.acknowledge(source)
-            if new:
+            if before < position:
                 set_aside.write(source)
-                set_aside.count_left_out(source)
+                set_aside.count_left_out(source, beyond=before)
             else:
                 set_aside.note(source)
             fail_point("mark_forwarded")

@@ -51,6 +51,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from saf.database import DURABLY, array, fetch
+from saf.database.bounds import IDLE_NO_LONGER
 from saf.errors import Fenced
 from saf.log.shards import NEWEST, THIS_ROW, Member
 
@@ -222,23 +223,27 @@ RETURNING c.shard
 
 # What is written with a position, such as parked messages, is written once: if the answer to a
 # commit got lost, the position shows that the commit has happened.
-LOCK_CURSORS = f"SELECT c.shard, c.position FROM saf.cursor c, {MINE} FOR UPDATE OF c"
+LOCK_CURSORS = f"""
+SELECT c.shard, c.position FROM saf.cursor c, {MINE} ORDER BY c.shard FOR UPDATE OF c
+"""
 
 TIMES = 20
 """So many times at which messages of a shard were set aside are remembered."""
 
 # A clock that is set back changes nothing.
-NOTE = f"""
-UPDATE saf.cursor c SET set_aside_at = (array_append(c.set_aside_at, greatest(
+_AND_NOW = f"""(array_append(c.set_aside_at, greatest(
     now(), c.set_aside_at[cardinality(c.set_aside_at)] + interval '1 microsecond'
-)))[greatest(cardinality(c.set_aside_at) + 2 - {TIMES}, 1):]
-"""
+)))[greatest(cardinality(c.set_aside_at) + 2 - {TIMES}, 1):]"""
 
 # Also where the batch was closed in the same transaction
-NOTE_SET_ASIDE = f"{NOTE} FROM {SAME} RETURNING c.shard, c.set_aside_at"
+NOTE_SET_ASIDE = f"""
+UPDATE saf.cursor c SET set_aside_at = {_AND_NOW} FROM {SAME} RETURNING c.shard, c.set_aside_at
+"""
 
-# Whoever owns the shards, and whichever batch is theirs when the locks are free
-NOTE_TAKEN_OUT = f"""{NOTE}
+# Whoever owns the shards, and whichever batch is theirs when the locks are free: a row that is
+# found by its batch, as `saf.log.shards.newest` does, would be missed if the batch has changed
+NOTE_TAKEN_OUT = f"""
+UPDATE saf.cursor c SET set_aside_at = {_AND_NOW}
 FROM (SELECT subscription_id, shard FROM saf.cursor
       WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s::smallint[])
       ORDER BY shard FOR UPDATE) AS locked
@@ -382,10 +387,12 @@ def note_taken_out(
     """Note, durably, that a person takes messages of some shards out of their lanes.
 
     Call it in the transaction that does so, which keeps forwarders from these lanes. They learn of
-    it before they deliver what is left there (`learn_set_aside`).
+    it before they deliver what is left there (`learn_set_aside`). They wait for its locks, so the
+    transaction may stand still no longer than they wait.
     """
     if shards:
         connection.execute(DURABLY)
+        connection.execute(IDLE_NO_LONGER)
         params = {"subscription_id": subscription_id, "shards": array(sorted(shards))}
         connection.execute(NOTE_TAKEN_OUT, params)
 

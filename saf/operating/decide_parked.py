@@ -230,7 +230,7 @@ class _Rows:
     def note(self, connection: psycopg.Connection[Any]) -> None:
         """Note at the source what leaves its lanes; see `saf.destinations.marks`.
 
-        Before all else that is written, because a forwarder locks cursors first, and then lanes.
+        Before any lane is written, because a forwarder locks cursors first, and then lanes.
         """
         for subscription_id in sorted(self._shards):
             note_taken_out(connection, subscription_id, self._shards[subscription_id])

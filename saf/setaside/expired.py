@@ -22,7 +22,7 @@ AT_ONCE = 10_000
 """How many messages become dead letters in one transaction."""
 
 # Expired by the time at which the batch was opened, as for the batch's own messages. What the batch
-# itself has parked stays until its position has passed it
+# itself has parked stays until its position has passed it; so does what a person decides about
 BURY = f"""
 WITH gone AS (
     DELETE FROM saf.parked WHERE parked_id IN (
@@ -30,7 +30,7 @@ WITH gone AS (
         WHERE subscription_id = %(subscription_id)s AND kind = '{Kind.ROUTE}'
           AND expires_at <= %(opened_at)s AND shard = ANY (%(shards)s)
           AND NOT (id > %(position)s AND parked_at >= %(opened_at)s)
-        ORDER BY expires_at LIMIT {AT_ONCE})
+        ORDER BY expires_at LIMIT {AT_ONCE} FOR UPDATE SKIP LOCKED)
     RETURNING *
 )
 INSERT INTO saf.dead_letter

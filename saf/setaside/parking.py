@@ -111,7 +111,7 @@ FROM saf.parked p JOIN {OF_EACH} AS w (parked_id, kind, subject, broker)
     USING (parked_id, kind, subject, broker)
 WHERE p.destination = %(destination)s
 """
-UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)"
+UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s) RETURNING parked_id"
 
 # A message parked beyond the open batch's position stays until the position has passed it: only
 # while it is here is it known that the batch must not send it as well.
@@ -233,9 +233,9 @@ def still(
     return {number for (number,) in fetch(connection, STILL, params)}
 
 
-def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> int:
-    """Delete parked messages, which were delivered or have gone elsewhere; return how many."""
-    return connection.execute(UNPARK, {"parked_ids": list(parked_ids)}).rowcount
+def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> list[int]:
+    """Delete parked messages, which were delivered or have gone elsewhere; return which."""
+    return [number for (number,) in fetch(connection, UNPARK, {"parked_ids": list(parked_ids)})]
 
 
 def as_log(columns: Sequence[str | sql.Composable], *, found: bool) -> list[str | sql.Composable]:

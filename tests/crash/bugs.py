@@ -219,8 +219,8 @@ def dead_for_another_reason(patch: pytest.MonkeyPatch) -> None:
 def what_is_left_out_is_counted_before_the_position(patch: pytest.MonkeyPatch) -> None:
     leave_out = SetAside.leave_out
 
-    def at_once(self: SetAside, rows: pa.Table) -> None:
-        leave_out(self, rows)
+    def at_once(self: SetAside, rows: pa.Table, destination: str) -> None:
+        leave_out(self, rows, destination)
         with self.work.dsn.connect(role="test") as source:
             self.count_left_out(source)
         self._left_out.clear()

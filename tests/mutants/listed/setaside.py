@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant, harmless, mutant
+from tests.mutants.mutant import Mutant, mutant
 
 PARKING, BACKOFF, WAITING = (
     "saf/setaside/parking.py",
@@ -238,13 +238,12 @@ MUTANTS: list[Mutant] = [
         "contract/test_worker.py::"
         "test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_decided",
     ),
-    harmless(
+    mutant(
         "what a chunk sets aside is written without asking for the position",
         "saf/engine/task.py",
-        "new = bool(set_aside) and lock_cursors(source, batch) < position",
-        "new = bool(set_aside)",
-        "what is there already is not written again (parking.known, dead.known), and advance() in "
-        "the same transaction fences who is not the owner",
+        "before = lock_cursors(source, batch) if set_aside else position",
+        "before = 0 if set_aside else position",
+        "crash/test_transforms_checked.py::test_an_answer_that_gets_lost_counts_nothing_twice",
     ),
     mutant(
         "what is parked commits without the position",
@@ -286,8 +285,8 @@ MUTANTS: list[Mutant] = [
         "a zombie takes messages out of a lane",
         "saf/engine/parked_lanes.py",
         "            lock_cursors(source, self.work.batch)\n"
-        "            set_aside.write_from_lanes(",
-        "            set_aside.write_from_lanes(",
+        "            gone = set_aside.write_from_lanes(",
+        "            gone = set_aside.write_from_lanes(",
         f"{ONCE}::test_a_zombie_takes_nothing_out_of_a_lane",
     ),
     mutant(

@@ -14,8 +14,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is left out of a lane is counted again when an answer got lost",
         "saf/engine/parked_lanes.py",
-        '            if set_aside.write_from_lanes(source, rows["parked_id"].to_pylist()):',
-        '            if set_aside.write_from_lanes(source, rows["parked_id"].to_pylist()) >= 0:',
+        "            set_aside.count_left_out(source, among=gone)",
+        "            set_aside.count_left_out(source)",
         f"{LEFT_OUT}::test_an_answer_that_gets_lost_counts_nothing_twice",
     ),
     mutant(
