@@ -95,13 +95,17 @@ class SetAside:
         if self.from_lanes:
             self._staying |= set(part.rows["parked_id"].to_pylist())
 
-    def leave_out(self, rows: pa.Table, destination: str) -> None:
-        """Take messages of which a transform makes nothing for a destination; once, if again."""
+    def leave_out(self, rows: pa.Table, destination: str) -> int:
+        """Take messages of which a transform makes nothing for a destination.
+
+        Return how many were not taken before, in an attempt that has raised.
+        """
         new = rows.select(["shard", "message_id", self._number])
-        if (known := self._left_out.get(destination)) is not None:
+        known = self._left_out.get(destination)
+        if known is not None:
             new = new.filter(pc.invert(pc.is_in(new[self._number], known[self._number])))
-            new = pa.concat_tables([known, new])
-        self._left_out[destination] = new
+        self._left_out[destination] = new if known is None else pa.concat_tables([known, new])
+        return int(new.num_rows)
 
     def bury(self, rows: pa.Table, destination: str, reason: str, error: str) -> None:
         """Make dead letters of messages."""
@@ -202,7 +206,7 @@ class SetAside:
                 row["message_id_count"],
                 UUID(bytes=row["message_id_last"]),
             )
-            for row in by_shard.sort_by("shard").to_pylist()
+            for row in by_shard.to_pylist()
         }
         dropped.add(source, self.work.batch.subscription_id, counts)
 

@@ -128,14 +128,13 @@ class Storing:
         if not part.rows.num_rows:
             return
         chunk = self._chunk(part)
-        if not chunk.rows.num_rows:
-            self._leave_out(part, chunk, set_aside)
+        part = self._leave_out(part, chunk, set_aside)
+        if not part.rows.num_rows:
             return
         began = perf_counter()
         try:
             stored = self.destinations.store(part, chunk)
         except AnotherBroker as error:
-            part = self._leave_out(part, chunk, set_aside)
             error.rows = inputs_of(part.rows, error.rows)
             mine, others = _told_apart(error)
             self._let_wait(others, set_aside, error)
@@ -144,10 +143,8 @@ class Storing:
             if isinstance(error, TO_REPAIR):
                 self.to_repair = error
             self.receipts.of(name).down |= isinstance(error, REFUSES)
-            part = self._leave_out(part, chunk, set_aside)
             set_aside.bury(part.rows, name, "unavailable", str(error))
         else:
-            part = self._leave_out(part, chunk, set_aside)
             self._note(part, stored.messages, perf_counter() - began)
 
     def _leave_out(self, part: Part, chunk: Chunk, set_aside: SetAside) -> Part:
@@ -158,8 +155,8 @@ class Storing:
         left = inputs_of(part.rows, chunk.rows, but=True)
         if not left.num_rows:
             return part
-        self.receipts.of(part.destination).left_out += left.num_rows
-        set_aside.leave_out(left, part.destination)
+        new = set_aside.leave_out(left, part.destination)
+        self.receipts.of(part.destination).left_out += new
         return replace(part, rows=inputs_of(part.rows, chunk.rows))
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:

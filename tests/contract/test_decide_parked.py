@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -174,6 +175,39 @@ def test_a_forwarder_waits_for_a_decision_and_delivers_the_rest(
             assert bodies(mom) == []
         running.join()
     assert bodies(mom) == parked[1:]
+
+
+@pytest.mark.usefixtures("parked")
+def test_a_person_who_is_stopped_in_a_decision_holds_forwarders_up_no_longer_than_they_wait(
+    app: Dsn,
+) -> None:
+    def decide() -> None:
+        with connect(app) as connection, connection.transaction():
+            connection.execute("SET LOCAL lock_timeout = '200ms'")
+            assert len(decide_parked.discard(connection, ANY, "")) == 6
+            time.sleep(1.0)
+            connection.execute("SELECT")
+
+    with pytest.raises(psycopg.errors.IdleInTransactionSessionTimeout):
+        decide()
+    assert count(app, "parked") == 6
+
+
+def test_a_forwarder_buries_what_has_expired_without_a_route_and_waits_for_no_decision(
+    app: Dsn, mom: Dsn
+) -> None:
+    rules = forwarding_rules("exactly_once", mom=mom)
+    with connect(app) as connection, connect(app) as person, Cycle(app, rules) as cycle:
+        cycle.default = None
+        for body in ("decided about", "expires"):
+            send_to(connection, "nobody", body)
+        cycle.run()
+        connection.execute("UPDATE saf.parked SET expires_at = now() - interval '1 s'")
+        with person.transaction():
+            person.execute("SELECT FROM saf.parked ORDER BY id LIMIT 1 FOR UPDATE")
+            send_to(connection, "nobody", "opens a batch")
+            cycle.run()
+            assert count(app, "dead_letter") == 1
 
 
 @pytest.mark.usefixtures("parked")

@@ -406,9 +406,8 @@ def test_a_set_back_that_only_what_was_set_aside_since_shows_is_noticed(
     assert most <= TIMES
 
 
-def test_a_set_back_that_only_a_dead_letter_shows_which_was_parked_at_the_backup_is_noticed(
-    app: Dsn, mom: Dsn, backup: Backup
-) -> None:
+def parked_at_the_backup(app: Dsn, mom: Dsn, backup: Backup) -> Dsn:
+    """Two messages are, of a service that the store gets to know after it."""
     with connect(mom) as connection:
         create_service(connection, "shipping")
     send_numbers(app, 1, 2, keys=1)
@@ -416,11 +415,11 @@ def test_a_set_back_that_only_a_dead_letter_shows_which_was_parked_at_the_backup
     older = backup(app)
     with connect(mom) as connection:
         create_service(connection, "billing")
-        connection.execute("ALTER TABLE saf.inbox ADD CONSTRAINT no_one CHECK (body <> '1')")
-        let_time_pass(app)
-        run(app, mom=mom)
-        connection.execute("ALTER TABLE saf.inbox DROP CONSTRAINT no_one")
-    assert bodies(mom) == ["2"]
+    return older
+
+
+def refuses_until_repaired(older: Dsn, mom: Dsn) -> None:
+    """What was parked at the backup is tried, refused, and arrives after the repair."""
     let_time_pass(older)
     assert {error.partition(":")[0] for error in refused(older, mom=mom)} == {"Ahead"}
     assert repair_source(older, mom=mom) is not None
@@ -429,18 +428,25 @@ def test_a_set_back_that_only_a_dead_letter_shows_which_was_parked_at_the_backup
     assert sorted({*bodies(mom)}) == ["1", "2"]
 
 
+def test_a_set_back_that_only_a_dead_letter_shows_which_was_parked_at_the_backup_is_noticed(
+    app: Dsn, mom: Dsn, backup: Backup
+) -> None:
+    older = parked_at_the_backup(app, mom, backup)
+    with connect(mom) as connection:
+        connection.execute("ALTER TABLE saf.inbox ADD CONSTRAINT no_one CHECK (body <> '1')")
+        let_time_pass(app)
+        run(app, mom=mom)
+        connection.execute("ALTER TABLE saf.inbox DROP CONSTRAINT no_one")
+    assert bodies(mom) == ["2"]
+    refuses_until_repaired(older, mom)
+
+
 @pytest.mark.parametrize("in_hand", [False, True])  # of a forwarder, when the person decides
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_set_back_is_noticed_that_only_shows_in_what_a_person_decided_about_parked_messages(
     app: Dsn, mom: Dsn, backup: Backup, elsewhere: bool, in_hand: bool
 ) -> None:
-    with connect(mom) as connection:
-        create_service(connection, "shipping")
-    send_numbers(app, 1, 2, keys=1)
-    run(app, mom=mom)
-    older = backup(app)
-    with connect(mom) as connection:
-        create_service(connection, "billing")
+    older = parked_at_the_backup(app, mom, backup)
     let_time_pass(app)
     with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         work = cycle.open() if in_hand else []
@@ -454,12 +460,7 @@ def test_a_set_back_is_noticed_that_only_shows_in_what_a_person_decided_about_pa
         for item in work or cycle.open():
             run_item(0, item, cycle.rules, closes=True)
     assert bodies(mom) == ["2"]
-    let_time_pass(older)
-    assert {error.partition(":")[0] for error in refused(older, mom=mom)} == {"Ahead"}
-    assert repair_source(older, mom=mom) is not None
-    let_time_pass(older)
-    run(older, mom=mom)
-    assert sorted({*bodies(mom)}) == ["1", "2"]
+    refuses_until_repaired(older, mom)
 
 
 def test_a_source_that_a_dump_had_brought_sends_nothing_again_that_had_arrived_before_its_backup(

@@ -70,29 +70,30 @@ def a_store_that_is_down(world: World) -> None:
 
 
 def a_source_that_goes_back(world: World) -> None:
-    for service in QUALITIES:
-        world.send(f"{service}-0", times=10)
-    world.forward()
+    to_all(world)
     copy = world.backup(world.app)
-    for service in QUALITIES:
-        world.send(f"{service}-0", times=10)
-    world.forward()
+    to_all(world)
     world.go_back(copy)
-    world.send("orders-0")
-    world.forward()
-    world.repair()
-    world.forward(2)
+    repaired(world)
 
 
 def a_store_that_goes_back(world: World) -> None:
-    for service in QUALITIES:
-        world.send(f"{service}-0", times=10)
-    world.forward()
+    to_all(world)
     copy = world.backup(world.mom)
+    to_all(world)
+    world.store_goes_back(copy)
+    repaired(world)
+
+
+def to_all(world: World) -> None:
+    """Messages for each service, forwarded."""
     for service in QUALITIES:
         world.send(f"{service}-0", times=10)
     world.forward()
-    world.store_goes_back(copy)
+
+
+def repaired(world: World) -> None:
+    """What follows a set-back: somebody sends, forwarders refuse, a person repairs."""
     world.send("orders-0")
     world.forward()
     world.repair()

@@ -106,9 +106,9 @@ class Field:
     def _run(
         self, command: list[str], folder: Path, *, alone: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        environment = {
-            name: value for name, value in self._environment.items() if not (alone and name == LENT)
-        }
+        environment = self._environment.copy()
+        if alone:
+            del environment[LENT]
         # a session of its own, so that what hangs can be ended with all that it has started
         with subprocess.Popen(
             command,

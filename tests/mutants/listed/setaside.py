@@ -17,7 +17,7 @@ ONCE, ISOLATED, LETTERS = (
     "contract/test_dead_letters.py",
 )
 CRASH = "contract/test_set_aside_crash.py"
-SET_BACK = "contract/test_set_back.py"
+SET_BACK, DECIDED = "contract/test_set_back.py", "contract/test_decide_parked.py"
 SCHEDULE = (
     f"{ISOLATED}::test_attempts_follow_service_brokers_schedule_over_restarts_and_success_resets_it"
 )
@@ -82,6 +82,20 @@ MUTANTS: list[Mutant] = [
         "        learn_set_aside(connection, self._work.batch)",
         "        learn_set_aside",
         f"{SET_BACK}::test_a_set_back_is_noticed_that_only_shows_in_what_a_person_decided_about_parked_messages",
+    ),
+    mutant(
+        "a person who is stopped in a decision holds cursors for as long as it lasts",
+        "saf/log/cursor.py",
+        "        connection.execute(IDLE_NO_LONGER)\n",
+        "",
+        f"{DECIDED}::test_a_person_who_is_stopped_in_a_decision_holds_forwarders_up_no_longer_than_they_wait",
+    ),
+    mutant(
+        "who buries what has expired waits for a decision about it",
+        "saf/setaside/expired.py",
+        " FOR UPDATE SKIP LOCKED",
+        "",
+        f"{DECIDED}::test_a_forwarder_buries_what_has_expired_without_a_route_and_waits_for_no_decision",
     ),
     mutant(
         "what is set aside with a position does not wait for the disk",
