@@ -77,6 +77,7 @@ def _as_dict(outcome: Outcome, *, whole: bool) -> dict[str, Any]:
         "purged": list(outcome.range.purged),
         **{figure: _sum(outcome, figure) for figure in FIGURES},
         **{kind: outcome.counts.get(kind, 0) for kind in KINDS},
+        "left_out": outcome.left_out,
         "unread": dict(outcome.unread),
         "shards": shards,
         "differences": [difference.as_dict() for difference in outcome.named],
@@ -119,6 +120,8 @@ def _show(known: Collection[Outcome]) -> None:
                 f"{counted(count, 'message')} of topics may have lost a copy: it is not known "
                 "whether a destination that was set back had it"
             )
+        if count := outcome.left_out:
+            echo(f"lost counts what transforms leave out, too: {counted(count, 'message')} so far")
         if outcome.named:
             _differences(outcome.named).show()
 

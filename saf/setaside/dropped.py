@@ -58,6 +58,11 @@ ORDER BY shard, reason
 {ADD}
 """
 
+COUNTED = """
+SELECT coalesce(sum(messages), 0)::bigint FROM saf.dropped
+WHERE subscription_id = %(subscription_id)s AND reason = %(reason)s
+"""
+
 LIST = """
 SELECT s.name AS subscription, reason, sum(messages)::bigint AS messages, max(last_at) AS last_at,
        (array_agg(last_message_id ORDER BY last_at DESC))[1] AS last_message_id

@@ -9,10 +9,16 @@ from saf.database import Dsn
 from saf.operating import decide
 from saf.repair.reconcile import Outcome, reconcile
 from saf.setaside.dead import Filter
+from saf.setaside.dropped import Reason, add
 from tests.pipeline import Cycle, connect, forward, forwarding_rules, send, stores
 
 Broker = Callable[[str], Dsn]
 
+FIRST = "SELECT message_id FROM saf.outbox ORDER BY id LIMIT 1"
+SUBSCRIPTIONS = """
+INSERT INTO saf.subscription (log, name) VALUES ('inbox', 'billing')
+RETURNING (SELECT subscription_id FROM saf.subscription WHERE name = 'forwarder'), subscription_id
+"""
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 
 
@@ -42,6 +48,24 @@ def test_what_is_marked_of_a_batch_in_hand_is_complete_to_the_last_message(
             outcome = compare(app, mom)
     assert (total(outcome, "complete"), total(outcome, "pending")) == (10, 0)
     assert counts(outcome) == {}
+
+
+def test_where_something_is_lost_it_says_how_much_transforms_have_left_out(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection, connect(mom) as there:
+        send(connection, "left out")
+        send(connection, "kept")
+        forward(app, mom=mom)
+        ((one,),) = connection.execute(FIRST).fetchall()
+        ((forwarder, stranger),) = connection.execute(SUBSCRIPTIONS).fetchall()
+        add(connection, stranger, {(0, Reason.LEFT_OUT): (5, one)})
+        kept = {(0, Reason.LEFT_OUT): (1, one), (1, Reason.LEFT_OUT): (1, one)}
+        add(connection, forwarder, {**kept, (0, Reason.EXPIRED): (9, one)})
+        assert compare(app, mom).left_out == 0  # nothing to explain
+        there.execute("DELETE FROM saf.inbox WHERE message_id = %s", [one])
+    outcome = compare(app, mom)
+    assert (counts(outcome), outcome.left_out) == ({"lost": 1}, 2)
 
 
 def test_since_is_included_and_until_is_not(app: Dsn, mom: Dsn) -> None:

@@ -94,9 +94,12 @@ def show(outcome: Outcome) -> None:
     """A round in a line; the whole plan where it found something."""
     kinds = " ".join(fault.kind for fault in outcome.plan.faults)
     engine = " on Spark" if outcome.plan.spark else ""
+    away = outcome.taken_away
+    taken = "" if away is None else f", {away} taken away by set-backs"
     print(
         f"round {outcome.plan.round}{engine}: {outcome.verdict.sent} sent, recovered in "
-        f"{outcome.recovery_seconds:.2f} s, {'ok' if outcome.good else 'FINDINGS'} ({kinds})",
+        f"{outcome.recovery_seconds:.2f} s{taken}, "
+        f"{'ok' if outcome.good else 'FINDINGS'} ({kinds})",
         flush=True,
     )
     if not outcome.good:
@@ -115,11 +118,13 @@ def summary(outcomes: list[Outcome]) -> int:
     if not outcomes:
         return 1
     bad = [outcome.plan.round for outcome in outcomes if not outcome.good]
+    back = [outcome.taken_away for outcome in outcomes if outcome.taken_away is not None]
     print(
         f"{len(outcomes)} rounds, N {sum(o.verdict.sent for o in outcomes)}, "
         + ", ".join(f"{name} {count}" for name, count in sorted(total.items()))
         + f"; recovery p50 {times[len(times) // 2]:.2f} s"
         + f", p99 {times[int(len(times) * 0.99)]:.2f} s"
+        + (f"; set back in {len(back)} rounds, in {back.count(0)} without effect" if back else "")
         + (f"; rounds with findings: {bad}" if bad else "")
     )
     return bool(bad)

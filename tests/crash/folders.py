@@ -44,6 +44,7 @@ def back_up(round_: Any, _: Fault) -> None:
     with round_.at_rest(), round_.site.untouched():
         round_.site.forget_copy()
         shutil.copytree(round_.site.kept, round_.site.copy)
+        set_backs.have_copied(round_)
 
 
 def set_back(round_: Any, fault: Fault) -> None:
@@ -51,7 +52,7 @@ def set_back(round_: Any, fault: Fault) -> None:
     site = round_.site
     if not site.copy.exists():
         back_up(round_, fault)
-        time.sleep(fault.lasts)
+    set_backs.have_gone_on(round_)
     with round_.at_rest():
         had = {message(body) for body in site.arrived()}
         with site.untouched():
@@ -59,8 +60,7 @@ def set_back(round_: Any, fault: Fault) -> None:
             site.copy.rename(site.kept)
         lost = had - {message(body) for body in site.arrived()}
         unanswered = unsettled(round_.app.conninfo)
-    round_.past.out_of_turn |= lost
-    round_.past.went_back = True
+    round_.past.destination_goes_back(lost)
     # nobody knows of what no answer had come for, and nobody waits for one at most once
     known = [
         one for one in lost - unanswered if QUALITIES[one[0].partition("-")[0]] != "at_most_once"

@@ -31,6 +31,8 @@ class Outcome:
     """Exit codes of forwarders that ended by themselves."""
     recovery_seconds: float
     """From the end of the last fault to the last message dealt with."""
+    taken_away: int | None
+    """How many messages set-backs have taken away, if anything was set back."""
 
     @property
     def findings(self) -> set[str]:

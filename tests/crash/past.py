@@ -56,10 +56,15 @@ class Past:
     again: Counter[Message] = field(default_factory=Counter)
     """How often messages may have been delivered once more."""
     out_of_turn: set[Message] = field(default_factory=set)
-    went_back: bool = False
-    """Whether anything did."""
+    taken_away: int | None = None
+    """How many messages set-backs have made a source or a destination forget; None without any."""
     talks: set[str] = field(default_factory=set)
     """Those of earlier lives."""
+
+    @property
+    def went_back(self) -> bool:
+        """Whether anything did."""
+        return self.taken_away is not None
 
     @property
     def forgotten(self) -> Life:
@@ -68,21 +73,29 @@ class Past:
 
     def source_goes_back(self, was: str, copy: str) -> None:
         """The application's database is what the copy is, and not any more what it was."""
-        settled = life(copy).keys() - unsettled(copy)
+        known = life(copy).keys()
+        settled = known - unsettled(copy)
         self.lives.append(life(was))
         # what was prepared when the copy was taken is committed later, and was perhaps already
         self.again.update(self.lives[-1].keys() - settled)
         with psycopg.connect(was) as connection:
             if connection.execute("SELECT to_regclass('talk')").fetchone() != (None,):
                 self.talks.update(talk for (talk,) in connection.execute(TALKS).fetchall())
-        self.went_back = True
+        self._take_away(len(self.lives[-1].keys() - known))
 
     def store_goes_back(self, was: str, copy: str) -> int:
         """A MOM store is what the copy is; return how many messages it has lost."""
         lost = stored(was) - stored(copy)
-        self.out_of_turn |= lost
-        self.went_back = True
+        self.destination_goes_back(lost)
         return len(lost)
+
+    def destination_goes_back(self, lost: set[Message]) -> None:
+        """A destination, of any kind, has forgotten these."""
+        self.out_of_turn |= lost
+        self._take_away(len(lost))
+
+    def _take_away(self, count: int) -> None:
+        self.taken_away = (self.taken_away or 0) + count
 
 
 def life(source: str) -> Life:

@@ -60,6 +60,8 @@ class Round:
         self.stores = site.stores(plan)
         self.hubs = site.hubs(plan)
         self.past = Past()
+        self.batches_copied = 0
+        """How many the application's cursors had opened when a copy was taken."""
         self.refusals = Refusals(site.folder / "refusals")
         self.not_refused: list[str] = []
         self.not_repaired: list[str] = []
@@ -139,6 +141,7 @@ class Round:
             in_the_way=self.in_the_way,
             died=self.died,
             recovery_seconds=recovery,
+            taken_away=self.past.taken_away,
         )
 
     def told(self) -> dict[str, list[str]]:

@@ -30,11 +30,17 @@ if TYPE_CHECKING:
 NOTICED_SECONDS = 15.0
 REST_SECONDS = 20.0
 BEGUN_SECONDS = 15.0
+GONE_ON_SECONDS = 5.0
+GONE_ON_BATCHES = 20
 COMMAND = "saf rebase"
 STILL_AT_WORK = "stop all forwarders and receivers first"
 
 # A copy of what has done nothing yet would show little
 BEGUN = "SELECT FROM saf.cursor WHERE batch > 0 LIMIT 1"
+
+# And so would a set-back to a copy after which hardly anything was forwarded
+BATCHES = "SELECT coalesce(sum(batch), 0)::bigint FROM saf.cursor"
+GONE_ON = "SELECT FROM saf.cursor HAVING sum(batch) >= {}"
 
 # Whose transaction of two phases is that old has nobody who decides any more
 UNDECIDED = """
@@ -66,32 +72,47 @@ def have_begun(round_: Round) -> None:
     round_.wait_for(BEGUN, BEGUN_SECONDS)
 
 
+def have_copied(round_: Round) -> None:
+    """Note how far forwarding was when a copy was taken."""
+    with psycopg.connect(round_.app.conninfo) as connection:
+        ((round_.batches_copied,),) = connection.execute(BATCHES).fetchall()
+
+
+def have_gone_on(round_: Round) -> None:
+    """Wait until there is something that a set-back takes away."""
+    round_.wait_for(GONE_ON.format(round_.batches_copied + GONE_ON_BATCHES), GONE_ON_SECONDS)
+
+
 def back_up_source(round_: Round, _: Fault) -> None:
     """A copy is taken while all work."""
-    have_begun(round_)
-    round_.site.copies_of_source.take()
+    _take(round_, round_.site.copies_of_source)
 
 
 def back_up_mom(round_: Round, _: Fault) -> None:
     """A copy is taken while all work."""
+    _take(round_, round_.site.copies_of_mom)
+
+
+def _take(round_: Round, copies: Copies) -> None:
     have_begun(round_)
-    round_.site.copies_of_mom.take()
+    copies.take()
+    have_copied(round_)
 
 
-def set_back_source(round_: Round, fault: Fault) -> None:
+def set_back_source(round_: Round, _: Fault) -> None:
     """The application's cluster is what it was."""
-    _source_goes_back(round_, fault, Copies.set_back, by_dump=False)
+    _source_goes_back(round_, Copies.set_back, by_dump=False)
 
 
-def restore_source(round_: Round, fault: Fault) -> None:
+def restore_source(round_: Round, _: Fault) -> None:
     """The application's database is a dump in another cluster."""
-    _source_goes_back(round_, fault, lambda copies: copies.restore("app"), by_dump=True)
+    _source_goes_back(round_, lambda copies: copies.restore("app"), by_dump=True)
 
 
-def set_back_mom(round_: Round, fault: Fault) -> None:
+def set_back_mom(round_: Round, _: Fault) -> None:
     """The cluster of the MOM stores is what it was."""
     copies = round_.site.copies_of_mom
-    _have_a_copy(copies, fault)
+    _have_a_copy(round_, copies)
     was = copies.set_back()
     lost = 0
     with copies.running(was) as old, copies.running(_newest(copies)) as copy:
@@ -140,11 +161,9 @@ def decide(dsn: Dsn) -> None:
                 continue  # its writer was there after all
 
 
-def _source_goes_back(
-    round_: Round, fault: Fault, go_back: Callable[[Copies], Path], *, by_dump: bool
-) -> None:
+def _source_goes_back(round_: Round, go_back: Callable[[Copies], Path], *, by_dump: bool) -> None:
     copies = round_.site.copies_of_source
-    _have_a_copy(copies, fault)
+    _have_a_copy(round_, copies)
     was = go_back(copies)
     with copies.running(was) as old, copies.running(_newest(copies)) as copy:
         round_.past.source_goes_back(old.dsn("app").conninfo, copy.dsn("app").conninfo)
@@ -170,10 +189,10 @@ def _ahead(round_: Round) -> list[Message]:
     ]
 
 
-def _have_a_copy(copies: Copies, fault: Fault) -> None:
+def _have_a_copy(round_: Round, copies: Copies) -> None:
     if copies.newest is None:
-        copies.take()
-        time.sleep(fault.lasts)
+        _take(round_, copies)
+    have_gone_on(round_)
 
 
 def _newest(copies: Copies) -> Path:

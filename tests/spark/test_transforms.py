@@ -23,7 +23,7 @@ from tests import on_spark
 from tests.destinations import NOWHERE
 from tests.on_spark import forward
 from tests.pipeline import bodies, connect, let_time_pass
-from tests.programs import BIN, ROOT, configuration, run, saf
+from tests.programs import BIN, ROOT, configuration, last_json, run, saf
 
 SEND = """
 INSERT INTO saf.outbox (to_service, key, headers, body) VALUES (%s, %s, '{"a": 1}', %s)
@@ -141,6 +141,10 @@ def test_what_a_transform_leaves_out_is_counted_and_not_sent_again(
     assert (forward(path)["left_out"], len(bodies(mom))) == (0, 7)
     (counted,) = dropped(source)
     assert (counted.subscription, counted.reason, counted.messages) == ("forwarder", "left_out", 7)
+    (compared,) = last_json(saf("reconcile", "--config", path, "--json").stdout)["brokers"]
+    assert (compared["lost"], compared["left_out"]) == (7, 7)
+    shown = saf("reconcile", "--config", path).stdout
+    assert "lost counts what transforms leave out, too: 7 messages so far\n" in shown
 
 
 def test_parts_of_a_message_are_in_their_order_with_ids_that_follow_from_its_own(

@@ -37,6 +37,8 @@ travels unchanged. The range begins where the caller says; by default
 Limits:
 
 - Messages of at_most_once that a crash lost, by contract, are reported as lost.
+- So are messages of which a transform makes nothing: their ids are not kept, only how many they
+  were (``left_out``).
 - A topic's message is not missed if another destination still has it, and the one that has lost it
   was not set back: a person has deleted it there, say. Copies that a destination that was set back
   may have lost, or may never have had, are only counted (``uncertain``).
@@ -59,6 +61,7 @@ from saf.repair.reconcile.sides import Both, read_both
 from saf.repair.reconcile.unread import unread_of
 from saf.repair.replay import Copy
 from saf.routing.routes import current_routes
+from saf.setaside.dropped import COUNTED, Reason
 
 __all__ = ["Difference", "Lost", "Outcome", "Range", "Shard", "missing", "reconcile"]
 
@@ -124,6 +127,7 @@ def reconcile(
             counts=counts,
             named=tuple(named),
             unread=both.unread,
+            left_out=_left_out(both) if counts["lost"] else 0,
         )
 
 
@@ -178,6 +182,11 @@ def missing(
 ) -> list[tuple[int, int]]:
     """Return, as (shard, id), each message that no destination has, of all that can be compared."""
     return lost(name, source, destinations, retention_seconds=retention_seconds).messages
+
+
+def _left_out(both: Both) -> int:
+    ((messages,),) = both.source.fetch(COUNTED, {**both.params, "reason": Reason.LEFT_OUT})
+    return int(messages)
 
 
 def _differences(both: Both, shards: list[Shard], routes: RoutesOf) -> Iterator[Difference]:

@@ -90,6 +90,8 @@ class Outcome:
     """The differences by message, up to the limit; without those in flight or not compared."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """The destinations that were not compared, each with the reason."""
+    left_out: int = 0
+    """How many copies of messages transforms have ever left out; all that are compared are lost."""
 
     @property
     def same(self) -> bool:
