@@ -15,12 +15,13 @@ from typing import Any
 
 import uvicorn
 
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.running import run
 from saf.dispatch.settings import Endpoint
 from tests.certificates import certificate as make_certificate
 from tests.needed import needed
+from tests.pipeline import connect
 from tests.receivers import SUBSCRIPTION
 from tests.waits import until
 
@@ -300,3 +301,23 @@ def program(mom: Dsn, url: str, more: dict[str, Any]) -> None:
     """A dispatcher that runs until it is told to stop, or killed."""
     endpoint = Endpoint(url=url, subscription=SUBSCRIPTION, **more)
     run([Dispatcher("partner", endpoint, mom)])
+
+
+def state(inbox: Dsn) -> str:
+    with connect(inbox) as connection:
+        found = fetch(connection, "SELECT state FROM saf.breaker")
+    return str(found[0][0]) if found else "closed"
+
+
+def let_probes_be_due(inbox: Dsn) -> None:
+    with connect(inbox) as connection:
+        connection.execute("UPDATE saf.breaker SET next_probe_at = now() WHERE state = 'open'")
+
+
+def let_lanes_be_due(inbox: Dsn) -> None:
+    """But for those that a dispatcher is writing: it locks many, and so does this."""
+    with connect(inbox) as connection:
+        connection.execute(
+            "UPDATE saf.backoff SET next_attempt_at = now() WHERE ctid = ANY (ARRAY("
+            "SELECT ctid FROM saf.backoff WHERE NOT awaits_handler FOR UPDATE SKIP LOCKED))"
+        )

@@ -65,8 +65,8 @@ CROSS JOIN LATERAL (
 WHERE a.destination = %(destination)s AND a.lane = s.lane AND a.shard = s.shard
 """
 
-# ``known`` is the batch of the version that is there. If a mark is written again, because the
-# answer to a commit got lost, this changes nothing.
+# ``known`` is the batch of the version that is there. A task that lags behind its twin sets nothing
+# back. If a mark is written again, because the answer to a commit got lost, this changes nothing.
 ACKNOWLEDGE = """
 WITH marks AS (
     SELECT * FROM unnest(
@@ -79,6 +79,7 @@ WITH marks AS (
     FROM marks m
     WHERE a.destination = %(destination)s AND a.lane = m.lane
       AND a.shard = m.shard AND a.batch = m.known
+      AND (a.batch, a.position) <= (m.batch, m.position)
 )
 INSERT INTO saf.acknowledged (destination, lane, shard, batch, position, opened_at)
 SELECT %(destination)s, lane, shard, batch, position, opened_at FROM marks WHERE known IS NULL

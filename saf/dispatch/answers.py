@@ -83,6 +83,8 @@ def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> floa
     >>> now = datetime(2026, 1, 31, 12, 0, 0, tzinfo=UTC)
     >>> retry_after({"Retry-After": "Sat, 31 Jan 2026 12:00:30 GMT"}, now)
     30.0
+    >>> print(retry_after({"Retry-After": "Sat, 31 Jan 2026 12:00:30 +99999999999999999999"}))
+    None
     """
     said = headers.get("Retry-After", "").strip()
     if not said:
@@ -91,7 +93,7 @@ def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> floa
         return min(float(said[:10]), LONGEST_RETRY_AFTER)
     try:
         moment = parsedate_to_datetime(said)
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter for an offset of many digits
         return None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)

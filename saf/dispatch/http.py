@@ -86,6 +86,12 @@ class Client:
         if got.status == UNAUTHORIZED and self._tokens is not None:
             self._tokens.forget(token)
         meaning, error = self._understand(got.status, got.body)
+        reply = None
+        if meaning is Meaning.DONE:
+            try:
+                reply = self._reply(got.body, got.headers)
+            except (ValueError, RecursionError) as problem:  # what the endpoint has written
+                meaning, error = Meaning.FAILED, f"its answer cannot be a reply: {problem}"
         done = meaning is Meaning.DONE
         return Answer(
             meaning=meaning,
@@ -93,7 +99,7 @@ class Client:
             status=got.status,
             error=self._shown(error),
             retry_after=None if done else retry_after(got.headers),
-            reply=self._reply(got.body, got.headers) if done else None,
+            reply=reply,
         )
 
     async def _exchange(self, headers: Mapping[str, str], body: bytes) -> Exchanged:
@@ -170,11 +176,16 @@ def redirected(url: str, status: int, headers: Mapping[str, str]) -> str | None:
     'https://a.example.com/v2'
     >>> redirected(one, 302, {"Location": "/v2"}), redirected(one, 307, {"Location": "//127.0.0.1"})
     (None, None)
+    >>> print(redirected(one, 307, {"Location": "http://["}))
+    None
     """
     if status not in (307, 308) or "Location" not in headers:
         return None
-    to = urljoin(url, headers["Location"])
-    before, after = urlsplit(url), urlsplit(to)
+    try:
+        to = urljoin(url, headers["Location"])
+        before, after = urlsplit(url), urlsplit(to)
+    except ValueError:  # it is no URL
+        return None
     same = before.netloc == after.netloc and before.scheme == after.scheme
     now_by_tls = before.hostname == after.hostname and after.scheme == "https"
     return to if same or now_by_tls else None

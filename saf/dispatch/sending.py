@@ -163,19 +163,29 @@ class Sender:
             self.talks.append(message)
             self._tell()
         else:
+            self._no_probe(message)
             self._judge.leave_to_worker(message)
             self._tell()
 
     def talk(self, message: Received, what: Request | Outcome) -> None:
         """Send a message of a dialog as this request, or settle it."""
         if isinstance(what, Outcome):
-            if message is self.probe:
-                self.probe = None
+            self._no_probe(message)
             self.window.talked(message, what)
         elif self._judge.condition.sends or message is self.probe:
             self._send([message], what)
         else:
             self.window.put_back(message)
+
+    def reject(self, message: Received, error: str) -> None:
+        """Settle a message that cannot be sent."""
+        self._no_probe(message)
+        self.window.reject(message, "rejected", error)
+
+    def _no_probe(self, message: Received) -> None:
+        """Note that a message becomes no request; if it was to be the probe, another one is."""
+        if message is self.probe:
+            self.probe = None
 
     def _send(self, messages: list[Received], request: Request | None = None) -> None:
         task = asyncio.create_task(self._request(messages, request))
@@ -189,9 +199,8 @@ class Sender:
             self._tell()
 
     def send_probe(self) -> None:
-        """Send one message to see whether the endpoint is up."""
-        message = self.window.next()
-        if message is not None:
+        """Send one message to see whether the endpoint is up; some cannot be sent."""
+        while self.probe is None and (message := self.window.next()) is not None:
             self.probe = message
             self._take(message)
 
@@ -240,7 +249,7 @@ class Sender:
         made: dict[Received, Request | bytes] = {}
         for place, message in enumerate(messages):
             if self.endpoint.reply and message.from_service is None:
-                self.window.reject(message, "rejected", replies.TO_NOBODY)
+                self.reject(message, replies.TO_NOBODY)
                 continue
             try:
                 made[message] = (
@@ -256,7 +265,7 @@ class Sender:
                     for one in reversed(messages[place:]):
                         self.window.put_back(one)
                     break
-                self.window.reject(message, "rejected", said(error))
+                self.reject(message, said(error))
         if not made:
             return messages, None
         first = next(iter(made.values()))

@@ -178,7 +178,7 @@ class Session:
             if (what := found.get(message.message_id)) is not None:
                 self.sender.talk(message, what)
         for message, error in bad:
-            self.window.reject(message, "rejected", error)
+            self.sender.reject(message, error)
 
     async def _look(self) -> None:
         """Look how the endpoint is, and take up shards or pass them on."""

@@ -40,8 +40,11 @@ from tests.endpoints import (
     dispatch,
     dispatcher,
     dispatching,
+    let_lanes_be_due,
+    let_probes_be_due,
     program,
     serving,
+    state,
 )
 from tests.pipeline import connect, outlive_lease
 from tests.processes import start
@@ -229,17 +232,6 @@ def test_an_endpoint_that_is_down_uses_up_no_attempts(inbox: Dsn, partner: Partn
     assert dead(inbox) == []
 
 
-def state(inbox: Dsn) -> str:
-    with connect(inbox) as connection:
-        found = fetch(connection, "SELECT state FROM saf.breaker")
-    return str(found[0][0]) if found else "closed"
-
-
-def let_probes_be_due(inbox: Dsn) -> None:
-    with connect(inbox) as connection:
-        connection.execute("UPDATE saf.breaker SET next_probe_at = now() WHERE state = 'open'")
-
-
 def test_after_a_kill_only_what_was_in_flight_is_sent_again(inbox: Dsn, partner: Partner) -> None:
     chance = random.Random(7)
 
@@ -310,15 +302,6 @@ def test_dispatchers_that_come_and_go_share_the_keys_and_repeat_nothing(
         until(lambda: unfinished(inbox) == 0)
     assert partner.by_key() == {f"k{k}": list(range(1, 21)) for k in range(1, 101)}
     assert partner.overlaps == 0
-
-
-def let_lanes_be_due(inbox: Dsn) -> None:
-    """But for those that a dispatcher is writing: it locks many, and so does this."""
-    with connect(inbox) as connection:
-        connection.execute(
-            "UPDATE saf.backoff SET next_attempt_at = now() WHERE ctid = ANY (ARRAY("
-            "SELECT ctid FROM saf.backoff WHERE NOT awaits_handler FOR UPDATE SKIP LOCKED))"
-        )
 
 
 def out_of_order(inbox: Dsn) -> int:

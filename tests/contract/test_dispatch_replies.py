@@ -16,13 +16,32 @@ from saf.dispatch.running import run
 from saf.message import SIGNATURE
 from tests import dialogs
 from tests.dialogs import SHOP, WAREHOUSE
-from tests.endpoints import Got, Partner, Reply, dispatch, program, serving, settings
+from tests.endpoints import (
+    Got,
+    Partner,
+    Reply,
+    dispatch,
+    dispatcher,
+    dispatching,
+    let_lanes_be_due,
+    let_probes_be_due,
+    program,
+    serving,
+    settings,
+    state,
+)
 from tests.pipeline import connect, outlive_lease
 from tests.processes import run as run_program
 from tests.receivers import dead, prepare, put, waiting
 from tests.signing import signer
+from tests.waits import until
 
 JSON = {"content-type": "application/json"}
+STORE = """
+INSERT INTO saf.inbox (source, to_service, key, body, message_id, created_at)
+VALUES (gen_random_uuid(), %s, 'a', 'plain', gen_random_uuid(), now())
+"""
+LEFT_TO_A_WORKER = "SELECT count(*) FROM saf.backoff WHERE awaits_handler"
 
 
 @pytest.fixture
@@ -116,6 +135,26 @@ def test_a_message_that_names_no_sender_is_not_sent_where_a_reply_is_wanted(
     assert dead(inbox) == [("1", "rejected")]
 
 
+def test_an_answer_of_which_no_reply_can_be_made_is_a_failure_of_its_message_alone(
+    inbox: Dsn, partner: Partner
+) -> None:
+    deep = 20_000
+
+    async def answer(got: Got) -> Reply:
+        value = "<int>7</int>"
+        if b"deep" in (got.body or b""):
+            value = "<array><data><value>" * deep + value + "</value></data></array>" * deep
+        value = f"<params><param><value>{value}</value></param></params>"
+        return 200, {}, f"<methodResponse>{value}</methodResponse>".encode()
+
+    partner.answer = answer
+    put(inbox, '{"deep": true}', key="a", from_service="shop")
+    put(inbox, "{}", key="b", from_service="shop")
+    dispatch(inbox, partner, mode="xmlrpc", method="order", reply=True)
+    assert [(key, body) for _, _, key, _, body, _ in sent(inbox)] == [("b", b"7")]
+    assert waiting(inbox) == ["a"]
+
+
 def test_a_reply_that_is_too_large_is_a_failure(inbox: Dsn, partner: Partner) -> None:
     async def answer(got: Got) -> Reply:
         return 200, {}, bytes((1 << 20) + (got.key == "b"))
@@ -176,6 +215,36 @@ def talk(shop: Dsn, mom: Dsn, partner: Partner, **more: Any) -> Dispatcher:
     run([one], drain=True)
     dialogs.forward(shop, mom)
     return one
+
+
+def test_a_probe_that_falls_on_a_dialog_for_somebody_else_is_followed_by_another_one(
+    shop: Dsn, mom: Dsn, partner: Partner
+) -> None:
+    partner.always(503)
+    with connect(mom) as connection:
+        connection.execute(STORE, [WAREHOUSE])
+    endpoint = settings(partner, breaker_failures=1, max_in_flight=1)
+    endpoint = endpoint.model_copy(update={"subscription": WAREHOUSE})
+    with dispatching(Dispatcher("partner", endpoint, mom)):
+        until(lambda: state(mom) == "open")
+        dialogs.begin(shop, "1")
+        dialogs.forward(shop, mom)
+
+        def left_to_a_worker() -> bool:
+            let_probes_be_due(mom)
+            with connect(mom) as connection:
+                return fetch(connection, LEFT_TO_A_WORKER) == [(1,)]
+
+        until(left_to_a_worker)
+        partner.answer = None
+
+        def is_up() -> bool:
+            let_probes_be_due(mom)
+            let_lanes_be_due(mom)
+            return bool(partner.accepted)
+
+        until(is_up)
+    assert [got.body for got in partner.accepted] == [b"plain"]
 
 
 def test_an_endpoint_answers_on_the_dialog(shop: Dsn, mom: Dsn, partner: Partner) -> None:

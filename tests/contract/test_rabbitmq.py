@@ -177,6 +177,32 @@ def test_a_queue_that_is_full_lets_messages_wait_and_loses_none(
     assert texts(queue) == ["2"]
 
 
+def test_what_a_full_queue_refused_is_not_there_when_a_later_message_is_too_large(
+    tmp_path: Path,
+) -> None:
+    with rabbitmq_server(tmp_path / "rabbitmq", max_message_size="100000") as server:
+        queue = Queues(server=server)
+        with queue.channel() as channel:
+            full = {"x-max-length": 1, "x-overflow": "reject-publish"}
+            channel.queue_declare("billing", durable=True, arguments=full)
+        # so few at once that the others are answered before the last one goes
+        settings = Rabbitmq(server=queue.address, step_rows=2)
+        forwarder = Forwarder()
+        filling, *small = forwarder.messages(8)
+        (large,) = forwarder.messages(1, body=b"x" * 200_000)
+        with closing(settings.open("events")) as destination:
+            destination.store(forwarder.chunk([filling]), exactly_once=False)
+            with pytest.raises(Rejected, match="larger than"):
+                destination.store(forwarder.chunk([*small, large]), exactly_once=False)
+            with queue.channel() as channel:
+                channel.queue_delete("billing")
+                channel.queue_declare("billing", durable=True)
+            destination.store(forwarder.chunk(small), exactly_once=False)
+        assert [one["saf-id"] for one in queue.entries("billing")] == [
+            str(row["message_id"]) for row in small
+        ]
+
+
 def test_it_cannot_be_read_back_and_says_so(app: Dsn, events: Rabbitmq) -> None:
     send_numbers(app, *range(5))
     forward(app, chunk_rows=3, events=events)

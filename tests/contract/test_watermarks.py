@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from datetime import UTC
+from datetime import UTC, datetime
+from uuid import UUID
 
 import pyarrow as pa
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from saf.database import Dsn, fetch
 from saf.database.bounds import Bounds
 from saf.destinations import Chunk, Stored
-from saf.destinations.marks import AGAIN
+from saf.destinations.marks import AGAIN, MAIN, Mark, acknowledge, acknowledged
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.engine.source import messages, read
 from saf.engine.work import Work
@@ -187,3 +188,15 @@ def test_what_a_source_says_to_its_reader_is_shown_without_the_password(app: Dsn
             list(read(replace(work, dsn=secret), "SELECT CAST('hunter2' AS integer)"))
     assert "invalid input syntax" in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_task_that_lags_behind_its_twin_sets_no_mark_back(app: Dsn) -> None:
+    destination, here = UUID(int=7), (MAIN, 0)
+    at = datetime(2026, 1, 31, tzinfo=UTC)
+    first, second, third = (Mark(batch=1, position=n, opened_at=at) for n in (1, 2, 3))
+    with connect(app) as connection:
+        acknowledge(connection, destination, {here: first}, {})
+        known = acknowledged(connection, destination, [here])
+        for mark in (third, second):
+            acknowledge(connection, destination, {here: mark}, known)
+        assert acknowledged(connection, destination, [here])[here].number == (1, 3)

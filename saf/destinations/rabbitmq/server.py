@@ -132,16 +132,16 @@ class Channel:
 
         more()
         try:
-            while not sending.there.all():
+            while not sending.answered.all():
                 self._wait(self._settings.bounds.statement_seconds)
         except ChannelClosedByBroker as error:
             if error.reply_code != NOT_MET:
                 raise
-            raise NotTaken(error.reply_text, sending.there, sending.returned) from None
-        if sending.refused:
+            raise NotTaken(error.reply_text, sending.taken, sending.returned) from None
+        if sending.refused.any():
             raise ConnectionError("a queue is full, or cannot write: it has refused messages")
         if sending.returned:
-            raise NotTaken(sending.reason, sending.there, sending.returned)
+            raise NotTaken(sending.reason, sending.taken, sending.returned)
 
     def close(self) -> None:
         """Give up the connection."""
@@ -176,11 +176,12 @@ class Channel:
             return
         last = said.delivery_tag - sending.before
         first = sending.first if said.multiple else last - 1
+        new = ~sending.answered[first:last]
         if said.INDEX == NACK:
-            sending.refused = True
-        sending.on_their_way -= int((~sending.there[first:last]).sum())
-        sending.there[first:last] = True
-        while sending.first < sending.count and sending.there[sending.first]:
+            sending.refused[first:last] |= new
+        sending.on_their_way -= int(new.sum())
+        sending.answered[first:last] = True
+        while sending.first < sending.count and sending.answered[sending.first]:
             sending.first += 1
         if sending.first == sending.count:
             self._connection.ioloop.stop()
@@ -232,13 +233,20 @@ class _Sending:
     on_their_way: int = 0
     first: int = 0
     """The first one that is not confirmed."""
-    refused: bool = False
     reason: str = ""
     returned: set[str] = field(default_factory=set)
-    there: npt.NDArray[np.bool_] = field(init=False)
+    answered: npt.NDArray[np.bool_] = field(init=False)
+    """Which ones are confirmed, or refused."""
+    refused: npt.NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.there = np.zeros(self.count, bool)
+        self.answered = np.zeros(self.count, bool)
+        self.refused = np.zeros(self.count, bool)
+
+    @property
+    def taken(self) -> npt.NDArray[np.bool_]:
+        """Which ones the server has taken, or returned."""
+        return self.answered & ~self.refused
 
 
 @contextmanager
