@@ -161,6 +161,25 @@ def test_a_chunk_that_another_process_stores_before_the_commit_is_there_once(
     assert ids(messages(table)) == ids(sent)
 
 
+def test_a_commit_that_is_asked_for_twice_keeps_its_files(
+    lake: Delta, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an object store's client does, if the answer to the first request is lost."""
+    forwarder = Forwarder()
+    store(lake, forwarder.chunk(forwarder.messages(2)))
+    real = DeltaTable.create_write_transaction
+
+    def twice(self: DeltaTable, *arguments: Any, **more: Any) -> None:
+        real(DeltaTable(table), *arguments, **more)
+        real(self, *arguments, **more)
+
+    monkeypatch.setattr(DeltaTable, "create_write_transaction", twice)
+    sent = forwarder.messages(4)
+    assert store(lake, forwarder.chunk(sent)) == (4, 0)
+    monkeypatch.undo()
+    assert ids(messages(table))[2:] == ids(sent)
+
+
 def test_a_table_that_is_changed_before_the_commit_gets_the_messages_once(
     lake: Delta, table: Path
 ) -> None:

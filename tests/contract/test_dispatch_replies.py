@@ -21,7 +21,6 @@ from tests.endpoints import (
     Partner,
     Reply,
     dispatch,
-    dispatcher,
     dispatching,
     let_lanes_be_due,
     let_probes_be_due,

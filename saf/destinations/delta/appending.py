@@ -81,7 +81,10 @@ def commit(
             ),
         )
     except CommitFailedError:
-        return False
+        # an object store's client that asks again after a lost answer meets its own commit
+        table.update_incremental()
+        if not added or not {one.path for one in added} <= _paths(table):
+            return False
     table.update_incremental()
     after = table.version()
     if after == before or not all(map(files.there, map(file_of, (before, after)))):
@@ -89,6 +92,10 @@ def commit(
         raise Unavailable(what, "its table was taken away during a commit")
     sync(table, files, before)
     return True
+
+
+def _paths(table: DeltaTable) -> set[str]:
+    return set(pa.table(table.get_add_actions(flatten=True))["path"].to_pylist())
 
 
 def sync(table: DeltaTable, files: Files, before: int) -> None:
