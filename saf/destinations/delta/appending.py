@@ -69,7 +69,7 @@ def commit(
         Unavailable: the table was taken away meanwhile.
         DeltaError, OSError: as deltalake and the file system say it.
     """
-    before = table.version()
+    before, failed = table.version(), False
     try:
         table.create_write_transaction(
             [*added],
@@ -81,11 +81,11 @@ def commit(
             ),
         )
     except CommitFailedError:
-        # an object store's client that asks again after a lost answer meets its own commit
-        table.update_incremental()
-        if not added or not {one.path for one in added} <= _paths(table):
-            return False
+        failed = True
     table.update_incremental()
+    # an object store's client that asks again after a lost answer meets its own commit
+    if failed and not (added and {one.path for one in added} <= _paths(table)):
+        return False
     after = table.version()
     if after == before or not all(map(files.there, map(file_of, (before, after)))):
         # deltalake makes the folders that it needs, such as where no disk is mounted any more
