@@ -80,7 +80,7 @@ stateful: $(VENV)/.installed ## steps that lose a message, looked for: make stat
 	$(if $(ONLY),--only $(ONLY))
 
 fuzz: $(VENV)/.installed ## readers of foreign bytes, so long each: make fuzz SECONDS=600 ONLY=webhook; needs the network once
-	@$(PY) -m pip install --quiet --disable-pip-version-check '.[fuzz]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
 	@$(PY) -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY))
 
 mutants: $(VENV)/.installed ## bugs are planted, tests must notice; goes on where it was: make mutants SECONDS=600, SAMPLE=10 SEED=7, K=cursor, JOBS=2

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 
 from saf import Unavailable
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.destinations import Chunk, Stored
 from saf.destinations.postgresql.inbox import PostgresInbox
 from tests import expiring
@@ -52,6 +52,14 @@ def run(app: Dsn, **destinations: Dsn) -> list[str | None]:
     """A whole run in chunks of a few messages; the kinds of errors it met."""
     with Cycle(app, forwarding_rules("exactly_once", 3, **destinations)) as cycle:
         return [r.error_kind for r in cycle.run() if r.error_kind]
+
+
+def subscription(source: psycopg.Connection[Any]) -> int:
+    """The forwarder's subscription_id."""
+    ((number,),) = fetch(
+        source, "SELECT subscription_id FROM saf.subscription WHERE name = 'forwarder'"
+    )
+    return int(number)
 
 
 def know(mom: Dsn, *services: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any
-from uuid import UUID
 
 import psycopg
 import typer
@@ -29,6 +28,7 @@ from saf.cli.brokers import (
     say_next,
 )
 from saf.cli.console import echo, write
+from saf.cli.decided import Decided, show_decided
 from saf.cli.listing import Listing
 from saf.config import did_you_mean, load
 from saf.database.pages import Page
@@ -38,6 +38,7 @@ from saf.operating.bulk import Decision, in_chunks
 from saf.operating.wording import at, counted
 from saf.setaside import audit, dead
 from saf.setaside.dead import REASONS, DeadLetter, Filter
+from saf.setaside.staying import WHY
 
 MOST = 1_000_000_000
 """More than there are: a command may take the time to count all."""
@@ -221,7 +222,7 @@ def redirect(
 ) -> None:
     """Hand dead letters over again, for another destination.
 
-    They go by the forwarder. Those of receivers and of dialogs stay as they are.
+    They go by the forwarder. Those of receivers and of dialogs stay as they are, and are counted.
     """
     which = _filter(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
@@ -234,7 +235,7 @@ def redirect(
         )
     _act(
         partial(decide.redirect, to=to), which, config, broker, why,
-        dry_run=dry_run, as_json=as_json,
+        to=to, dry_run=dry_run, as_json=as_json,
     )  # fmt: skip
 
 
@@ -254,26 +255,23 @@ def _act(
     broker: str | None,
     why: str,
     *,
+    to: str | None = None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
     round_ = Round(chosen(load(config), broker))
     if dry_run:
-        pages = round_.visit("dead", lambda connection, _: dead.page(connection, which, None))
+        pages = round_.visit(
+            "dead", lambda connection, _: dead.page(connection, which, None, to=to)
+        )
         _show(round_, pages, as_json=as_json)
         return
 
-    def act(connection: psycopg.Connection[Any], _: object) -> list[UUID]:
-        return [*chain.from_iterable(in_chunks(connection, decision, which, why))]
+    def act(connection: psycopg.Connection[Any], _: object) -> Decided:
+        ids = [*chain.from_iterable(in_chunks(connection, decision, which, why))]
+        return Decided(ids=ids, stays=dead.count(connection, which, MOST, to=to).stays)
 
-    done = round_.visit("dead", act)
-    if as_json:
-        ids = {name: [str(number) for number in numbers] for name, numbers in done.items()}
-        echo(json.dumps({"message_ids": ids, "errors": round_.errors()}))
-    else:
-        for name, numbers in done.items():
-            echo(f"{name}: {len(numbers)} message{'s' * (len(numbers) != 1)}")
-    round_.finish(say=not as_json)
+    show_decided(round_, round_.visit("dead", act), as_json=as_json)
 
 
 def _show_count(round_: Round, which: Filter, *, as_json: bool) -> None:
@@ -301,7 +299,7 @@ def _show(round_: Round, pages: Mapping[str, Page[DeadLetter]], *, as_json: bool
                 listing.add(
                     name, str(one.dead_letter_id), at(one.dead_letter_at),
                     one.subscription, one.reason, one.service, one.key or "", f"{one.bytes:,}",
-                    below=one.error,
+                    below=one.error if one.stays is None else f"{one.error} ({WHY[one.stays]})",
                 )  # fmt: skip
         listing.show()
         say_next(pages)

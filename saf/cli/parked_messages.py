@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any
-from uuid import UUID
 
 import psycopg
 import typer
@@ -28,6 +27,7 @@ from saf.cli.brokers import (
     say_next,
 )
 from saf.cli.console import echo
+from saf.cli.decided import Decided, say_staying, show_decided
 from saf.cli.listing import Listing
 from saf.config import did_you_mean, load
 from saf.database.pages import Page
@@ -187,17 +187,12 @@ def _act(
         _count(round_, which, to, as_json=as_json)
         return
 
-    def act(connection: psycopg.Connection[Any], _: object) -> list[UUID]:
-        return [*chain.from_iterable(in_chunks(connection, decision, which, why))]
+    def act(connection: psycopg.Connection[Any], _: object) -> Decided:
+        ids = [*chain.from_iterable(in_chunks(connection, decision, which, why))]
+        stays = parked_messages.count(connection, which, MOST, to=to).stays
+        return Decided(ids=ids, stays=stays)
 
-    done = round_.visit("parked", act)
-    if as_json:
-        ids = {name: [str(number) for number in numbers] for name, numbers in done.items()}
-        echo(json.dumps({"message_ids": ids, "errors": round_.errors()}))
-    else:
-        for name, numbers in done.items():
-            echo(f"{name}: {counted(len(numbers), 'message')}")
-    round_.finish(say=not as_json)
+    show_decided(round_, round_.visit("parked", act), as_json=as_json)
 
 
 def _count(round_: Round, which: ParkedFilter, to: str | None, *, as_json: bool) -> None:
@@ -212,8 +207,7 @@ def _count(round_: Round, which: ParkedFilter, to: str | None, *, as_json: bool)
         for name, one in found.items():
             stay = f"; {counted(one.staying, 'other')} would stay" if one.staying else ""
             echo(f"{name}: {counted(one.messages, 'parked message')}{stay}")
-            for why, number in parked_messages.reasons([one]).items():
-                echo(f"  {number:,} {'stays' if number == 1 else 'stay'}: {why}")
+            say_staying(one.stays)
     round_.finish(say=not as_json)
 
 

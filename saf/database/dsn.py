@@ -63,6 +63,8 @@ class Dsn:
     def __post_init__(self) -> None:
         # a URL as SQLAlchemy has it: which driver is used there, is no business of ours
         object.__setattr__(self, "conninfo", DRIVER.sub(r"\1://", self.conninfo, count=1))
+        if "\0" in self.conninfo:
+            raise ConfigurationError("a dsn holds a NUL, and libpq reads nothing behind it")
         refuse_unescaped(self.conninfo)
         try:
             parts = conninfo_to_dict(self.conninfo)

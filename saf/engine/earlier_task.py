@@ -1,17 +1,17 @@
 """An earlier task: what it has done with a batch's messages before it died.
 
 Messages that it has set aside beyond the position are not sent, and new messages wait behind them.
-Messages that it has tried to send at most once are not sent again.
+Messages that it has tried to send at most once are not sent again. It may be alive: a twin, which
+Spark has started because this one is slow.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -19,7 +19,7 @@ from saf.engine.held_lanes import HeldLanes
 from saf.engine.parts import Part
 from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
 from saf.engine.source_session import SourceSession
-from saf.log.cursor import Batch, attempt
+from saf.log.cursor import Batch
 from saf.routing.matching import Match
 from saf.setaside import parking
 
@@ -33,8 +33,6 @@ class EarlierTask:
         self._lanes = lanes
         self._set_aside: dict[str, pa.Array] = {}
         """For each destination, the ids beyond the position that are set aside already."""
-        self._attempted: npt.NDArray[np.int64] | None = None
-        """For each shard, the id up to which sending had been attempted."""
 
     def look(self) -> None:
         """Find what is set aside, and hold the lanes that it is in."""
@@ -62,15 +60,18 @@ class EarlierTask:
         set_aside = pa.concat_arrays(list(self._set_aside.values()))
         return routed.filter(pc.or_(copies, pc.invert(pc.is_in(routed["id"], set_aside))))
 
-    def unattempted(self, part: Part, set_aside: SetAside) -> Part:
-        """A part without the messages that may have been sent at most once; these are buried."""
-        if self._attempted is None:
-            found = self._at_source(lambda source: attempt(source, self._batch, 0))
-            self._attempted = np.zeros(max(found) + 1, np.int64)
-            self._attempted[list(found)] = list(found.values())
-        limits = self._attempted[part.rows["shard"].to_numpy()]
-        left = part.rows["id"].to_numpy() <= limits
-        if not left.any():
-            return part
-        set_aside.bury(part.rows.filter(pa.array(left)), part.waits_at, *MAY_HAVE_LEFT)
-        return replace(part, rows=part.rows.filter(pa.array(~left)))
+    def unattempted(
+        self, parts: Iterable[Part], attempted: Mapping[int, int], set_aside: SetAside
+    ) -> list[Part]:
+        """Parts without the messages that may have been sent at most once; these are buried.
+
+        ``attempted`` has, for each shard, the id up to which sending has been attempted.
+        """
+        limits = np.zeros(max(attempted) + 1, np.int64)
+        limits[list(attempted)] = list(attempted.values())
+        left = []
+        for part in parts:
+            before = part.rows["id"].to_numpy() <= limits[part.rows["shard"].to_numpy()]
+            set_aside.bury(part.rows.filter(pa.array(before)), part.waits_at, *MAY_HAVE_LEFT)
+            left.append(replace(part, rows=part.rows.filter(pa.array(~before))))
+        return [part for part in left if part.rows.num_rows]

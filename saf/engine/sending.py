@@ -23,7 +23,7 @@ from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing
 from saf.engine.work import ForwardingRules, Work
 from saf.errors import SafError
-from saf.log.cursor import attempt
+from saf.log.cursor import attempt, attempted
 from saf.routing.matching import AT_MOST_ONCE
 from saf.setaside import backoff
 from saf.setaside.lane import Lane
@@ -53,14 +53,26 @@ class Sending:
             # the storing of another part may have held its lane since
             if not self._waits(part, set_aside):
                 self.storing.store(part, set_aside)
-        once = [self.earlier.unattempted(part, set_aside) for part in once]
-        once = [part for part in once if not self._waits(part, set_aside)]
-        if once:
-            set_aside.write_ahead(self.source_session)
-            self.source_session(lambda source: attempt(source, self.work.batch, position))
-        for part in once:
+        for part in self._attempted(once, position, set_aside):
             self.storing.store_once(part, set_aside)
         self._stay_open(set_aside)
+
+    def _attempted(
+        self, parts: Sequence[Part], position: int, set_aside: SetAside
+    ) -> Sequence[Part]:
+        """Record that parts are about to be sent at most once; return what nobody tried before."""
+        if not parts:
+            return parts
+        batch = self.work.batch
+        before = self.source_session(lambda source: attempted(source, batch))
+        parts = self.earlier.unattempted(parts, before, set_aside)
+        parts = [part for part in parts if not self._waits(part, set_aside)]
+        if not parts:
+            return parts
+        set_aside.write_ahead(self.source_session)
+        before = self.source_session(lambda source: attempt(source, batch, position))
+        # all that is said to be tried now, a twin has tried meanwhile
+        return self.earlier.unattempted(parts, before, set_aside)
 
     def _waits(self, part: Part, set_aside: SetAside) -> bool:
         """Park a part that cannot go, behind messages that wait in its lanes; return whether so."""

@@ -49,6 +49,8 @@ class SetAside:
     """What one chunk sets aside: lanes that failed or are open again, parked and dead messages."""
 
     work: Work
+    position: int = 0
+    """The id with which the chunk ends; 0 if it is from lanes."""
     from_lanes: bool = False
     """Whether the chunk was parked before, so that its rows say their lanes; else it is new."""
     destination: str = ""
@@ -163,9 +165,15 @@ class SetAside:
             shards |= {*pc.unique(rows["shard"]).to_pylist()}
         self._noted = note_set_aside(source, self.work.batch.of(shards))
 
-    def write(self, source: psycopg.Connection[Any]) -> None:
-        """Write all of it, in the caller's transaction."""
+    def write(self, source: psycopg.Connection[Any], before: int) -> None:
+        """Write all of it, in the caller's transaction, which has locked the batch's cursors.
+
+        Whoever has moved their position, ``before``, past the chunk has written it, or had no need
+        to. What a person has done with it since is not undone.
+        """
         self.note(source)
+        if before >= self.position:
+            return
         subscription_id = self.work.batch.subscription_id
         rows: list[dict[str, Any]] = []
         for destination in {part.waits_at for part in self.parked}:
@@ -216,14 +224,14 @@ class SetAside:
             return
 
         def write(source: psycopg.Connection[Any]) -> None:
-            lock_cursors(source, self.work.batch)
+            before = lock_cursors(source, self.work.batch)
             if self.from_lanes:
                 buried = [one.id for one in self.unread]
                 for rows, *_ in self.dead:
                     buried += rows["parked_id"].to_pylist()
                 self.write_from_lanes(source, buried)
             else:
-                self.write(source)
+                self.write(source, before)
 
         source_session(write)
         self.written()

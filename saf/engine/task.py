@@ -188,7 +188,7 @@ class Task:
         read -> fit -> resolved -> routed -> shared -> parts, sent or set aside -> settled
         """
         position = int(read["id"][-1].as_py())
-        set_aside = SetAside(work=self.work)
+        set_aside = SetAside(work=self.work, position=position)
         fit = set_aside.bury_unfit(self.earlier.fresh(read), self.rules.max_bytes)
         self.transforming.look(fit, self.source_session)
         fit = self.transforming.bury_at_fault(fit, set_aside)
@@ -227,11 +227,8 @@ class Task:
             before = lock_cursors(source, batch) if set_aside else position
             stop = finish(source, batch) if ends else advance(source, batch, position)
             self.destinations.acknowledge(source)
-            if before < position:
-                set_aside.write(source)
-                set_aside.count_left_out(source, beyond=before)
-            else:
-                set_aside.note(source)
+            set_aside.write(source, before)
+            set_aside.count_left_out(source, beyond=before)
             fail_point("mark_forwarded")
             return stop
 
@@ -247,6 +244,7 @@ class Task:
 
     def _bury(self, message: pa.Table, error: str) -> bool:
         """Make a dead letter of the one message for which a step has raised, and go past it."""
-        set_aside = SetAside(work=self.work)
+        position = int(message["id"][0].as_py())
+        set_aside = SetAside(work=self.work, position=position)
         set_aside.bury(self.earlier.fresh(message), "", "rejected", error)
-        return self._settle(set_aside, int(message["id"][0].as_py()))
+        return self._settle(set_aside, position)

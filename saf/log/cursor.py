@@ -352,6 +352,11 @@ def advance(connection: psycopg.Connection[Any], batch: Batch, position: int) ->
     return any(stopping for _, stopping in rows)
 
 
+def attempted(connection: psycopg.Connection[Any], batch: Batch) -> dict[int, int]:
+    """Return, for each shard, the id up to which at_most_once rows were attempted to be sent."""
+    return dict(_write(connection, ATTEMPTED, batch))
+
+
 def attempt(connection: psycopg.Connection[Any], batch: Batch, position: int) -> dict[int, int]:
     """Record, durably, that at_most_once rows up to ``position`` are about to be sent.
 
@@ -359,9 +364,9 @@ def attempt(connection: psycopg.Connection[Any], batch: Batch, position: int) ->
     again. Call it in a transaction, and send after its commit.
     """
     connection.execute(DURABLY)
-    before = _write(connection, ATTEMPTED, batch)
+    before = attempted(connection, batch)
     _write(connection, ATTEMPT, batch, position=position)
-    return dict(before)
+    return before
 
 
 def lock_cursors(connection: psycopg.Connection[Any], batch: Batch) -> int:

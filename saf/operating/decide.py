@@ -9,6 +9,8 @@ why in ``saf.audit``. `saf.operating.bulk` does the same with many, some at a ti
 If a message of a dialog is a dead letter on its way, the other end waits for it. The dialog goes on
 in order if the message is retried, and fails at both ends if it is given up. A monolog goes on
 meanwhile; its subscribers get an Error in place of a message that is given up.
+
+A dead letter of a batch that is open, and not past it, stays (`saf.setaside.staying`).
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from saf.columns import COLUMNS
 from saf.database import fetch
 from saf.dialogs import monologs, statements
 from saf.setaside.audit import ONE_AT_A_TIME, audit
-from saf.setaside.dead import CHOSEN, Filter
+from saf.setaside.dead import CHOSEN, STAYS, Filter
 from saf.setaside.lane import Kind
+from saf.setaside.staying import TAKEN
 from saf.setaside.unhandled import FOR_ALL
 
-# A receiver's messages have arrived, and a dialog's other end is where it is
 LOCKED = f"""
-SELECT dead_letter_id, message_id {CHOSEN}
-  AND (NOT %(elsewhere)s OR s.log = 'outbox' AND d.conversation_id IS NULL)
+WITH {TAKEN}
+SELECT dead_letter_id, message_id {CHOSEN} AND ({STAYS}) IS NULL
 ORDER BY 1 LIMIT %(limit)s FOR UPDATE OF d
 """
 
@@ -138,7 +140,7 @@ def _hand_over(
 ) -> list[UUID]:
     with connection.transaction():
         connection.execute(ONE_AT_A_TIME)
-        ids, message_ids = _locked(connection, chosen, limit, elsewhere=to is not None)
+        ids, message_ids = _locked(connection, chosen, limit, to=to)
         if ids:
             action = "retry" if to is None else f"redirect to {to}"
             number = audit(connection, action, message_ids, why, person)
@@ -154,8 +156,8 @@ def _locked(
     chosen: Filter,
     limit: int | None,
     *,
-    elsewhere: bool = False,
+    to: str | None = None,
 ) -> tuple[list[int], list[UUID]]:
-    params = asdict(chosen) | {"limit": limit, "elsewhere": elsewhere}
+    params = asdict(chosen) | {"limit": limit, "to": to}
     rows = fetch(connection, LOCKED, params)
     return [row[0] for row in rows], [row[1] for row in rows]

@@ -12,7 +12,7 @@ themselves (`saf.receiving.claim`). A member may have read what is due without a
 what came of it under that of the cursor. So of a member's shards only keys are decided about that
 are not due for a while, and the decision is made long before (`LONGEST_SECONDS`). What is a
 forwarder's or a receiver's at that moment, or not a person's to decide about, stays parked
-(`saf.setaside.parked_messages`).
+(`saf.setaside.staying`).
 
 Whether a parked message has arrived all the same, because a destination stored it and its answer
 got lost, no source knows. It is dropped there as a repeat when it is tried again; but a message
@@ -39,7 +39,8 @@ from saf.log.shards import failed, newest
 from saf.setaside import backoff, in_hand, parking
 from saf.setaside.audit import ONE_AT_A_TIME, audit
 from saf.setaside.lane import NO_BROKER, SAME_LANE, THE_LANE, Kind, Lane
-from saf.setaside.parked_messages import CHOSEN, FREE, REST_SECONDS, TAKEN, ParkedFilter
+from saf.setaside.parked_messages import CHOSEN, FREE, REST_SECONDS, ParkedFilter
+from saf.setaside.staying import TAKEN
 from saf.setaside.unhandled import FOR_ALL
 
 LONGEST_SECONDS = REST_SECONDS / 2

@@ -7,7 +7,7 @@ what a person does with them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -23,6 +23,7 @@ from saf.database import fetch
 from saf.database.pages import Page, number_at, page_of
 from saf.limits import HEADERS_READABLE, WHY_NOT
 from saf.message import MAX_BODY
+from saf.setaside.staying import OF_BATCH, TAKEN
 from saf.signing.verifier import ALTERED, UNKNOWN_KEY, UNSIGNED
 
 REASONS = (
@@ -77,18 +78,31 @@ WHERE (%(dead_letter_ids)s::bigint[] IS NULL OR dead_letter_id = ANY (%(dead_let
   AND (%(through)s::bigint IS NULL OR dead_letter_id <= %(through)s)
 """
 
+# Its deletion would be forgotten by the batch, which would set it aside again, or deliver it
+STAYS = f"""
+CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
+     WHEN %(to)s::text IS NOT NULL AND d.conversation_id IS NOT NULL THEN 'dialog'
+     WHEN {OF_BATCH.format(one="d", at="dead_letter_at")} THEN 'batch' END
+"""
+"""SQL: why a person may not decide about the dead letter d of the subscription s now, one of
+`saf.setaside.staying.WHY`; or NULL. ``to`` is where it is to be redirected, or NULL."""
+
 LIST = f"""
+WITH {TAKEN}
 SELECT dead_letter_id, s.name AS subscription, destination, reason, error, dead_letter_at,
        message_id, left(to_service, {SHOWN}) AS service, left(key, {SHOWN}) AS key,
        left(message_type, {SHOWN}) AS message_type, octet_length(body) AS bytes,
        CASE WHEN {HEADERS_READABLE} THEN headers::text END AS headers,
-       d.created_at, expires_at
+       d.created_at, expires_at, {STAYS} AS stays
 {CHOSEN} ORDER BY dead_letter_id LIMIT %(limit)s
 """
 
 COUNT = f"""
-SELECT count(*), max(dead_letter_id)
-FROM (SELECT dead_letter_id {CHOSEN} ORDER BY dead_letter_id LIMIT %(most)s) AS found
+WITH {TAKEN}
+SELECT stays, count(*), max(dead_letter_id)
+FROM (SELECT dead_letter_id, {STAYS} AS stays {CHOSEN}
+      ORDER BY dead_letter_id LIMIT %(most)s) AS found
+GROUP BY 1 ORDER BY 1
 """
 
 LAST = "SELECT coalesce(max(dead_letter_id), 0) FROM saf.dead_letter"
@@ -124,8 +138,11 @@ class Counted:
     """How many dead letters a filter matches."""
 
     messages: int
+    """Those that a person may decide about."""
     through: int | None
     """The greatest of their numbers; None if there are none."""
+    stays: Mapping[str, int]
+    """Those that match too, and stay whatever is decided, by why: `saf.setaside.staying.WHY`."""
     more: bool
     """There are more, which were not counted."""
 
@@ -149,6 +166,8 @@ class DeadLetter:
     bytes: int
     created_at: datetime
     expires_at: datetime | None
+    stays: str | None
+    """Why nobody may decide about it now, one of `saf.setaside.staying.WHY`; None: a person may."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the dead letter as a dict for JSON."""
@@ -226,19 +245,30 @@ def bury_as_stored(
 
 
 def dead_letters(
-    connection: psycopg.Connection[Any], chosen: Filter, limit: int | None = 100
+    connection: psycopg.Connection[Any],
+    chosen: Filter,
+    limit: int | None = 100,
+    *,
+    to: str | None = None,
 ) -> list[DeadLetter]:
-    """Return the dead letters that a filter matches, the oldest first."""
+    """Return the dead letters that a filter matches, the oldest first.
+
+    Which of them stay is said for a redirection ``to`` a destination, or for other decisions.
+    """
     with psycopg.Cursor(connection, row_factory=class_row(DeadLetter)) as cursor:
-        return cursor.execute(LIST, asdict(chosen) | {"limit": limit}).fetchall()
+        return cursor.execute(LIST, asdict(chosen) | {"limit": limit, "to": to}).fetchall()
 
 
 def page(
-    connection: psycopg.Connection[Any], chosen: Filter, limit: int | None
+    connection: psycopg.Connection[Any],
+    chosen: Filter,
+    limit: int | None,
+    *,
+    to: str | None = None,
 ) -> Page[DeadLetter]:
     """Return a page of `dead_letters`; the filter says after which."""
     return page_of(
-        lambda most: dead_letters(connection, chosen, most),
+        lambda most: dead_letters(connection, chosen, most, to=to),
         limit,
         lambda one: str(one.dead_letter_id),
     )
@@ -253,11 +283,19 @@ def place_at(place: str | None) -> int | None:
     return number_at(place, "dead letters")
 
 
-def count(connection: psycopg.Connection[Any], chosen: Filter, most: int) -> Counted:
+def count(
+    connection: psycopg.Connection[Any], chosen: Filter, most: int, *, to: str | None = None
+) -> Counted:
     """Count the dead letters that a filter matches, up to ``most``, the oldest first."""
-    params = asdict(chosen) | {"most": most + 1}
-    ((messages, through),) = fetch(connection, COUNT, params)
-    return Counted(messages=min(messages, most), through=through, more=messages > most)
+    rows = fetch(connection, COUNT, asdict(chosen) | {"most": most + 1, "to": to})
+    free = [(count, through) for stays, count, through in rows if stays is None]
+    ((messages, through),) = free or [(0, None)]
+    return Counted(
+        messages=min(messages, most),
+        through=through,
+        stays={stays: count for stays, count, _ in rows if stays is not None},
+        more=sum(count for _, count, _ in rows) > most,
+    )
 
 
 def last(connection: psycopg.Connection[Any]) -> int:

@@ -3,23 +3,16 @@
 Lanes are what most people ask for (`saf.setaside.waiting`); this is for whoever has to do with
 single messages. `saf.operating.decide_parked` has what a person does with them.
 
-Not every parked message is a person's to decide about now. Some stay parked, each for a reason
-(`REASONS`): somebody may be about to deliver or to handle it, or it cannot do what is asked. What
-is in the hand of a forwarder, of a receiver or of a member passes within moments:
-
-- what a forwarder's open batch has set aside beyond its position: only while it is here is it known
-  that the batch must not send it as well;
-- a key of a receiver that is a member, such as a dispatcher: it may have messages in memory from
-  the moment at which the key is due. Until `REST_SECONDS` before that, it has not.
+Not every parked message is a person's to decide about now (`saf.setaside.staying`). In the hand of
+a receiver that is a member, such as a dispatcher, is a key of its shards that is due: it may have
+messages in memory from that moment. Until `REST_SECONDS` before, it has not.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from types import MappingProxyType
 from typing import Any, Self
 from uuid import UUID
 
@@ -28,39 +21,13 @@ from psycopg.rows import class_row
 
 from saf.database import fetch
 from saf.database.pages import Page, number_at, page_of
-from saf.log.shards import ALL_SHARDS, LAST
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
+from saf.setaside.staying import OF_BATCH, TAKEN
 
 REST_SECONDS = 5.0
 """How much later than now a key of a member is due at least that a person decides about."""
 
-REASONS: Mapping[str, str] = MappingProxyType(
-    {
-        "in_hand": "somebody has it in hand, or will within seconds: decide again in a moment",
-        "doubt": "it may have arrived, so the next run makes a dead letter of it: decide then",
-        "later": "it waits for its deliver_at, and holds nobody up",
-        "ahead": "it waits for an earlier message of its dialog, without which it means nothing",
-        "no_end": "the end of its dialog is not here: nobody could be told",
-        "dialog": "the other end of its dialog is where it is",
-        "there": "it waits for that destination already",
-        "arrived": "it has arrived where it is handled: only a forwarder's messages go elsewhere",
-    }
-)
-"""Why a message stays parked, for people."""
-
-# The newest version of each cursor, as in saf.log.shards
-TAKEN = f"""
-taken AS MATERIALIZED (
-    SELECT c.subscription_id, c.shard, s.log, c.position, c.opened_at
-    FROM saf.subscription s CROSS JOIN {ALL_SHARDS} AS h (shard)
-    CROSS JOIN LATERAL (
-        SELECT * FROM saf.cursor
-        WHERE (subscription_id, shard, batch) <= (s.subscription_id, h.shard, {LAST})
-        ORDER BY subscription_id DESC, shard DESC, batch DESC LIMIT 1) AS c
-    WHERE c.subscription_id = s.subscription_id AND c.shard = h.shard
-      AND CASE WHEN s.log = 'outbox' THEN c.open IS NOT NULL ELSE c.owner IS NOT NULL END)
-"""
 RESTS = f"""EXISTS (
     SELECT FROM saf.backoff b
     WHERE {SAME_LANE} AND NOT b.awaits_handler
@@ -76,15 +43,15 @@ CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
      THEN 'no_end'
      WHEN %(to)s::text IS NOT NULL AND p.conversation_id IS NOT NULL THEN 'dialog'
      WHEN p.destination = %(to)s::text THEN 'there'
+     WHEN {OF_BATCH.format(one="p", at="parked_at")} THEN 'batch'
      WHEN EXISTS (
          SELECT FROM taken t
          WHERE (t.subscription_id, t.shard) = (p.subscription_id, p.shard)
-           AND CASE WHEN t.log = 'inbox' THEN NOT {RESTS}
-                    ELSE p.id > t.position AND p.parked_at >= t.opened_at END)
+           AND t.log = 'inbox' AND NOT {RESTS})
      THEN 'in_hand' END
 """
-"""SQL: why a person may not decide about the message p of the subscription s, one of `REASONS`; or
-NULL. ``to`` is where it is to be redirected, or NULL."""
+"""SQL: why a person may not decide about the message p of the subscription s, one of
+`saf.setaside.staying.WHY`; or NULL. ``to`` is where it is to be redirected, or NULL."""
 FREE = f"({STAYS}) IS NULL"
 
 CHOSEN = """
@@ -154,7 +121,7 @@ class ParkedCount:
     through: int | None
     """The greatest of their numbers; None if there are none."""
     stays: Mapping[str, int]
-    """Those that match too, and stay parked whatever is decided, by why; see `REASONS`."""
+    """Those that match too, and stay whatever is decided, by why: `saf.setaside.staying.WHY`."""
     more: bool
     """There are more, which were not counted."""
 
@@ -182,7 +149,8 @@ class ParkedMessage:
     bytes: int
     created_at: datetime
     stays: str | None
-    """Why nobody may decide about it now, one of `REASONS`; None: a person may."""
+    """Why nobody may decide about it now, one of `saf.setaside.staying.WHY`; None: a person
+    may."""
     error: str | None
     """What its lane waits for."""
 
@@ -259,20 +227,6 @@ def count(
         stays={stays: count for stays, count, _ in rows if stays is not None},
         more=sum(count for _, count, _ in rows) > most,
     )
-
-
-def reasons(counts: Iterable[ParkedCount]) -> dict[str, int]:
-    """Return how many messages stay, by why, for people.
-
-    >>> one = ParkedCount(messages=0, through=None, stays={"later": 2}, more=False)
-    >>> reasons([one, one])
-    {'it waits for its deliver_at, and holds nobody up': 4}
-    """
-    found: Counter[str] = Counter()
-    for one in counts:
-        for why, number in one.stays.items():
-            found[REASONS[why]] += number
-    return dict(found)
 
 
 def last(connection: psycopg.Connection[Any]) -> int:

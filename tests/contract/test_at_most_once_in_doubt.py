@@ -7,7 +7,9 @@ import pytest
 from saf.database import Dsn, fetch
 from saf.engine import releasing
 from saf.failpoints import arm
-from tests.destinations import count
+from saf.setaside import backoff
+from saf.setaside.lane import Lane
+from tests.destinations import count, subscription
 from tests.dying import Crash, crash
 from tests.pipeline import (
     Cycle,
@@ -64,6 +66,24 @@ def test_of_a_batch(app: Dsn, mom: Dsn, point: str, arrived: list[str]) -> None:
     assert dead(app) == TEXTS[2:4]
     run(app, mom=mom)
     assert dead(app) == TEXTS[2:4]
+
+
+def test_what_may_have_left_does_not_wait_to_be_sent_again(app: Dsn, mom: Dsn, other: Dsn) -> None:
+    with connect(app) as connection:
+        for text in TEXTS:
+            send(connection, text)
+    route(app)
+    arm("mom_commit:2", crash)
+    with pytest.raises(Crash):
+        run(app, mom=mom, other=other)
+    with connect(app) as connection:
+        backoff.postpone(connection, subscription(connection), {Lane(destination="mom"): "down"})
+    run(app, mom=mom, other=other)
+    assert dead(app) == TEXTS[2:4]
+    assert count(app, "parked") == 1
+    let_time_pass(app)
+    run(app, mom=mom, other=other)
+    assert bodies(mom) == TEXTS
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -11,10 +12,21 @@ import saf
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.operating import decide
+from saf.operating.bulk import Decision
 from saf.setaside import audit as audits
 from saf.setaside import dead
 from saf.setaside.dead import Filter
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, run, send
+from tests.destinations import NOWHERE
+from tests.destinations import run as attempt
+from tests.pipeline import (
+    Cycle,
+    bodies,
+    connect,
+    forwarding_rules,
+    let_time_pass,
+    run,
+    send,
+)
 
 REFUSE = "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') !~ 'bad')"
 ALLOW = "ALTER TABLE saf.inbox DROP CONSTRAINT polite"
@@ -140,3 +152,45 @@ def test_retries_are_numbered_one_at_a_time(app: Dsn, rejected: list[str]) -> No
                 decide.retry(two, Filter(), "")
         two.rollback()
         assert len(decide.retry(two, Filter(), "")) == len(rejected)
+
+
+@pytest.mark.parametrize(
+    "decision", [decide.discard, decide.retry, partial(decide.redirect, to="mom")]
+)
+def test_what_an_open_batch_is_not_past_stays_and_says_why(
+    app: Dsn, mom: Dsn, decision: Decision[Filter]
+) -> None:
+    with connect(app) as connection:
+        send(connection, "late", key="k")
+        connection.execute("UPDATE saf.outbox SET expires_at = now()")
+        send(connection, "plain", key="k")
+        # the only destination, so that the batch stays open
+        assert attempt(app, mom=NOWHERE) == ["Unavailable"]
+        (letter,) = dead.dead_letters(connection, Filter())
+        assert letter.stays == "batch"
+        assert dead.count(connection, Filter(), 10).stays == {"batch": 1}
+        assert decision(connection, Filter(), "too early") == []
+        for _ in range(2):
+            let_time_pass(app)
+            assert attempt(app, mom=NOWHERE) == ["Unavailable"]
+        (still,) = dead.dead_letters(connection, Filter())
+        assert (still.dead_letter_id, still.stays) == (letter.dead_letter_id, "batch")
+
+        let_time_pass(app)
+        run(app, mom=mom)
+        assert dead.count(connection, Filter(), 10).messages == 1
+        assert decision(connection, Filter(), "now") == [letter.message_id]
+        run(app, mom=mom)
+        assert dead.dead_letters(connection, Filter()) == []
+    assert bodies(mom) == (["plain"] if decision is decide.discard else ["plain", "late"])
+
+
+def test_what_cannot_go_elsewhere_stays_and_says_why(app: Dsn, rejected: list[str]) -> None:
+    with connect(app) as connection:
+        connection.execute(
+            "UPDATE saf.dead_letter SET conversation_id = gen_random_uuid() "
+            "WHERE dead_letter_id = (SELECT min(dead_letter_id) FROM saf.dead_letter)"
+        )
+        counted = dead.count(connection, Filter(), 10, to="mom")
+        assert (counted.messages, counted.stays) == (len(rejected) - 1, {"dialog": 1})
+        assert len(decide.redirect(connection, Filter(), "there", to="mom")) == len(rejected) - 1

@@ -13,6 +13,7 @@ import saf
 from saf.database import Dsn, fetch
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.running import run
+from saf.log.shards import DEFAULT_SHARDS, shard_of
 from saf.message import SIGNATURE
 from tests import dialogs
 from tests.dialogs import SHOP, WAREHOUSE
@@ -38,7 +39,7 @@ from tests.waits import until
 JSON = {"content-type": "application/json"}
 STORE = """
 INSERT INTO saf.inbox (source, to_service, key, body, message_id, created_at)
-VALUES (gen_random_uuid(), %s, 'a', 'plain', gen_random_uuid(), now())
+VALUES (gen_random_uuid(), %s, %s, 'plain', gen_random_uuid(), now())
 """
 LEFT_TO_A_WORKER = "SELECT count(*) FROM saf.backoff WHERE awaits_handler"
 
@@ -220,13 +221,16 @@ def test_a_probe_that_falls_on_a_dialog_for_somebody_else_is_followed_by_another
     shop: Dsn, mom: Dsn, partner: Partner
 ) -> None:
     partner.always(503)
+    dialog = dialogs.begin(shop, "1")
+    # in its own shard the dialog would wait, unread, until the batch of the message has an end
+    its_shard = shard_of(str(dialog.conversation_id), DEFAULT_SHARDS)
     with connect(mom) as connection:
-        connection.execute(STORE, [WAREHOUSE])
+        key = next(one for one in "ab" if shard_of(one, DEFAULT_SHARDS) != its_shard)
+        connection.execute(STORE, [WAREHOUSE, key])
     endpoint = settings(partner, breaker_failures=1, max_in_flight=1)
     endpoint = endpoint.model_copy(update={"subscription": WAREHOUSE})
     with dispatching(Dispatcher("partner", endpoint, mom)):
         until(lambda: state(mom) == "open")
-        dialogs.begin(shop, "1")
         dialogs.forward(shop, mom)
 
         def left_to_a_worker() -> bool:

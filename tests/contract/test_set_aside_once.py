@@ -10,15 +10,19 @@ import psycopg
 import pytest
 
 from saf.database import Dsn, fetch
+from saf.engine import sending
 from saf.engine.source_session import SourceSession
 from saf.engine.work import Receipt
 from saf.failpoints import arm
+from saf.log.cursor import attempt
+from saf.operating import decide
 from saf.routing.matching import KEY, PYTHON
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.setaside import backoff
+from saf.setaside.dead import Filter
 from saf.setaside.lane import Lane
-from tests.destinations import NOWHERE, count, know, route, send_to
+from tests.destinations import NOWHERE, count, know, route, send_to, subscription
 from tests.dying import Crash
 from tests.dying import crash as die
 from tests.pipeline import (
@@ -40,13 +44,6 @@ def crash(app: Dsn, point: str, quality: str = "exactly_once", **destinations: D
     with pytest.raises(Crash), Cycle(app, forwarding_rules(quality, 100, **destinations)) as cycle:
         cycle.run()
     arm("")
-
-
-def subscription(source: psycopg.Connection[Any]) -> int:
-    ((number,),) = fetch(
-        source, "SELECT subscription_id FROM saf.subscription WHERE name = 'forwarder'"
-    )
-    return int(number)
 
 
 def errors(receipts: list[Receipt]) -> set[str | None]:
@@ -373,3 +370,64 @@ def test_a_task_knows_what_its_twin_has_set_aside_meanwhile(
     assert errors(receipts) == set()
     assert bodies(mom) == ["0", "2"]
     assert count(app, "dead_letter") == 1
+
+
+@pytest.mark.parametrize("when", ["before a chunk", "before an attempt"])
+def test_what_a_twin_tries_at_most_once_meanwhile_is_not_sent_by_both(
+    app: Dsn,
+    mom: Dsn,
+    source: psycopg.Connection[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    for body in ("0", "1", "2"):
+        send(source, body, key="k")
+    with Cycle(app, forwarding_rules("at_most_once", 1, mom=mom)) as cycle:
+        (work,) = cycle.open()
+        twin = deepcopy(work)
+
+        def twin_is_quicker() -> None:
+            arm("")
+            cycle.work = [twin]
+            cycle.deliver()
+            cycle.work = [work]
+
+        def attempt_after_twin(*arguments: Any) -> dict[int, int]:
+            monkeypatch.undo()
+            twin_is_quicker()
+            return attempt(*arguments)
+
+        if when == "before a chunk":
+            arm("mark_commit", twin_is_quicker)
+        else:
+            monkeypatch.setattr(sending, "attempt", attempt_after_twin)
+        receipts = cycle.deliver()
+        cycle.close(receipts)
+    assert errors(receipts) == set()
+    assert bodies(mom) == ["0", "1", "2"]
+    assert count(app, "dead_letter") == 0, "the twin has said what came of them"
+
+
+def test_a_task_that_lags_behind_its_twin_sets_nothing_aside_again(
+    app: Dsn, mom: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    for body in ("0", "1", "late", "2"):
+        send(source, body, key="k")
+    source.execute("UPDATE saf.outbox SET expires_at = now() WHERE body = 'late'")
+    with Cycle(app, forwarding_rules("exactly_once", 2, mom=mom)) as cycle:
+        (work,) = cycle.open()
+        twin = deepcopy(work)
+
+        def twin_and_a_person_are_quicker() -> None:
+            arm("")
+            cycle.work = [twin]
+            cycle.deliver()
+            cycle.work = [work]
+            assert len(decide.discard(source, Filter(), "not wanted")) == 1
+
+        arm("mark_commit", twin_and_a_person_are_quicker)
+        receipts = cycle.deliver()
+        cycle.close(receipts)
+    assert errors(receipts) == set()
+    assert bodies(mom) == ["0", "1", "2"]
+    assert count(app, "dead_letter") == 0

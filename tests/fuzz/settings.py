@@ -113,7 +113,12 @@ members = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.float
 TARGETS = (
     Target(name="saf.toml", given=nearly(SETTINGS) | encoded(documents()), check=read(config.load)),
     Target(name="plan", given=nearly(PLAN) | encoded(documents()), check=read(plans.read)),
-    Target(name="dsn", given=nearly(URL) | nearly(PAIRS) | st.binary(), check=connect),
+    Target(
+        name="dsn",
+        given=nearly(URL) | nearly(PAIRS) | st.binary(),
+        check=connect,
+        found=(f"dbname=shop user=app\0 password='{SECRET}'".encode(),),
+    ),
     Target(
         name="offset",
         given=st.dictionaries(st.sampled_from([*OFFSET, "open", "position"]), members).map(

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from saf.errors import SafError, UsageError
 from saf.operating import decide
 from saf.operating.bulk import Decision
-from saf.setaside import dead
+from saf.setaside import dead, staying
 from saf.setaside.dead import REASONS, Counted, Filter
 from saf.ui.choosing import begin, chosen
 from saf.ui.filters import moment_of
@@ -60,13 +60,15 @@ def letters(visit: Visit) -> Response:
 
 def confirm(visit: Visit) -> Response:
     """Count what a decision would be about, and ask why."""
-    action = _action(visit)
+    action, to = _action(visit), visit.given("to")
     chosen = _chosen(visit)
     counts: dict[str, Counted] = {}
     errors: dict[str, SafError] = {}
     for name, which in chosen.items():
         answers = visit.site.brokers.ask(
-            lambda connection, which=which: dead.count(connection, which, MOST),  # type: ignore[misc]
+            lambda connection, which=which: dead.count(  # type: ignore[misc]
+                connection, which, MOST, to=to if action == "redirect" else None
+            ),
             [name],
         )
         counts |= answers.found
@@ -75,8 +77,9 @@ def confirm(visit: Visit) -> Response:
         "dead_confirm.html",
         title=action.capitalize(),
         action=action,
-        to=visit.given("to"),
+        to=to,
         counts={name: one for name, one in counts.items() if one.messages},
+        stays=staying.in_words(one.stays for one in counts.values()),
         errors=errors,
         wanted=_wanted(visit),
         before=visit.given("before"),

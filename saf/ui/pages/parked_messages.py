@@ -15,7 +15,7 @@ from starlette.responses import Response
 from saf.errors import SafError, UsageError
 from saf.operating import decide_parked
 from saf.operating.bulk import Decision
-from saf.setaside import parked_messages
+from saf.setaside import parked_messages, staying
 from saf.setaside.lane import Kind
 from saf.setaside.parked_messages import ParkedCount, ParkedFilter
 from saf.ui.choosing import begin, chosen
@@ -81,7 +81,7 @@ def confirm(visit: Visit) -> Response:
         action=action,
         to=to,
         counts={name: one for name, one in counts.items() if one.messages},
-        stays=parked_messages.reasons(counts.values()),
+        stays=staying.in_words(one.stays for one in counts.values()),
         errors=errors,
         fields=_fields(visit),
         ids=[] if matching else visit.form.get("id", []),

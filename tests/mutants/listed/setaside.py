@@ -262,17 +262,50 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is parked commits without the position",
         "saf/engine/task.py",
-        "                set_aside.write(source)\n",
-        "                SourceSession(self.work, 1)(set_aside.write)\n",
+        "            set_aside.write(source, before)\n",
+        "            SourceSession(self.work, 1)(lambda other: set_aside.write(other, before))\n",
         f"{ONCE}::test_what_is_parked_commits_with_the_position_that_passes_it",
     ),
     mutant(
         "messages that wait count as attempted",
         "saf/engine/sending.py",
-        "            self.source_session(lambda source: attempt(",
-        "        self.source_session(lambda source: attempt(",
+        """        if not parts:
+            return parts
+        set_aside.write_ahead(self.source_session)
+""",
+        """        if parts:
+            set_aside.write_ahead(self.source_session)
+""",
         f"{ONCE}::"
         "test_at_most_once_messages_that_wait_are_not_attempted_and_so_are_not_lost_by_a_crash",
+    ),
+    mutant(
+        "what may have left waits for its destination, and is sent again",
+        "saf/engine/sending.py",
+        "        parts = self.earlier.unattempted(parts, before, set_aside)\n",
+        "",
+        "contract/test_at_most_once_in_doubt.py::test_what_may_have_left_does_not_wait_to_be_sent_again",
+    ),
+    mutant(
+        "what a twin tries at most once is tried by both",
+        "saf/engine/sending.py",
+        "        return self.earlier.unattempted(parts, before, set_aside)\n",
+        "        return parts\n",
+        f"{ONCE}::test_what_a_twin_tries_at_most_once_meanwhile_is_not_sent_by_both",
+    ),
+    mutant(
+        "what a person has decided about is set aside again by a task that lags behind",
+        "saf/engine/set_aside.py",
+        "        if before >= self.position:\n            return\n",
+        "",
+        f"{ONCE}::test_a_task_that_lags_behind_its_twin_sets_nothing_aside_again",
+    ),
+    mutant(
+        "a person decides about a dead letter that its batch is not past",
+        DECIDE,
+        " AND ({STAYS}) IS NULL",
+        "",
+        f"{LETTERS}::test_what_an_open_batch_is_not_past_stays_and_says_why",
     ),
     mutant(
         "the only destination's messages are parked one by one",

@@ -67,9 +67,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a receiver's dead letter is redirected",
-        "saf/operating/decide.py",
-        "s.log = 'outbox' AND d.conversation_id IS NULL",
-        "d.conversation_id IS NULL",
+        "saf/setaside/dead.py",
+        "WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'",
+        "WHEN s.log = 'inbox' AND %(to)s::text = '' THEN 'arrived'",
         f"{BULK}::test_a_receivers_dead_letter_is_not_redirected",
     ),
     mutant(
@@ -89,8 +89,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what the open batch has set aside is discarded",
         "saf/setaside/parked_messages.py",
-        "p.id > t.position AND p.parked_at >= t.opened_at",
-        "p.id < 0",
+        'WHEN {OF_BATCH.format(one="p", at="parked_at")} THEN \'batch\'',
+        'WHEN {OF_BATCH.format(one="p", at="parked_at")} THEN NULL',
         f"{DECIDED}::test_what_the_open_batch_has_set_aside_beyond_its_position_stays",
     ),
     mutant(

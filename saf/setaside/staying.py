@@ -1,0 +1,60 @@
+"""Staying: why a message that is set aside may not be a person's to decide about now.
+
+Somebody may be about to deliver or to handle it, or it cannot do what is asked. What a forwarder's
+open batch has set aside beyond its position is in hand: only while it is here is it known that the
+batch must not send it as well, or set it aside once more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from saf.log.shards import ALL_SHARDS, LAST
+
+WHY: Mapping[str, str] = MappingProxyType(
+    {
+        "in_hand": "somebody has it in hand, or will within seconds: decide again in a moment",
+        "batch": "the forwarder's open batch has set it aside, and is not past it: decide then",
+        "doubt": "it may have arrived, so the next run makes a dead letter of it: decide then",
+        "later": "it waits for its deliver_at, and holds nobody up",
+        "ahead": "it waits for an earlier message of its dialog, without which it means nothing",
+        "no_end": "the end of its dialog is not here: nobody could be told",
+        "dialog": "the other end of its dialog is where it is",
+        "there": "it waits for that destination already",
+        "arrived": "it has arrived where it is handled: only a forwarder's messages go elsewhere",
+    }
+)
+"""Why a message stays as it is, for people."""
+
+# The newest version of each cursor, as in saf.log.shards
+TAKEN = f"""
+taken AS MATERIALIZED (
+    SELECT c.subscription_id, c.shard, s.log, c.position, c.opened_at
+    FROM saf.subscription s CROSS JOIN {ALL_SHARDS} AS h (shard)
+    CROSS JOIN LATERAL (
+        SELECT * FROM saf.cursor
+        WHERE (subscription_id, shard, batch) <= (s.subscription_id, h.shard, {LAST})
+        ORDER BY subscription_id DESC, shard DESC, batch DESC LIMIT 1) AS c
+    WHERE c.subscription_id = s.subscription_id AND c.shard = h.shard
+      AND CASE WHEN s.log = 'outbox' THEN c.open IS NOT NULL ELSE c.owner IS NOT NULL END)
+"""
+OF_BATCH = """EXISTS (
+    SELECT FROM taken t
+    WHERE (t.subscription_id, t.shard) = ({one}.subscription_id, {one}.shard)
+      AND t.log = 'outbox' AND {one}.id > t.position AND {one}.{at} >= t.opened_at)"""
+"""SQL: whether a forwarder's open batch, one of `TAKEN`, has set a row aside and is not past it."""
+
+
+def in_words(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return how many messages stay, by why, for people; ``counts`` are by the keys of `WHY`.
+
+    >>> in_words([{"later": 2}, {"later": 2}])
+    {'it waits for its deliver_at, and holds nobody up': 4}
+    """
+    found: Counter[str] = Counter()
+    for one in counts:
+        for why, number in one.items():
+            found[WHY[why]] += number
+    return dict(found)
