@@ -110,6 +110,29 @@ def test_what_is_not_on_enough_replicas_does_not_count_as_stored(tmp_path: Path)
         assert ids(one) == ids(two) == [row["message_id"] for row in rows]
 
 
+def test_what_was_stored_before_is_waited_for_by_a_write(tmp_path: Path) -> None:
+    """Since Redis 7.2, WAIT counts all replicas if its connection has written nothing."""
+    forwarder = Forwarder()
+    rows = forwarder.messages(4)
+    with (
+        redis_server(tmp_path / "one") as one,
+        redis_server(tmp_path / "two", replicaof=f"127.0.0.1 {one.port}"),
+    ):
+        until(lambda: follows(one))
+        events = Redis(server=one.address, replicas=1)
+        with closing(events.open("events")) as destination, closing(one.client()) as client:
+            destination.store(forwarder.chunk(rows), exactly_once=True)
+            with client.monitor() as monitor:
+                again = destination.store(forwarder.chunk(rows), exactly_once=True)
+                assert (again.messages, again.dropped) == (0, 4)
+                said = [""]
+                while not said[-1].startswith("WAIT"):
+                    said.append(monitor.next_command()["command"])
+        script = next(at for at, command in enumerate(said) if command.startswith("EVALSHA"))
+        of_writes = ("SET", "HSET", "SADD", "XADD")
+        assert any(command.split()[0] in of_writes for command in said[script + 1 :]), said
+
+
 def follows(one: RedisServer) -> bool:
     """Whether its replica has what is written now."""
     with closing(one.client()) as client:

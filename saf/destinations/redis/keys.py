@@ -5,6 +5,7 @@
 {saf}/marks/SOURCE       a hash of one source's marks; a field for each shard and lane, whose value
                          is what `saf.destinations.written` says
 {saf}/streams/SOURCE     a set of the streams that messages of one source went to
+{saf}/waited             nothing; it is written before replicas are waited for
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ def marks(tag: str, source: UUID | str) -> str:
 def streams(tag: str, source: UUID | str) -> str:
     """Return the key of the set of a source's streams."""
     return f"{{{tag}}}/streams/{source}"
+
+
+def waited(tag: str) -> str:
+    """Return the key that is written before replicas are waited for."""
+    return f"{{{tag}}}/waited"
 
 
 def field(place: Place) -> str:

@@ -132,7 +132,11 @@ class Streams(Stepwise[Link]):
         )
 
     def _wait_for_replicas(self, connection: Any) -> None:
-        """Wait until the replicas have what this connection has written.
+        """Wait until the replicas have all that the server had when this was called.
+
+        A server waits for what the connection itself has written last: since Redis 7.2, a command
+        that writes nothing does not count. If all of a chunk is there already, by an attempt that
+        was not waited for, its script writes nothing. So something is written here, after it.
 
         Raises:
             Unavailable: too few have it in time. Given again, the chunk is waited for again.
@@ -141,7 +145,10 @@ class Streams(Stepwise[Link]):
         if not wanted:
             return
         seconds = self.settings.bounds.lock_seconds
-        connection.send_command("WAIT", wanted, int(seconds * 1000))
+        written = ("SET", keys.waited(self.settings.hash_tag), "")
+        wait = ("WAIT", wanted, int(seconds * 1000))
+        connection.send_packed_command(connection.pack_commands([written, wait]))
+        connection.read_response()
         have = connection.read_response()
         if have < wanted:
             raise Unavailable(

@@ -508,6 +508,13 @@ MUTANTS: list[Mutant] = [
         f"{REDIS}::test_what_is_not_on_enough_replicas_does_not_count_as_stored",
     ),
     mutant(
+        "replicas are waited for without a write",
+        STREAMS,
+        'written = ("SET", keys.waited(self.settings.hash_tag), "")',
+        'written = ("GET", keys.waited(self.settings.hash_tag))',
+        f"{REDIS}::test_what_was_stored_before_is_waited_for_by_a_write",
+    ),
+    mutant(
         "a server without its data is another one",
         "saf/destinations/redis/server.py",
         'return uuid5(NAMESPACE_URL, f"{self.settings.server}#{self.settings.hash_tag}")',
