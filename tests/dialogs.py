@@ -15,6 +15,14 @@ from tests.pipeline import Cycle, connect, drain, forwarding_rules
 SHOP, WAREHOUSE = "shop", "warehouse"
 END, ERROR, TIMER = "saf/end-dialog", "saf/error", "saf/dialog-timer"
 
+REFUSES = """
+CREATE FUNCTION refuses() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN RAISE EXCEPTION 'not this one'; END $$;
+CREATE TRIGGER refuses BEFORE INSERT ON saf.inbox
+FOR EACH ROW WHEN (NEW.sequence = {number}) EXECUTE FUNCTION refuses();
+"""
+"""A database that takes no message with this number."""
+
 Handle = Callable[[psycopg.Connection[Any], saf.Received], None]
 
 

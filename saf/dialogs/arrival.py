@@ -2,9 +2,10 @@
 
 It happens when messages are received, in the receiver's transaction, for all messages of a delivery
 at once. The rows of their groups are locked, then those of the endpoints. If a message is the first
-of a dialog, the target's endpoint is created. `saf.dialogs.facts` says which messages are taken,
-and what the endpoints then know is written. So the application finds the state that its messages
-have led to, and what it does commits together with the messages' receipt.
+of a dialog, or an Error of its initiator that comes without the first one, the target's endpoint is
+created. `saf.dialogs.facts` says which messages are taken, and what the endpoints then know is
+written. So the application finds the state that its messages have led to, and what it does commits
+together with the messages' receipt.
 
 Dropped messages are counted (`saf.setaside.dropped`). An answer to a dialog that has no end here is
 left for a person, because nothing that goes right sends one.

@@ -1,4 +1,4 @@
-"""The endpoints in a receiver's hand: locked, created for first messages, and written.
+"""The endpoints in a receiver's hand: locked, created for messages that introduce, and written.
 
 An initiator that has begun a dialog with a router learns its true far end from the first answer.
 From then on it addresses the service that the router has resolved to.

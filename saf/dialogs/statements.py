@@ -20,7 +20,8 @@ COMPARE = f"{RESERVED}compare"
 `saf.dialogs.set_back`."""
 
 HELLO = "saf-dialog"
-"""The header of a dialog's first message that tells the other end what it has to know."""
+"""The header of a dialog's first message, and of an Error, that tells the target what it has to
+know."""
 
 
 class Code(IntEnum):
@@ -49,10 +50,11 @@ jsonb_build_object('{HELLO}', jsonb_strip_nulls(jsonb_build_object(
     'lifetime_seconds', extract(epoch FROM expires_at - now()),
     'broker', (SELECT broker_id FROM saf.broker))))
 """
-# Sent with the first message, so that nobody has to ask for it; and with the Error of a set-back,
-# because the target's end may be gone
+# Sent with the first message, so that nobody has to ask for it; and with an Error, because an end
+# that has failed says nothing else, and the first message may not have come, or the target's end
+# may be gone
 HEADERS = f"""
-CASE WHEN is_initiator AND NOT monolog AND (send_sequence = 1 OR error_code = {Code.SET_BACK:d})
+CASE WHEN is_initiator AND NOT monolog AND (send_sequence = 1 OR error_code IS NOT NULL)
      THEN {INTRODUCTION} ELSE jsonb_build_object() END
 || CASE WHEN lineage IS NULL THEN jsonb_build_object()
         ELSE jsonb_build_object('{LINEAGE}', lineage) END
@@ -196,21 +198,28 @@ def lost_as(reason: str) -> str:
                          ELSE 'it was a dead letter on its way, ' || {reason} END"""
 
 
-# For dead letters at the source that nobody will send again: the other end would wait for them
+# For dead letters at the source that nobody will send again: the other end would wait for them. A
+# target that lacks the first message has no end, and so no lifetime that would be over for it too
 GIVE_UP = f"""
-WITH endpoint AS (
-    UPDATE saf.conversation c SET {COUNT}, changed_at = now(), error_code = {Code.GIVEN_UP:d},
-        error_text = 'message ' || lost.sequence || ' was given up by ' || session_user || ': '
-                     || {lost_as("lost.reason")}
-    FROM (SELECT DISTINCT ON (conversation_id, from_initiator) *
-          FROM saf.dead_letter JOIN saf.subscription USING (subscription_id)
-          WHERE dead_letter_id = ANY (%(dead_letter_ids)s) AND log = 'outbox'
-            AND from_initiator IS NOT NULL AND sequence > 0
-          ORDER BY conversation_id, from_initiator, sequence) AS lost
+WITH lost AS (
+    SELECT DISTINCT ON (conversation_id, from_initiator)
+           conversation_id, from_initiator, sequence,
+           'message ' || sequence || ' was given up by ' || session_user || ': '
+           || {lost_as("reason")} AS text
+    FROM saf.dead_letter JOIN saf.subscription USING (subscription_id)
+    WHERE dead_letter_id = ANY (%(dead_letter_ids)s) AND log = 'outbox'
+      AND from_initiator IS NOT NULL AND sequence > 0
+    ORDER BY conversation_id, from_initiator, sequence
+), endpoint AS (
+    UPDATE saf.conversation c SET {COUNT}, changed_at = now(),
+        error_code = coalesce(c.error_code, {Code.GIVEN_UP:d}),
+        error_text = coalesce(c.error_text, lost.text)
+    FROM lost
     WHERE (c.conversation_id, c.is_initiator) = (lost.conversation_id, lost.from_initiator)
-      AND c.error_code IS NULL AND c.state <> 'closed'
+      AND (c.error_code IS NULL AND c.state <> 'closed'
+           OR c.is_initiator AND lost.sequence = 1 AND c.error_code = {Code.EXPIRED:d})
     RETURNING c.*, convert_to(CAST(jsonb_build_object(
-        'code', c.error_code, 'text', c.error_text) AS text), 'UTF8') AS error
+        'code', {Code.GIVEN_UP:d}, 'text', lost.text) AS text), 'UTF8') AS error
 ), said AS (
     INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
                             from_initiator, sequence, message_type, headers, body)
@@ -224,7 +233,7 @@ WITH endpoint AS (
         message_type=f"'{ERROR}'",
         body="error",
         deliver_at="NULL",
-        when="NOT ended_here",
+        when=f"NOT ended_here AND error_code = {Code.GIVEN_UP:d}",
     )
 }
 """

@@ -30,10 +30,12 @@ from saf.errors import (
 from saf.operating.decide import discard, retry
 from saf.routing.routes import add_route, add_topic
 from saf.setaside.dead import Filter
+from saf.setaside.dropped import dropped
 from saf.testing.clock import let_time_pass
 from tests.dialogs import (
     END,
     ERROR,
+    REFUSES,
     SHOP,
     TIMER,
     WAREHOUSE,
@@ -409,12 +411,6 @@ def test_a_body_too_large_is_refused_before_anything_is_written(app: Dsn) -> Non
 
 # Dead letters on the way
 
-REFUSES = """
-CREATE FUNCTION refuses() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN RAISE EXCEPTION 'not this one'; END $$;
-CREATE TRIGGER refuses BEFORE INSERT ON saf.inbox
-FOR EACH ROW WHEN (NEW.sequence = 2) EXECUTE FUNCTION refuses();
-"""
 HUGE = "X" * 100
 
 
@@ -459,6 +455,103 @@ def test_a_dialog_whose_message_was_given_up_on_its_way_fails_at_both_ends(
     assert states(mom) == ["error"]
 
 
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize(
+    ("why", "waiting"), [("rejected", True), ("rejected", False), ("over_size", True)]
+)
+def test_a_dialog_whose_first_message_was_given_up_fails_at_both_ends_with_all_that_waits_for_it(
+    app: Dsn, mom: Dsn, why: str, waiting: bool, ended: bool
+) -> None:
+    dialog = _without_the_first(app, mom, why)
+    if waiting:
+        assert receive(mom, WAREHOUSE) == []
+        assert parked(mom) == 2
+    if ended:
+        end(app, dialog)
+    _give_up(app, mom, why, 2 - ended)
+    assert states(app) == ["closed" if ended else "error"]
+    # what waited has ended; what comes together with the Error is overtaken, the End among it
+    counts = {"ended": 2 * waiting, "overtaken": 2 * (not waiting) + ended}
+    with connect(mom) as connection:
+        assert {one.reason: one.messages for one in dropped(connection)} == {
+            reason: count for reason, count in counts.items() if count
+        }
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_dialog_whose_first_message_was_given_up_after_its_lifetime_is_over_at_the_target_too(
+    app: Dsn, mom: Dsn, ended: bool
+) -> None:
+    dialog = _without_the_first(app, mom, "rejected", lifetime=600)
+    assert receive(mom, WAREHOUSE) == []
+    pass_seconds(601, app, mom)
+    (expired,) = receive(app, SHOP)
+    assert expired.json()["code"] == Code.EXPIRED
+    if ended:
+        end(app, dialog)
+    _give_up(app, mom, "rejected", 1)
+    assert states(app) == ["closed" if ended else "error"]
+
+
+def test_a_first_message_that_is_retried_after_the_lifetime_takes_with_it_what_waits_for_it(
+    app: Dsn, mom: Dsn
+) -> None:
+    _without_the_first(app, mom, "rejected", lifetime=600)
+    assert receive(mom, WAREHOUSE) == []
+    pass_seconds(601, app, mom)
+    with connect(mom) as connection:
+        connection.execute("DROP TRIGGER refuses ON saf.inbox")
+    with connect(app) as connection:
+        assert len(retry(connection, Filter(), "mended")) == 1
+    forward(app, mom)
+    (error,) = receive(mom, WAREHOUSE)
+    assert error.json()["code"] == Code.EXPIRED
+    assert parked(mom) == 0
+
+
+def test_a_dialog_of_which_nothing_has_come_but_an_error_is_begun_and_failed_by_it(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog = _without_the_first(app, mom, "rejected", contract="ordering", lifetime=600)
+    with app.connect(role="test") as connection:
+        dialog.end_with_error(connection, 17, "sold out")
+    forward(app, mom)
+    (error,) = receive(mom, WAREHOUSE)
+    assert error.json() == {"code": 17, "text": "sold out"}
+    assert error.dialog is not None
+    assert error.dialog.contract == dialog.contract
+    with connect(mom) as connection:
+        (there,) = conversations(connection)
+    assert (there.state, there.service, there.far_service) == ("error", WAREHOUSE, SHOP)
+    assert there.expires_at is not None
+    with connect(app) as connection:
+        assert len(discard(connection, Filter(), "nobody needs it")) == 1
+    end(mom, error.dialog)
+    pass_seconds(601, app, mom)
+    forward(app, mom)
+    assert receive(mom, WAREHOUSE) == receive(app, SHOP) == []
+    assert states(app) == states(mom) == ["closed"]
+    assert parked(app) == parked(mom) == 0
+
+
+def test_the_first_message_that_comes_after_an_error_of_its_dialog_does_not_begin_it_again(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog = _without_the_first(app, mom, "rejected")
+    with app.connect(role="test") as connection:
+        dialog.end_with_error(connection, 17, "sold out")
+    forward(app, mom)
+    assert said(receive(mom, WAREHOUSE)) == [ERROR]
+    with connect(mom) as connection:
+        connection.execute("DROP TRIGGER refuses ON saf.inbox")
+    with connect(app) as connection:
+        assert len(retry(connection, Filter(), "mended")) == 1
+    forward(app, mom)
+    assert receive(mom, WAREHOUSE) == []
+    assert states(mom) == ["error"]
+    assert parked(mom) == 0
+
+
 def test_subscribers_of_a_monolog_get_an_error_in_place_of_what_was_given_up(
     app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn]
 ) -> None:
@@ -470,7 +563,7 @@ def test_subscribers_of_a_monolog_get_an_error_in_place_of_what_was_given_up(
     with connect(other) as connection:
         create_service(connection, WAREHOUSE)
     with connect(mom) as connection:
-        connection.execute(REFUSES)
+        connection.execute(REFUSES.format(number=2))
     with app.connect(role="test") as connection:
         monolog = saf.begin_monolog(connection, from_service=SHOP, topic=WAREHOUSE)
         for body in ("1", HUGE, "3"):
@@ -494,15 +587,36 @@ def test_subscribers_of_a_monolog_get_an_error_in_place_of_what_was_given_up(
     assert said(receive(mom, WAREHOUSE)) == ["4"]
 
 
+def parked(dsn: Dsn) -> int:
+    with connect(dsn) as connection:
+        return len(fetch(connection, "SELECT FROM saf.parked"))
+
+
+def _without_the_first(app: Dsn, mom: Dsn, why: str, **options: Any) -> saf.Dialog:
+    """A dialog of which the first message does not get through, and two others do."""
+    dialog = begin(app, **options)
+    with app.connect(role="test") as connection:
+        for body in (HUGE, "2", "3"):
+            dialog.send(connection, body, message_type="note")
+    _forward_without(1, app, mom, why)
+    return dialog
+
+
 def _without_the_second(app: Dsn, mom: Dsn, why: str) -> saf.Dialog:
     """A dialog of which the second message does not get through."""
     dialog = begin(app, "1")
     forward(app, mom)
     assert said(receive(mom, WAREHOUSE)) == ["1"]
     say(app, dialog, HUGE, "3")
+    _forward_without(2, app, mom, why)
+    assert receive(mom, WAREHOUSE) == []
+    return dialog
+
+
+def _forward_without(number: int, app: Dsn, mom: Dsn, why: str) -> None:
     if why == "rejected":
         with connect(mom) as connection:
-            connection.execute(REFUSES)
+            connection.execute(REFUSES.format(number=number))
     rules = forwarding_rules("exactly_once", 1000, there=mom)
     if why == "over_size":
         rules = replace(rules, max_bytes=50)
@@ -510,5 +624,21 @@ def _without_the_second(app: Dsn, mom: Dsn, why: str) -> saf.Dialog:
         while cycle.run():
             pass
     assert dead(app) == [(HUGE, why)]
-    assert receive(mom, WAREHOUSE) == []
-    return dialog
+
+
+def _give_up(app: Dsn, mom: Dsn, why: str, times: int) -> None:
+    """A person gives up a dialog's first message, and so many of its ends are told."""
+    with connect(app) as connection:
+        assert len(discard(connection, Filter(), "nobody needs it")) == 1
+    forward(app, mom)
+    heard = [*receive(mom, WAREHOUSE), *receive(app, SHOP)]
+    assert said(heard) == [ERROR] * times
+    for error in heard:
+        assert error.json() == {
+            "code": Code.GIVEN_UP,
+            "text": f"message 1 was given up by postgres: it was a dead letter on its way, {why}",
+        }
+    forward(app, mom)
+    assert receive(mom, WAREHOUSE) == receive(app, SHOP) == []
+    assert states(mom) == ["error"]
+    assert parked(app) == parked(mom) == 0

@@ -402,6 +402,30 @@ def test_fragments_that_an_error_has_overtaken_are_counted_once_and_not_as_recei
         assert fetch(connection, "SELECT receive_sequence FROM saf.conversation") == [(2,)]
 
 
+def test_of_a_dialog_that_an_error_begins_what_has_come_of_a_body_goes_too(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog = begin(app)
+    with app.connect(role="test") as connection:
+        dialog.send(connection, b"a body", fragment_bytes=2)
+        dialog.end_with_error(connection, 17, "no more")
+        connection.execute("DELETE FROM saf.outbox WHERE sequence = 1")
+    for sequence in (2, 3):
+        put_fragment(mom, dialog, sequence)
+    assert bodies(mom) == []
+    assert {sequence for sequence, _ in waiting(mom)} == {2}, "the last one waits with its body"
+    forward(app, mom)
+    (error,) = receive(mom, WAREHOUSE)
+    assert error.message_type == ERROR
+    with connect(mom) as connection:
+        forget(connection, 0)
+        assert waiting(mom) == set()
+        counted = {one.reason: one.messages for one in dropped(connection)}
+        assert fetch(connection, "SELECT FROM saf.parked") == []
+    # the two that waited, and the same two again, with the Error
+    assert counted == {"ended": 2, "overtaken": 2}
+
+
 def test_a_body_of_which_a_part_was_never_sent_is_an_error(app: Dsn, mom: Dsn) -> None:
     dialog = begin(app)
     put_fragment(mom, dialog, 1)

@@ -83,7 +83,8 @@ class End:
         batch, self.arrived = sorted(self.arrived), []
         while batch:
             last = max((n for n in batch if others[n - 1] == ERROR), default=0)
-            if self.state is None and 1 in batch and not self.initiator:
+            # an Error of the initiator tells all that the first message would have told
+            if self.state is None and (1 in batch or last) and not self.initiator:
                 self.state = State.STARTED_INBOUND
             if self.state is None:
                 self.ahead.update(batch)
@@ -119,7 +120,10 @@ class End:
 
 
 SIDES = st.sampled_from((True, False))
-STEPS = [*["send"] * 4, *["carry"] * 3, *["carry all"] * 2, *["receive"] * 5, *["end", "fail"] * 2]
+STEPS = [
+    *["send"] * 4, *["carry"] * 3, *["carry all", "carry the last"] * 2, *["receive"] * 5,
+    *["end", "fail"] * 2,
+]  # fmt: skip
 
 
 class TwoEnds(RuleBasedStateMachine):
@@ -146,12 +150,12 @@ class TwoEnds(RuleBasedStateMachine):
     def conversation_id(self) -> UUID:
         return self.dialogs[True].conversation_id
 
-    @initialize(some=st.lists(st.integers(1, 5), max_size=5))
-    def begin(self, some: list[int]) -> None:
+    @initialize(first=st.sampled_from(([1], [])), some=st.lists(st.integers(1, 5), max_size=5))
+    def begin(self, first: list[int], some: list[int]) -> None:
         """Enough is said, and some of it has arrived, for what follows to be of interest."""
         for _ in range(5):
             self._say(True, "send")
-        self._carry(True, [1, *some])
+        self._carry(True, [*first, *some])
         self._receive(False)
 
     # One rule, because hypothesis would leave some of several out
@@ -163,6 +167,8 @@ class TwoEnds(RuleBasedStateMachine):
             self._carry(side, data.draw(numbers))
         elif step == "carry all":
             self._carry(side, range(1, sent + 1))
+        elif step == "carry the last" and sent:
+            self._carry(side, [sent])
         elif step == "receive":
             self._receive(side)
         elif side in self.dialogs:

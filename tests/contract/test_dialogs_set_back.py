@@ -18,7 +18,7 @@ from saf.dialogs.statements import Code
 from saf.errors import DialogEnded
 from saf.testing.clock import let_time_pass
 from tests.conftest import Prepared
-from tests.dialogs import END, ERROR, SHOP, TIMER, WAREHOUSE, end, receive, said
+from tests.dialogs import END, ERROR, SHOP, TIMER, WAREHOUSE, end, put, receive, said
 from tests.pipeline import connect
 from tests.set_backs import Two, begin_monolog, dump, load, publish
 
@@ -362,6 +362,26 @@ def test_a_dialog_that_failed_meanwhile_fails_at_the_end_that_was_set_back_too(t
     state, code, text = two.shop.ends()[dialog.conversation_id]
     assert (state, code) == ("error", Code.SET_BACK)
     assert "no more" in (text or "")
+
+
+def test_a_dialog_that_had_failed_fails_again_at_a_target_that_has_no_memory_of_it(
+    two: Two,
+) -> None:
+    backup = two.warehouse.backup()
+    dialog = two.begin("1")
+    two.talk()
+    with connect(two.shop.dsn) as connection:
+        fail(connection, dialog.conversation_id, False, Code.GIVEN_UP, "message 1 was given up")
+    two.talk()
+    two.warehouse.go_back(backup)
+    two.repair(two.warehouse, bring_back=False)
+    put(two.warehouse.dsn, dialog, 2, "2")
+    two.talk()
+    ends = [place.ends()[dialog.conversation_id][:2] for place in (two.shop, two.warehouse)]
+    assert ends == [("error", Code.GIVEN_UP), ("error", Code.SET_BACK)]
+    assert two.warehouse.remembers(dialog.conversation_id, said=False) == [str(Code.SET_BACK.value)]
+    with connect(two.warehouse.dsn) as connection:
+        assert fetch(connection, "SELECT FROM saf.parked") == []
 
 
 def test_the_state_of_a_group_and_its_timer_go_back_with_the_end(two: Two) -> None:

@@ -17,12 +17,14 @@ from saf.dialogs.fragments import FRAGMENT_BYTES
 from saf.dialogs.statements import Code
 from saf.engine.resolving import MAX_HOPS
 from saf.errors import ConfigurationError, UsageError
+from saf.operating.decide import discard
 from saf.routing.routers import add_router, enable_router
 from saf.routing.routes import add_route, remove_route
 from saf.routing_service import RoutingService
+from saf.setaside.dead import Filter
 from saf.testing.clock import let_time_pass
 from tests import classifiers
-from tests.dialogs import END, ERROR, SHOP, begin, end, receive, said, say, states
+from tests.dialogs import END, ERROR, REFUSES, SHOP, begin, end, receive, said, say, states
 from tests.hub import BY_TEXT, DEPARTURES, Hub
 from tests.pipeline import bodies, connect
 from tests.receivers import dead, waiting
@@ -166,6 +168,35 @@ def test_an_error_of_either_side_reaches_the_other_with_the_original_inside(
     assert states(hub.app) == states(hub.ewr) == ["closed"]
     assert states(hub.hub) == ["closed", "closed"]
     assert joined(hub) == 0
+
+
+@pytest.mark.parametrize("on_its_way", ["to the hub", "from the hub"])
+def test_the_first_message_that_is_given_up_on_its_way_is_an_error_at_all_ends_that_there_are(
+    hub: Hub, on_its_way: str
+) -> None:
+    reaches_the_hub = on_its_way == "from the hub"
+    source, there = (hub.hub, hub.ewr) if reaches_the_hub else (hub.app, hub.hub)
+    with connect(there) as connection:
+        connection.execute(REFUSES.format(number=1))
+    ask(hub, "EWR", "2")
+    hub.carry()
+    assert receive(hub.ewr, "EWR") == []
+    with connect(source) as connection:
+        assert len(discard(connection, Filter(), "nobody needs it")) == 1
+    with connect(there) as connection:
+        connection.execute("DROP TRIGGER refuses ON saf.inbox")
+    hub.carry()
+    hub.carry()
+    heard = [*receive(hub.app, SHOP), *receive(hub.ewr, "EWR")]
+    assert said(heard) == [ERROR] * (1 + reaches_the_hub)
+    assert {one.json()["code"] for one in heard} == {Code.GIVEN_UP}
+    assert states(hub.app) == ["error"]
+    assert states(hub.hub) == ["closed"] * (1 + reaches_the_hub)
+    assert states(hub.ewr) == ["error"] * reaches_the_hub
+    assert joined(hub) == 0
+    for dsn in hub.places.values():
+        with connect(dsn) as connection:
+            assert fetch(connection, "SELECT FROM saf.parked") == []
 
 
 def test_both_dialogs_have_one_contract_and_one_lifetime(hub: Hub) -> None:

@@ -35,6 +35,10 @@ LIFETIME = (
     f"{ERRORS}::"
     "test_at_the_end_of_its_lifetime_both_ends_get_an_error_and_operations_fail_until_it_is_ended"
 )
+FIRST_GIVEN_UP = (
+    f"{ERRORS}::test_a_dialog_whose_first_message_was_given_up_fails_at_both_ends_"
+    "with_all_that_waits_for_it"
+)
 
 SET_BACK = "contract/test_dialogs_set_back.py"
 
@@ -225,6 +229,30 @@ MUTANTS: list[Mutant] = [
         """    when="true",
     said="send_sequence > 0 AND error_code IS NULL",""",
         SAID_AFTER,
+    ),
+    mutant(
+        "an error does not introduce its dialog",
+        STATEMENTS,
+        "(send_sequence = 1 OR error_code IS NOT NULL)",
+        "(send_sequence = 1 OR error_code = {Code.SET_BACK:d})",
+        FIRST_GIVEN_UP,
+        f"{SET_BACK}::"
+        "test_a_dialog_that_had_failed_fails_again_at_a_target_that_has_no_memory_of_it",
+    ),
+    mutant(
+        "an error does not begin a dialog",
+        ENDPOINTS,
+        "message.message_type not in (COMPARE, ERROR):",
+        "message.message_type != COMPARE:",
+        FIRST_GIVEN_UP,
+    ),
+    mutant(
+        "a target does not hear of a first message that is given up after the lifetime",
+        STATEMENTS,
+        "lost.sequence = 1 AND c.error_code =",
+        "lost.sequence = 0 AND c.error_code =",
+        f"{ERRORS}::"
+        "test_a_dialog_whose_first_message_was_given_up_after_its_lifetime_is_over_at_the_target_too",
     ),
     mutant(
         "a dialog without a word said bothers the other end",
