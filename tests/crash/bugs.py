@@ -13,8 +13,6 @@ import pytest
 from psycopg import sql
 
 import saf
-import saf.engine.earlier_task
-import saf.engine.sending
 import saf.routing_service
 from saf import Outbox
 from saf.broker import grants
@@ -25,7 +23,7 @@ from saf.destinations.postgresql import inbox
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.dialogs import arrival
 from saf.dialogs.facts import Facts, Verdict, judge
-from saf.engine import kept_results
+from saf.engine import kept_results, sending
 from saf.engine.set_aside import SetAside
 from saf.engine.storing import Storing
 from saf.errors import Rejected
@@ -152,8 +150,11 @@ def set_aside_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def attempts_forgotten(patch: pytest.MonkeyPatch) -> None:
-    for room in (saf.engine.earlier_task, saf.engine.sending):
-        patch.setattr(room, "attempt", lambda _, batch, __: dict.fromkeys(batch.shards, 0))
+    def never(_: object, batch: Batch, *__: object) -> dict[int, int]:
+        return dict.fromkeys(batch.shards, 0)
+
+    patch.setattr(sending, "attempted", never)
+    patch.setattr(sending, "attempt", never)
 
 
 def sent_outside_of_the_transaction(patch: pytest.MonkeyPatch) -> None:
