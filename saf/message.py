@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from uuid import UUID, uuid4
 
 from saf.errors import InvalidMessage
@@ -43,6 +43,14 @@ SIGNATURE, LINEAGE = f"{RESERVED_HEADER}signature", f"{RESERVED_HEADER}lineage"
 dialog has had (`saf.dialogs.lineage`)."""
 
 HEADERS = json.JSONEncoder(allow_nan=False).encode
+
+
+def _no_number(said: str) -> NoReturn:
+    raise ValueError(f"{said} is not JSON")
+
+
+STRICT = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_no_number)
+"""Reads what is JSON: no NaN and no Infinity, and numbers of any size, which it gives as texts."""
 
 EXPONENT = re.compile(r"\de[+-](\d{1,3})(?!\d)")
 """Finds the exponent of a number as `json.dumps` writes it."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-from saf.message import RESERVED_HEADER
+from saf.message import RESERVED_HEADER, STRICT
 
 PREFIX = "ce-"
 STRUCTURED = "application/cloudevents+json"
@@ -91,11 +91,12 @@ def event(headers: Mapping[str, str], body: bytes) -> Event:
 
 def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str | None]:
     try:
-        whole = json.loads(body)
+        said = _members(body.decode(json.detect_encoding(body)))
+        whole = {name: json.loads(text) for name, text in said.items() if name != "data"}
+    except NoEvent:
+        raise
     except (ValueError, RecursionError):
         raise NoEvent("the event is no JSON") from None
-    if not isinstance(whole, dict):
-        raise NoEvent("the event is no JSON object")
     content_type = whole.get("datacontenttype")
     content_type = content_type if isinstance(content_type, str) else None
     if "data_base64" in whole:
@@ -103,10 +104,39 @@ def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str | None]:
             return whole, base64.b64decode(whole["data_base64"], validate=True), content_type
         except (binascii.Error, TypeError, ValueError):
             raise NoEvent("data_base64 is no base64") from None
-    data = whole.get("data")
-    text = (content_type or "application/json").partition(";")[0].strip().lower()
-    if isinstance(data, str) and not text.endswith(("/json", "+json")):
-        return whole, data.encode(errors="replace"), content_type
-    if "data" not in whole:
+    if "data" not in said:
         return whole, b"", content_type
-    return whole, json.dumps(data).encode(), content_type or "application/json"
+    data = said["data"]
+    text = (content_type or "application/json").partition(";")[0].strip().lower()
+    if data.startswith('"') and not text.endswith(("/json", "+json")):
+        return whole, json.loads(data).encode(errors="replace"), content_type
+    return whole, data.encode(), content_type or "application/json"
+
+
+def _members(text: str) -> dict[str, str]:
+    """The members of a JSON object, each as it is written: reading a number may change it.
+
+    >>> _members('{"id": "1", "data": {"total": 1.50} }')
+    {'id': '"1"', 'data': '{"total": 1.50}'}
+
+    Raises:
+        ValueError: it is not JSON.
+        NoEvent: it is no object.
+    """
+    if not isinstance(STRICT.decode(text), dict):
+        raise NoEvent("the event is no JSON object")
+    found: dict[str, str] = {}
+    at = text.index("{") + 1
+    while text[at := _to_next(text, at)] != "}":
+        name, at = STRICT.raw_decode(text, at)
+        begins = _to_next(text, at)
+        _, at = STRICT.raw_decode(text, begins)
+        found[name] = text[begins:at]
+    return found
+
+
+def _to_next(text: str, at: int) -> int:
+    """Where the next name or value in a JSON object begins, or where the object ends."""
+    while text[at] in " \t\r\n,:":
+        at += 1
+    return at

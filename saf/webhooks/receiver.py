@@ -49,6 +49,9 @@ BODY_SECONDS = 60.0
 """How long the body of a request may take to come, in seconds."""
 REMEMBER_DAYS = 14.0
 
+FIRST_DAY, LAST_DAY = datetime.min.replace(tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
+"""From when until when a message may be sent: what the checks of both logs take."""
+
 EVENTS = UUID("6f3b3a0e-6d2c-5d0b-9a39-0d7b7a2f3c11")
 """The namespace of ids of messages whose event has an id that is no UUID."""
 
@@ -186,9 +189,16 @@ def _uuid(one: Event) -> UUID:
 
 
 def _moment(said: object) -> datetime:
-    """When the event happened, as it says itself; now, if it does not."""
+    """When the event happened, as it says itself; now, if it does not.
+
+    Raises:
+        NoEvent: it says a time that no log takes.
+    """
     try:
         moment = datetime.fromisoformat(said) if isinstance(said, str) else datetime.now(UTC)
     except ValueError:
         return datetime.now(UTC)
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    if not FIRST_DAY <= moment < LAST_DAY:
+        raise NoEvent(f"time: {said} is before 0001-01-01 or after 9999-12-30, in UTC")
+    return moment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import random
@@ -488,6 +489,22 @@ def test_the_sdk_of_cloudevents_reads_an_event_as_json(inbox: Dsn, partner: Part
     assert [one.get_data() for one in events] == [{"total": 7}, "hello", b"\x01"]
     assert {one.get_subject() for one in events} == {'a "ü"'}
     assert [one.get_id() for one in events] == [got.id for got in partner.accepted]
+
+
+@pytest.mark.parametrize("mode", ["structured", "batch"])
+def test_an_event_as_json_has_a_body_that_is_json_to_the_last_byte(
+    inbox: Dsn, partner: Partner, mode: str
+) -> None:
+    json_type = '{"content-type": "application/json"}'
+    same = ['{"n": [1e400, 0.1000000000000000055] ,"n":7}', "1" * 5000, '"ü"', "[ ]\n"]
+    other = ["NaN", "[-Infinity]", "1} ", ""]
+    for body in (*same, *other):
+        put(inbox, body, key="k", headers=json_type)
+    dispatch(inbox, partner, mode=mode)
+    sent = b"\n".join(got.body for got in partner.accepted)
+    assert [body for body in same if f'"data": {body}}}'.encode() not in sent] == []
+    in_base64 = [base64.b64encode(body.encode()) for body in other]
+    assert [body for body in in_base64 if b'"data_base64": "%b"}' % body not in sent] == []
 
 
 def batch(got: Got) -> list[Any]:

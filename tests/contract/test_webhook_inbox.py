@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID, uuid4
@@ -29,6 +30,19 @@ from tests.waits import until
 SECRET = "whsec_" + "c2Vj" * 8
 OTHER_SECRET = "whsec_" + "b2xk" * 8
 MINIMAL = {"ce-specversion": "1.0", "ce-id": "7", "ce-source": "/shop", "ce-type": "Paid"}
+
+
+AS_JSON: dict[str, Any] = {
+    "content_type": "application/cloudevents+json",
+    **dict.fromkeys(("ce_specversion", "ce_id", "ce_source", "ce_type"), ""),
+}
+
+
+def whole(more: str) -> bytes:
+    """An event as JSON, which has more members as they are given."""
+    return (
+        f'{{"specversion": "1.0", "id": "7", "source": "/shop", "type": "Paid", {more}}}'.encode()
+    )
 
 
 @pytest.fixture
@@ -104,6 +118,36 @@ def test_many_that_send_the_same_event_at_once_store_it_once(inbox: Dsn, url: st
     assert len(stored(inbox)) == 1
 
 
+@pytest.mark.parametrize("zone", ["Z", "+23:59", "-23:59"])
+def test_an_event_has_happened_when_it_says(inbox: Dsn, url: str, zone: str) -> None:
+    said = f"2026-01-31T12:00:00{zone}"
+    assert send(url, ce_time=said) == (204, "")
+    with saf.receive(inbox, "billing") as delivery:
+        assert [one.created_at for one in delivery] == [datetime.fromisoformat(said)]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        '{"n": [1e400, -0, 0.1000000000000000055, 1.50] ,"n":7}',
+        "1" * 5000,
+        '"\\ud800 {,:"',
+        '{ "data": {}, "\\"}": "}" }',
+        "null",
+        "[ ]",
+    ],
+)
+@pytest.mark.parametrize(
+    "written", ['"data": {}', '"data" :\n {} ,"x": "y"', '"o": {{"data": 1}}, "data":{}']
+)
+def test_data_that_is_json_is_stored_to_the_last_byte(
+    inbox: Dsn, url: str, data: str, written: str
+) -> None:
+    assert send(url, whole(written.format(data)), **AS_JSON) == (204, "")
+    ((_, _, body, _),) = stored(inbox)
+    assert body == data
+
+
 def test_an_event_as_json_is_stored_as_well(inbox: Dsn, url: str) -> None:
     event = {"specversion": "1.0", "id": str(uuid4()), "source": "/shop", "type": "Paid"}
     kind: dict[str, Any] = {
@@ -135,6 +179,19 @@ def test_an_event_as_json_is_stored_as_well(inbox: Dsn, url: str) -> None:
         ({"content_type": "application/cloudevents+json", "body": b"["}, 400, "is no JSON"),
         ({"ce_subject": "x" * 2000}, 400, "key: 2,000 bytes are more than 1,024"),
         ({"ce_type": "a%00b"}, 400, "holds a NUL byte"),
+        (
+            {"ce_time": "0001-01-01T00:00:00+14:00"},
+            400,
+            "time: 0001-01-01T00:00:00+14:00 is before",
+        ),
+        (
+            {"ce_time": "9999-12-30T23:00:00-01:00"},
+            400,
+            "time: 9999-12-30T23:00:00-01:00 is before",
+        ),
+        ({**AS_JSON, "body": b"[1]"}, 400, "is no JSON object"),
+        ({**AS_JSON, "body": whole('"data": NaN')}, 400, "is no JSON"),
+        ({**AS_JSON, "body": whole('"data": 1, "n": 1e400')}, 400, "headers: not JSON"),
         ({"body": bytes(10_001)}, 413, "more than 10,000 bytes"),
         ({"method": "PUT"}, 405, "by POST"),
     ],

@@ -157,6 +157,20 @@ MUTANTS: list[Mutant] = [
         f"{DISPATCH}::test_the_sdk_of_cloudevents_reads_what_is_sent",
     ),
     mutant(
+        "a body that is JSON is written anew into an event",
+        "saf/dispatch/envelope.py",
+        """data = b'"data": ' + body""",
+        """data = b'"data": ' + json.dumps(json.loads(body)).encode()""",
+        f"{DISPATCH}::test_an_event_as_json_has_a_body_that_is_json_to_the_last_byte",
+    ),
+    mutant(
+        "NaN is JSON",
+        "saf/message.py",
+        "parse_float=str, parse_constant=_no_number)",
+        "parse_float=str)",
+        f"{DISPATCH}::test_an_event_as_json_has_a_body_that_is_json_to_the_last_byte",
+    ),
+    mutant(
         "a redirect leads anywhere",
         "saf/dispatch/http.py",
         "    return to if same or now_by_tls else None",

@@ -60,6 +60,20 @@ MUTANTS: list[Mutant] = [
         f"{INBOX}::test_no_event_brings_headers_that_only_saf_writes",
     ),
     mutant(
+        "an event of any time is taken",
+        RECEIVER,
+        "    if not FIRST_DAY <= moment < LAST_DAY:",
+        "    if False:",
+        REFUSED,
+    ),
+    mutant(
+        "an event's data is written anew",
+        EVENT,
+        'return whole, data.encode(), content_type or "application/json"',
+        'return whole, json.dumps(json.loads(data)).encode(), content_type or "application/json"',
+        f"{INBOX}::test_data_that_is_json_is_stored_to_the_last_byte",
+    ),
+    mutant(
         "an event is remembered though its service does not live here",
         RECEIVER,
         "SELECT %(digest)s::bytea FROM here WHERE lives",
