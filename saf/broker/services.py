@@ -27,6 +27,7 @@ from psycopg.rows import class_row
 from saf import errors
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
+from saf.log.cursor import COMPLETE
 from saf.message import MAX_NAME, fits
 from saf.routing.local import refuse_local
 from saf.setaside.audit import audit
@@ -87,7 +88,7 @@ LEFT_OVER = f"""
 SELECT EXISTS (
            SELECT FROM saf.cursor c JOIN saf.inbox i ON i.shard = c.shard
            WHERE c.subscription_id = %(subscription_id)s
-             AND NOT pg_visible_in_snapshot(i.txid, c.done) AND i.id > c.position
+             AND NOT pg_visible_in_snapshot(i.txid, c.done) AND NOT {COMPLETE.format(row="i")}
              AND (%(service)s::text IS NULL OR i.to_service = %(service)s)),
        EXISTS (SELECT FROM saf.parked WHERE subscription_id = %(subscription_id)s),
        EXISTS (SELECT FROM saf.dead_letter WHERE subscription_id = %(subscription_id)s),

@@ -141,6 +141,11 @@ WHERE txid < pg_snapshot_xmax({open}::pg_snapshot)
   AND id > {position}
 """
 
+COMPLETE = (
+    "(c.open IS NOT NULL AND pg_visible_in_snapshot({row}.txid, c.open) AND {row}.id <= c.position)"
+)
+"""SQL: whether a row that is not visible in ``done`` is complete, by its cursor ``c``."""
+
 BEGUN_SINCE = """
 SELECT * FROM {log} WHERE shard = ANY ({shards}::smallint[]) AND txid >= {xmax}::xid8
 """

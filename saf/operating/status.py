@@ -13,13 +13,14 @@ from psycopg.rows import class_row
 from saf.broker.restored import refuse
 from saf.database import fetch
 from saf.errors import ranges
+from saf.log.cursor import COMPLETE
 from saf.log.ring import AGE_COLUMN
 from saf.setaside.dropped import Dropped, dropped
 from saf.setaside.waiting import Parked, Waiting, parked
 
 # Each shard's rows that are not complete: not visible in done, and not within the open batch at
 # or below its position. Two ranges of the index per shard, whatever the age of the table.
-SHARDS = """
+SHARDS = f"""
 SELECT c.shard, m.name AS owner, c.epoch, c.batch, c.open IS NOT NULL AS open,
        left_over.pending, left_over.oldest,
        extract(epoch FROM now() - left_over.oldest)::float AS lag_seconds
@@ -35,8 +36,7 @@ CROSS JOIN LATERAL (
         SELECT id, txid, created_at FROM saf.outbox o
         WHERE o.shard = c.shard AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
     ) AS not_done
-    WHERE (c.open IS NOT NULL AND pg_visible_in_snapshot(txid, c.open) AND id <= c.position)
-          IS NOT TRUE
+    WHERE NOT {COMPLETE.format(row="not_done")}
 ) AS left_over
 WHERE s.log = 'outbox' AND s.name = 'forwarder'
 ORDER BY c.shard
@@ -63,8 +63,7 @@ LEFT JOIN LATERAL (
     UNION ALL
     SELECT id, txid, {written} FROM saf.{log} l
     WHERE l.shard = c.shard AND l.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
-) AS not_done ON (c.open IS NOT NULL AND pg_visible_in_snapshot(not_done.txid, c.open)
-                  AND not_done.id <= c.position) IS NOT TRUE
+) AS not_done ON NOT {COMPLETE.format(row="not_done")}
 WHERE s.stream AND s.log = '{log}'
 GROUP BY s.name, s.log"""
     for log, written in AGE_COLUMN.items()

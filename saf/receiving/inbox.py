@@ -12,6 +12,7 @@ from psycopg.rows import class_row
 
 from saf.broker import services
 from saf.broker.restored import refuse
+from saf.log.cursor import COMPLETE
 from saf.received import Received
 from saf.receiving.reading import SINCE
 from saf.setaside.dead import SHOWN
@@ -23,7 +24,7 @@ saf.cursor c
 LEFT JOIN saf.dispatched d ON d.subscription_id = c.subscription_id AND d.shard = c.shard
     AND d.batch = c.batch AND c.open IS NOT NULL
 CROSS JOIN LATERAL ({SINCE}) AS since
-WHERE c.subscription_id = s.subscription_id AND since.id > c.position
+WHERE c.subscription_id = s.subscription_id AND NOT {COMPLETE.format(row="since")}
   AND NOT coalesce(since.id <@ d.ids AND pg_visible_in_snapshot(since.txid, c.open), false)
   AND (s.service IS NULL OR since.to_service = s.service)
 """

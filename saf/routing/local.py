@@ -26,6 +26,7 @@ from psycopg import sql
 
 from saf.database import fetch
 from saf.errors import UsageError
+from saf.log.cursor import COMPLETE
 
 PATIENCE_SECONDS = 5.0
 """How long senders are kept waiting until the forwarder has nothing left for a service."""
@@ -58,7 +59,7 @@ LIVES_HERE = "SELECT FROM saf.service WHERE name = %(service)s"
 LED_HERE = "SELECT destination FROM saf.route WHERE local AND service = %(service)s"
 
 # What the forwarder has not taken yet, and what waits somewhere on its way
-LEFT = """
+LEFT = f"""
 SELECT EXISTS (
     SELECT FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
     CROSS JOIN LATERAL (
@@ -69,8 +70,7 @@ SELECT EXISTS (
         WHERE o.shard = c.shard AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
     ) AS after
     WHERE s.log = 'outbox' AND s.name = 'forwarder' AND after.to_service = %(service)s
-      AND (c.open IS NOT NULL AND pg_visible_in_snapshot(after.txid, c.open)
-           AND after.id <= c.position) IS NOT TRUE
+      AND NOT {COMPLETE.format(row="after")}
 ) OR EXISTS (
     SELECT FROM saf.subscription s JOIN saf.parked p USING (subscription_id)
     WHERE s.log = 'outbox' AND p.to_service = %(service)s

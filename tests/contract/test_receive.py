@@ -41,6 +41,7 @@ from tests.receivers import (
     doomed,
     effect,
     effects,
+    keys_of_one_shard,
     let_keys_be_due,
     let_the_server_notice,
     put,
@@ -306,6 +307,23 @@ def test_the_inbox_says_what_is_left_of_a_batch_in_hand(inbox: Dsn) -> None:
         (status,) = inbox_status(connection)
         assert status.unread == 7
         assert [one.id for one in peek(connection, SUBSCRIPTION, 2)] == [4, 5]
+
+
+def test_what_is_committed_late_is_left_though_a_batch_in_hand_is_past_its_id(inbox: Dsn) -> None:
+    late, key = keys_of_one_shard(2)
+    with connect(inbox) as one, one.transaction():
+        one.execute(
+            "INSERT INTO saf.inbox (to_service, key, body) VALUES ('billing', %s, 'late')", [late]
+        )
+        put(inbox, "1", "2", key=key)
+        with saf.receive(inbox, SUBSCRIPTION, max_messages=2) as delivery:
+            assert [message.text() for message in delivery] == ["1", "2"]
+    with connect(inbox) as connection:
+        (status,) = inbox_status(connection)
+        assert status.unread == 1
+        assert [waiting.key for waiting in peek(connection, SUBSCRIPTION)] == [late]
+        with pytest.raises(UsageError, match="messages to be read"):
+            services.remove_subscription(connection, SUBSCRIPTION)
 
 
 def test_a_slow_key_does_not_delay_others(inbox: Dsn) -> None:

@@ -9,6 +9,7 @@ from saf.broker.restored import IS_RESTORED
 from saf.database import check_schema
 from saf.dialogs.statements import Code
 from saf.errors import SchemaError
+from saf.log.cursor import COMPLETE
 from saf.operating.doctor.patient import Found, Patient, Severity
 from saf.operating.wording import counted
 from saf.setaside import lane
@@ -116,8 +117,7 @@ CROSS JOIN LATERAL (
     SELECT id, txid, {written}, s.service IS NULL OR o.to_service = s.service FROM {log} o
     WHERE o.shard = c.shard AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
 ) AS lying
-WHERE s.log = {name} AND (c.open IS NOT NULL AND pg_visible_in_snapshot(lying.txid, c.open)
-                          AND lying.id <= c.position) IS NOT TRUE
+WHERE s.log = {name} AND NOT {complete}
 GROUP BY s.subscription_id, s.name
 HAVING min(lying.written) < now() - make_interval(secs => %(seconds)s)
 """
@@ -135,7 +135,10 @@ def inbox_left_lying(patient: Patient) -> Found:
 
 def _left_lying(patient: Patient, log: str, written: str, start: str) -> Found:
     query = sql.SQL(LEFT_LYING).format(
-        log=sql.Identifier("saf", log), written=sql.Identifier(written), name=sql.Literal(log)
+        complete=sql.SQL(COMPLETE.format(row="lying")),
+        log=sql.Identifier("saf", log),
+        written=sql.Identifier(written),
+        name=sql.Literal(log),
     )
     stuck = patient.limits.stuck_seconds
     for name, count, age, others, alive, stream, opened in patient.ask(query, seconds=stuck):

@@ -184,9 +184,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is marked of a batch in hand is pending",
-        STATUS,
-        "AND id <= c.position)",
-        "AND id < c.position)",
+        "saf/log/cursor.py",
+        "AND {row}.id <= c.position)",
+        "AND {row}.id < c.position)",
         f"{OF_STATUS}::test_what_is_marked_of_a_batch_in_hand_is_not_pending",
     ),
     mutant(

@@ -518,9 +518,23 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is set aside counts as unread",
         INBOX,
-        "since.id > c.position\n",
-        "since.id > 0\n",
+        'NOT {COMPLETE.format(row="since")}',
+        "since.id > 0",
         f"{RECEIVED}::test_the_inbox_says_what_is_left_of_a_batch_in_hand",
+    ),
+    mutant(
+        "what is committed late is taken for read",
+        "saf/log/cursor.py",
+        "c.open IS NOT NULL AND pg_visible_in_snapshot({row}.txid, c.open) ",
+        "c.open IS NOT NULL ",
+        f"{RECEIVED}::test_what_is_committed_late_is_left_though_a_batch_in_hand_is_past_its_id",
+    ),
+    mutant(
+        "a subscription is removed with what was committed late",
+        "saf/broker/services.py",
+        'NOT {COMPLETE.format(row="i")}',
+        "i.id > c.position",
+        f"{RECEIVED}::test_what_is_committed_late_is_left_though_a_batch_in_hand_is_past_its_id",
     ),
     mutant(
         "a message is handled for the first time each time",
