@@ -259,8 +259,9 @@ class Delivery(Sequence[Received], Generic[C]):
             elif one.lane in self._waiting:
                 keep.append((one, _lane(Kind.KEY, one.lane)))
                 not_received.append(one)
-            else:
+            else:  # its dialog has failed with the dead letter before it
                 gone.append(one.parked_id)
+                self._arrival.dropped.append((one, Reason.ENDED))
         return not_received
 
     def _put_back(self, hand: Hand) -> None:

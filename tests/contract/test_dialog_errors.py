@@ -374,6 +374,24 @@ def test_an_error_whose_own_handling_fails_is_a_dead_letter_and_no_further_error
     assert states(mom) == ["error"]
 
 
+def test_what_comes_after_a_dead_letter_of_its_dialog_counts_as_dropped_also_if_it_comes_with_it(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog = begin(app, "1", "2", "3", "4")
+    begin(app, "other")
+    forward(app, mom)
+    with saf.receive(mom, WAREHOUSE) as delivery:
+        for message in delivery:
+            if message.text() == "2":
+                delivery.reject(message, "cannot")
+    say(app, dialog, "5")
+    forward(app, mom)
+    assert said(receive(mom, WAREHOUSE)) == [ERROR]
+    with connect(mom) as connection:
+        counted = [(one.reason, one.messages) for one in dropped(connection)]
+    assert counted == [("ended", 3)]
+
+
 def test_an_end_that_has_failed_hears_so_though_the_other_ends_error_comes_with_it(
     app: Dsn, mom: Dsn
 ) -> None:
