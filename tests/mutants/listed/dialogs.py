@@ -44,6 +44,14 @@ SET_BACK = "contract/test_dialogs_set_back.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "what comes with a dead letter of its dialog is not counted",
+        "saf/receiving/delivery.py",
+        "                self._arrival.dropped.append((one, Reason.ENDED))\n",
+        "",
+        "contract/test_dialog_errors.py"
+        "::test_what_comes_after_a_dead_letter_of_its_dialog_counts_as_dropped_also_if_it_comes_with_it",
+    ),
+    mutant(
         "an end comes before what was said earlier",
         FACTS,
         "message.sequence > facts.receive_sequence + 1:",

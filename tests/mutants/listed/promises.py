@@ -120,14 +120,6 @@ MUTANTS: list[Mutant] = [
         "contract/test_dialog_fragments.py::test_what_waits_for_a_fragment_that_is_missing_is_counted_once_when_the_dialog_is_over",
     ),
     mutant(
-        "what comes with a dead letter of its dialog is not counted",
-        "saf/receiving/delivery.py",
-        "                self._arrival.dropped.append((one, Reason.ENDED))\n",
-        "",
-        "contract/test_dialog_errors.py"
-        "::test_what_comes_after_a_dead_letter_of_its_dialog_counts_as_dropped_also_if_it_comes_with_it",
-    ),
-    mutant(
         "what was sent since a restore counts as complete",
         "saf/repair/rebase.py",
         "CASE WHEN l.txid::text::bigint > {{brought_by}}",
