@@ -66,8 +66,9 @@ class Trying:
             hand = claim.claim_shard(raw, reader, suspect.shard, 1)
             if hand is None:
                 return None
-            if suspect.lane is None:
-                return self._count_shard(hand, suspect)
+            if suspect.lane is None or suspect.shard in hand.failed:
+                # what this transaction writes replaces the trace of a delivery that failed
+                return self._count_shard(hand, Suspect(shard=suspect.shard, lane=None))
             known = retries.attempts(raw, reader, suspect.lane)
             if known is None:
                 claim.move(raw, hand)
@@ -98,8 +99,8 @@ class Trying:
     def _count_shard(self, hand: Hand, suspect: Suspect) -> Suspect:
         shard = hand.shards[suspect.shard]
         failed = suspect.shard in hand.failed
-        allowance = shard.allowance or 1
-        if allowance > 1 and not failed:
+        noted = shard.allowance == 1
+        if (shard.allowance or 1) > 1 and not failed:
             claim.move(self.link.raw, hand)
             return suspect
         shard.allowance = 1
@@ -114,7 +115,7 @@ class Trying:
                 return suspect
             # if its attempt failed, this message was in it; otherwise another receiver's attempt
             # failed
-            number = 1 if failed and allowance == 1 else 2
+            number = 1 if failed and noted else 2
             (message,) = first
             message.attempt = number
             first.presume(message, "the last delivery with this message did not come to its end")
@@ -158,7 +159,9 @@ class Trying:
                 else:
                     with receiving():
                         delivery = self._read_lane(hand, suspect, suspect.attempts)
-                if shard.allowance is not None:
+                if suspect.shard in hand.failed:  # another receiver's, since this was counted
+                    shard.allowance = 1
+                elif shard.allowance is not None:
                     doubled = shard.allowance * 2
                     shard.allowance = doubled if doubled < claim.ALL_CLEAR else None
                 yield delivery

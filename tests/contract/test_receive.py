@@ -326,6 +326,41 @@ def test_what_is_committed_late_is_left_though_a_batch_in_hand_is_past_its_id(in
             services.remove_subscription(connection, SUBSCRIPTION)
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_delivery_that_failed_is_not_forgotten_for_a_key_that_waits_in_its_shard(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The trace of it is in the last version of the cursor, which any write replaces."""
+    waits, key = keys_of_one_shard(2)
+    put(inbox, "waits", key=waits)
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        delivery.park(delivery[0], "not yet")
+    put(inbox, "1", "2", key=key)
+    let_keys_be_due(inbox)
+
+    def fail() -> None:
+        with connected(inbox) as link, link.transaction():
+            number = services.subscription(link.raw, SUBSCRIPTION).subscription_id
+            reader = hand.Reader(subscription_id=number, name=SUBSCRIPTION, service=SUBSCRIPTION)
+            assert claim.claim(link.raw, reader, 2) is not None
+            raise psycopg.Rollback
+
+    monkeypatch.setattr("saf.receiving.receive._toss", lambda: True)  # what waits comes first
+    arm("attempt_counted", fail)
+    if when == "before":
+        arm("")
+        fail()
+    try:
+        with saf.receive(inbox, SUBSCRIPTION) as delivery:
+            given = [(message.text(), message.attempt) for message in delivery]
+    finally:
+        arm("")
+    assert given == ([("1", 2)] if when == "before" else [("waits", 2)])
+    with connect(inbox) as connection:
+        noted = fetch(connection, "SELECT allowance FROM saf.cursor WHERE allowance IS NOT NULL")
+    assert noted == ([(2,)] if when == "before" else [(1,)])
+
+
 def test_a_slow_key_does_not_delay_others(inbox: Dsn) -> None:
     put(inbox, "slow", key="slow")
     with saf.receive(inbox, SUBSCRIPTION) as slow:

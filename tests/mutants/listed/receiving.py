@@ -523,6 +523,22 @@ MUTANTS: list[Mutant] = [
         f"{RECEIVED}::test_the_inbox_says_what_is_left_of_a_batch_in_hand",
     ),
     mutant(
+        "the trace of a failed delivery is overwritten as an attempt is counted",
+        "saf/receiving/trying.py",
+        "if suspect.lane is None or suspect.shard in hand.failed:",
+        "if suspect.lane is None:",
+        f"{RECEIVED}::"
+        "test_a_delivery_that_failed_is_not_forgotten_for_a_key_that_waits_in_its_shard",
+    ),
+    mutant(
+        "the trace of a failed delivery is overwritten by an attempt",
+        "saf/receiving/trying.py",
+        "if suspect.shard in hand.failed:  #",
+        "if False:  #",
+        f"{RECEIVED}::"
+        "test_a_delivery_that_failed_is_not_forgotten_for_a_key_that_waits_in_its_shard",
+    ),
+    mutant(
         "what is committed late is taken for read",
         "saf/log/cursor.py",
         "c.open IS NOT NULL AND pg_visible_in_snapshot({row}.txid, c.open) ",
