@@ -72,6 +72,8 @@ class EarlierTask:
         left = []
         for part in parts:
             before = part.rows["id"].to_numpy() <= limits[part.rows["shard"].to_numpy()]
-            set_aside.bury(part.rows.filter(pa.array(before)), part.waits_at, *MAY_HAVE_LEFT)
-            left.append(replace(part, rows=part.rows.filter(pa.array(~before))))
+            if before.any():
+                set_aside.bury(part.rows.filter(pa.array(before)), part.waits_at, *MAY_HAVE_LEFT)
+                part = replace(part, rows=part.rows.filter(pa.array(~before)))  # noqa: PLW2901
+            left.append(part)
         return [part for part in left if part.rows.num_rows]

@@ -7,7 +7,7 @@ what a person does with them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -23,7 +23,7 @@ from saf.database import fetch
 from saf.database.pages import Page, number_at, page_of
 from saf.limits import HEADERS_READABLE, WHY_NOT
 from saf.message import MAX_BODY
-from saf.setaside.staying import OF_BATCH, TAKEN
+from saf.setaside.staying import OF_BATCH, TAKEN, Counted
 from saf.signing.verifier import ALTERED, UNKNOWN_KEY, UNSIGNED
 
 REASONS = (
@@ -131,20 +131,6 @@ class Filter:
     def until_now(self, connection: psycopg.Connection[Any]) -> Self:
         """The same, without what dies from now on."""
         return self if self.through is not None else replace(self, through=last(connection))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counted:
-    """How many dead letters a filter matches."""
-
-    messages: int
-    """Those that a person may decide about."""
-    through: int | None
-    """The greatest of their numbers; None if there are none."""
-    stays: Mapping[str, int]
-    """Those that match too, and stay whatever is decided, by why: `saf.setaside.staying.WHY`."""
-    more: bool
-    """There are more, which were not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,15 +273,7 @@ def count(
     connection: psycopg.Connection[Any], chosen: Filter, most: int, *, to: str | None = None
 ) -> Counted:
     """Count the dead letters that a filter matches, up to ``most``, the oldest first."""
-    rows = fetch(connection, COUNT, asdict(chosen) | {"most": most + 1, "to": to})
-    free = [(count, through) for stays, count, through in rows if stays is None]
-    ((messages, through),) = free or [(0, None)]
-    return Counted(
-        messages=min(messages, most),
-        through=through,
-        stays={stays: count for stays, count, _ in rows if stays is not None},
-        more=sum(count for _, count, _ in rows) > most,
-    )
+    return Counted.of(fetch(connection, COUNT, asdict(chosen) | {"most": most + 1, "to": to}), most)
 
 
 def last(connection: psycopg.Connection[Any]) -> int:

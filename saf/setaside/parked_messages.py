@@ -10,7 +10,7 @@ messages in memory from that moment. Until `REST_SECONDS` before, it has not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any, Self
@@ -23,7 +23,7 @@ from saf.database import fetch
 from saf.database.pages import Page, number_at, page_of
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
-from saf.setaside.staying import OF_BATCH, TAKEN
+from saf.setaside.staying import OF_BATCH, TAKEN, Counted
 
 REST_SECONDS = 5.0
 """How much later than now a key of a member is due at least that a person decides about."""
@@ -113,25 +113,6 @@ class ParkedFilter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParkedCount:
-    """How many parked messages a filter matches."""
-
-    messages: int
-    """Those that a person may decide about."""
-    through: int | None
-    """The greatest of their numbers; None if there are none."""
-    stays: Mapping[str, int]
-    """Those that match too, and stay whatever is decided, by why: `saf.setaside.staying.WHY`."""
-    more: bool
-    """There are more, which were not counted."""
-
-    @property
-    def staying(self) -> int:
-        """How many stay."""
-        return sum(self.stays.values())
-
-
-@dataclass(frozen=True, kw_only=True)
 class ParkedMessage:
     """One parked message, without its body."""
 
@@ -215,18 +196,10 @@ def place_at(place: str | None) -> int | None:
 
 def count(
     connection: psycopg.Connection[Any], chosen: ParkedFilter, most: int, *, to: str | None = None
-) -> ParkedCount:
+) -> Counted:
     """Count the parked messages that a filter matches, up to ``most``, in the order of parking."""
     params = asdict(chosen) | {"most": most + 1, "to": to}
-    rows = fetch(connection, COUNT, params)
-    free = [(count, through) for stays, count, through in rows if stays is None]
-    ((messages, through),) = free or [(0, None)]
-    return ParkedCount(
-        messages=min(messages, most),
-        through=through,
-        stays={stays: count for stays, count, _ in rows if stays is not None},
-        more=sum(count for _, count, _ in rows) > most,
-    )
+    return Counted.of(fetch(connection, COUNT, params), most)
 
 
 def last(connection: psycopg.Connection[Any]) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Self
 
 from saf.log.shards import ALL_SHARDS, LAST
 
@@ -45,6 +47,44 @@ OF_BATCH = """EXISTS (
     WHERE (t.subscription_id, t.shard) = ({one}.subscription_id, {one}.shard)
       AND t.log = 'outbox' AND {one}.id > t.position AND {one}.{at} >= t.opened_at)"""
 """SQL: whether a forwarder's open batch, one of `TAKEN`, has set a row aside and is not past it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """How many messages that are set aside a filter matches."""
+
+    messages: int
+    """Those that a person may decide about."""
+    through: int | None
+    """The greatest of their numbers; None if there are none."""
+    stays: Mapping[str, int]
+    """Those that match too, and stay whatever is decided, by why: the keys of `WHY`."""
+    more: bool
+    """There are more, which were not counted."""
+
+    @property
+    def staying(self) -> int:
+        """How many stay."""
+        return sum(self.stays.values())
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[str | None, int, int]], most: int) -> Self:
+        """Return what was counted up to ``most``.
+
+        ``rows`` say why, or None, how many and their greatest number, of one message more if there
+        is one.
+
+        >>> Counted.of([(None, 2, 7), ("later", 1, 9)], 2)
+        Counted(messages=2, through=7, stays={'later': 1}, more=True)
+        """
+        counts = {why: (count, through) for why, count, through in rows}
+        messages, through = counts.get(None, (0, None))
+        return cls(
+            messages=min(messages, most),
+            through=through,
+            stays={why: count for why, (count, _) in counts.items() if why is not None},
+            more=sum(count for count, _ in counts.values()) > most,
+        )
 
 
 def in_words(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

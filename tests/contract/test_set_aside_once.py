@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,20 @@ def crash(app: Dsn, point: str, quality: str = "exactly_once", **destinations: D
     with pytest.raises(Crash), Cycle(app, forwarding_rules(quality, 100, **destinations)) as cycle:
         cycle.run()
     arm("")
+
+
+def twin_of(cycle: Cycle) -> Callable[[], None]:
+    """Open a batch; what is returned lets a twin of its task deliver all of it."""
+    (work,) = cycle.open()
+    twin = deepcopy(work)
+
+    def is_quicker() -> None:
+        arm("")
+        cycle.work = [twin]
+        cycle.deliver()
+        cycle.work = [work]
+
+    return is_quicker
 
 
 def errors(receipts: list[Receipt]) -> set[str | None]:
@@ -355,16 +370,7 @@ def test_a_task_knows_what_its_twin_has_set_aside_meanwhile(
     for body in ("0", "1", "2"):
         send(source, body, key="k")
     with Cycle(app, forwarding_rules("exactly_once", 1, mom=mom)) as cycle:
-        (work,) = cycle.open()
-        twin = deepcopy(work)
-
-        def twin_is_quicker() -> None:
-            arm("")
-            cycle.work = [twin]
-            cycle.deliver()
-            cycle.work = [work]
-
-        arm("mark_commit", twin_is_quicker)
+        arm("mark_commit", twin_of(cycle))
         receipts = cycle.deliver()
         cycle.close(receipts)
     assert errors(receipts) == set()
@@ -383,14 +389,7 @@ def test_what_a_twin_tries_at_most_once_meanwhile_is_not_sent_by_both(
     for body in ("0", "1", "2"):
         send(source, body, key="k")
     with Cycle(app, forwarding_rules("at_most_once", 1, mom=mom)) as cycle:
-        (work,) = cycle.open()
-        twin = deepcopy(work)
-
-        def twin_is_quicker() -> None:
-            arm("")
-            cycle.work = [twin]
-            cycle.deliver()
-            cycle.work = [work]
+        twin_is_quicker = twin_of(cycle)
 
         def attempt_after_twin(*arguments: Any) -> dict[int, int]:
             monkeypatch.undo()
@@ -415,14 +414,10 @@ def test_a_task_that_lags_behind_its_twin_sets_nothing_aside_again(
         send(source, body, key="k")
     source.execute("UPDATE saf.outbox SET expires_at = now() WHERE body = 'late'")
     with Cycle(app, forwarding_rules("exactly_once", 2, mom=mom)) as cycle:
-        (work,) = cycle.open()
-        twin = deepcopy(work)
+        twin_is_quicker = twin_of(cycle)
 
         def twin_and_a_person_are_quicker() -> None:
-            arm("")
-            cycle.work = [twin]
-            cycle.deliver()
-            cycle.work = [work]
+            twin_is_quicker()
             assert len(decide.discard(source, Filter(), "not wanted")) == 1
 
         arm("mark_commit", twin_and_a_person_are_quicker)

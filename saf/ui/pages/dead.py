@@ -16,7 +16,8 @@ from saf.errors import SafError, UsageError
 from saf.operating import decide
 from saf.operating.bulk import Decision
 from saf.setaside import dead, staying
-from saf.setaside.dead import REASONS, Counted, Filter
+from saf.setaside.dead import REASONS, Filter
+from saf.setaside.staying import Counted
 from saf.ui.choosing import begin, chosen
 from saf.ui.filters import moment_of
 from saf.ui.site import Visit

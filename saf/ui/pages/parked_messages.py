@@ -17,7 +17,8 @@ from saf.operating import decide_parked
 from saf.operating.bulk import Decision
 from saf.setaside import parked_messages, staying
 from saf.setaside.lane import Kind
-from saf.setaside.parked_messages import ParkedCount, ParkedFilter
+from saf.setaside.parked_messages import ParkedFilter
+from saf.setaside.staying import Counted
 from saf.ui.choosing import begin, chosen
 from saf.ui.filters import moment_of
 from saf.ui.site import Visit
@@ -63,7 +64,7 @@ def messages(visit: Visit) -> Response:
 def confirm(visit: Visit) -> Response:
     """Count what a decision would be about, and ask why."""
     action, to = _action(visit)
-    counts: dict[str, ParkedCount] = {}
+    counts: dict[str, Counted] = {}
     errors: dict[str, SafError] = {}
     for name, which in _chosen(visit).items():
         answers = visit.site.brokers.ask(
