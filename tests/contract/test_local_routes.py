@@ -214,7 +214,10 @@ def test_a_parked_message_is_not_overtaken_either(app: Dsn) -> None:
 
 
 @every_postgresql
-def test_a_sender_that_is_in_the_middle_ends_before_the_route_is_local(app: Dsn) -> None:
+def test_a_sender_that_is_in_the_middle_ends_before_the_route_is_local(
+    app: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "PATIENCE_SECONDS", 60.0)  # a busy machine is no reason to give up
     with connect(app) as connection:
         create_service(connection, "feeds")
     with app.connect(role="test") as early, app.connect(role="test") as late:
