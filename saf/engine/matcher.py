@@ -45,6 +45,14 @@ class Matcher:
             route = pc.if_else(pc.is_valid(brokers), of_broker, route)
         return rows.append_column("route", route)
 
+    def quality(self, rows: pa.Table, destination: str) -> pa.ChunkedArray:
+        """For each row, the quality of service that its route to a destination names, or null."""
+        named = [
+            next((r.quality for r in match.routes if r.destination == destination), None)
+            for match in self.matches
+        ]
+        return pa.array(named, pa.string()).take(self.route(rows)["route"])
+
 
 class _Table:
     """The numbers of matches, by the service and broker that routes name."""

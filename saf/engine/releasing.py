@@ -245,11 +245,17 @@ class Releasing:
         self.parked.settle(part.rows, set_aside)
 
     def _qualities(self, destination: str, rows: pa.Table) -> Iterator[Part]:
-        """Messages by their quality of service."""
+        """Messages by their quality of service.
+
+        Parked again by a person, or while their destination was unknown, they name none: they have
+        what their route names now.
+        """
         if rows.num_rows and rows[KIND][0].as_py() == Kind.MAIN:
             self.lanes.look(self.source_session, self.work.batch, rows)
             rows = rows.drop_columns(list(LANE))
-        qualities = pc.fill_null(rows["quality"], self.rules.qualities[destination])
+        by_route = self.finding_routes.matcher.quality(rows, destination)
+        default = self.rules.qualities[destination]
+        qualities = pc.coalesce(rows["quality"], by_route, pa.scalar(default))
         for quality in pc.unique(qualities).to_pylist():
             mine = rows.filter(pc.equal(qualities, quality))
             yield Part(destination=destination, quality=quality, rows=mine, waits_at=destination)

@@ -176,22 +176,6 @@ def test_at_most_once_is_not_sent_twice_by_way_of_a_lane(
     assert bodies(other) == ["once"]
 
 
-def test_a_parked_message_keeps_the_quality_of_its_route(app: Dsn, mom: Dsn, other: Dsn) -> None:
-    with connect(app) as connection:
-        route(connection, "shipping", "other")
-        connection.execute("UPDATE saf.route SET quality = 'exactly_once'")
-        send_to(connection, "shipping", "one")
-    forward(app, "at_least_once", mom=mom, other=NOWHERE)
-    assert count(app, "parked") == 1
-    for _ in range(2):
-        let_time_pass(app)
-        arm("unpark", die)
-        with pytest.raises(Crash):
-            forward(app, "at_least_once", mom=mom, other=other)
-    forward(app, "at_least_once", mom=mom, other=other)
-    assert bodies(other) == ["one"]
-
-
 def test_a_dead_letter_from_a_lane_is_one_although_the_answer_to_its_commit_got_lost(
     app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

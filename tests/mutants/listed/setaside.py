@@ -24,6 +24,13 @@ SCHEDULE = (
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "what a person has parked again forgets the quality of its route",
+        RELEASING,
+        'pc.coalesce(rows["quality"], by_route, pa.scalar(default))',
+        'pc.coalesce(rows["quality"], pa.scalar(default))',
+        "contract/test_quality_in_lanes.py",
+    ),
+    mutant(
         "a source does not note that messages are set aside",
         ASIDE,
         "        self._noted = note_set_aside(source, self.work.batch.of(shards))",

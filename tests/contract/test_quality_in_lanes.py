@@ -1,0 +1,104 @@
+"""A message that is set aside keeps the quality of service of its route, whatever parked it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from saf.database import Dsn, fetch
+from saf.failpoints import arm
+from saf.operating import decide
+from saf.repair.replay import replay
+from saf.routing.matching import Route, Routes
+from saf.setaside.dead import Filter
+from tests.destinations import NOWHERE, count, route, send_to
+from tests.dying import Crash
+from tests.dying import crash as die
+from tests.pipeline import bodies, connect, forward, let_time_pass
+
+REFUSE = "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (false)"
+ALLOW = "ALTER TABLE saf.inbox DROP CONSTRAINT polite"
+
+
+@pytest.fixture
+def routed(app: Dsn) -> Dsn:
+    """An app whose messages for shipping go to other exactly once, unlike all else."""
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        connection.execute("UPDATE saf.route SET quality = 'exactly_once'")
+    return app
+
+
+def parked_while_down(app: Dsn, mom: Dsn, _: Dsn) -> None:
+    with connect(app) as connection:
+        send_to(connection, "shipping", "one")
+    forward(app, "at_least_once", mom=mom, other=NOWHERE)
+
+
+def retried(app: Dsn, mom: Dsn, other: Dsn) -> None:
+    with connect(app) as connection, connect(other) as store:
+        send_to(connection, "shipping", "one")
+        store.execute(REFUSE)
+        forward(app, "at_least_once", mom=mom, other=other)
+        store.execute(ALLOW)
+        assert len(decide.retry(connection, Filter(), "")) == 1
+
+
+def replayed(app: Dsn, mom: Dsn, other: Dsn) -> None:
+    with connect(app) as connection, connect(other) as store:
+        send_to(connection, "shipping", "one")
+        forward(app, "at_least_once", mom=mom, other=other)
+        store.execute("DELETE FROM saf.inbox")
+        lost = fetch(connection, "SELECT shard, id FROM saf.outbox")
+        replay(connection, lost, Routes(routes=(Route(destination="other"),)), "")
+
+
+def of_a_topic_for_a_destination_that_is_not_known_yet(app: Dsn, mom: Dsn, _: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute("INSERT INTO saf.topic (name) VALUES ('shipping')")
+        route(connection, "shipping", "mom")
+        send_to(connection, "shipping", "one")
+    forward(app, "at_least_once", mom=mom)
+
+
+@pytest.mark.parametrize(
+    "park",
+    [
+        parked_while_down,
+        retried,
+        replayed,
+        of_a_topic_for_a_destination_that_is_not_known_yet,
+    ],
+    ids=lambda park: park.__name__,
+)
+def test_a_parked_message_keeps_the_quality_of_its_route(
+    routed: Dsn, mom: Dsn, other: Dsn, park: Callable[[Dsn, Dsn, Dsn], None]
+) -> None:
+    park(routed, mom, other)
+    assert count(routed, "parked") == 1
+    assert bodies(other) == []
+    for _ in range(2):
+        let_time_pass(routed)
+        arm("unpark", die)
+        with pytest.raises(Crash):
+            forward(routed, "at_least_once", mom=mom, other=other)
+    forward(routed, "at_least_once", mom=mom, other=other)
+    assert bodies(other) == ["one"]
+
+
+def test_what_is_redirected_has_the_quality_of_a_route_that_leads_there_or_the_default(
+    routed: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    with connect(routed) as connection, connect(other) as store:
+        send_to(connection, "shipping", "one")
+        store.execute(REFUSE)
+        forward(routed, "exactly_once", mom=mom, other=other)
+        decide.redirect(connection, Filter(), "", to="mom")
+    for _ in range(2):
+        let_time_pass(routed)
+        arm("unpark", die)
+        with pytest.raises(Crash):
+            forward(routed, "at_least_once", mom=mom, other=other)
+    forward(routed, "at_least_once", mom=mom, other=other)
+    assert bodies(mom) == ["one"] * 3
