@@ -45,12 +45,23 @@ dialog has had (`saf.dialogs.lineage`)."""
 HEADERS = json.JSONEncoder(allow_nan=False).encode
 
 
-def _no_number(said: str) -> NoReturn:
+class Number(str):
+    """A number of JSON, by its digits: to read it may change it."""
+
+    __slots__ = ()
+
+
+def no_number(said: str) -> NoReturn:
+    """Refuse what Python takes for a number, and JSON does not know.
+
+    Raises:
+        ValueError: always.
+    """
     raise ValueError(f"{said} is not JSON")
 
 
-STRICT = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_no_number)
-"""Reads what is JSON: no NaN and no Infinity, and numbers of any size, which it gives as texts."""
+STRICT = json.JSONDecoder(parse_int=Number, parse_float=Number, parse_constant=no_number)
+"""Reads what is JSON, with numbers of any size, each a `Number`."""
 
 EXPONENT = re.compile(r"\de[+-](\d{1,3})(?!\d)")
 """Finds the exponent of a number as `json.dumps` writes it."""

@@ -10,7 +10,8 @@
     data.lines.0.price              a part of that
 
 A value is written as the content type demands, so that none can be read as anything else: as JSON
-in JSON, percent-encoded in a form, and as it is in any other text.
+in JSON, percent-encoded in a form, and as it is in any other text. A number of the body has the
+digits that it has there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from urllib.parse import quote_plus
 
 from saf.errors import UnreadableBody
-from saf.message import CONTENT_TYPE
+from saf.message import CONTENT_TYPE, STRICT, Number
 from saf.received import Received
 
 PLACE = re.compile(r"\{\{\s*([^{}]*?)\s*\}\}")
@@ -60,7 +61,7 @@ def filled(template: str, content_type: str, message: Received) -> bytes:
     def value(found: re.Match[str]) -> str:
         try:
             return write(values(found[1]))
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, RecursionError):
             why = f"it has no {{{{{found[1]}}}}}, which the endpoint's template names"
             said = message.headers.get(CONTENT_TYPE)
             raise UnreadableBody(message.message_id, said, why) from None
@@ -79,12 +80,33 @@ def part(value: Any, path: str) -> Any:
     return value
 
 
+def as_json(value: Any) -> str:
+    """A value as JSON, and its numbers as they are written.
+
+    >>> as_json({"total": Number("1.50"), "note": "1.50"})
+    '{"total": 1.50, "note": "1.50"}'
+
+    Raises:
+        ValueError: a number of a header has no form in JSON.
+    """
+    match value:
+        case Number():
+            return str(value)
+        case dict():
+            return f"{{{', '.join(f'{json.dumps(n)}: {as_json(v)}' for n, v in value.items())}}}"
+        case list():
+            return f"[{', '.join(map(as_json, value))}]"
+        case _:
+            return json.dumps(value, allow_nan=False)
+
+
 def _values(message: Received) -> Callable[[str], Any]:
     def data() -> Any:
+        text = message.body.decode()
         try:
-            return message.json()
-        except UnreadableBody:
-            return message.body.decode()
+            return STRICT.decode(text)
+        except (ValueError, RecursionError):
+            return text
 
     own: Mapping[str, Callable[[], Any]] = {
         "id": lambda: str(message.message_id),
@@ -107,9 +129,9 @@ def _values(message: Received) -> Callable[[str], Any]:
 def _writer(content_type: str) -> Callable[[Any], str]:
     kind = content_type.partition(";")[0].strip().lower()
     if kind == JSON or kind.endswith("+json"):
-        return json.dumps
+        return as_json
     return (lambda value: quote_plus(_text(value))) if kind == FORM else _text
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
+    return value if isinstance(value, str) else "" if value is None else as_json(value)

@@ -36,7 +36,7 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
-from saf.message import CLAIMED_FROM, LINEAGE, SIGNATURE, VERIFIED_FROM
+from saf.message import CLAIMED_FROM, LINEAGE, SIGNATURE, VERIFIED_FROM, Number, no_number
 
 VERSION = 1
 """The number of this form; a signature says which form it has."""
@@ -55,12 +55,6 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 class NotSignable(ValueError):
     """A message has headers that no signature can cover; the text says why."""
-
-
-class Number(str):
-    """A number of JSON, by its digits."""
-
-    __slots__ = ()
 
 
 def signed_bytes(facts: Mapping[str, Any]) -> bytes:
@@ -89,7 +83,7 @@ def read_headers(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        said = json.loads(text, parse_int=number, parse_float=number, parse_constant=_no_number)
+        said = json.loads(text, parse_int=number, parse_float=number, parse_constant=no_number)
     except (ValueError, RecursionError, ArithmeticError) as error:
         raise NotSignable(f"the headers cannot be read: {error}") from None
     if not isinstance(said, dict):
@@ -155,7 +149,3 @@ def _write(value: Any, written: list[bytes], depth: int) -> None:
         for name, one in members:
             written.append(b"s%d:%s" % (len(name), name))
             _write(one, written, depth + 1)
-
-
-def _no_number(text: str) -> Number:
-    raise ValueError(f"{text} is no number in JSON")

@@ -32,12 +32,11 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from saf.errors import UsageError
-from saf.message import MAX_NAME, SIGNATURE
+from saf.message import MAX_NAME, SIGNATURE, Number
 from saf.received import Received
 from saf.signing.form import (
     VERSION,
     NotSignable,
-    Number,
     covered,
     microseconds,
     read_headers,

@@ -590,6 +590,21 @@ def test_a_template_makes_a_body_of_the_endpoints_own_form(inbox: Dsn, partner: 
     assert partner.accepted[-1].headers["ce-subject"] == "a&b"
 
 
+def test_a_template_writes_the_numbers_of_a_body_as_they_are(inbox: Dsn, partner: Partner) -> None:
+    total, lines = "12345678901234567890.10", '[1e400, {"n": -0.0}, true, null, "1.50"]'
+    put(inbox, f'{{"total": {total}, "lines": {lines}}}')
+    dispatch(inbox, partner, template='{"of": {{data.total}}, "all": {{data.lines}}}')
+    assert partner.accepted[-1].body.decode() == f'{{"of": {total}, "all": {lines}}}'
+    form = "application/x-www-form-urlencoded"
+    put(inbox, f'{{"total": {total}}}')
+    dispatch(inbox, partner, template="total={{data.total}}", template_type=form)
+    assert partner.accepted[-1].body.decode() == f"total={total}"
+    # what is no JSON is a text
+    put(inbox, '{"total": NaN}')
+    dispatch(inbox, partner, template='{"all": {{data}}}')
+    assert json.loads(partner.accepted[-1].body) == {"all": '{"total": NaN}'}
+
+
 def test_plain_sends_the_headers_of_a_message_that_http_allows(
     inbox: Dsn, partner: Partner
 ) -> None:

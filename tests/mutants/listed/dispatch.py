@@ -164,10 +164,17 @@ MUTANTS: list[Mutant] = [
         f"{DISPATCH}::test_an_event_as_json_has_a_body_that_is_json_to_the_last_byte",
     ),
     mutant(
+        "a template rounds the numbers of a body",
+        "saf/dispatch/template.py",
+        "            return STRICT.decode(text)",
+        "            return json.loads(text)",
+        f"{DISPATCH}::test_a_template_writes_the_numbers_of_a_body_as_they_are",
+    ),
+    mutant(
         "NaN is JSON",
         "saf/message.py",
-        "parse_float=str, parse_constant=_no_number)",
-        "parse_float=str)",
+        "parse_float=Number, parse_constant=no_number)",
+        "parse_float=Number)",
         f"{DISPATCH}::test_an_event_as_json_has_a_body_that_is_json_to_the_last_byte",
     ),
     mutant(
@@ -180,7 +187,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a value breaks out of a template",
         "saf/dispatch/template.py",
-        "        return json.dumps\n",
+        "        return as_json\n",
         "        return str\n",
         f"{DISPATCH}::test_a_template_makes_a_body_of_the_endpoints_own_form",
     ),
