@@ -219,16 +219,22 @@ class Releasing:
                 yield fresh
 
     def _unexpired(self, part: Part, set_aside: SetAside) -> Part:
-        """A part without expired messages, which are buried unless the destination has them."""
+        """A part without expired messages, which are buried unless the destination has them.
+
+        If it does not say what it has, it is down, and all of the part waits.
+        """
         expired_ones = set_aside.expired(part.rows)
         if expired_ones is None:
             return part
         never = part.rows.filter(expired_ones)
         if part.quality != AT_MOST_ONCE:  # a message sent at most once has left its lane
             try:
-                never = self.storing.not_stored(replace(part, rows=never))
+                asked = self.storing.not_stored(part, never, set_aside)
             except SafError:
-                return part  # the storing meets it too, and says so
+                return part  # the storing meets it too
+            if asked is None:
+                return part
+            never = asked
         set_aside.bury(never, part.waits_at, "expired", expired.EXPIRED)
         gone = pc.is_in(part.rows["parked_id"], never["parked_id"].combine_chunks())
         return replace(part, rows=part.rows.filter(pc.invert(gone)))

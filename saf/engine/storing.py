@@ -88,14 +88,7 @@ class Storing:
                 self.rules.attempts, lambda: self.destinations.store(part, chunk)
             )
         except REFUSES as error:
-            if isinstance(error, TO_REPAIR):
-                self.to_repair = error
-            self.receipts.of(name).down |= obstacle(self.rules, name, part.quality) is None
-            set_aside.failed |= dict.fromkeys(part.lanes, error)
-            set_aside.down.add(name)
-            set_aside.wait(part)
-            if part.main:
-                self.lanes.hold(Lane(destination=name), str(error))
+            self._wait(part, set_aside, error)
         except AnotherBroker as error:
             part = self._leave_out(part, chunk, set_aside)
             error.rows = inputs_of(part.rows, error.rows)
@@ -168,15 +161,35 @@ class Storing:
         if "parked_id" in part.rows.column_names:
             self.receipts.of(part.destination).retried += messages
 
-    def not_stored(self, part: Part) -> pa.Table:
-        """Ask its destination which messages of a part it has not stored before.
+    def not_stored(self, part: Part, rows: pa.Table, set_aside: SetAside) -> pa.Table | None:
+        """Ask its destination which rows of a part it has not stored before.
 
-        Raises what storing raises; storing says so in the receipt.
+        None if it refuses everything now; then it is down, and the whole part waits. Raises what
+        else storing raises.
         """
-        chunk = self._chunk(part)
-        marks = while_unavailable(self.rules.attempts, lambda: self.destinations.marks(part, chunk))
+        chunk = self._chunk(replace(part, rows=rows))
+        try:
+            marks = while_unavailable(
+                self.rules.attempts, lambda: self.destinations.marks(part, chunk)
+            )
+        except REFUSES as error:
+            self._wait(part, set_aside, error)
+            return None
         stored = {place: one.number for place, one in marks.items()}
-        return beyond(part.rows, chunk.batch.number, stored, prefix(part))
+        return beyond(rows, chunk.batch.number, stored, prefix(part))
+
+    def _wait(self, part: Part, set_aside: SetAside, error: SafError) -> None:
+        """Let a part wait for its destination, which refuses everything now."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        name = part.destination
+        if isinstance(error, TO_REPAIR):
+            self.to_repair = error
+        self.receipts.of(name).down |= obstacle(self.rules, name, part.quality) is None
+        set_aside.failed |= dict.fromkeys(part.lanes, error)
+        set_aside.down.add(name)
+        set_aside.wait(part)
+        if part.main:
+            self.lanes.hold(Lane(destination=name), str(error))
 
     def _bury_unsuited(self, part: Part, set_aside: SetAside) -> Part:
         """A part without messages that its destination never takes, which become dead letters.

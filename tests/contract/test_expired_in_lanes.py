@@ -8,8 +8,9 @@ from datetime import UTC, datetime, timedelta
 import psycopg
 import pytest
 
-from saf import Outbox
+from saf import Outbox, Unavailable
 from saf.database import Dsn, fetch
+from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.operating import decide
 from saf.setaside.dead import Filter, dead_letters
 from tests.destinations import NOWHERE, AnswerLost, count, know, route, run, send_to
@@ -80,6 +81,33 @@ def test_what_is_stored_already_is_not_dead_because_its_answer_got_lost(
         run(app, mom=mom, other=other)
         assert bodies(other) == ["1", "2"]
         assert dead(source) == [("expired", "other", b"3")]
+        assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def test_what_has_expired_waits_while_its_destination_does_not_say_whether_it_has_it(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_now(*_: object) -> None:
+        raise Unavailable("destination 'other'", "it is being started")
+
+    with connect(app) as source:
+        route(source, "s", "other")
+        for text in ("1", "2", "3"):
+            send_to(source, "s", text)
+        run(app, mom=mom, other=NOWHERE)
+        source.execute(EXPIRE, ["2"])
+        let_time_pass(app)
+        with monkeypatch.context() as patch:
+            patch.setattr(PostgresInbox, "marks", not_now)
+            run(app, mom=mom, other=other)
+        assert (bodies(other), count(app, "parked"), dead(source)) == ([], 3, [])
+        ((attempts, error),) = fetch(source, "SELECT attempts, error FROM saf.backoff")
+        assert attempts == 2
+        assert "it is being started" in error
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+        assert bodies(other) == ["1", "3"]
+        assert dead(source) == [("expired", "other", b"2")]
         assert count(app, "parked") == count(app, "backoff") == 0
 
 

@@ -24,6 +24,14 @@ SCHEDULE = (
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "what has expired goes to a destination that did not say whether it has it",
+        "saf/engine/storing.py",
+        "            self._wait(part, set_aside, error)\n            return None",
+        "            return None",
+        "contract/test_expired_in_lanes.py::"
+        "test_what_has_expired_waits_while_its_destination_does_not_say_whether_it_has_it",
+    ),
+    mutant(
         "what a person has parked again forgets the quality of its route",
         RELEASING,
         'pc.coalesce(rows["quality"], by_route, pa.scalar(default))',
