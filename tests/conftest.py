@@ -96,7 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_report_header() -> list[str]:
     return [
         f"PostgreSQL: {', '.join(_server_version(version) for version in VERSIONS)}; "
-        f"psycopg {psycopg.__version__}, libpq {psycopg.pq.version_pretty(psycopg.pq.version())}"
+        f"psycopg {psycopg.__version__}, libpq {psycopg.pq.version_pretty(psycopg.pq.version())}",
+        f"temporary files: {tempfile.gettempdir()}",
     ]
 
 
