@@ -53,7 +53,7 @@ COPY = "CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy"
 DROP = "DROP DATABASE {} WITH (FORCE)"
 # A copy needs an identity of its own, because it has its template's
 NAME = "UPDATE saf.broker SET broker_id = gen_random_uuid(), name = %(name)s"
-PREPARED = "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()"
+PREPARED = "SELECT gid FROM pg_prepared_xacts WHERE database = %(database)s"
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,14 @@ class Databases:
     def drop(self, database: Database) -> None:
         """Drop a database, even if someone is connected to it."""
         database.let_go()
-        with database.connect(autocommit=True) as connection:
-            # a prepared transaction would keep the database from being dropped
-            for (gid,) in connection.execute(PREPARED).fetchall():
-                connection.execute(sql.SQL("ROLLBACK PREPARED {}").format(sql.Literal(gid)))
+        name = database.dsn.database
         with self.server.connect(role="test", autocommit=True) as connection:
-            connection.execute(sql.SQL(DROP).format(sql.Identifier(database.dsn.database)))
+            # a prepared transaction would keep the database from being dropped
+            if prepared := connection.execute(PREPARED, {"database": name}).fetchall():
+                with database.connect(autocommit=True) as there:
+                    for (gid,) in prepared:
+                        there.execute(sql.SQL("ROLLBACK PREPARED {}").format(sql.Literal(gid)))
+            connection.execute(sql.SQL(DROP).format(sql.Identifier(name)))
 
 
 class Copies:
