@@ -27,6 +27,7 @@ from saf.database import Dsn
 from saf.database.bounds import Bounds
 from saf.destinations import Destination
 from saf.destinations.kafka import Kafka
+from saf.destinations.kafka.server import Link
 from saf.destinations.marks import MAIN, ONCE
 from saf.errors import Fenced, Refused, Rejected, SafError, Unavailable
 from saf.repair.reconcile import reconcile
@@ -69,6 +70,28 @@ class TestKafka(QueueSuite):
 
     def settle(self, destination: Destination, forwarder: Forwarder) -> None:
         destination.store(forwarder.chunk([]), exactly_once=True)  # it claims its shards
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_new_destination_gets_its_identity_though_the_broker_does_not_know_who_has_given_it_one(
+    events: Kafka, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """It may answer so if two connect at once, and one ends the transaction of the other."""
+    commit, asked = Link.commit, list[Producer]()
+
+    def unknown(link: Link, producer: Producer) -> None:
+        asked.append(producer)
+        if len(asked) > 1 or ended:
+            commit(link, producer)
+        if len(asked) == 1:
+            raise KafkaException(KafkaError(KafkaError.UNKNOWN))
+
+    monkeypatch.setattr(Link, "commit", unknown)
+    with closing(events.open("events")) as destination:
+        identity = destination.identity()
+    assert len(asked) == (1 if ended else 2)
+    with closing(events.open("events")) as destination:
+        assert destination.identity() == identity
 
 
 # Who owns a shard

@@ -51,6 +51,9 @@ FENCED = frozenset({
 })  # fmt: skip
 """Codes of who was fenced, or whose transaction took too long. A client that learns so before it
 ends the transaction says only that something was fatal."""
+UNDECIDED = frozenset({KafkaError.UNKNOWN})
+"""Codes that do not say whether a transaction has ended: a broker that is asked to end one while
+another client begins its name again may answer so. What can be read then tells."""
 HARMLESS = NOT_YET | GONE | {KafkaError.GROUP_AUTHORIZATION_FAILED}
 """Codes that a consumer tells of and goes on: it is of no group, though the client asks for one."""
 RIGHTS = frozenset({

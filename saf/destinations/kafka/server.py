@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,7 @@ from saf.destinations.kafka import names
 from saf.destinations.kafka.client import (
     FENCED,
     SLICE_SECONDS,
+    UNDECIDED,
     Voices,
     errors,
     milliseconds,
@@ -185,8 +187,10 @@ class Link:
         topic = self.settings.marks_topic
         self.make(topic, 1, SETTINGS)
         self.look()
+        until = time.monotonic() + self.settings.bounds.statement_seconds
         while self.marks.identity is None:
-            with passing(FENCED):  # by another one, which gives it one
+            # another one may give it one meanwhile
+            with passing(FENCED | UNDECIDED if time.monotonic() < until else ()):
                 producer = self.producer(f"saf-{topic}-{names.IDENTITY}")
                 self.read()
                 if self.marks.identity is None:

@@ -29,7 +29,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from saf.destinations import Chunk
 from saf.destinations.kafka import names, wire
-from saf.destinations.kafka.client import FENCED, errors
+from saf.destinations.kafka.client import FENCED, UNDECIDED, errors
 from saf.destinations.kafka.server import OPEN, Link, open_link
 from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.marks import Mark, Place, shards_of
@@ -44,10 +44,6 @@ if TYPE_CHECKING:
 NOT_KNOWN_YET = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})
 """Codes of a topic that was made just now, and that not all brokers know."""
 TOO_LARGE = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
-
-UNDECIDED = frozenset({KafkaError.UNKNOWN})
-"""Codes that do not say whether a transaction has ended: a broker that is asked to end one while
-another client begins its name again may answer so. The marks tell."""
 
 BATCH_BYTES = 1_000_000
 LINGER_MS = 20

@@ -23,6 +23,14 @@ REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "who is not told how a new topic got its identity gives up",
+        "saf/destinations/kafka/server.py",
+        "passing(FENCED | UNDECIDED if",
+        "passing(FENCED if",
+        "contract/test_kafka.py::test_a_new_destination_gets_its_identity_though_the_broker_does_not"
+        "_know_who_has_given_it_one",
+    ),
+    mutant(
         "a commit to a table does not say the epochs of its shards",
         f"{DELTA}/table.py",
         "transactions(change.source, change.moved, change.epochs)",
