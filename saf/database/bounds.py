@@ -166,7 +166,8 @@ ENDLESS = frozenset({"rebase", "migrate", "sink"})
 
 # Each holds until the session ends. A server is not asked for what it does not have: before 17
 # there is no transaction_timeout, and on Windows nothing tells a server at work that its client has
-# gone.
+# gone. Nothing is compiled: the planner expects so much of short statements about snapshots that it
+# would compile each, which takes hundreds of times as long as to run it.
 SET = """
 SELECT set_config('lock_timeout', {lock}, false),
        set_config('statement_timeout', {statement}, false),
@@ -178,7 +179,8 @@ SELECT set_config('lock_timeout', {lock}, false),
        CASE WHEN current_setting('server_version_num')::int >= 170000
             THEN set_config('transaction_timeout', {transaction}, false) END,
        CASE WHEN version() !~* 'windows|mingw|visual'
-            THEN set_config('client_connection_check_interval', {check}, false) END
+            THEN set_config('client_connection_check_interval', {check}, false) END,
+       set_config('jit', 'off', false)
 """
 HERE = "WHERE pg_backend_pid() = {pid}"
 

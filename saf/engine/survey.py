@@ -36,9 +36,8 @@ ISOLATION = "repeatable read"
 ONE_SNAPSHOT = f"SET TRANSACTION ISOLATION LEVEL {ISOLATION}, READ ONLY"
 
 # For the session. Tasks are the parallelism: parallel workers of PostgreSQL would only pass rows to
-# each other, and compiling the query takes longer than most batches.
-ALONE = "SELECT set_config('max_parallel_workers_per_gather', '0', false), \
-set_config('jit', 'off', false)"
+# each other.
+ALONE = "SELECT set_config('max_parallel_workers_per_gather', '0', false)"
 
 EXPORT = "SELECT pg_export_snapshot()"
 # The lock comes first: where the snapshot can be adopted after it, its exporter's locks have not

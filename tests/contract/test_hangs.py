@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 import saf
 from saf import Unavailable
 from saf.broker import services
-from saf.database import Dsn, fetch, unavailable_if_lost
+from saf.database import Dsn, bulk, fetch, unavailable_if_lost
 from saf.database.bounds import Bounds
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
 from tests.silence import Silence
@@ -304,6 +304,20 @@ def test_every_session_of_ours_has_bounds_at_the_server_and_none_of_theirs(app: 
         assert fetch(connection, query) == [("1s", "0", "5s")]
     with bounded(app).connect(role="receive") as connection:
         assert fetch(connection, query) == [("0", "0", "0")]
+
+
+@pytest.mark.every_postgresql
+@pytest.mark.parametrize("role", ["forward", "mark", "status", "reconcile", "rebase", "ui"])
+def test_no_session_of_ours_compiles_statements_which_takes_longer_than_to_run_them(
+    app: Dsn, role: str
+) -> None:
+    query = "SELECT current_setting('jit')"
+    with app.connect(role=role) as connection:
+        assert fetch(connection, query) == [("off",)]
+    if role in ("forward", "mark"):
+        with closing(bulk.connect(app, role, "source 'app'")) as reader, reader.cursor() as cursor:
+            cursor.execute(query)
+            assert cursor.fetchone() == ("off",)
 
 
 @pytest.mark.slow

@@ -9,6 +9,14 @@ REBASED, HONEST = "contract/test_rebase.py", "contract/test_10_honest.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a server compiles the statements of a session",
+        "saf/database/bounds.py",
+        "set_config('jit', 'off', false)",
+        "set_config('jit', current_setting('jit'), false)",
+        "contract/test_hangs.py::"
+        "test_no_session_of_ours_compiles_statements_which_takes_longer_than_to_run_them",
+    ),
+    mutant(
         "a rebase misses transactions in progress",
         REBASE,
         "listed = [*mine, *in_progress]",
