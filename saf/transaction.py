@@ -21,7 +21,14 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
-from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Meaning, meaning, require_revision
+from saf.database import (
+    HAS_SCHEMA,
+    SCHEMA_REVISION,
+    Meaning,
+    backslashes,
+    meaning,
+    require_revision,
+)
 from saf.database.poolers import unprepared
 from saf.errors import AutocommitError, ConfigurationError, UsageError
 
@@ -238,6 +245,7 @@ class _Psycopg(OnPsycopg):
         return self.connection
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
+        params = params and backslashes.in_arrays(self.connection, params)
         psycopg.Cursor(self.connection).execute(statement, params, prepare=self.prepare)
 
     def fetch(self, statement: str, params: Mapping[str, Any] | None = None) -> Rows:
@@ -280,6 +288,8 @@ class _SQLAlchemy:
         return raw if isinstance(raw, psycopg.Connection) else None
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
+        if params and (raw := self._psycopg) is not None:
+            params = backslashes.in_arrays(raw, params)
         with self._unprepared():
             self.connection.execute(_text(statement), params)
 

@@ -167,7 +167,8 @@ ENDLESS = frozenset({"rebase", "migrate", "sink"})
 # Each holds until the session ends. A server is not asked for what it does not have: before 17
 # there is no transaction_timeout, and on Windows nothing tells a server at work that its client has
 # gone. Nothing is compiled: the planner expects so much of short statements about snapshots that it
-# would compile each, which takes hundreds of times as long as to run it.
+# would compile each, which takes hundreds of times as long as to run it. Times are written as
+# psycopg reads them.
 SET = """
 SELECT set_config('lock_timeout', {lock}, false),
        set_config('statement_timeout', {statement}, false),
@@ -180,7 +181,9 @@ SELECT set_config('lock_timeout', {lock}, false),
             THEN set_config('transaction_timeout', {transaction}, false) END,
        CASE WHEN version() !~* 'windows|mingw|visual'
             THEN set_config('client_connection_check_interval', {check}, false) END,
-       set_config('jit', 'off', false)
+       set_config('jit', 'off', false),
+       set_config('datestyle', 'ISO', false), set_config('intervalstyle', 'postgres', false),
+       set_config('standard_conforming_strings', 'on', false)
 """
 HERE = "WHERE pg_backend_pid() = {pid}"
 

@@ -119,7 +119,12 @@ class Dsn:
         limits = self.bounds.of(role)
         try:
             if limits is None:
-                return psycopg.connect(self.for_role(role), autocommit=autocommit)
+                connection = psycopg.connect(self.for_role(role), autocommit=True)
+                # psycopg reads no times that are written in another way
+                if not (connection.info.parameter_status("DateStyle") or "ISO").startswith("ISO"):
+                    connection.execute("SET datestyle = 'ISO'")
+                connection.autocommit = autocommit
+                return connection
             connection = _Bounded.connect(self.for_role(role), autocommit=True)
             connection.answer_seconds = limits.answer
             setting = limits.setting(of_process=connection.info.backend_pid)
@@ -148,7 +153,8 @@ class Dsn:
             "connect_timeout": CONNECT_TIMEOUT_SECONDS,
             **network(self.bounds.network_seconds),
         }
-        return make_conninfo("", **{**defaults, **self.parts})
+        # whatever the server, the role or the environment says: texts come and go as UTF-8
+        return make_conninfo("", **{**defaults, **self.parts, "client_encoding": "UTF8"})
 
     def engine(self, *, role: str = "engine", **options: Any) -> sa.Engine:
         """Return a SQLAlchemy engine for this database."""

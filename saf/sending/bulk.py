@@ -14,6 +14,7 @@ import psycopg
 from psycopg.pq import PipelineStatus
 
 from saf.columns import SENT
+from saf.database import backslashes
 
 if TYPE_CHECKING:
     from saf.message import Row
@@ -39,6 +40,6 @@ def copied(transaction: Transaction, rows: Sequence[Row]) -> bool:
         return False
     # a cursor of our own, because the caller's may be in use
     with psycopg.Cursor(connection) as cursor, cursor.copy(COPY) as copy:
-        for row in rows:
+        for row in backslashes.in_rows(connection, rows):
             copy.write_row(row)
     return True

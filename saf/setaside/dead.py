@@ -19,7 +19,7 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 from saf.columns import COLUMNS
-from saf.database import fetch
+from saf.database import backslashes, fetch
 from saf.database.pages import Page, number_at, page_of
 from saf.limits import HEADERS_READABLE, WHY_NOT
 from saf.message import MAX_BODY
@@ -177,8 +177,9 @@ def known(
 def bury(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
     """Make dead letters of messages, as dicts of `DEAD_COLUMNS`. Call it in a transaction."""
     with psycopg.Cursor(connection) as cursor, cursor.copy(BURY) as copy:
-        for row in rows:
-            copy.write_row([row[column] for column in DEAD_COLUMNS])
+        values = ([row[column] for column in DEAD_COLUMNS] for row in rows)
+        for row in backslashes.in_rows(connection, values):
+            copy.write_row(row)
 
 
 @dataclass(frozen=True, kw_only=True)

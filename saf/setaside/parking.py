@@ -31,7 +31,7 @@ import psycopg
 from psycopg import sql
 
 from saf.columns import COLUMNS
-from saf.database import array, fetch
+from saf.database import array, backslashes, fetch
 from saf.log.cursor import Batch
 from saf.setaside.lane import BROKER, GIVEN, THE_LANE, Kind, Lane, given
 
@@ -180,9 +180,9 @@ def copy_in(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]])
     What comes from an inbox also has its ``source``.
     """
     with psycopg.Cursor(connection) as cursor, cursor.copy(PARK) as copy:
-        for row in rows:
-            values = [row[column] for column in PARKED_COLUMNS]
-            copy.write_row([*values, row.get("source")])
+        values = ([*(row[c] for c in PARKED_COLUMNS), row.get("source")] for row in rows)
+        for row in backslashes.in_rows(connection, values):
+            copy.write_row(row)
 
 
 def move(

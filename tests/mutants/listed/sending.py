@@ -18,6 +18,29 @@ ACCEPTED = "migrations/versions/0028_accepted_soon.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "bytes of an array are escaped where backslashes are",
+        "saf/transaction.py",
+        "        params = params and backslashes.in_arrays(self.connection, params)\n",
+        "",
+        "contract/test_unusual_databases.py::"
+        "test_what_is_sent_by_any_way_is_received_as_it_was_sent[standard_conforming_strings-few]",
+    ),
+    mutant(
+        "bytes of a copy are escaped where backslashes are",
+        "saf/sending/bulk.py",
+        "in backslashes.in_rows(connection, rows)",
+        "in rows",
+        "contract/test_unusual_databases.py::"
+        "test_what_is_sent_by_any_way_is_received_as_it_was_sent[standard_conforming_strings-many]",
+    ),
+    mutant(
+        "texts come in the encoding that a database prefers",
+        "saf/database/dsn.py",
+        ', "client_encoding": "UTF8"})',
+        "})",
+        "contract/test_unusual_databases.py",
+    ),
+    mutant(
         "a key of any length is accepted as common",
         ACCEPTED,
         "       AND (key IS NULL OR pg_catalog.octet_length(key) OPERATOR(pg_catalog.<=) 1024)\n",
