@@ -40,8 +40,9 @@ QUICK = {
     "shared_buffers": "64MB",
     "max_connections": 200,
     "max_prepared_transactions": 20,
+    "jit": False,
 }
-"""Settings for a server whose data nobody needs after a crash."""
+"""Settings for a server whose data nobody needs after a crash, and whose statements are short."""
 
 # Idle sessions are left over from preparing the template; a session at work makes the copy fail
 LET_GO = """

@@ -311,6 +311,8 @@ def test_every_session_of_ours_has_bounds_at_the_server_and_none_of_theirs(app: 
 def test_no_session_of_ours_compiles_statements_which_takes_longer_than_to_run_them(
     app: Dsn, role: str
 ) -> None:
+    with connect(app) as connection:
+        connection.execute(f"ALTER DATABASE {app.database} SET jit = on")
     query = "SELECT current_setting('jit')"
     with app.connect(role=role) as connection:
         assert fetch(connection, query) == [("off",)]
