@@ -177,8 +177,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what the dsn says of time-outs is overruled",
         DATABASE,
-        "{**defaults, **self.parts}",
-        "{**self.parts, **defaults}",
+        "{**defaults, **self.parts,",
+        "{**self.parts, **defaults,",
         DSN,
     ),
     mutant(
