@@ -120,10 +120,15 @@ class Dsn:
         try:
             if limits is None:
                 connection = psycopg.connect(self.for_role(role), autocommit=True)
-                # psycopg reads no times that are written in another way
-                if not (connection.info.parameter_status("DateStyle") or "ISO").startswith("ISO"):
-                    connection.execute("SET datestyle = 'ISO'")
-                connection.autocommit = autocommit
+                try:
+                    # psycopg reads no times that are written in another way; poolers keep this one
+                    style = connection.info.parameter_status("DateStyle")
+                    if style and not style.startswith("ISO"):
+                        connection.execute("SET datestyle = 'ISO'")
+                    connection.autocommit = autocommit
+                except BaseException:
+                    connection.close()
+                    raise
                 return connection
             connection = _Bounded.connect(self.for_role(role), autocommit=True)
             connection.answer_seconds = limits.answer

@@ -102,11 +102,11 @@ def as_json(value: Any) -> str:
 
 def _values(message: Received) -> Callable[[str], Any]:
     def data() -> Any:
-        text = message.body.decode()
+        body = message.body
         try:
-            return STRICT.decode(text)
+            return STRICT.decode(body.decode(json.detect_encoding(body)))
         except (ValueError, RecursionError):
-            return text
+            return body.decode()
 
     own: Mapping[str, Callable[[], Any]] = {
         "id": lambda: str(message.message_id),

@@ -229,12 +229,9 @@ class Releasing:
         never = part.rows.filter(expired_ones)
         if part.quality != AT_MOST_ONCE:  # a message sent at most once has left its lane
             try:
-                asked = self.storing.not_stored(part, never, set_aside)
+                never = self.storing.not_stored(part, never, set_aside)
             except SafError:
-                return part  # the storing meets it too
-            if asked is None:
-                return part
-            never = asked
+                return part  # which waits now, or the storing meets it too
         set_aside.bury(never, part.waits_at, "expired", expired.EXPIRED)
         gone = pc.is_in(part.rows["parked_id"], never["parked_id"].combine_chunks())
         return replace(part, rows=part.rows.filter(pc.invert(gone)))
@@ -259,9 +256,11 @@ class Releasing:
         if rows.num_rows and rows[KIND][0].as_py() == Kind.MAIN:
             self.lanes.look(self.source_session, self.work.batch, rows)
             rows = rows.drop_columns(list(LANE))
-        by_route = self.finding_routes.matcher.quality(rows, destination)
-        default = self.rules.qualities[destination]
-        qualities = pc.coalesce(rows["quality"], by_route, pa.scalar(default))
+        qualities = rows["quality"]
+        if qualities.null_count:
+            by_route = self.finding_routes.matcher.quality(rows, destination)
+            default = self.rules.qualities[destination]
+            qualities = pc.coalesce(qualities, by_route, pa.scalar(default))
         for quality in pc.unique(qualities).to_pylist():
             mine = rows.filter(pc.equal(qualities, quality))
             yield Part(destination=destination, quality=quality, rows=mine, waits_at=destination)

@@ -161,11 +161,10 @@ class Storing:
         if "parked_id" in part.rows.column_names:
             self.receipts.of(part.destination).retried += messages
 
-    def not_stored(self, part: Part, rows: pa.Table, set_aside: SetAside) -> pa.Table | None:
+    def not_stored(self, part: Part, rows: pa.Table, set_aside: SetAside) -> pa.Table:
         """Ask its destination which rows of a part it has not stored before.
 
-        None if it refuses everything now; then it is down, and the whole part waits. Raises what
-        else storing raises.
+        Raises what storing raises. If it refuses everything now, the whole part waits, too.
         """
         chunk = self._chunk(replace(part, rows=rows))
         try:
@@ -174,14 +173,13 @@ class Storing:
             )
         except REFUSES as error:
             self._wait(part, set_aside, error)
-            return None
+            raise
         stored = {place: one.number for place, one in marks.items()}
         return beyond(rows, chunk.batch.number, stored, prefix(part))
 
     def _wait(self, part: Part, set_aside: SetAside, error: SafError) -> None:
         """Let a part wait for its destination, which refuses everything now."""
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
-        name = part.destination
+        name = part.waits_at
         if isinstance(error, TO_REPAIR):
             self.to_repair = error
         self.receipts.of(name).down |= obstacle(self.rules, name, part.quality) is None

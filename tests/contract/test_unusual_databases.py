@@ -35,8 +35,8 @@ SETTINGS = {
 
 
 @pytest.fixture(params=SETTINGS)
-def unusual(request: pytest.FixtureRequest, app: Dsn, mom: Dsn) -> str:
-    """A setting that the databases app and mom have."""
+def unusual(request: pytest.FixtureRequest, app: Dsn, mom: Dsn) -> None:
+    """The databases app and mom have an unusual setting."""
     statement = sql.SQL("ALTER DATABASE {} SET {} = {}")
     for dsn in (app, mom):
         with connect(dsn) as connection:
@@ -50,11 +50,10 @@ def unusual(request: pytest.FixtureRequest, app: Dsn, mom: Dsn) -> str:
             )
     with connect(mom) as connection:
         create_service(connection, "billing")
-    return str(request.param)
 
 
-def messages(bodies: list[bytes], key: str) -> list[Message]:
-    return [Message(service="billing", body=body, key=key) for body in bodies]
+def messages(bodies: list[bytes]) -> list[Message]:
+    return [Message(service="billing", body=body, key=KEY) for body in bodies]
 
 
 def one_by_one(app: Dsn) -> list[bytes]:
@@ -66,21 +65,21 @@ def one_by_one(app: Dsn) -> list[bytes]:
 
 def few(app: Dsn) -> list[bytes]:
     with psycopg.connect(app.conninfo) as connection:
-        Outbox().send_many(connection, messages(BODIES, KEY))
+        Outbox().send_many(connection, messages(BODIES))
     return BODIES
 
 
 def many(app: Dsn) -> list[bytes]:
     with psycopg.connect(app.conninfo) as connection:
-        Outbox().send_many(connection, messages(MANY, KEY))
+        Outbox().send_many(connection, messages(MANY))
     return MANY
 
 
 def by_sqlalchemy(app: Dsn) -> list[bytes]:
     engine = sa.create_engine(Database(app).url)
     with engine.begin() as connection:
-        Outbox().send_many(connection, messages(BODIES, KEY))
-        Outbox().send_many(connection, messages(MANY, KEY))
+        Outbox().send_many(connection, messages(BODIES))
+        Outbox().send_many(connection, messages(MANY))
     engine.dispose()
     return BODIES + MANY
 
@@ -88,7 +87,7 @@ def by_sqlalchemy(app: Dsn) -> list[bytes]:
 def under_asyncio(app: Dsn) -> list[bytes]:
     async def send() -> None:
         async with await psycopg.AsyncConnection.connect(app.conninfo) as connection:
-            await Outbox().asend_many(connection, messages(BODIES, KEY))
+            await Outbox().asend_many(connection, messages(BODIES))
 
     asyncio.run(send())
     return BODIES

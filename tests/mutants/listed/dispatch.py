@@ -166,8 +166,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a template rounds the numbers of a body",
         "saf/dispatch/template.py",
-        "            return STRICT.decode(text)",
-        "            return json.loads(text)",
+        "            return STRICT.decode(body.decode(json.detect_encoding(body)))",
+        "            return json.loads(body)",
         f"{DISPATCH}::test_a_template_writes_the_numbers_of_a_body_as_they_are",
     ),
     mutant(

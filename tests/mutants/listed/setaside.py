@@ -26,16 +26,16 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what has expired goes to a destination that did not say whether it has it",
         "saf/engine/storing.py",
-        "            self._wait(part, set_aside, error)\n            return None",
-        "            return None",
+        "            self._wait(part, set_aside, error)\n            raise",
+        "            raise",
         "contract/test_expired_in_lanes.py::"
         "test_what_has_expired_waits_while_its_destination_does_not_say_whether_it_has_it",
     ),
     mutant(
         "what a person has parked again forgets the quality of its route",
         RELEASING,
-        'pc.coalesce(rows["quality"], by_route, pa.scalar(default))',
-        'pc.coalesce(rows["quality"], pa.scalar(default))',
+        "pc.coalesce(qualities, by_route, pa.scalar(default))",
+        "pc.coalesce(qualities, pa.scalar(default))",
         "contract/test_quality_in_lanes.py",
     ),
     mutant(
@@ -362,8 +362,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what expires in a lane is dead although its destination has stored it",
         RELEASING,
-        "            never = asked\n",
-        "",
+        "                never = self.storing.not_stored(part, never, set_aside)\n",
+        "                pass\n",
         "contract/test_expired_in_lanes.py::"
         "test_what_is_stored_already_is_not_dead_because_its_answer_got_lost",
     ),
