@@ -9,8 +9,9 @@ A test that hangs fails after ``timeout`` seconds; where it cannot be interrupte
 after ``faulthandler_timeout``, with the stacks of all its threads, and xdist names the test.
 
     def test_something(app: Dsn, mom: Dsn) -> None             two brokers on PostgreSQL 18
-    @pytest.mark.every_postgresql                              the same test on 15, 16 and 18
+    @pytest.mark.every_postgresql                              the same test on each of VERSIONS
     @pytest.mark.slow                                          takes seconds, alone
+    @pytest.mark.long                                          in the long form only
     def test_a_crash(own_server: EmbeddedServer) -> None       durable, and the test's to stop
 """
 
@@ -46,8 +47,10 @@ from tests.needed import absent
 from tests.rabbitmq_server import Queues, RabbitmqServer, rabbitmq_server
 from tests.receivers import prepare
 from tests.redis_server import RedisServer, redis_server
+from tests.sizes import LONG
 
-VERSIONS = (15, 16, 18)
+SUPPORTED = (15, 16, 18)
+VERSIONS = SUPPORTED if LONG else (SUPPORTED[0], SUPPORTED[-1])
 SPARK = Path(__file__).parent / "spark"
 SETTINGS = {"max_prepared_transactions": 20, "max_connections": 200}
 ENDING_SECONDS = 120
@@ -71,10 +74,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # a shell lets what it runs in the background ignore Ctrl-C, and so would what the tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", "every_postgresql: runs on each supported PostgreSQL")
+    config.addinivalue_line("markers", "every_postgresql: on the oldest and the newest, or on each")
     config.addinivalue_line("markers", "slow: takes seconds; `make quick` leaves it out")
+    config.addinivalue_line("markers", "long: in the long form only; see tests/sizes.py")
     if not hasattr(config, "workerinput"):
         memory.use()
+        config.pluginmanager.register(AtOnce(config))
 
 
 def pytest_sessionfinish() -> None:
@@ -85,17 +90,35 @@ def pytest_sessionfinish() -> None:
         on_spark.stop()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class AtOnce:
+    """Says what has failed as soon as it has: a run that is stopped never comes to its summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            last = report.longreprtext.rstrip().rpartition("\n")[2]
+            terminal.ensure_newline()
+            terminal.write_line(f"{report.nodeid} ({report.when}): {last}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes long comes first, so that two workers end at the same time."""
     for item in items:
         if item.path.is_relative_to(SPARK):
             item.add_marker("slow")
+    if not LONG:
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_report_header() -> list[str]:
     return [
-        f"PostgreSQL: {', '.join(_server_version(version) for version in VERSIONS)}; "
+        f"PostgreSQL: {', '.join(map(_server_version, VERSIONS))}; "
         f"psycopg {psycopg.__version__}, libpq {psycopg.pq.version_pretty(psycopg.pq.version())}",
         f"temporary files: {tempfile.gettempdir()}",
     ]

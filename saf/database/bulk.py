@@ -7,9 +7,7 @@ while it connected.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -32,11 +30,8 @@ TRUSTED_SECONDS = 5.0
 
 USE_COPY = "adbc.postgresql.use_copy"
 
-KNOWN = 16
-"""How many databases' types a process remembers; those of one take about a MB."""
-
-_known: OrderedDict[str, Any] = OrderedDict()
-_lock = threading.Lock()
+_ready: list[Any] = []
+"""Databases of the driver that have read their types, and connect nobody at the moment."""
 
 
 def connect(dsn: Dsn, role: str, what: str) -> Connection:
@@ -60,12 +55,12 @@ def connect(dsn: Dsn, role: str, what: str) -> Connection:
         _direct.add(dsn)
     before = sockets()
     with _answered(limits.answer, lambda: shut(sockets() - before)):
-        database = _types_known(dsn.for_role(role))
+        database = _database(dsn.for_role(role))
         try:
             handle = adbc_driver_manager.AdbcConnection(database._db)
             connection = Connection(database, handle, limits, sockets() - before)
         finally:
-            database.close()
+            _ready.append(database)
     try:
         with connection.cursor() as cursor:
             cursor.execute(limits.setting())
@@ -77,24 +72,19 @@ def connect(dsn: Dsn, role: str, what: str) -> Connection:
     return connection
 
 
-def _types_known(uri: str) -> Any:
-    """Return the types of a database, which its connections share: to read them takes ten logins.
+def _database(uri: str) -> Any:
+    """Return a database of the driver that connects to ``uri``, for the caller alone.
 
-    The caller closes it; the driver counts its users.
+    The driver reads all types of the first database that it connects to, which takes ten logins.
+    saf's statements give and take PostgreSQL's own types, which are the same everywhere: so what it
+    has read of one database serves for all. As many are read as connections are made at once.
     """
-    with _lock:
-        if uri in _known:
-            _known.move_to_end(uri)
-            return _known[uri].clone()
-    # not within the lock: a server that does not answer must not hold up callers for other servers
-    read = adbc._SharedDatabase(adbc_driver_postgresql.connect(uri))
-    with _lock:
-        if uri in _known:  # another thread was faster
-            return read
-        _known[uri] = read
-        if len(_known) > KNOWN:
-            _known.popitem(last=False)[1].close()
-        return read.clone()
+    try:
+        database = _ready.pop()
+    except IndexError:
+        return adbc._SharedDatabase(adbc_driver_postgresql.connect(uri))
+    database._db.set_options(uri=uri)
+    return database
 
 
 class Connection(adbc.Connection):

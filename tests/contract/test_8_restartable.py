@@ -15,6 +15,7 @@ from saf.database import Dsn
 from tests import on_spark
 from tests.pipeline import bodies, connect
 from tests.processes import KEYS, application, forwarder, run, start, wait
+from tests.sizes import LONG
 
 IN_APPLICATION = ("business_dml", "outbox_insert", "application_commit")
 IN_FORWARDER = ("mom_insert", "mom_commit", "mark_forwarded", "mark_commit")
@@ -96,7 +97,7 @@ def test_two_forwarders_killed_at_random_steps_while_an_application_writes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", IN_FORWARDER)
+@pytest.mark.parametrize("point", IN_FORWARDER if LONG else ("mom_commit", "mark_forwarded"))
 def test_the_spark_job_killed_at_a_step_and_run_again_delivers_exactly_once(
     accounts: Dsn, mom: Dsn, point: str, tmp_path: Path
 ) -> None:

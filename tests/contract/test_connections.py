@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 
@@ -230,3 +231,17 @@ def test_a_connection_that_was_opened_beside_another_one_is_asked_before_it_is_u
         connection._descriptors = {here.fileno(), there.fileno()}  # which say nothing of it
         with pytest.raises(adbc.Error):
             connection.refuse_lost()
+
+
+def test_connections_that_are_made_at_once_lead_to_the_databases_that_were_meant(
+    app: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    def reached(dsn: Dsn) -> str:
+        with closing(bulk.connect(dsn, "read", "it")) as connection, connection.cursor() as cursor:
+            cursor.execute("SELECT current_database()")
+            return str(cursor.fetchall()[0][0])
+
+    wanted = [app, mom, other] * 6
+    assert [reached(dsn) for dsn in wanted[:3]] == [dsn.database for dsn in wanted[:3]]
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(reached, wanted)) == [dsn.database for dsn in wanted]

@@ -45,6 +45,7 @@ class TestDelta(DestinationConformance):
         return Delta(table=str(tmp_path / "file"))
 
 
+@pytest.mark.long
 class TestDeltaByService(TestDelta):
     """The same in files of services, with a column of bodies' members."""
 

@@ -48,6 +48,7 @@ class TestRabbitmq(DestinationConformance):
         return {"headers": '{"saf-id": "x", "cloudEvents_id": "x"}'}
 
 
+@pytest.mark.long
 class TestRabbitmqInCloudEvents(TestRabbitmq):
     """The same, with the headers of CloudEvents, a few messages at a time."""
 

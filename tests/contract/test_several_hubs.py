@@ -27,7 +27,7 @@ from tests.routing import without_default
 from tests.sizes import sized
 
 INITIATORS, HUBS, TARGETS = 4, 3, 5
-DIALOGS, MESSAGES, ROUNDS = sized(24, 60), 10, (1, 4, 5)
+DIALOGS, MESSAGES, ROUNDS = sized(12, 60), 10, (1, 4, 5)
 SERVICES = {"app0": "shop", "app1": "shop", "app2": "kiosk", "app3": "web"}
 """Of the initiators; one of them lives at two application databases."""
 

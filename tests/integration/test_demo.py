@@ -27,9 +27,12 @@ from saf.errors import Unavailable
 from tests import nats_server, programs
 from tests.needed import absent, needed
 from tests.programs import BIN, environment
+from tests.sizes import LONG, sized
 from tests.waits import until
 
-FLIGHTS = 5000
+FLIGHTS = sized(1_000, 5_000)
+RUNS_ONCE = () if LONG else ("delta", "iceberg", "nats", "kafka", "rabbitmq", "rabbitmq_stream")
+"""To what the demo runs a second time in the long form only: a run takes a JVM."""
 DEADLINE_SECONDS = 240
 
 
@@ -79,6 +82,8 @@ def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: st
     first = run(folder, "--to", queue)
     assert is_right(first), first
     assert first["stores"] == {queue: FLIGHTS}
+    if queue in RUNS_ONCE:
+        return
     second = run(folder, "--to", queue)  # its server has kept its data
     assert is_right(second), second
     assert second["forwarded_now"] == 0
@@ -108,7 +113,6 @@ def test_as_webhooks_it_is_proven_by_what_the_receiver_has(folder: Path) -> None
     second = run(folder, "--http")  # the receiver has kept what it has taken
     assert is_right(second), second
     assert second["forwarded_now"] == 0
-    assert set(first) == set(run(folder))  # the same line as without
 
 
 def test_a_stream_into_a_lake_that_is_killed_in_the_middle_brings_every_flight_once(
@@ -120,6 +124,8 @@ def test_a_stream_into_a_lake_that_is_killed_in_the_middle_brings_every_flight_o
     assert first["delay_minutes"]["sent"] == first["delay_minutes"]["in_the_table"] > 0
     assert 0 < first["largest_lag"] <= FLIGHTS
     assert Path(first["chart"]).read_bytes().startswith(b"\x89PNG")
+    if not LONG:
+        return
     second = run(folder, "--lake")
     assert is_right(second), second
     assert (second["streamed_now"], second["killed_now"]) == (0, 0)
@@ -127,7 +133,7 @@ def test_a_stream_into_a_lake_that_is_killed_in_the_middle_brings_every_flight_o
 
 def test_with_routing_each_flight_arrives_once_at_the_store_of_its_airport(folder: Path) -> None:
     origins = Counter(flight["origin"] for flight in islice(read(), FLIGHTS))
-    for written in (FLIGHTS, 0):
+    for written in (FLIGHTS, 0)[: sized(1, 2)]:
         result = run(folder, "--routing")
         assert is_right(result), result
         assert result["stores"] == dict(origins)
@@ -135,7 +141,7 @@ def test_with_routing_each_flight_arrives_once_at_the_store_of_its_airport(folde
 
 
 def test_a_shop_and_a_warehouse_talk_and_each_talk_ends_as_it_should(folder: Path) -> None:
-    for _ in range(2):
+    for _ in range(sized(1, 2)):
         done = programs.run(
             [BIN / "saf", "demo", "--dialog", "--json", "--data", folder], timeout=DEADLINE_SECONDS
         )

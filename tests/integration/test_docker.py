@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -90,6 +89,8 @@ def _environment(service: dict[str, Any], places: dict[str, Dsn]) -> dict[str, s
 
 
 def test_the_compose_file_follows_the_compose_specification() -> None:
+    import jsonschema  # takes seconds where it has everything for formats
+
     package = find_spec("check_jsonschema")
     assert package is not None
     assert package.origin is not None

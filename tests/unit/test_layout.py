@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import saf
@@ -20,6 +21,7 @@ FACES = {".".join(path.parent.relative_to(HERE.parent).parts) for path in HERE.r
 """Folders. What one says of itself is for its modules too, and it hands on what they have."""
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     """All modules of saf by their dotted names."""
     found = {}
@@ -28,9 +30,6 @@ def modules() -> dict[str, ast.Module]:
         name = ".".join(parts).removesuffix(".__init__")
         found[name] = ast.parse(path.read_text())
     return found
-
-
-MODULES = modules()
 
 
 def imports(tree: ast.Module, *, for_types: bool = False) -> Iterator[str]:
@@ -47,7 +46,7 @@ def imports(tree: ast.Module, *, for_types: bool = False) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                yield whole if whole in MODULES else node.module
+                yield whole if whole in modules() else node.module
 
 
 def room(name: str) -> str:
@@ -77,8 +76,8 @@ def test_few_modules_are_directly_in_saf() -> None:
 
 def test_no_module_imports_itself_by_others_not_even_inside_a_function() -> None:
     graph = {
-        name: {one for one in imports(tree) if one in MODULES} - {name, "saf"}
-        for name, tree in MODULES.items()
+        name: {one for one in imports(tree) if one in modules()} - {name, "saf"}
+        for name, tree in modules().items()
         if name != "saf"
     }
     assert circles(graph) == []
@@ -87,8 +86,8 @@ def test_no_module_imports_itself_by_others_not_even_inside_a_function() -> None
 def test_no_module_needs_the_types_of_one_that_imports_it() -> None:
     """But for what a folder says of itself, such as the settings of a kind of destination."""
     graph = {
-        name: {one for one in imports(tree, for_types=True) if one in MODULES} - {name, *FACES}
-        for name, tree in MODULES.items()
+        name: {one for one in imports(tree, for_types=True) if one in modules()} - {name, *FACES}
+        for name, tree in modules().items()
         if name not in FACES
     }
     assert circles(graph) == []
@@ -96,11 +95,11 @@ def test_no_module_needs_the_types_of_one_that_imports_it() -> None:
 
 def test_arrows_between_rooms_run_one_way() -> None:
     graph: dict[str, set[str]] = defaultdict(set)
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         if name == "saf":
             continue
         for one in imports(tree):
-            if one in MODULES and one != "saf" and room(one) != room(name):
+            if one in modules() and one != "saf" and room(one) != room(name):
                 graph[room(name)].add(room(one))
     assert circles(graph) == []
 
@@ -108,14 +107,14 @@ def test_arrows_between_rooms_run_one_way() -> None:
 def test_only_the_room_spark_knows_spark() -> None:
     knows = {
         room(name)
-        for name, tree in MODULES.items()
+        for name, tree in modules().items()
         if SPARK & {one.partition(".")[0] for one in imports(tree, for_types=True)}
     }
     assert knows == {"spark"}
 
 
 def test_the_engine_knows_neither_those_who_drive_it_nor_spark() -> None:
-    known = {room(one) for n, t in MODULES.items() if room(n) == "engine" for one in imports(t)}
+    known = {room(one) for n, t in modules().items() if room(n) == "engine" for one in imports(t)}
     assert not known & {"forwarding", "spark", "receiving", "operating", "repair", "cli"}
 
 
@@ -129,7 +128,7 @@ def test_nobody_outside_of_its_folder_knows_a_kind_of_destination() -> None:
         folder = f"saf.destinations.{kind}"
         knows = {
             room(name)
-            for name, tree in MODULES.items()
+            for name, tree in modules().items()
             if not name.startswith(folder)
             for one in imports(tree, for_types=True)
             if one.startswith(folder)
@@ -137,7 +136,7 @@ def test_nobody_outside_of_its_folder_knows_a_kind_of_destination() -> None:
         assert knows <= {"cli", "demo", "spark", "testing", "webhooks"}, kind
         assert "spark" not in knows or kind == "delta"
         assert "webhooks" not in knows or kind in ("https", "postgresql")
-    by_hand = [n for n, t in MODULES.items() if "saf.destinations.postgresql" in imports(t)]
+    by_hand = [n for n, t in modules().items() if "saf.destinations.postgresql" in imports(t)]
     assert sorted(by_hand) == [
         "saf.cli.demo_dialog",
         "saf.demo.run",
@@ -147,11 +146,13 @@ def test_nobody_outside_of_its_folder_knows_a_kind_of_destination() -> None:
 
 
 def test_receiving_knows_no_dialogs() -> None:
-    known = {room(one) for n, t in MODULES.items() if room(n) == "receiving" for one in imports(t)}
+    known = {
+        room(one) for n, t in modules().items() if room(n) == "receiving" for one in imports(t)
+    }
     assert "dialogs" not in known
 
 
 def test_each_room_says_what_belongs_there() -> None:
     for name in ROOMS:
-        said = ast.get_docstring(MODULES[f"saf.{name}"]) or ""
+        said = ast.get_docstring(modules()[f"saf.{name}"]) or ""
         assert len(said) > 40, f"saf/{name}/__init__.py says too little"

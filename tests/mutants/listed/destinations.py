@@ -258,6 +258,14 @@ MUTANTS: list[Mutant] = [
         "test_a_broker_that_has_become_another_one_meanwhile_is_noticed",
     ),
     mutant(
+        "a connection leads to the database that the one before it was for",
+        "saf/database/bulk.py",
+        "database._db.set_options(uri=uri)",
+        "database._db.set_options()",
+        "contract/test_connections.py::"
+        "test_connections_that_are_made_at_once_lead_to_the_databases_that_were_meant",
+    ),
+    mutant(
         "a connection that was quiet for long is trusted",
         "saf/database/bulk.py",
         "recent = time.monotonic() - self._heard_at <= TRUSTED_SECONDS",
