@@ -166,6 +166,8 @@ def command(java: Java, conf: Mapping[str, str]) -> list[str]:
     if target is None:
         return [*runtime, *GATEWAY]
     if _is_whole(target):
+        with suppress(OSError):
+            os.utime(target)  # those that are used are kept
         return [*runtime, "-Xshare:auto", f"-XX:SharedArchiveFile={target}", *GATEWAY]
     draft = _claim(target)
     if draft is None:
@@ -211,7 +213,7 @@ def _is_whole(target: Path) -> bool:
 
 
 def _prune(folder: Path) -> None:
-    """Remove all but the newest archives. A JVM that has mapped one keeps it."""
+    """Remove all but those used last. A JVM that has mapped one keeps it."""
     by_age = sorted(folder.glob("*.jsa"), key=lambda file: file.stat().st_mtime, reverse=True)
     for old in by_age[ARCHIVES_KEPT - 1 :]:
         old.unlink(missing_ok=True)

@@ -41,6 +41,7 @@ QUICK = {
     "max_connections": 200,
     "max_prepared_transactions": 20,
     "jit": False,
+    "shared_preload_libraries": "plpgsql",  # which else each session loads anew for its triggers
 }
 """Settings for a server whose data nobody needs after a crash, and whose statements are short."""
 

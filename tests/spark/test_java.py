@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from saf.errors import ConfigurationError
-from saf.spark import java
+from saf.spark import java, jvm
 from saf.spark.checking import examine_machine
 
 
@@ -113,3 +114,32 @@ def test_an_unwritable_cache_does_not_keep_the_package_s_java_away(
     (tmp_path / "file").touch()
     monkeypatch.setenv("SAF_CACHE", str(tmp_path / "file" / "cache"))
     assert java.find().executable.exists()
+
+
+def test_of_the_archives_of_classes_those_that_were_used_last_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "home", "21")))
+    found = java.find()
+
+    def made(name: str, used: int) -> dict[str, str]:
+        """The settings that an archive is for, which was used so long after the beginning."""
+        conf = {"spark.driver.memory": name}
+        jvm.command(found, conf)  # whose run would make it
+        (draft,) = (tmp_path / "cache" / "jvm").glob(".*.draft")
+        archive = draft.with_name(draft.name.removeprefix(".").removesuffix(".draft"))
+        draft.rename(archive)
+        archive.with_name(f"{archive.name}.size").write_text("0")
+        os.utime(archive, (used, used))
+        return conf
+
+    def has_archive(conf: dict[str, str]) -> bool:
+        return "-Xshare:auto" in jvm.command(found, conf)
+
+    often = made("1g", 1)
+    once = [made(f"{number}g", number) for number in range(2, 2 + jvm.ARCHIVES_KEPT - 1)]
+    assert has_archive(often)
+    another = made("9g", 9)
+    assert has_archive(often)
+    assert has_archive(another)
+    assert not has_archive(once[0])

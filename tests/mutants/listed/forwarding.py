@@ -103,6 +103,13 @@ MUTANTS: list[Mutant] = [
         f"{FORWARDER}::test_a_drain_goes_on_while_a_task_has_left_some_of_its_work",
     ),
     mutant(
+        "an archive of classes that is used each day goes before one that was used once",
+        "saf/spark/jvm.py",
+        "os.utime(target)",
+        "target.stat()",
+        "spark/test_java.py::test_of_the_archives_of_classes_those_that_were_used_last_are_kept",
+    ),
+    mutant(
         "items of work share a task",
         "saf/spark/runner.py",
         "parallelize(items.partitions(work), len(work))",
