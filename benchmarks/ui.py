@@ -95,12 +95,12 @@ def fill(deep: Dsn, messages: int) -> None:
 
 def brokers(server: EmbeddedServer, count: int) -> Iterator[tuple[str, Dsn]]:
     """Give the deep broker, and as many empty ones as are wanted with it."""
-    databases = Databases(server.create_database("template_of_brokers"))
-    template = databases.create("template")
-    migrate(template.dsn)
-    for number in range(count):
-        name = "deep" if number == 0 else f"broker{number}"
-        yield name, databases.create_broker(name, template).dsn
+    with Databases(server.create_database("template_of_brokers")) as databases:
+        template = databases.create("template")
+        migrate(template.dsn)
+        for number in range(count):
+            name = "deep" if number == 0 else f"broker{number}"
+            yield name, databases.create_broker(name, template).dsn
 
 
 def configuration(folder: Path, there: Mapping[str, Dsn]) -> Path:

@@ -18,13 +18,14 @@ after ``faulthandler_timeout``, with the stacks of all its threads, and xdist na
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         memory.use()
         config.pluginmanager.register(AtOnce(config))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays to the end: to look for garbage in it took a tenth of the run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionfinish() -> None:
@@ -161,19 +173,18 @@ class Servers:
 
     def __getitem__(self, version: int) -> Prepared:
         if version == DEFAULT_VERSION and LENT in os.environ and version not in self._servers:
-            self._servers[version] = _lent(Database(Dsn(os.environ[LENT])))
+            template = Database(Dsn(os.environ[LENT]))
+            self._add(version, EmbeddedServer(template.dsn.parts["host"]), template)
         if version not in self._servers:
-            server = self._running.enter_context(embedded_server(version))
-            databases = Databases(server.dsn("postgres"))
-            template = databases.create("template")
-            migrate(template.dsn)
-            self._servers[version] = Prepared(server=server, databases=databases, template=template)
+            self._add(version, self._running.enter_context(embedded_server(version)))
         return self._servers[version]
 
-
-def _lent(template: Database) -> Prepared:
-    server = EmbeddedServer(template.dsn.parts["host"])
-    return Prepared(server=server, databases=Databases(server.dsn("postgres")), template=template)
+    def _add(self, version: int, server: EmbeddedServer, lent: Database | None = None) -> None:
+        databases = self._running.enter_context(Databases(server.dsn("postgres")))
+        template = lent or databases.create("template")
+        if lent is None:
+            migrate(template.dsn)
+        self._servers[version] = Prepared(server=server, databases=databases, template=template)
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,10 @@
 """Connections that a process keeps from one task to the next.
 
-An ADBC driver connects slowly, because it asks the server for its types: that takes longer than all
-else in a task of a few hundred messages. So a process keeps a few connections, one for each purpose
-and database: those that were used last. They end with the process if it is not used any more. When
-a connection is put back, those are closed that were not used for a minute, so that they are in
-nobody's way who wants to drop a database.
+A new connection costs a login, and the server's process behind it has all tables and statements to
+look up anew: that takes longer than all else in a task of a few hundred messages. So a process
+keeps a few connections, one for each purpose and database: those that were used last. They end with
+the process if it is not used any more. When a connection is put back, those are closed that were
+not used for a minute, so that they are in nobody's way who wants to drop a database.
 
 A kept connection may be lost by the time it is wanted. So each time that it is taken it is made fit
 for its purpose again; if that fails, a new connection takes its place.

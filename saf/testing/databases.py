@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import psycopg
 from psycopg import sql
@@ -112,17 +113,32 @@ class Databases:
         self.server = server
         self._token = secrets.token_hex(3)
         self._number = itertools.count(1)
+        self._kept: psycopg.Connection[Any] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection to the server, which is kept from one database to the next."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
 
     def create(self, name: str, template: str = "template0") -> Database:
         """Copy a template; the copy's name begins with `PREFIX` and holds ``name``."""
         # PostgreSQL would cut a longer one by itself, and we would not find it again
         readable = name.encode()[:LONGEST_NAME].decode(errors="ignore")
         database = f"{PREFIX}_{self._token}_{next(self._number)}_{readable}"
-        with self.server.connect(role="test", autocommit=True) as connection:
-            connection.execute(LET_GO, {"database": template})
-            connection.execute(
-                sql.SQL(COPY).format(sql.Identifier(database), sql.Identifier(template))
-            )
+        self._run(LET_GO, {"database": template})
+        self._run(sql.SQL(COPY).format(sql.Identifier(database), sql.Identifier(template)))
         return Database(Dsn(make_conninfo(self.server.conninfo, dbname=database)))
 
     def create_broker(self, name: str, template: Database) -> Database:
@@ -137,13 +153,25 @@ class Databases:
         """Drop a database, even if someone is connected to it."""
         database.let_go()
         name = database.dsn.database
-        with self.server.connect(role="test", autocommit=True) as connection:
-            # a prepared transaction would keep the database from being dropped
-            if prepared := connection.execute(PREPARED, {"database": name}).fetchall():
-                with database.connect(autocommit=True) as there:
-                    for (gid,) in prepared:
-                        there.execute(sql.SQL("ROLLBACK PREPARED {}").format(sql.Literal(gid)))
-            connection.execute(sql.SQL(DROP).format(sql.Identifier(name)))
+        # a prepared transaction would keep the database from being dropped
+        if prepared := self._run(PREPARED, {"database": name}).fetchall():
+            with database.connect(autocommit=True) as there:
+                for (gid,) in prepared:
+                    there.execute(sql.SQL("ROLLBACK PREPARED {}").format(sql.Literal(gid)))
+        self._run(sql.SQL(DROP).format(sql.Identifier(name)))
+
+    def _run(
+        self, statement: str | sql.Composed, values: dict[str, str] | None = None
+    ) -> psycopg.Cursor[Any]:
+        if self._kept is not None:
+            try:
+                return self._kept.execute(statement, values)
+            except psycopg.OperationalError:
+                if not self._kept.closed:
+                    raise
+        # the first one, or the server was started anew
+        self._kept = self.server.connect(role="test", autocommit=True)
+        return self._kept.execute(statement, values)
 
 
 class Copies:

@@ -33,10 +33,8 @@ def saf_server(pytestconfig: pytest.Config) -> Iterator[Databases]:
     asked = pytestconfig.getoption("--saf-dsn") or os.environ.get(VARIABLE)
     given = asked or pytestconfig.getini("saf_dsn")
     with ExitStack() as running:
-        if given:
-            yield Databases(Dsn(given))
-        else:
-            yield Databases(running.enter_context(embedded_server()).dsn("postgres"))
+        server = Dsn(given) if given else running.enter_context(embedded_server()).dsn("postgres")
+        yield running.enter_context(Databases(server))
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from tests.crash.rounds import Round
 from tests.crash.shrink import as_test, shows_again, shrink
 from tests.crash.site import Site
 from tests.crash.webhooks import WebhookSite
+from tests.sizes import sized
 
 SEED = 7
 
@@ -25,7 +26,14 @@ def site() -> Iterator[Site]:
         yield site
 
 
-@pytest.fixture(scope="module", params=QUEUES)
+IN_GATE = ("redis", "kafka", "rabbitmq_stream")
+"""The queues of the gate: with a function, with transactions, and with no fence."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, marks=[] if one in IN_GATE else pytest.mark.long) for one in QUEUES],
+)
 def queue_site(request: pytest.FixtureRequest) -> Iterator[Site]:
     with QUEUES[request.param]() as site:
         yield site
@@ -43,7 +51,7 @@ def webhook_site() -> Iterator[Site]:
         yield site
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(sized(2, 3)))
 def test_nothing_is_lost_doubled_or_out_of_order_whatever_fails(site: Site, number: int) -> None:
     outcome = Round(site, plan(SEED, number)).run()
     assert outcome.good, outcome
@@ -91,7 +99,7 @@ def test_nor_is_it_with_a_table_that_is_set_back_refused_and_repaired(lake_site:
     assert outcome.good, outcome
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(sized(1, 2)))
 def test_nor_is_it_on_the_way_to_an_endpoint_that_fails_at_random(
     webhook_site: Site, number: int
 ) -> None:

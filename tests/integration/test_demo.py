@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn
 from saf.demo.flights import read
 from saf.demo.kafka import MISSING, jars
-from saf.demo.proof import prove
+from saf.demo.proof import Proof, prove
 from saf.demo.run import WRITERS
 from saf.errors import Unavailable
 from tests import nats_server, programs
@@ -34,6 +35,12 @@ FLIGHTS = sized(1_000, 5_000)
 RUNS_ONCE = () if LONG else ("delta", "iceberg", "nats", "kafka", "rabbitmq", "rabbitmq_stream")
 """To what the demo runs a second time in the long form only: a run takes a JVM."""
 DEADLINE_SECONDS = 240
+LINE = {
+    *(field.name for field in fields(Proof)),
+    *("stores", "messages_per_second", "written_now", "forwarded_now", "seconds"),
+    *("transactions_rolled_back_now", "postgresql", "java"),
+}
+"""What the line of JSON has, wherever the flights are sent to."""
 
 
 pytestmark = pytest.mark.timeout(600)  # up to two runs of everything
@@ -82,6 +89,7 @@ def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: st
     first = run(folder, "--to", queue)
     assert is_right(first), first
     assert first["stores"] == {queue: FLIGHTS}
+    assert set(first) == LINE
     if queue in RUNS_ONCE:
         return
     second = run(folder, "--to", queue)  # its server has kept its data
@@ -110,6 +118,9 @@ def test_as_webhooks_it_is_proven_by_what_the_receiver_has(folder: Path) -> None
     first = run(folder, "--http")
     assert is_right(first), first
     assert first["stores"] == {"webhooks": FLIGHTS}
+    assert set(first) == LINE
+    if not LONG:
+        return
     second = run(folder, "--http")  # the receiver has kept what it has taken
     assert is_right(second), second
     assert second["forwarded_now"] == 0

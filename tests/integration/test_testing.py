@@ -22,7 +22,7 @@ from saf.errors import MissingExtra, UsageError
 from saf.setaside.parking import BLOCKED
 from saf.testing import Clock, Copies, Database, Drain, DrainFailed, Sent
 from saf.testing.clock import MOVED, let_time_pass
-from saf.testing.databases import PREFIX, embedded_server
+from saf.testing.databases import PREFIX, Databases, embedded_server
 from tests import expiring
 from tests.pipeline import Cycle, connect, forwarding_rules
 from tests.programs import BIN, ROOT, environment
@@ -545,3 +545,17 @@ def test_names_may_be_anything(migrated: Any) -> None:
             assert through.exec_driver_sql("SELECT 1").scalar() == 1
     assert len({one.dsn.database for one in copies.all}) == 3
     copies.drop()
+
+
+def test_databases_are_made_and_dropped_after_their_server_was_started_anew(
+    own_server: EmbeddedServer,
+) -> None:
+    with Databases(own_server.dsn("postgres")) as databases:
+        before = databases.create("before")
+        own_server.stop()
+        own_server.start()
+        after = databases.create("after")
+        databases.drop(before)
+        with after.connect() as connection:
+            names = fetch(connection, "SELECT datname FROM pg_database WHERE datname LIKE 'saf%'")
+    assert names == [(after.dsn.database,)]

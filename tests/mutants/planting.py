@@ -135,6 +135,7 @@ class Field:
 def field() -> Iterator[Field]:
     """The copy, for as long as the block lasts."""
     with tempfile.TemporaryDirectory(prefix="saf-mutants-") as folder, embedded_server() as server:
-        template = Databases(server.dsn("postgres")).create("template")
+        with Databases(server.dsn("postgres")) as databases:
+            template = databases.create("template")
         migrate(template.dsn)
         yield Field(Path(folder), template)

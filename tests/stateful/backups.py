@@ -86,7 +86,8 @@ class Backups:
     def _restore(self, place: Place, backup: Database) -> None:
         if self._elsewhere is None:
             server = self.site.closing.enter_context(embedded_server())
-            self._elsewhere = Databases(server.dsn("postgres"))
+            databases = Databases(server.dsn("postgres"))
+            self._elsewhere = self.site.closing.enter_context(databases)
         restored = self._elsewhere.create(backup.dsn.database[-8:])
         folder = programs(DEFAULT_VERSION)
         dump = subprocess.run(

@@ -142,8 +142,8 @@ def bound_waiting(database: Database) -> None:
 @contextmanager
 def own_site() -> Iterator[Site]:
     """A site with a server of its own."""
-    with embedded_server() as server:
-        site = Site(Databases(server.dsn("postgres")))
+    with embedded_server() as server, Databases(server.dsn("postgres")) as databases:
+        site = Site(databases)
         try:
             yield site
         finally:
