@@ -167,7 +167,7 @@ class OnceSuite(AnyQueueSuite):
         """Do what comes once, before messages are stored."""
         destination.connect()
 
-    @pytest.mark.parametrize("stored", [0, 200, 2_000])
+    @pytest.mark.parametrize("stored", [200, 0, 2_000][: sized(1, 3)])
     def test_a_server_that_is_killed_while_it_stores_has_each_message_once_in_the_end(
         self, queue: Server, stored: int
     ) -> None:

@@ -15,7 +15,7 @@ from saf.database import Dsn
 from tests import on_spark
 from tests.pipeline import bodies, connect
 from tests.processes import KEYS, application, forwarder, run, start, wait
-from tests.sizes import LONG
+from tests.sizes import sized
 
 IN_APPLICATION = ("business_dml", "outbox_insert", "application_commit")
 IN_FORWARDER = ("mom_insert", "mom_commit", "mark_forwarded", "mark_commit")
@@ -46,7 +46,7 @@ def check(app: Dsn, mom: Dsn, copies: set[int]) -> None:
         assert counts == list(range(1, version + 1))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(sized(1, 3)))
 @pytest.mark.parametrize("point", IN_APPLICATION)
 def test_an_application_killed_at_a_step_leaves_a_message_for_each_commit_and_no_other(
     accounts: Dsn, mom: Dsn, point: str, seed: int
@@ -76,7 +76,7 @@ def test_a_forwarder_killed_at_a_step_and_run_again_keeps_the_quality(
     check(accounts, mom, COPIES[quality] | ({3} if quality == "at_least_once" else set()))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(sized(2, 4)))
 def test_two_forwarders_killed_at_random_steps_while_an_application_writes(
     accounts: Dsn, mom: Dsn, seed: int
 ) -> None:
@@ -97,7 +97,7 @@ def test_two_forwarders_killed_at_random_steps_while_an_application_writes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", IN_FORWARDER if LONG else ("mom_commit", "mark_forwarded"))
+@pytest.mark.parametrize("point", IN_FORWARDER[sized(1, 0) : sized(3, 4)])
 def test_the_spark_job_killed_at_a_step_and_run_again_delivers_exactly_once(
     accounts: Dsn, mom: Dsn, point: str, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ from tests.dialogs import (
 from tests.pipeline import connect
 from tests.processes import run
 from tests.receivers import dead, let_keys_be_due, let_the_server_notice
+from tests.sizes import sized
 
 PINNED = 40_960
 
@@ -200,7 +201,7 @@ def test_nothing_is_received_before_the_last_and_the_inbox_is_not_needed_meanwhi
 
 
 @pytest.mark.parametrize("max_messages", [1, 2, 100])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(sized(2, 4)))
 def test_fragments_in_any_order_and_more_than_once_are_received_once(
     app: Dsn, mom: Dsn, max_messages: int, seed: int
 ) -> None:

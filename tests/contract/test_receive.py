@@ -217,7 +217,7 @@ def test_a_late_committer_is_not_lost(inbox: Dsn) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(sized(1, 3)))
 def test_a_deep_backlog_of_transactions_that_overlap_is_read_in_the_order_of_ids(
     inbox: Dsn, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

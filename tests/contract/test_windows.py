@@ -23,6 +23,7 @@ from saf.log.columns import UNCOMMON
 from saf.log.cursor import Batch
 from saf.log.ring import SLOT_ROWS
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
+from tests.sizes import sized
 
 INSERT = "INSERT INTO saf.outbox (to_service, key, body) VALUES ('billing', %s, %s)"
 FILL = """
@@ -69,7 +70,7 @@ def read(work: Work) -> pa.Table:
 
 @pytest.mark.slow
 @pytest.mark.every_postgresql
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(sized(1, 3)))
 def test_a_scattered_log_is_read_as_if_it_had_been_sorted(app: Dsn, mom: Dsn, seed: int) -> None:
     with connect(app) as connection, app.connect(role="test") as late:
         connection.execute(TO_THE_SLOTS_END, [SLOT_ROWS - 2200])
