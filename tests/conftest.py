@@ -142,8 +142,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ):
         if "pg_version" not in metafunc.fixturenames:
             metafunc.fixturenames.append("pg_version")
-        ids = [f"postgresql-{version}" for version in VERSIONS]
-        metafunc.parametrize("pg_version", VERSIONS, indirect=True, ids=ids)
+        slow = metafunc.definition.get_closest_marker("slow") and not LONG
+        versions = VERSIONS[-1:] if slow else VERSIONS
+        ids = [f"postgresql-{version}" for version in versions]
+        metafunc.parametrize("pg_version", versions, indirect=True, ids=ids)
 
 
 def _server_version(version: int) -> str:

@@ -2,8 +2,9 @@
 
 A promise about many or about long is broken at a tenth already: what it would take to break it
 only at the full size is for the long form to find. So is what the gate proves already, in one more
-variant: on the PostgreSQL between the oldest and the newest, in the other format of a destination,
-by a second run of a whole demo. Such tests have the mark ``long``.
+variant: on another PostgreSQL than the oldest and the newest (or than the newest, where that is
+slow), in the other format of a destination, by a second run of a whole demo. Such tests have the
+mark ``long``.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ def queue_site(request: pytest.FixtureRequest) -> Iterator[Site]:
         yield site
 
 
-@pytest.fixture(scope="module", params=[DeltaSite, IcebergSite])
+@pytest.fixture(
+    scope="module", params=[DeltaSite, pytest.param(IcebergSite, marks=pytest.mark.long)]
+)
 def lake_site(request: pytest.FixtureRequest) -> Iterator[Site]:
     with request.param() as site:
         yield site
