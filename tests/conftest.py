@@ -54,6 +54,7 @@ SUPPORTED = (15, 16, 18)
 VERSIONS = SUPPORTED if LONG else (SUPPORTED[0], SUPPORTED[-1])
 SPARK = Path(__file__).parent / "spark"
 SETTINGS = {"max_prepared_transactions": 20, "max_connections": 200}
+AT_ONCE_LINES = 30
 ENDING_SECONDS = 120
 """After its last test a run has so long for its end, which no test's timeout covers."""
 
@@ -111,9 +112,9 @@ class AtOnce:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and terminal is not None:
-            last = report.longreprtext.rstrip().rpartition("\n")[2]
-            terminal.ensure_newline()
-            terminal.write_line(f"{report.nodeid} ({report.when}): {last}")
+            terminal.write_line(f"\n{report.nodeid} has failed ({report.when}):")
+            for line in report.longreprtext.splitlines()[-AT_ONCE_LINES:]:
+                terminal.write_line(line)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
