@@ -68,7 +68,7 @@ bench-peers: $(VENV)/.installed ## the same work by what one would pick instead;
 
 long: $(VENV)/.installed ## the tests that the gate runs in a part of their sizes and variants, in all of them
 	SAF_TESTS_LONG=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal \
-	$$(grep -rlE --include='test_*.py' 'tests\.sizes|mark\.long|every_postgresql' tests)
+	$$(grep -rlE --include='test_*.py' 'tests\.sizes|mark\.long|every_postgresql|queue_suite' tests)
 
 crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis, nats, kafka, rabbitmq, rabbitmq_stream, delta, iceberg, http, transforms or stream; SEED=7 SHRINK=12 reduces a finding
 	@$(PY) -m tests.crash $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) \
