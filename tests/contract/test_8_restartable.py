@@ -97,7 +97,7 @@ def test_two_forwarders_killed_at_random_steps_while_an_application_writes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", IN_FORWARDER[sized(1, 0) : sized(3, 4)])
+@pytest.mark.parametrize("point", IN_FORWARDER[sized(1, 0) : sized(2, 4)])
 def test_the_spark_job_killed_at_a_step_and_run_again_delivers_exactly_once(
     accounts: Dsn, mom: Dsn, point: str, tmp_path: Path
 ) -> None:

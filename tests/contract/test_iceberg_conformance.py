@@ -58,6 +58,7 @@ class TestIceberg(DestinationConformance):
         )
 
 
+@pytest.mark.long
 class TestIcebergInPostgresql(TestIceberg):
     """With its catalog in PostgreSQL, by service, with a column of bodies' members."""
 

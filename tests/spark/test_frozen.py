@@ -15,6 +15,7 @@ from saf.database import Dsn
 from tests import on_spark
 from tests.pipeline import bodies, connect
 from tests.programs import BIN, configuration, environment, last_json, received, saf, send
+from tests.sizes import sized
 
 MESSAGES = 10_000
 LEASE_SECONDS = 3.0
@@ -39,7 +40,7 @@ def jvm(forwarder: psutil.Process) -> list[psutil.Process]:
     return [one for one in forwarder.children(recursive=True) if one.name() == "java"]
 
 
-@pytest.mark.parametrize("part", [workers, jvm])
+@pytest.mark.parametrize("part", [jvm, workers][: sized(1, 2)])
 def test_what_is_stopped_loses_its_shards_to_the_next_run(
     app: Dsn,
     mom: Dsn,
