@@ -20,7 +20,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
 from urllib.parse import urlencode
@@ -95,7 +95,7 @@ def fill(deep: Dsn, messages: int) -> None:
 
 def brokers(server: EmbeddedServer, count: int) -> Iterator[tuple[str, Dsn]]:
     """Give the deep broker, and as many empty ones as are wanted with it."""
-    with Databases(server.create_database("template_of_brokers")) as databases:
+    with closing(Databases(server.create_database("template_of_brokers"))) as databases:
         template = databases.create("template")
         migrate(template.dsn)
         for number in range(count):

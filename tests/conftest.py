@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ class Servers:
         return self._servers[version]
 
     def _add(self, version: int, server: EmbeddedServer, lent: Database | None = None) -> None:
-        databases = self._running.enter_context(Databases(server.dsn("postgres")))
+        databases = self._running.enter_context(closing(Databases(server.dsn("postgres"))))
         template = lent or databases.create("template")
         if lent is None:
             migrate(template.dsn)

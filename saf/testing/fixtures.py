@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -34,7 +34,7 @@ def saf_server(pytestconfig: pytest.Config) -> Iterator[Databases]:
     given = asked or pytestconfig.getini("saf_dsn")
     with ExitStack() as running:
         server = Dsn(given) if given else running.enter_context(embedded_server()).dsn("postgres")
-        yield running.enter_context(Databases(server))
+        yield running.enter_context(closing(Databases(server)))
 
 
 @pytest.fixture(scope="session")

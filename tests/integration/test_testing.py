@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -550,7 +551,7 @@ def test_names_may_be_anything(migrated: Any) -> None:
 def test_databases_are_made_and_dropped_after_their_server_was_started_anew(
     own_server: EmbeddedServer,
 ) -> None:
-    with Databases(own_server.dsn("postgres")) as databases:
+    with closing(Databases(own_server.dsn("postgres"))) as databases:
         before = databases.create("before")
         own_server.stop()
         own_server.start()

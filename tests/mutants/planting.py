@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -135,7 +135,7 @@ class Field:
 def field() -> Iterator[Field]:
     """The copy, for as long as the block lasts."""
     with tempfile.TemporaryDirectory(prefix="saf-mutants-") as folder, embedded_server() as server:
-        with Databases(server.dsn("postgres")) as databases:
+        with closing(Databases(server.dsn("postgres"))) as databases:
             template = databases.create("template")
         migrate(template.dsn)
         yield Field(Path(folder), template)

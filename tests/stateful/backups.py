@@ -8,6 +8,7 @@ backup: there they mean nothing.
 from __future__ import annotations
 
 import subprocess
+from contextlib import closing
 
 from psycopg import sql
 
@@ -87,7 +88,7 @@ class Backups:
         if self._elsewhere is None:
             server = self.site.closing.enter_context(embedded_server())
             databases = Databases(server.dsn("postgres"))
-            self._elsewhere = self.site.closing.enter_context(databases)
+            self._elsewhere = self.site.closing.enter_context(closing(databases))
         restored = self._elsewhere.create(backup.dsn.database[-8:])
         folder = programs(DEFAULT_VERSION)
         dump = subprocess.run(

@@ -9,7 +9,7 @@ Few shards, so that keys meet in one and two forwarders have some each.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,7 +142,7 @@ def bound_waiting(database: Database) -> None:
 @contextmanager
 def own_site() -> Iterator[Site]:
     """A site with a server of its own."""
-    with embedded_server() as server, Databases(server.dsn("postgres")) as databases:
+    with embedded_server() as server, closing(Databases(server.dsn("postgres"))) as databases:
         site = Site(databases)
         try:
             yield site
