@@ -90,8 +90,8 @@ mutants: $(VENV)/.installed ## bugs are planted, tests must notice; goes on wher
 soak: $(VENV)/.installed ## the whole system at 500 messages a second, in pieces: make soak HOURS=8 SECONDS=3600
 	@$(PY) -m tests.soak $(if $(HOURS),--hours $(HOURS)) $(if $(SECONDS),--seconds $(SECONDS))
 
-model: $(VENV)/.installed ## all states of the protocol's models; some 7 minutes; needs spin and gcc: make model K=kafka
-	@$(PY) -m tests.models $(if $(K),-k "$(K)")
+model: $(VENV)/.installed ## all states of the protocol's models; some 6 minutes; needs spin and gcc: make model K=kafka JOBS=2
+	@$(PY) -m tests.models $(if $(K),-k "$(K)") $(if $(JOBS),--jobs $(JOBS))
 
 airflow: $(VENV)/.installed build/airflow/.installed ## saf-airflow, tested with a real Airflow; some 10 minutes; needs the network once
 	cd airflow && AIRFLOW_HOME=$(CURDIR)/build/airflow/home ../build/airflow/bin/python -m pytest $(T)

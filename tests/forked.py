@@ -9,19 +9,34 @@ its end, and its exit code. Tests that are about the script itself, or about how
 from __future__ import annotations
 
 import atexit
+import json
+import multiprocessing
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
 
+from saf.cli import commands, program
+from saf.failpoints import arm
+from tests import forked_client
+from tests.forked_client import CODE_BYTES, HEAD_BYTES
 from tests.processes import CONTEXT
 
-GRACE_SECONDS = 10
+STREAMS = 3
+SCRIPT = """#!{python} -IS
+import sys
+sys.path.append({folder!r})
+from forked_client import main
+main({server!r})
+"""
 
 
 def saf(
@@ -33,20 +48,40 @@ def saf(
         subprocess.TimeoutExpired: it did not end, and was killed.
     """
     command = ["saf", *arguments]
-    folder = str(cwd or Path.cwd())
-    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
-        process = CONTEXT.Process(
-            target=_command, args=(command, dict(env), folder, _path(), out.name, err.name)
-        )
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            process.join(GRACE_SECONDS)
-            raise subprocess.TimeoutExpired(command, timeout, _text(out), _text(err))
-        code = process.exitcode
-        process.close()
+    with (
+        tempfile.NamedTemporaryFile(mode="a+b") as out,
+        tempfile.NamedTemporaryFile(mode="a+b") as err,
+        Path(os.devnull).open("rb") as nothing,
+        socket.socket(socket.AF_UNIX) as connection,
+    ):
+        connection.settimeout(timeout)
+        connection.connect(str(on_path().parent / "server"))
+        streams = (nothing.fileno(), out.fileno(), err.fileno())
+        forked_client.ask(connection, arguments, env, str(cwd or Path.cwd()), streams)
+        try:
+            code = forked_client.wait(connection)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(command, timeout, _text(out), _text(err)) from None
         return subprocess.CompletedProcess(command, code, _text(out), _text(err))
+
+
+@cache
+def on_path() -> Path:
+    """A folder for PATH, whose program ``saf`` is the command in a forked process."""
+    given = tempfile.TemporaryDirectory(prefix="saf-forked-")
+    atexit.register(given.cleanup)
+    server, script = Path(given.name, "server"), Path(given.name, "bin", "saf")
+    script.parent.mkdir()
+    here = str(Path(__file__).parent)
+    script.write_text(SCRIPT.format(python=sys.executable, folder=here, server=str(server)))
+    script.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(server))
+        listener.listen()
+        process = CONTEXT.Process(target=_serve, args=(listener, _path()))
+        process.start()
+    atexit.register(process.kill)
+    return script.parent
 
 
 @cache
@@ -61,17 +96,57 @@ def _text(file: IO[bytes]) -> str:
     return Path(file.name).read_text()
 
 
-def _command(  # noqa: PLR0917 - in another process
-    command: list[str], env: dict[str, str], folder: str, path: list[str], out: str, err: str
+def _serve(listener: socket.socket, path: list[str]) -> None:
+    """In the server: a process for each who asks, until pytest's is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    commands()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those who attend are not waited for
+    asked = listener.fileno()
+    while asked in select.select([asked, parent.sentinel], [], [])[0]:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            return _attend(connection, path)
+        connection.close()
+    return None
+
+
+def _attend(connection: socket.socket, path: list[str]) -> None:
+    """In a process between the server and the command: one that can wait for it."""
+    head, streams, _, _ = socket.recv_fds(connection, HEAD_BYTES, STREAMS)
+    with connection.makefile("rb") as file:
+        arguments, env, folder = json.loads(file.read(int.from_bytes(head, "big")))
+    command = os.fork()
+    if command == 0:
+        connection.close()
+        _command(["saf", *arguments], env, folder, path, streams)
+    for stream in streams:
+        os.close(stream)
+    told, ended = connection.fileno(), os.pidfd_open(command)
+    while ended not in select.select([told, ended], [], [])[0]:
+        number = connection.recv(1)
+        os.kill(command, number[0] if number else signal.SIGKILL)
+        if not number:
+            break
+    code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
+    with suppress(OSError):  # who asked is gone
+        connection.sendall(code.to_bytes(CODE_BYTES, "big", signed=True))
+    os._exit(0)
+
+
+def _command(
+    command: list[str], env: dict[str, str], folder: str, path: list[str], streams: list[int]
 ) -> None:
     """In the forked process."""
     os.setsid()
-    for number, name in ((0, os.devnull), (1, out), (2, err)):
-        opened = os.open(name, os.O_RDWR | os.O_APPEND)
-        os.dup2(opened, number)
-        os.close(opened)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
     sys.stdin, sys.stdout, sys.stderr = (
-        os.fdopen(number, mode, closefd=False) for number, mode in ((0, "r"), (1, "w"), (2, "w"))
+        os.fdopen(number, mode, buffering, closefd=False)
+        for number, mode, buffering in ((0, "r", -1), (1, "w", -1), (2, "w", 1))
     )
     os.chdir(folder)
     os.environ.clear()
@@ -80,9 +155,6 @@ def _command(  # noqa: PLR0917 - in another process
     sys.path[:] = [str(Path(sys.executable).parent), *more, *path]
     sys.argv[:] = command
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    from saf.cli import program
-    from saf.failpoints import arm
 
     arm(env.get("SAF_FAILPOINT", ""))
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from saf.broker.services import create_service
 from saf.database import Dsn
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, configuration, run
+from tests.programs import ROOT, activated, configuration, run
 
 
 def page(name: str) -> str:
@@ -67,7 +67,7 @@ def shell(script: str, folder: Path, app: Dsn, mom: Dsn) -> str:
     done = run(
         ["bash", "-euxo", "pipefail", "-c", script],
         env={
-            "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+            "PATH": activated(),
             "SHOP_DSN": app.conninfo,
             "MOM_DSN": mom.conninfo,
         },

@@ -29,6 +29,11 @@ USE_SPARK = "SAF_FORWARDER__USE_SPARK"
 """What tests of Spark set to `always`, because little work is done without it."""
 
 
+def activated() -> str:
+    """PATH as in an activated environment, where ``saf`` is that of `tests.forked`."""
+    return f"{forked.on_path()}:{BIN}:/usr/local/bin:/usr/bin:/bin"
+
+
 def environment(**more: str) -> dict[str, str]:
     """This process's, without what would configure saf or libpq, and with ``more``."""
     kept = {

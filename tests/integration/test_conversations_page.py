@@ -21,7 +21,7 @@ from saf.dialogs.states import TRANSITIONS
 from saf.errors import ConfigurationError
 from tests.dialogs import SHOP, WAREHOUSE, forward, receive, said, states
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, configuration, environment, run
+from tests.programs import BIN, ROOT, activated, configuration, environment, run
 from tests.programs import saf as run_saf
 
 PAGE = (ROOT / "docs" / "conversations.md").read_text()
@@ -48,7 +48,7 @@ def folder(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:
 def shell(folder: Path, kind: str, **env: str) -> str:
     done = run(
         ["bash", "-euxc", "".join(blocks(kind))],
-        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", **env},
+        env={"PATH": activated(), **env},
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from tests.kafka_server import KafkaQueue, KafkaServer
 from tests.nats_server import nats_server
 from tests.pipeline import connect
 from tests.pipeline import send as send_one
-from tests.programs import BIN, ROOT, last_json, run, saf, send
+from tests.programs import BIN, ROOT, activated, last_json, run, saf, send
 from tests.rabbitmq_server import Queues, RabbitmqServer
 from tests.redis_server import redis_server
 
@@ -79,7 +79,7 @@ def test_its_commands_forward_to_streams_that_a_consumer_group_reads(
     (tmp_path / "consumer.py").write_text(block("consumer.py"))
     with redis_server(tmp_path / "redis") as server:
         env = {"SHOP_DSN": app.conninfo, "REDIS": server.address}
-        path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+        path = activated()
         done = run(["bash", "-euxc", block("redis.sh")], env={**env, "PATH": path}, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "promise: exactly once; a crash of the process or of the machine loses nothing" in (
@@ -113,7 +113,7 @@ def test_its_commands_forward_to_a_table_that_duckdb_reads(app: Dsn, tmp_path: P
             send_one(connection, json.dumps({"amount": amount}))
     (tmp_path / "saf.toml").write_text(block("delta.toml"))
     (tmp_path / "consumer.py").write_text(block("consumer_delta.py"))
-    env = {"SHOP_DSN": app.conninfo, "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin"}
+    env = {"SHOP_DSN": app.conninfo, "PATH": activated()}
     done = run(["bash", "-euxc", block("delta.sh")], env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "promise: exactly once; a crash of the process or of the machine loses nothing" in (
@@ -137,7 +137,7 @@ def test_its_commands_forward_to_an_iceberg_table_that_duckdb_reads(
             send_one(connection, json.dumps({"amount": amount}))
     (tmp_path / "saf.toml").write_text(block("iceberg.toml"))
     (tmp_path / "consumer.py").write_text(block("consumer_iceberg.py"))
-    env = {"SHOP_DSN": app.conninfo, "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin"}
+    env = {"SHOP_DSN": app.conninfo, "PATH": activated()}
     done = run(["bash", "-euxc", block("iceberg.sh")], env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "no Iceberg table yet, shop.messages, by a catalog in SQLite" in done.stdout
@@ -163,7 +163,7 @@ def test_its_commands_forward_to_topics_that_a_consumer_reads(
     (tmp_path / "saf.toml").write_text(block("kafka.toml"))
     (tmp_path / "consumer.py").write_text(block("consumer_kafka.py"))
     env = {"SHOP_DSN": app.conninfo, "KAFKA": running_kafka.address}
-    path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+    path = activated()
     done = run(["bash", "-euxc", block("kafka.sh")], env={**env, "PATH": path}, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "topic saf.marks, which is made at the first message" in done.stdout
@@ -183,7 +183,7 @@ def test_its_commands_forward_to_a_stream_that_a_consumer_reads(app: Dsn, tmp_pa
     (tmp_path / "consumer.py").write_text(block("consumer_nats.py"))
     with nats_server(tmp_path / "nats") as server:
         env = {"SHOP_DSN": app.conninfo, "NATS": server.address}
-        path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+        path = activated()
         done = run(["bash", "-euxc", block("nats.sh")], env={**env, "PATH": path}, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "which is made at the first message" in done.stdout
@@ -216,7 +216,7 @@ def test_its_commands_forward_to_streams_that_a_consumer_reads(
     (tmp_path / "saf.toml").write_text(block("rabbitmq_stream.toml"))
     (tmp_path / "consumer.py").write_text(block("consumer_rabbitmq_stream.py"))
     env = {"SHOP_DSN": app.conninfo, "RABBITMQ": rabbitmq.address}
-    path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+    path = activated()
     script = block("rabbitmq_stream.sh")
     done = run(["bash", "-euxc", script], env={**env, "PATH": path}, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -246,7 +246,7 @@ def test_its_commands_forward_to_a_queue_that_a_consumer_reads(
     rabbitmq_queues.topics = ("orders.billing",)
     rabbitmq_queues.empty()
     env = {"SHOP_DSN": app.conninfo, "RABBITMQ": rabbitmq_queues.address}
-    path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+    path = activated()
     script = block("rabbitmq.sh")
     done = run(["bash", "-euxc", script], env={**env, "PATH": path}, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -272,7 +272,7 @@ def test_its_commands_forward_to_a_broker_behind_a_url(
     assert "uvicorn partners:app" in block("https_there.sh")
     with serving(Partner(), names["app"]) as partner:
         env = {"SHOP_DSN": app.conninfo, "PARTNER": partner.url, "SHOP_SECRET": SECRET}
-        path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+        path = activated()
         done = run(["bash", "-euxc", block("https.sh")], env={**env, "PATH": path}, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert f"destination 'partner': PostgreSQL {mom_version(mom)}" in done.stdout
@@ -306,7 +306,7 @@ def test_its_commands_forward_to_a_folder(app: Dsn, tmp_path: Path) -> None:
     (tmp_path / "saf.toml").write_text(block("toml"))
     done = run(
         ["bash", "-euxc", block("shell")],
-        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "SHOP_DSN": app.conninfo},
+        env={"PATH": activated(), "SHOP_DSN": app.conninfo},
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

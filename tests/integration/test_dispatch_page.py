@@ -18,7 +18,7 @@ from saf.database import Dsn, fetch
 from saf.signing.webhook import key_of, sign
 from tests.endpoints import Partner, serving
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, configuration, run
+from tests.programs import ROOT, activated, configuration, run
 from tests.receivers import prepare, put
 
 PAGE = (ROOT / "docs" / "dispatch.md").read_text()
@@ -33,7 +33,7 @@ def shell(text: str, cwd: Path, partner: Partner) -> str:
     loop = "timeout -s TERM 3 saf dispatch --loop || test $? = 124 #"
     done = run(
         ["bash", "-euxc", "\n".join(lines).replace("saf dispatch --loop", loop)],
-        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "SAF_ENDPOINT_PARTNER": SECRET},
+        env={"PATH": activated(), "SAF_ENDPOINT_PARTNER": SECRET},
         cwd=cwd,
     )
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
 from saf.receiving.inbox import GUARD, inbox_once, inbox_status, peek
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, configuration, run, url
+from tests.programs import BIN, ROOT, activated, configuration, run, url
 from tests.receivers import prepare, put
 
 PAGE = (ROOT / "docs" / "receiving.md").read_text()
@@ -43,7 +43,7 @@ def test_the_commands_work_in_their_order(app: Dsn, mom: Dsn, tmp_path: Path) ->
     configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": mom})
     done = run(
         ["bash", "-euxc", "".join(blocks("shell"))],
-        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin"},
+        env={"PATH": activated()},
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

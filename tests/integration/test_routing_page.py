@@ -21,7 +21,7 @@ from saf.routing.routes import add_route, configuration
 from saf.routing_service import RoutingService
 from tests.dialogs import receive
 from tests.pipeline import bodies, connect
-from tests.programs import BIN, ROOT, environment, run, saf
+from tests.programs import BIN, ROOT, activated, environment, run, saf
 from tests.programs import configuration as configure
 from tests.routing import broker_id, without_default
 
@@ -69,7 +69,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 def test_the_commands_work_in_their_order(folder: Path) -> None:
     erp = load(folder / "saf.toml").destinations["erp"].broker()
     assert erp is not None
-    env = {"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    env = {"PATH": activated(), "PYTHONPATH": str(ROOT)}
     env["ERP_ID"] = str(broker_id(erp))
     done = run(["bash", "-euxc", "".join(blocks("shell"))], env=env, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,7 @@ def test_the_commands_work_in_their_order(folder: Path) -> None:
 
 def test_a_local_route_is_made_as_the_page_says(folder: Path, app: Dsn, mom: Dsn) -> None:
     declare(folder, "".join(blocks("local file")))
-    env = {"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "SHOP_DSN": app.conninfo}
+    env = {"PATH": activated(), "SHOP_DSN": app.conninfo}
     done = run(["bash", "-euxc", "".join(blocks("local"))], env=env, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "shop: service 'feeds' to 'shop' added, from now on" in done.stdout
@@ -278,7 +278,7 @@ def test_a_routing_service_is_set_up_and_served_as_the_page_says(
     folder: Path, app: Dsn, with_hub: Dsn
 ) -> None:
     env = {"PYTHONPATH": f"{folder}:{ROOT}", "HUB_DSN": with_hub.conninfo}
-    path = {"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin"}
+    path = {"PATH": activated()}
     done = run(["bash", "-euxc", "".join(blocks("forward"))], env=env | path, cwd=folder)
     assert done.returncode == DONE, done.stderr
     assert "hub: a message for 'departures' is really for 'JFK'" in done.stdout
@@ -313,7 +313,7 @@ def test_replies_come_back_by_the_hub_of_the_page_without_a_route(
     folder: Path, app: Dsn, with_hub: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(folder)
-    env = {"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": f"{folder}:{ROOT}"}
+    env = {"PATH": activated(), "PYTHONPATH": f"{folder}:{ROOT}"}
     done = run(["bash", "-euxc", "".join(blocks("forward"))], env=env, cwd=folder)
     assert done.returncode == DONE, done.stderr
     settings = load(folder / "saf.toml")

@@ -10,7 +10,7 @@ import pytest
 
 from saf.database import Dsn
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, received, run, send
+from tests.programs import ROOT, activated, received, run, send
 
 PAGE = (ROOT / "docs" / "scale.md").read_text()
 (SHELL,) = re.findall(r"<!-- test: shell -->\n```sh\n(.*?)```", PAGE, re.DOTALL)
@@ -43,7 +43,7 @@ def test_its_commands_forward_a_fleet(
     done = run(
         ["bash", "-euxc", SHELL.replace("tenant_acme", tenant.database)],
         env={
-            "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+            "PATH": activated(),
             "TENANTS_DSN": app.conninfo,
             "CONTROL_DSN": app.conninfo,
             "MOM_DSN": mom.conninfo,

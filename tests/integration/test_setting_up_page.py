@@ -11,7 +11,7 @@ from psycopg import sql
 
 from saf.database import Dsn
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, configuration, run
+from tests.programs import ROOT, activated, configuration, run
 
 PAGE = (ROOT / "docs" / "setting-up.md").read_text()
 ROLES = ("billing_app", "shop_app")
@@ -25,7 +25,7 @@ def block(name: str) -> str:
 def shell(text: str, folder: Path, **env: str) -> str:
     done = run(
         ["bash", "-euc", text],
-        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", **env},
+        env={"PATH": activated(), **env},
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr

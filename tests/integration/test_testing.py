@@ -26,7 +26,7 @@ from saf.testing.clock import MOVED, let_time_pass
 from saf.testing.databases import PREFIX, Databases, embedded_server
 from tests import expiring
 from tests.pipeline import Cycle, connect, forwarding_rules
-from tests.programs import BIN, ROOT, environment
+from tests.programs import ROOT, activated, environment
 from tests.receivers import dead
 
 PAGE = (ROOT / "docs" / "testing.md").read_text()
@@ -92,7 +92,7 @@ def test_a_server_is_named_in_any_of_three_ways(project: Path, server: EmbeddedS
         ["bash", "-euxc", BLOCKS["shell"]],
         cwd=project,
         env=environment(
-            PATH=f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+            PATH=activated(),
             SERVER_DSN=dsn,
         ),
         capture_output=True,

@@ -29,7 +29,7 @@ from tests.destinations import NOWHERE, send_to
 from tests.dialogs import SHOP, WAREHOUSE, begin, prepare, put, receive
 from tests.dying import Crash, crash
 from tests.pipeline import Cycle, connect, drain, forwarding_rules
-from tests.programs import BIN, ROOT, configuration, run, saf
+from tests.programs import ROOT, activated, configuration, run, saf
 from tests.signing import hmac_key, signer
 
 pytestmark = pytest.mark.usefixtures("disarmed")
@@ -197,7 +197,7 @@ def test_every_end_is_reached_and_the_pages_commands_show_it(
     script = "".join(commands).replace("saf doctor ", "saf doctor || true ")
     done = run(
         ["bash", "-euc", script],
-        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin"},
+        env={"PATH": activated()},
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr
