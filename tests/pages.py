@@ -62,12 +62,12 @@ def prepared(folder: Path, app: Dsn, mom: Dsn) -> Path:
     return folder
 
 
-def shell(script: str, folder: Path, app: Dsn, mom: Dsn) -> str:
+def shell(script: str, folder: Path, app: Dsn, mom: Dsn, *, path: str = "") -> str:
     """What bash says, and saf in it; each command has to succeed."""
     done = run(
         ["bash", "-euxo", "pipefail", "-c", script],
         env={
-            "PATH": activated(),
+            "PATH": path or activated(),
             "SHOP_DSN": app.conninfo,
             "MOM_DSN": mom.conninfo,
         },

@@ -16,6 +16,8 @@ from tests import forked
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
+INSTALLED = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+"""PATH in an activated environment."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 SEND = """
@@ -31,7 +33,7 @@ USE_SPARK = "SAF_FORWARDER__USE_SPARK"
 
 def activated() -> str:
     """PATH as in an activated environment, where ``saf`` is that of `tests.forked`."""
-    return f"{forked.on_path()}:{BIN}:/usr/local/bin:/usr/bin:/bin"
+    return f"{forked.on_path()}:{INSTALLED}"
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from saf.database import Dsn
 from saf.database.bounds import Bounds
 from tests.endpoints import Partner, serving
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, configuration, environment, run, url
+from tests.programs import BIN, INSTALLED, ROOT, activated, configuration, environment, run, url
 
 README = (ROOT / "README.md").read_text()
 
@@ -61,7 +61,7 @@ def test_the_example_of_40_lines_sends_forwards_and_receives_and_prints_what_it_
     done = run(
         ["bash", "-euo", "pipefail", "-c", block("whole")],
         env={
-            "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+            "PATH": INSTALLED,
             **{f"{name.upper()}_DSN": dsn.conninfo for name, dsn in databases.items()},
         },
         cwd=tmp_path,
@@ -91,7 +91,7 @@ def test_five_lines_lead_from_an_endpoint_to_its_first_signed_webhook(
         done = run(
             ["bash", "-euo", "pipefail", "-c", lines + 'echo "$SAF_ENDPOINT_BILLING"'],
             env={
-                "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+                "PATH": INSTALLED,
                 "SHOP_DSN": app.conninfo,
                 "MOM_DSN": mom.conninfo,
             },
@@ -112,7 +112,7 @@ def test_the_operators_commands_work_in_their_order(new_database: object, tmp_pa
     done = run(
         ["bash", "-euxc", block("shell")],
         env={
-            "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+            "PATH": INSTALLED,
             "SHOP_DSN": shop.conninfo,
             "MOM_DSN": mom.conninfo,
         },
@@ -131,7 +131,7 @@ def test_the_commands_of_the_operations_page_work_as_they_stand(
     done = run(
         ["bash", "-euxc", "".join(shells)],
         env={
-            "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+            "PATH": activated(),
             "SHOP_DSN": app.conninfo,
             "MOM_DSN": mom.conninfo,
         },

@@ -19,7 +19,7 @@ from tests import short_lived
 from tests.archives import in_log, may_go
 from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import bodies, connect, run
-from tests.programs import BIN
+from tests.programs import INSTALLED
 from tests.programs import run as run_program
 
 SEND = """
@@ -133,7 +133,7 @@ def recipe(name: str, folder: Path) -> str:
         env={
             **short_lived.defaults(folder / "spark"),
             "JAVA_HOME": jvm.environment(java.find())["JAVA_HOME"],
-            "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",  # as in an activated environment
+            "PATH": INSTALLED,
         },
         cwd=folder,
         timeout=280,

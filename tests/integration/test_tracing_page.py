@@ -11,7 +11,7 @@ from saf.database import Dsn
 from saf.tracing.carried import LARGE, LONGEST
 from saf.tracing.spans import MOST_LINKS, MOST_LOOKED_AT, SCHEMA
 from tests.pages import blocks, page, prepared, shell
-from tests.programs import send
+from tests.programs import INSTALLED, send
 from tests.receivers import put
 
 PAGE = page("tracing.md")
@@ -23,7 +23,7 @@ def test_the_forwarder_shows_a_span_for_its_chunk(app: Dsn, mom: Dsn, tmp_path: 
     send(app, 3)
     (script,) = blocks(PAGE, "shell")
     lines = [line for line in script.splitlines() if not line.startswith("pip install")]
-    said = shell("\n".join(lines), tmp_path, app, mom)
+    said = shell("\n".join(lines), tmp_path, app, mom, path=INSTALLED)
     assert '"name": "send mom"' in said
     assert '"messaging.batch.message_count": 3' in said
     assert '"service.name": "forwarder"' in said

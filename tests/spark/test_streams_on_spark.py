@@ -20,7 +20,7 @@ from saf.database import Dsn, fetch
 from saf.spark import java, jvm
 from tests import short_lived
 from tests.pipeline import connect
-from tests.programs import BIN, configuration, environment
+from tests.programs import INSTALLED, configuration, environment
 from tests.spark.tables import session
 from tests.waits import until
 
@@ -138,7 +138,7 @@ def driver(folder: Path, at_once: int, master: str, trigger: str) -> subprocess.
             env=environment(
                 **short_lived.defaults(folder / "spark"),
                 JAVA_HOME=jvm.environment(java.find())["JAVA_HOME"],
-                PATH=f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+                PATH=INSTALLED,
                 PYSPARK_PYTHON=sys.executable,
             ),
             cwd=folder,
