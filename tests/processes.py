@@ -30,6 +30,7 @@ CONTEXT.set_forkserver_preload(
         "tests.crash.talks",
         "tests.crash.bugs",
         "tests.crash.hubs",
+        "jsonschema",
         "tests.frozen",
     ]
 )

@@ -71,7 +71,12 @@ PROVEN = (
 """Models that find nothing in any state."""
 
 PLANTED = tuple(
-    Run(model=model, switches=tuple(switches.split()), finds=finds, gate=True)
+    Run(
+        model=model,
+        switches=tuple(switches.split()),
+        finds=finds,
+        gate="NO_COMPARE" not in switches or "REDIS" in switches,  # one is as good as the other
+    )
     for model, switches, finds in (
         ("log", "WRITERS=3 POLL_BY_ID", "nothing lost"),
         ("log", "NO_IN_PROGRESS", "nothing lost"),

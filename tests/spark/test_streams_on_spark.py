@@ -21,6 +21,7 @@ from saf.spark import java, jvm
 from tests import short_lived
 from tests.pipeline import connect
 from tests.programs import INSTALLED, configuration, environment
+from tests.sizes import sized
 from tests.spark.tables import session
 from tests.waits import until
 
@@ -179,11 +180,12 @@ def test_a_driver_that_is_killed_again_and_again_loses_and_repeats_nothing(
 ) -> None:
     number = 3000
     fill(app, "first", number)
-    for batches in (1, 2):
+    everything = sent("first", number)
+    for batches in range(1, sized(2, 4)):
         kill_after(batches, tmp_path)
         fill(app, f"killed {batches}", 20)
+        everything += sent(f"killed {batches}", 20)
     stream(config)
-    everything = sent("first", number) + sent("killed 1", 20) + sent("killed 2", 20)
     assert in_the_lake(tmp_path) == everything
 
 

@@ -24,6 +24,7 @@ from tests.destinations import NOWHERE
 from tests.on_spark import forward
 from tests.pipeline import bodies, connect, let_time_pass
 from tests.programs import BIN, ROOT, configuration, last_json, run, saf
+from tests.sizes import sized
 
 SEND = """
 INSERT INTO saf.outbox (to_service, key, headers, body) VALUES (%s, %s, '{"a": 1}', %s)
@@ -181,7 +182,9 @@ def test_a_batch_that_is_read_again_after_a_crash_gives_the_same_once(
     assert stored(mom, "message_id") == [(id_,) for one in sent for id_ in (one, uuid5(one, "1"))]
 
 
-@pytest.mark.parametrize("point", ["transformed:2", "mom_commit", "mom_commit:4", "mark_commit:2"])
+@pytest.mark.parametrize(
+    "point", ["mom_commit:4", "transformed:2", "mom_commit", "mark_commit:2"][: sized(2, 4)]
+)
 def test_what_is_not_deterministic_is_the_same_everywhere_although_a_batch_is_read_again(
     source: psycopg.Connection[Any], mom: Dsn, other: Dsn, config: Config, point: str
 ) -> None:
