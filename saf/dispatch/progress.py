@@ -38,6 +38,8 @@ class InHand:
     """The messages up to this id were read."""
     whole: bool = False
     """Whether all messages of the batch were read."""
+    turn: int = 0
+    """Which read of the window's was the last to look at it; 0 before the first."""
     pending: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """The ids that were read and are not complete, in order."""
     last: int = 0

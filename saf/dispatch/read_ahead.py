@@ -18,6 +18,7 @@ from saf.dispatch.progress import InHand
 from saf.dispatch.settings import Endpoint
 from saf.dispatch.window import Window
 from saf.logger import Log
+from saf.received import SHARD
 from saf.receiving.hand import Reader
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
@@ -59,6 +60,7 @@ class ReadAhead:
         """Whether the inbox notifies this session."""
         self._notified = False
         self._poll_at = 0.0
+        self._reads = 0
         self._window = window
         self._reader = reader
         self._endpoint = endpoint
@@ -119,6 +121,9 @@ class ReadAhead:
                 max_bytes=max_bytes,
             )
         )
+        self._reads += 1
+        for shard in whole | {row[SHARD] for row in rows}:
+            window.shards[shard].turn = self._reads
         for shard in whole:
             window.shards[shard].whole = True
         source.take(window, rows)
@@ -158,7 +163,10 @@ class ReadAhead:
         return bool(due or delayed or opened)
 
     def unread(self) -> list[InHand]:
-        """The shards with messages to read, those with the fewest in memory first."""
+        """The shards with messages to read; those first that have waited longest for a read.
+
+        By what they have in memory, a backlog in some would keep the others waiting for ever.
+        """
         window, most = self._window, self._capacity // PART
         return sorted(
             (
@@ -169,5 +177,5 @@ class ReadAhead:
                 and hand.shard not in window.leaving
                 and len(hand.pending) < most
             ),
-            key=lambda hand: len(hand.pending),
+            key=lambda hand: hand.turn,
         )

@@ -123,6 +123,17 @@ def test_a_slow_key_delays_no_other(inbox: Dsn, partner: Partner) -> None:
         until(lambda: len(partner.accepted) == 70 * 10)
 
 
+def test_in_a_backlog_all_shards_take_turns(inbox: Dsn, partner: Partner) -> None:
+    store(inbox, keys=2560, each=1)
+    with connect(inbox) as connection:
+        shards = dict(fetch(connection, "SELECT key, shard FROM saf.inbox"))
+    dispatch(inbox, partner, max_in_flight=4)
+    # memory holds 20 messages of 16 shards at a time: of each shard, 20 come before any more
+    first = Counter(shards[str(got.key)] for got in partner.accepted[: 64 * 20 + 320])
+    assert len(first) == len(set(shards.values())) == 64
+    assert max(first.values()) <= 2 * 20
+
+
 def test_the_sdk_of_cloudevents_reads_what_is_sent(inbox: Dsn, partner: Partner) -> None:
     put(
         inbox,

@@ -31,6 +31,13 @@ HTTP2 = "contract/test_dispatch_http2.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "in a backlog, the first shards are read again and again",
+        "saf/dispatch/read_ahead.py",
+        "            key=lambda hand: hand.turn,\n",
+        "            key=lambda hand: len(hand.pending),\n",
+        f"{DISPATCH}::test_in_a_backlog_all_shards_take_turns",
+    ),
+    mutant(
         "a connection of HTTP/2 that ends in good order costs its requests an attempt",
         "saf/dispatch/http2.py",
         "                        if not left:\n",
