@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from saf.cli import commands, program
 from saf.failpoints import arm
@@ -108,12 +108,11 @@ def _serve(listener: socket.socket, path: list[str]) -> None:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
-            return _attend(connection, path)
+            _attend(connection, path)
         connection.close()
-    return None
 
 
-def _attend(connection: socket.socket, path: list[str]) -> None:
+def _attend(connection: socket.socket, path: list[str]) -> NoReturn:
     """In a process between the server and the command: one that can wait for it."""
     head, streams, _, _ = socket.recv_fds(connection, HEAD_BYTES, STREAMS)
     with connection.makefile("rb") as file:
@@ -138,7 +137,7 @@ def _attend(connection: socket.socket, path: list[str]) -> None:
 
 def _command(
     command: list[str], env: dict[str, str], folder: str, path: list[str], streams: list[int]
-) -> None:
+) -> NoReturn:
     """In the forked process."""
     os.setsid()
     for number, stream in enumerate(streams):
