@@ -69,10 +69,15 @@ QUIET = (
 # The shell waits for the JVM, even when the driver is long gone. It writes the archive's size
 # first, because an archive that was cut off kills a JVM: one without its size, or with another one,
 # is not used. A Java without an archive of its own classes to build upon leaves the draft empty.
+# By a signal it kills the JVM, for which it must start it in the background, and pass its standard
+# input on by hand.
+END = signal.SIGUSR1
 TRAIN = (
-    'target=$1; draft=$2; shift 2; "$@" && [ -s "$draft" ] && wc -c <"$draft" >"$target.size" '
+    'target=$1; draft=$2; shift 2; exec 3<&0; "$@" <&3 3<&- & jvm=$!; trap "kill -9 $jvm" USR1; '
+    'wait "$jvm" && [ -s "$draft" ] && wc -c <"$draft" >"$target.size" '
     '&& mv -f "$draft" "$target" || rm -f "$draft"'
 )
+SHELL = ("/bin/sh", "-c", TRAIN, "sh")
 ARCHIVES_KEPT = 3  # each is some 160 MB, of one Java with one set of options
 
 
@@ -83,6 +88,8 @@ class Jvm:
     process: subprocess.Popen[bytes]
     folder: Path
     """A private folder, in which the JVM writes how to reach it."""
+    in_shell: bool
+    """Whether the process is a shell that has started it."""
     said: threading.Thread
     """The thread that passes on to stderr what the JVM says, until it ends."""
 
@@ -97,7 +104,7 @@ class Jvm:
         try:
             while not told.exists():
                 if self.process.poll() is not None or time.monotonic() > deadline:
-                    self.process.kill()
+                    self.kill()
                     self.said.join(1)
                     raise SafError(
                         "Spark's JVM did not start (it says why above); the Java and the memory "
@@ -109,6 +116,10 @@ class Jvm:
             shutil.rmtree(self.folder, ignore_errors=True)
         (port, length) = struct.unpack(">ii", data[:8])
         return port, data[8 : 8 + length].decode()
+
+    def kill(self) -> None:
+        """End it at once, even if it is stopped and hears nothing."""
+        self.process.send_signal(END if self.in_shell else signal.SIGKILL)
 
 
 def environment(java: Java) -> dict[str, str]:
@@ -144,7 +155,8 @@ def launch(java: Java, conf: Mapping[str, str], env: Mapping[str, str]) -> Jvm:
     assert process.stdout is not None  # noqa: S101 it is a pipe
     said = threading.Thread(target=_pass_on, args=[process.stdout], daemon=True)
     said.start()
-    return Jvm(process=left_to_itself(process), folder=folder, said=said)
+    in_shell = line[: len(SHELL)] == [*SHELL]
+    return Jvm(process=left_to_itself(process), folder=folder, in_shell=in_shell, said=said)
 
 
 def command(java: Java, conf: Mapping[str, str]) -> list[str]:
@@ -174,7 +186,7 @@ def command(java: Java, conf: Mapping[str, str]) -> list[str]:
         return [*runtime, *GATEWAY]
     _prune(target.parent)
     training = [*runtime, f"-XX:ArchiveClassesAtExit={draft}", *GATEWAY]
-    return ["/bin/sh", "-c", TRAIN, "sh", str(target), str(draft), *training]
+    return [*SHELL, str(target), str(draft), *training]
 
 
 def archive(java: Java, options: list[str]) -> Path | None:

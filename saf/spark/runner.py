@@ -94,7 +94,8 @@ class SparkRunner:
             self.spark.cancelJobGroup(group)
 
     def abandon(self) -> None:
-        """Give up a JVM that does not answer any more."""
+        """Give up a JVM that does not answer any more; `stop` would wait for it."""
+        self._spark = None
         session.abandon()
 
 

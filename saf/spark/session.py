@@ -197,12 +197,14 @@ def start(
         chosen["spark.pyspark.python"] = python
     conf_ = SparkConf().setMaster(with_attempts(master)).setAppName(app_name)
     try:
-        return SparkContext.getOrCreate(conf_.setAll(list(chosen.items())))
+        context = SparkContext.getOrCreate(conf_.setAll(list(chosen.items())))
     except Py4JJavaError as error:
         raise ConfigurationError(
             f"Spark does not start with forwarder.master = {master!r} and the settings of "
             f"[forwarder.spark]: {first_line(error)}"
         ) from None
+    _quiet_when_it_ends(context)
+    return context
 
 
 def stop(spark: SparkContext) -> None:
@@ -220,10 +222,22 @@ def abandon() -> None:
     from pyspark import SparkContext
 
     if _launched is not None:
-        _launched.process.kill()
+        _launched.kill()
     gateway: Any = SparkContext._gateway
     if gateway is not None:
         shut(sockets_to(gateway.gateway_parameters.port))
+
+
+def _quiet_when_it_ends(context: Any) -> None:
+    """Let the thread that Spark reports to print no traceback if the JVM has ended first."""
+    server = context._accumulatorServer
+    handle = server.handle_error
+
+    def handle_error(request: Any, address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError | EOFError):
+            handle(request, address)
+
+    server.handle_error = handle_error
 
 
 def _connect(context: Any) -> None:

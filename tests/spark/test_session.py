@@ -157,6 +157,40 @@ def test_jvm_and_workers_go_away_with_a_killed_driver(driver: subprocess.Popen[s
     assert alive == []
 
 
+HANG = """
+import os, signal, psutil
+java = [one for one in psutil.Process().children(recursive=True) if one.name() == "java"]
+for one in java:
+    one.suspend()
+"""
+ABANDON = """
+from saf.spark.runner import SparkRunner
+runner = SparkRunner(lambda much: spark)
+runner.start([])
+runner.abandon()
+runner.stop()
+"""
+
+
+@pytest.mark.parametrize("first", [True, False][: sized(1, 2)])
+def test_a_jvm_that_hangs_is_killed(first: bool, shared_cache: Path, tmp_path: Path) -> None:
+    if not first:
+        assert run_driver(driver_env(shared_cache), START, STOP).returncode == 0
+        finished_archive(shared_cache)
+    gone = "print(len(java), psutil.wait_procs(java, timeout=60)[1])\n"
+    env = driver_env(tmp_path if first else shared_cache)
+    done = run_driver(env, START, COUNT, HANG, ABANDON, gone)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "rows 1000\n1 []\n", "")
+
+
+def test_a_jvm_of_somebody_else_that_hangs_is_left_alone(shared_cache: Path) -> None:
+    # by spark-submit, say: it has started the driver
+    others = "session._launched = None\n"
+    there = "print([one.status() for one in java]); [one.kill() for one in java]\n"
+    done = run_driver(driver_env(shared_cache), START, HANG, others, ABANDON, there)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "['stopped']\n", "")
+
+
 def test_workers_come_from_the_daemon_that_was_started_ahead(
     driver: subprocess.Popen[str],
 ) -> None:

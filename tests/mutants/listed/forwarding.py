@@ -110,6 +110,20 @@ MUTANTS: list[Mutant] = [
         "spark/test_java.py::test_of_the_archives_of_classes_those_that_were_used_last_are_kept",
     ),
     mutant(
+        "of a first run that hangs, only the shell around the JVM is killed",
+        "saf/spark/jvm.py",
+        "END if self.in_shell else signal.SIGKILL",
+        "signal.SIGKILL",
+        "spark/test_session.py::test_a_jvm_that_hangs_is_killed[True]",
+    ),
+    mutant(
+        "a JVM that hangs is asked to stop, after it was given up",
+        "saf/spark/runner.py",
+        "        self._spark = None\n        session.abandon()",
+        "        session.abandon()",
+        "spark/test_session.py::test_a_jvm_of_somebody_else_that_hangs_is_left_alone",
+    ),
+    mutant(
         "items of work share a task",
         "saf/spark/runner.py",
         "parallelize(items.partitions(work), len(work))",
