@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import wait
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -17,11 +18,19 @@ from saf.cli.metrics import Listen, Push, Textfile, published
 from saf.cli.progress import ProgressBar, ProgressLog
 from saf.config import Settings, load, with_options
 from saf.errors import UsageError
+from saf.logger import Log
 from saf.operating.wording import at, counted
 from saf.signals import stop_on_signals
 
 if TYPE_CHECKING:
     from saf.forwarding.summary import Summary
+    from saf.spark.remote import ConnectRunner
+    from saf.spark.runner import SparkRunner
+
+log = Log("saf.forward")
+
+STOP_SECONDS = 30.0
+"""How long Spark may take to end once everything is done, in seconds."""
 
 
 def command(
@@ -129,8 +138,20 @@ def run(
     finally:
         bar.clear()
     report(summary)
-    spark.stop()
+    end(spark)
     return summary.exit_code
+
+
+def end(spark: SparkRunner | ConnectRunner) -> None:
+    """End Spark, and do not wait for one that hangs: nothing is left for it to do."""
+    from saf.forwarding.background import Background
+
+    stopping = Background(1, "saf-stop").submit(spark.stop)
+    if wait([stopping], timeout=STOP_SECONDS).not_done:
+        spark.abandon()
+        log.warning("spark_hangs", detail=f"it had not ended {STOP_SECONDS:g} s after the work")
+        return
+    stopping.result()
 
 
 def show(summary: Summary, *, as_json: bool) -> None:

@@ -17,16 +17,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from threading import Thread
+from typing import TypeVar
 
 from saf.config import Settings
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Fenced, JobFailed, SafError, Unavailable
 from saf.forwarding import reporting
+from saf.forwarding.background import Background
 from saf.forwarding.broker import SourceBroker
 from saf.forwarding.meter import Meter, Progress
 from saf.forwarding.plan import plan, tasks_within
@@ -35,12 +37,14 @@ from saf.forwarding.roster import Roster
 from saf.forwarding.runner import Runner
 from saf.forwarding.summary import Summary
 from saf.forwarding.surveys import surveyed
-from saf.forwarding.vigil import Vigil
+from saf.forwarding.vigil import BEGIN_SECONDS, Vigil
 from saf.log.pauses import Pauses
 from saf.logger import Log
 from saf.setaside.backoff import SHOWN
 
 log = Log("saf.forward")
+
+T = TypeVar("T")
 
 TICK_SECONDS = 0.2
 CANCEL_SECONDS = 10.0
@@ -96,7 +100,7 @@ class Forwarder:
         """The work of this cycle, and below the brokers that it belongs to."""
         self._failed_at: set[str] = set()
         self._stop = False
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="saf-runner")
+        self._background = Background(2, "saf-runner")
 
     def stop(self) -> None:
         """Finish the chunks in hand and end. Safe to call from a signal handler."""
@@ -176,9 +180,11 @@ class Forwarder:
         found = self.roster.visit(self.options.default_destination)
         if not found:
             return False
-        self._start(found)
+        self._answer(lambda: self.runner.start(found), within=BEGIN_SECONDS)
         # asked in each cycle, because a cluster's executors come and go
-        slots = self.options.tasks or self.runner.slots()
+        slots = self.options.tasks or self._answer(
+            self.runner.slots, within=2 * self.options.lease_seconds
+        )
         room = slots if self.most is None else min(slots, self.most)
         limited = room < slots
         many = {item.broker for item in found if item.much}
@@ -215,7 +221,7 @@ class Forwarder:
         vigil = Vigil(work)
         for broker in self._at_work(work):
             broker.vigil = vigil
-        job = self._pool.submit(self._job, work, vigil, limits)
+        job = self._background.submit(lambda: self._job(work, vigil, limits))
         left_out = len(self._at_work(found)) > len(self._at_work(work))
         try:
             with self._meter(work) as meter:
@@ -234,7 +240,7 @@ class Forwarder:
             self._settle(work, receipts, _shards(found))
 
     def _job(self, work: list[Work], vigil: Vigil, limits: Mapping[str, int]) -> list[Receipt]:
-        """Have the runner run the items; in a thread of its own."""
+        """Have the runner run the items; in the background."""
         # a source whose connections are counted has none for this
         with surveyed(work, but=limits, meanwhile=vigil.hear) as items:
             return self.runner.run(items, self.rules, vigil.group)
@@ -246,12 +252,19 @@ class Forwarder:
             if broker.max_connections
         }
 
-    def _start(self, work: Sequence[Work]) -> None:
-        """Make the runner ready; keep the leases meanwhile."""
-        started = self._pool.submit(self.runner.start, work)
-        while not wait_for([started], timeout=TICK_SECONDS).done:
+    def _answer(self, question: Callable[[], T], within: float) -> T:
+        """Ask the runner something in the background; keep the leases meanwhile.
+
+        Raises:
+            Unavailable: it has not answered within so many seconds, and is given up.
+        """
+        asked, began = self._background.submit(question), time.monotonic()
+        while not wait_for([asked], timeout=TICK_SECONDS).done:
+            if time.monotonic() - began > within:
+                self.runner.abandon()
+                raise Unavailable("Spark", f"it has not answered for {within:g} s: it hangs")
             self._renew()
-        started.result()
+        return asked.result()
 
     def _run(
         self,
@@ -436,7 +449,7 @@ class Forwarder:
             reporting.problem(broker, kind)
 
     def _leave(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._background.dismiss()
         self.roster.leave()
 
 

@@ -221,6 +221,7 @@ def abandon() -> None:
     """Give up a JVM that does not answer; callers that wait for it hear that it has gone."""
     from pyspark import SparkContext
 
+    warnings.filterwarnings("ignore", message="Unable to cleanly shutdown Spark JVM")
     if _launched is not None:
         _launched.kill()
     gateway: Any = SparkContext._gateway

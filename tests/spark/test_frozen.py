@@ -16,6 +16,7 @@ from tests import on_spark
 from tests.pipeline import bodies, connect
 from tests.programs import BIN, configuration, environment, last_json, received, saf, send
 from tests.sizes import sized
+from tests.waits import until
 
 MESSAGES = 10_000
 LEASE_SECONDS = 3.0
@@ -95,6 +96,42 @@ def test_what_is_stopped_loses_its_shards_to_the_next_run(
     for key in {key for key, _ in arrived}:
         numbers = [int(body.split()[-1]) for at, body in arrived if at == key]
         assert numbers == sorted(numbers)
+
+
+def test_a_loop_whose_spark_hangs_between_two_cycles_ends(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    options = {"lease_seconds": LEASE_SECONDS, "master": "local[2]", "use_spark": "always"}
+    config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom}, **options)
+    output = tmp_path / "output"
+    send(app, 10)
+    with (
+        output.open("w") as file,
+        subprocess.Popen(
+            [BIN / "saf", "forward", "--config", config, "--loop", "--json"],
+            env=environment(),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        ) as forwarder,
+    ):
+        until(lambda: output.read_text().strip())
+        frozen = jvm(psutil.Process(forwarder.pid))
+        for one in frozen:
+            one.suspend()
+        send(app, 10)
+        try:
+            assert forwarder.wait(60) == 75
+        finally:
+            forwarder.kill()
+        _, alive = psutil.wait_procs(frozen, timeout=60)
+        assert alive == []
+    said = output.read_text()
+    assert "Spark is unavailable: it has not answered for 6 s" in said
+    assert "Traceback" not in said
+    assert len(bodies(mom)) == 10
+    on_spark.forward(config)
+    assert len(bodies(mom)) == 20
 
 
 def test_a_run_says_what_hangs_and_forwards_everything_else(

@@ -163,32 +163,43 @@ java = [one for one in psutil.Process().children(recursive=True) if one.name() =
 for one in java:
     one.suspend()
 """
-ABANDON = """
+RUNNER = """
 from saf.spark.runner import SparkRunner
 runner = SparkRunner(lambda much: spark)
 runner.start([])
-runner.abandon()
-runner.stop()
 """
 
 
 @pytest.mark.parametrize("first", [True, False][: sized(1, 2)])
-def test_a_jvm_that_hangs_is_killed(first: bool, shared_cache: Path, tmp_path: Path) -> None:
+def test_a_jvm_that_hangs_when_it_is_to_end_is_killed(
+    first: bool, shared_cache: Path, tmp_path: Path
+) -> None:
     if not first:
-        assert run_driver(driver_env(shared_cache), START, STOP).returncode == 0
+        assert run_driver(driver_env(shared_cache), START, COUNT, STOP).returncode == 0
         finished_archive(shared_cache)
+    end = "from saf.cli import forward\nforward.STOP_SECONDS = 1\nforward.end(runner)\n"
     gone = "print(len(java), psutil.wait_procs(java, timeout=60)[1])\n"
     env = driver_env(tmp_path if first else shared_cache)
-    done = run_driver(env, START, COUNT, HANG, ABANDON, gone)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "rows 1000\n1 []\n", "")
+    done = run_driver(env, START, COUNT, HANG, RUNNER, end, gone)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows, warning, left = done.stdout.splitlines()
+    assert (rows, left) == ("rows 1000", "1 []")
+    assert "spark_hangs" in warning
 
 
-def test_a_jvm_of_somebody_else_that_hangs_is_left_alone(shared_cache: Path) -> None:
+def test_a_driver_ends_whose_jvm_hangs_and_is_somebody_else_s(shared_cache: Path) -> None:
     # by spark-submit, say: it has started the driver
     others = "session._launched = None\n"
-    there = "print([one.status() for one in java]); [one.kill() for one in java]\n"
-    done = run_driver(driver_env(shared_cache), START, HANG, others, ABANDON, there)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "['stopped']\n", "")
+    job = """
+from saf.forwarding.background import Background
+Background(1, "job").submit(lambda: spark.parallelize(range(1000)).count())
+"""
+    abandon = "runner.abandon()\nrunner.stop()\nprint(java[0].pid)\n"
+    done = run_driver(driver_env(shared_cache), START, HANG, others, job, RUNNER, abandon)
+    hanging = psutil.Process(int(done.stdout))
+    assert hanging.status() == psutil.STATUS_STOPPED
+    hanging.kill()
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_workers_come_from_the_daemon_that_was_started_ahead(
