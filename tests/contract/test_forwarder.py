@@ -13,6 +13,7 @@ import pytest
 from saf.config import Settings, load
 from saf.database import Dsn, fetch
 from saf.engine.work import Work
+from saf.errors import Unavailable
 from saf.forwarding.broker import LITTLE, SourceBroker
 from saf.forwarding.summary import Summary
 from saf.routing.routes import add_route
@@ -42,6 +43,28 @@ def settings(app: Dsn, mom: Dsn, tmp_path: Path) -> Callable[..., Settings]:
         return load(file)
 
     return made
+
+
+def test_a_runner_that_does_not_answer_is_given_up_and_its_shards_are_free(
+    app: Dsn, mom: Dsn, settings: Callable[..., Settings]
+) -> None:
+    given_up = threading.Event()
+
+    class Hangs(InProcess):
+        def slots(self) -> int:
+            given_up.wait(20)
+            return 1
+
+        def abandon(self) -> None:
+            given_up.set()
+
+    send_many(app, 10)
+    hanging = forwarder(settings(lease_seconds=1.0), Hangs())
+    with pytest.raises(Unavailable, match="Spark is unavailable: it has not answered for 2 s"):
+        hanging.drain()
+    assert given_up.is_set()
+    assert forwarder(settings(), InProcess()).drain().forwarded == 10
+    assert len(bodies(mom)) == 10
 
 
 def test_a_drain_goes_on_while_a_task_has_left_some_of_its_work(

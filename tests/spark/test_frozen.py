@@ -41,6 +41,16 @@ def jvm(forwarder: psutil.Process) -> list[psutil.Process]:
     return [one for one in forwarder.children(recursive=True) if one.name() == "java"]
 
 
+def code_at_the_end(program: subprocess.Popen[bytes], output: Path) -> int:
+    """Its exit code; if it does not end, the error says where each of its threads is."""
+    try:
+        return program.wait(60)
+    except subprocess.TimeoutExpired:
+        program.send_signal(signal.SIGABRT)
+        program.wait(20)
+        raise AssertionError(output.read_text()) from None
+
+
 @pytest.mark.parametrize("part", [jvm, workers][: sized(1, 2)])
 def test_what_is_stopped_loses_its_shards_to_the_next_run(
     app: Dsn,
@@ -58,7 +68,7 @@ def test_what_is_stopped_loses_its_shards_to_the_next_run(
         output.open("w") as file,
         subprocess.Popen(
             [BIN / "saf", "forward", "--config", config, "--json"],
-            env=environment(),
+            env=environment(PYTHONFAULTHANDLER="1"),
             stdout=file,
             stderr=file,
             start_new_session=True,
@@ -79,7 +89,7 @@ def test_what_is_stopped_loses_its_shards_to_the_next_run(
             while last_json(next_run.stdout)["idle"]:
                 assert time.monotonic() - began < 90
                 next_run = saf("forward", "--config", config, "--json")
-            assert forwarder.wait(60) == 75
+            assert code_at_the_end(forwarder, output) == 75
         finally:
             for one in frozen:
                 if one.is_running():
@@ -98,6 +108,7 @@ def test_what_is_stopped_loses_its_shards_to_the_next_run(
         assert numbers == sorted(numbers)
 
 
+@pytest.mark.long
 def test_a_loop_whose_spark_hangs_between_two_cycles_ends(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
@@ -109,7 +120,7 @@ def test_a_loop_whose_spark_hangs_between_two_cycles_ends(
         output.open("w") as file,
         subprocess.Popen(
             [BIN / "saf", "forward", "--config", config, "--loop", "--json"],
-            env=environment(),
+            env=environment(PYTHONFAULTHANDLER="1"),
             stdout=file,
             stderr=file,
             start_new_session=True,
@@ -121,7 +132,7 @@ def test_a_loop_whose_spark_hangs_between_two_cycles_ends(
             one.suspend()
         send(app, 10)
         try:
-            assert forwarder.wait(60) == 75
+            assert code_at_the_end(forwarder, output) == 75
         finally:
             forwarder.kill()
         _, alive = psutil.wait_procs(frozen, timeout=60)

@@ -135,7 +135,7 @@ MUTANTS: list[Mutant] = [
         FORWARD,
         "            if time.monotonic() - began > within:",
         "            if False:",
-        "spark/test_frozen.py::test_a_loop_whose_spark_hangs_between_two_cycles_ends",
+        f"{FORWARDER}::test_a_runner_that_does_not_answer_is_given_up_and_its_shards_are_free",
     ),
     mutant(
         "items of work share a task",
