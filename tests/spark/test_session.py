@@ -45,10 +45,12 @@ def driver_env(cache: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "SAF_CACHE": str(cache), **more}
 
 
-def run_driver(env: dict[str, str], *code: str) -> subprocess.CompletedProcess[str]:
+def run_driver(
+    env: dict[str, str], *code: str, seconds: float = 240
+) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-c", "".join(code)]
     return subprocess.run(
-        program, env=env, capture_output=True, text=True, timeout=240, check=False
+        program, env=env, capture_output=True, text=True, timeout=seconds, check=False
     )
 
 
@@ -180,7 +182,7 @@ def test_a_jvm_that_hangs_when_it_is_to_end_is_killed(
     end = "from saf.cli import forward\nforward.STOP_SECONDS = 1\nforward.end(runner)\n"
     gone = "print(len(java), psutil.wait_procs(java, timeout=60)[1])\n"
     env = driver_env(tmp_path if first else shared_cache)
-    done = run_driver(env, START, COUNT, HANG, RUNNER, end, gone)
+    done = run_driver(env, START, COUNT, HANG, RUNNER, end, gone, seconds=120)
     assert (done.returncode, done.stderr) == (0, "")
     rows, warning, left = done.stdout.splitlines()
     assert (rows, left) == ("rows 1000", "1 []")
@@ -195,7 +197,8 @@ from saf.forwarding.background import Background
 Background(1, "job").submit(lambda: spark.parallelize(range(1000)).count())
 """
     abandon = "runner.abandon()\nrunner.stop()\nprint(java[0].pid)\n"
-    done = run_driver(driver_env(shared_cache), START, HANG, others, job, RUNNER, abandon)
+    code = START, HANG, others, job, RUNNER, abandon
+    done = run_driver(driver_env(shared_cache), *code, seconds=120)
     hanging = psutil.Process(int(done.stdout))
     assert hanging.status() == psutil.STATUS_STOPPED
     hanging.kill()
