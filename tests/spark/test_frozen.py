@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -41,6 +42,22 @@ def jvm(forwarder: psutil.Process) -> list[psutil.Process]:
     return [one for one in forwarder.children(recursive=True) if one.name() == "java"]
 
 
+@contextmanager
+def forwarding(config: Path, output: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A forwarder in a process group of its own, which says all it says in a file."""
+    with (
+        output.open("w") as file,  # no pipe: what is stopped would hold it open
+        subprocess.Popen(
+            [BIN / "saf", "forward", "--config", config, "--json", *options],
+            env=environment(PYTHONFAULTHANDLER="1"),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        ) as process,
+    ):
+        yield process
+
+
 def code_at_the_end(program: subprocess.Popen[bytes], output: Path) -> int:
     """Its exit code; if it does not end, the error says where each of its threads is."""
     try:
@@ -63,17 +80,8 @@ def test_what_is_stopped_loses_its_shards_to_the_next_run(
         connection.execute(SLOWER)
     options = {"chunk_rows": 100, "lease_seconds": LEASE_SECONDS, "master": "local[2]"}
     config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom}, **options)
-    output = tmp_path / "output"  # no pipe: what is stopped would hold it open
-    with (
-        output.open("w") as file,
-        subprocess.Popen(
-            [BIN / "saf", "forward", "--config", config, "--json"],
-            env=environment(PYTHONFAULTHANDLER="1"),
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        ) as forwarder,
-    ):
+    output = tmp_path / "output"
+    with forwarding(config, output) as forwarder:
         while not bodies(mom):
             assert forwarder.poll() is None
             time.sleep(0.01)
@@ -116,16 +124,7 @@ def test_a_loop_whose_spark_hangs_between_two_cycles_ends(
     config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom}, **options)
     output = tmp_path / "output"
     send(app, 10)
-    with (
-        output.open("w") as file,
-        subprocess.Popen(
-            [BIN / "saf", "forward", "--config", config, "--loop", "--json"],
-            env=environment(PYTHONFAULTHANDLER="1"),
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        ) as forwarder,
-    ):
+    with forwarding(config, output, "--loop") as forwarder:
         until(lambda: output.read_text().strip())
         frozen = jvm(psutil.Process(forwarder.pid))
         for one in frozen:
