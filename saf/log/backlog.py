@@ -25,7 +25,7 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 from saf.database import fetch
-from saf.log.cursor import BY_INDEX, begun_since, new_rows
+from saf.log.cursor import BY_INDEX, begun_since
 from saf.log.ring import AGE_COLUMN, SLOT_ROWS, SLOTS
 from saf.log.shards import LAST
 
@@ -54,32 +54,43 @@ WHERE c.subscription_id = s.subscription_id AND c.shard = n.shard
 ORDER BY s.log DESC, s.name, n.shard
 """
 
+# Of each shard, about the first transaction of its open batch with messages beyond the position.
+# Looked for by halving, of all shards in one statement: next to many small ones, the server's work
+# for each would be most of it.
+NOT_COMPLETE_FROM = """
+WITH RECURSIVE halving (shard, position, low, high) AS (
+    SELECT * FROM unnest({shards}::smallint[], {positions}::bigint[], {low}::bigint[],
+                         {high}::bigint[])
+    UNION ALL
+    SELECT h.shard, h.position,
+           CASE WHEN first.id <= h.position THEN first.txid + 1 ELSE h.low END,
+           CASE WHEN first.id <= h.position THEN h.high ELSE m.middle END
+    FROM halving h CROSS JOIN LATERAL (SELECT (h.low + h.high) / 2 AS middle) AS m
+    LEFT JOIN LATERAL (
+        SELECT o.id, o.txid::text::bigint AS txid FROM {log} o
+        WHERE o.shard = h.shard AND o.txid >= m.middle::text::xid8
+        ORDER BY o.txid LIMIT 1) AS first ON true
+    WHERE h.low < h.high)
+SELECT shard, low FROM halving WHERE low >= high
+"""
+
 # Oldest transactions first, by the index; those that were in progress at ``done`` by themselves.
 # What was read and is complete counts for the estimate only.
 READ = """
-SELECT shard, to_service, to_broker, {left} AS left, count(*), min(written), min(id), max(id)
-FROM (
-    SELECT n.shard, since.*
-    FROM unnest({shards}::smallint[]) AS n (shard) CROSS JOIN LATERAL (
-        SELECT id, txid, to_service, to_broker, {written} AS written FROM {log} o
-        WHERE o.shard = n.shard AND o.txid >= {start}::xid8 ORDER BY o.txid LIMIT {look}) AS since
+SELECT shard, to_service, to_broker,
+       open IS NULL OR NOT (pg_visible_in_snapshot(txid, open)
+                            AND (id <= position OR id <@ beyond)) AS left,
+       count(*), min(written), min(id), max(id)
+FROM unnest({shards}::smallint[], {start}::xid8[], {xip}::text[], {open}::pg_snapshot[],
+            {position}::bigint[], {beyond}::int8multirange[])
+     AS n (shard, start, xip, open, position, beyond)
+CROSS JOIN LATERAL (
+    (SELECT id, txid, to_service, to_broker, {written} AS written FROM {log} o
+     WHERE o.shard = n.shard AND o.txid >= n.start ORDER BY o.txid LIMIT {look})
     UNION ALL
-    SELECT n.shard, ended.*
-    FROM unnest({shards}::smallint[]) AS n (shard) CROSS JOIN LATERAL (
-        SELECT id, txid, to_service, to_broker, {written} AS written FROM {log} o
-        WHERE o.shard = n.shard AND o.txid = ANY ({xip}::xid8[]) LIMIT {look}) AS ended
-) AS looked
+    (SELECT id, txid, to_service, to_broker, {written} AS written FROM {log} o
+     WHERE o.shard = n.shard AND o.txid = ANY (n.xip::xid8[]) LIMIT {look})) AS looked
 GROUP BY 1, 2, 3, 4
-"""
-ALL_LEFT = sql.SQL("true")
-NOT_COMPLETE = """
-(NOT (pg_visible_in_snapshot(txid, {open}::pg_snapshot)
-      AND (id <= {position} OR id <@ {beyond}::int8multirange)))
-"""
-
-FIRST_FROM = """
-SELECT id, txid::text::bigint FROM {log}
-WHERE shard = {shard} AND txid >= {txid}::xid8 ORDER BY txid LIMIT 1
 """
 
 # Of each slot, a row of the newest transaction has about the highest id
@@ -154,17 +165,6 @@ class Backlog:
         return min(known, default=None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Span:
-    """Shards of one subscription that are equally far."""
-
-    log: str
-    done: str
-    open: str | None
-    position: int
-    beyond: str
-
-
 def backlogs(
     connection: psycopg.Connection[Any], *, look: int = LOOK, seconds: float | None = None
 ) -> list[Backlog]:
@@ -198,33 +198,14 @@ def backlogs(
 
 
 def _look(connection: psycopg.Connection[Any], backlog: Backlog, look: int) -> None:
-    spans: dict[_Span, list[int]] = defaultdict(list)
-    for row in backlog.shards:
-        span = _Span(
-            log=row.log, done=row.done, open=row.open, position=row.position, beyond=row.beyond
-        )
-        spans[span].append(row.shard)
-    for span, shards in spans.items():
-        if span.open is None and not new_rows(connection, span.log, [(span.done, shards)], most=1):
-            continue
-        _count(connection, backlog, span, shards, look)
-
-
-def _count(
-    connection: psycopg.Connection[Any],
-    backlog: Backlog,
-    span: _Span,
-    shards: list[int],
-    look: int,
-) -> None:
-    """Add what is left of some shards to a backlog."""
-    rows = fetch(connection, _query(connection, span, shards, look))
+    """Read what is left of some shards, and add it to their backlog."""
+    rows = fetch(connection, _query(connection, backlog, look))
     looked, low, high = _extent(rows)
     cut = [shard for shard, count in looked.items() if count >= look]
     factor = dict.fromkeys(looked, 1.0)
     if cut:
         backlog.exact = False
-        for shard, rest in _beyond(connection, span.log, cut, high):
+        for shard, rest in _beyond(connection, backlog.log, cut, high):
             density = looked[shard] / (high[shard] - low[shard] + 1)
             factor[shard] += rest * density / looked[shard]
     for shard, service, broker, left, count, written, _, _ in rows:
@@ -262,49 +243,40 @@ def _beyond(
         yield shard, max(0, last - max(base, high[shard]))
 
 
-def _query(
-    connection: psycopg.Connection[Any], span: _Span, shards: list[int], look: int
-) -> sql.Composed:
-    start, xip = begun_since(span.done)
-    left: sql.Composable = ALL_LEFT
-    if span.open is not None:
-        left = sql.SQL(NOT_COMPLETE).format(
-            open=sql.Literal(span.open),
-            position=sql.Literal(span.position),
-            beyond=sql.Literal(span.beyond),
-        )
-        if span.position:
-            start = str(_not_complete_from(connection, span, shards, int(start)))
+def _query(connection: psycopg.Connection[Any], backlog: Backlog, look: int) -> sql.Composed:
+    shards = backlog.shards
+    begun = [begun_since(one.done) for one in shards]
+    known = _not_complete_from(connection, backlog)
+    start = [known.get(one.shard, first) for one, (first, _) in zip(shards, begun, strict=True)]
+    columns = {
+        "shards": [one.shard for one in shards],
+        "start": start,
+        "xip": [f"{{{','.join(xip)}}}" for _, xip in begun],
+        "open": [one.open for one in shards],
+        "position": [one.position for one in shards],
+        "beyond": [one.beyond for one in shards],
+    }
     return sql.SQL(READ).format(
-        log=sql.Identifier("saf", span.log),
-        written=sql.Identifier(AGE_COLUMN[span.log]),
-        shards=sql.Literal(shards),
-        start=sql.Literal(str(start)),
-        xip=sql.Literal([str(one) for one in xip]),
+        log=sql.Identifier("saf", backlog.log),
+        written=sql.Identifier(AGE_COLUMN[backlog.log]),
         look=sql.Literal(look),
-        left=left,
+        **{name: sql.Literal(values) for name, values in columns.items()},
     )
 
 
-def _not_complete_from(
-    connection: psycopg.Connection[Any], span: _Span, shards: Sequence[int], start: int
-) -> int:
-    """About the first transaction of an open batch with messages beyond the position.
-
-    Looked for in one shard, by halving, because transactions are the same for all of them.
-    """
-    assert span.open is not None  # noqa: S101 - only open batches have a position
-    low, high = start, int(begun_since(span.open)[0])
-    while low < high:
-        middle = (low + high) // 2
-        query = sql.SQL(FIRST_FROM).format(
-            log=sql.Identifier("saf", span.log),
-            shard=sql.Literal(shards[0]),
-            txid=sql.Literal(str(middle)),
-        )
-        found = fetch(connection, query)
-        if found and found[0][0] <= span.position:
-            low = int(found[0][1]) + 1
-        else:
-            high = middle
-    return low
+def _not_complete_from(connection: psycopg.Connection[Any], backlog: Backlog) -> dict[int, str]:
+    """Of each shard that has completed some of its open batch: where the rest begins, about."""
+    in_hand = [one for one in backlog.shards if one.open is not None and one.position]
+    if not in_hand:
+        return {}
+    columns = {
+        "shards": [one.shard for one in in_hand],
+        "positions": [one.position for one in in_hand],
+        "low": [int(begun_since(one.done)[0]) for one in in_hand],
+        "high": [int(begun_since(one.open)[0]) for one in in_hand if one.open],
+    }
+    query = sql.SQL(NOT_COMPLETE_FROM).format(
+        log=sql.Identifier("saf", backlog.log),
+        **{name: sql.Literal(values) for name, values in columns.items()},
+    )
+    return {shard: str(txid) for shard, txid in fetch(connection, query)}

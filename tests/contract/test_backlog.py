@@ -73,6 +73,35 @@ def test_of_a_batch_in_hand_only_what_is_beyond_the_position_is_left(app: Dsn) -
         assert left(connection).messages == 0
 
 
+@every_postgresql
+def test_shards_that_are_each_at_a_place_of_their_own_are_read_by_two_statements(
+    app: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a dispatcher's are: what is asked every few seconds may not cost most in a backlog."""
+    of_its_own = "UPDATE saf.cursor SET position = shard * 4 + 1 WHERE open IS NOT NULL"
+    beyond = "SELECT count(*) FROM saf.outbox o JOIN saf.cursor c USING (shard) \
+              WHERE o.id > c.position AND c.open IS NOT NULL"
+    asked = []
+
+    def counted(*given: Any) -> Any:
+        asked.append(given)
+        return fetch(*given)
+
+    with connect(app) as connection:
+        for number in range(300):
+            send(connection, str(number), key=str(number))
+        member = new_member(connection)
+        member.balance(connection)
+        open_batch(connection, "outbox", member)
+        connection.execute(of_its_own)
+        ((expected,),) = fetch(connection, beyond)
+        monkeypatch.setattr(backlog, "fetch", counted)
+        found = left(connection)
+    assert (found.messages, found.exact) == (expected, True)
+    assert 0 < expected < 300
+    assert len(asked) == 2
+
+
 def test_what_is_more_than_is_read_is_estimated_across_slots_that_were_left_early(app: Dsn) -> None:
     with connect(app) as connection:
         connection.execute(SENT, [10_000])
