@@ -25,6 +25,7 @@ from saf.routing.routes import add_route, add_topic, current_routes, freeze
 from tests.dialogs import begin
 from tests.pipeline import Cycle, bodies, connect, forward, forwarding_rules, send
 from tests.processes import start, wait
+from tests.ring import in_slot, leave_slot
 from tests.waits import until
 
 NOW = 1e-9
@@ -35,13 +36,6 @@ NOW = 1e-9
 def transaction(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
     with app.connect(role="test") as connection:
         yield connection
-
-
-def leave_slot(connection: psycopg.Connection[Any], log: str = "outbox") -> None:
-    """Let the next id be the first one of the next slot. Nobody else draws meanwhile."""
-    ((last,),) = connection.execute(f"SELECT last_value FROM saf.{log}_id_seq").fetchall()
-    first = (last // SLOT_ROWS + 1) * SLOT_ROWS
-    connection.execute("SELECT setval(%s, %s, false)", [f"saf.{log}_id_seq", first])
 
 
 def subscribe(connection: psycopg.Connection[Any], name: str, log: str = "outbox") -> None:
@@ -81,11 +75,6 @@ def wait_until_it_waits(connection: psycopg.Connection[Any]) -> None:
         AND mode = 'AccessExclusiveLock' AND NOT granted)"
     while connection.execute(waits).fetchone() != (True,):
         pass
-
-
-def in_slot(connection: psycopg.Connection[Any], slot: str) -> list[str]:
-    rows = connection.execute(f"SELECT body FROM saf.{slot} ORDER BY id").fetchall()
-    return [bytes(body).decode() for (body,) in rows]
 
 
 # What goes, and what stays

@@ -24,11 +24,11 @@ from saf.errors import (
 )
 from saf.log import ring
 from saf.log.offset import Offset, between
-from saf.log.ring import SLOT_ROWS
 from tests.pipeline import connect, send
 from tests.programs import configuration, last_json
 from tests.programs import saf as command
 from tests.restored import burn_transaction_ids, elsewhere, repair, restore
+from tests.ring import leave_slot
 from tests.streams import Crash, query
 
 __all__ = ["elsewhere"]
@@ -52,15 +52,6 @@ def expected(number: int, what: str = "m") -> list[str]:
 def purge(dsn: Dsn, log: str = "outbox") -> set[str]:
     with connect(dsn) as connection:
         return {slot.state for slot in ring.purge(connection, log, retention_seconds=0)}
-
-
-def leave_slot(dsn: Dsn) -> None:
-    with connect(dsn) as connection:
-        connection.execute(
-            "SELECT setval('saf.outbox_id_seq', (last_value / %(slot)s + 1) * %(slot)s) "
-            "FROM saf.outbox_id_seq",
-            {"slot": SLOT_ROWS},
-        )
 
 
 def without_forwarder(dsn: Dsn) -> None:
@@ -215,7 +206,8 @@ def test_a_purge_keeps_what_is_not_committed_and_takes_it_afterwards(
     stream = query(config)
     fill(app, 10)
     stream.step()
-    leave_slot(app)
+    with connect(app) as connection:
+        leave_slot(connection)
     assert "needed" in purge(app)
     assert stream.rows(0) == stream.sink[0]
     stream.drain()  # a pause commits
@@ -289,7 +281,8 @@ def test_rows_that_a_purge_takes_after_a_drop_are_missed_by_the_task(
     with connect(app) as connection:
         connection.execute("DELETE FROM saf.subscription WHERE name = 'lake'")
         connection.execute("UPDATE saf.cursor SET done = pg_current_snapshot()")
-    leave_slot(app)
+    with connect(app) as connection:
+        leave_slot(connection)
     assert "purged" in purge(app)
     for part in planned:
         with pytest.raises(PurgedMeanwhile):

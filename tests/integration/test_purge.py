@@ -15,12 +15,13 @@ import pytest
 
 from saf.database import Dsn
 from saf.log.archive import LOCK, ParquetArchive
-from saf.log.ring import SLOT_ROWS, SLOTS, Contents, Slot
+from saf.log.ring import SLOTS, Contents, Slot
 from saf.operating.maintenance import purge_broker
 from tests.archives import read_inbox
 from tests.pipeline import connect, forward
 from tests.processes import start, wait
 from tests.programs import configuration, last_json, run, saf, send
+from tests.ring import leave_slot
 from tests.scraping import value
 from tests.waits import until
 
@@ -33,12 +34,8 @@ def fill_a_slot(app: Dsn, mom: Dsn, count: int) -> None:
     """Messages in the outbox that are forwarded, in a slot that ids have left."""
     send(app, count)
     forward(app, mom=mom)
-    leave_slot(app, "outbox")
-
-
-def leave_slot(app: Dsn, log: str) -> None:
     with connect(app) as connection:
-        connection.execute(f"SELECT setval('saf.{log}_id_seq', {SLOT_ROWS}, false)")
+        leave_slot(connection)
 
 
 def purged(app: Dsn, folder: Path) -> Slot:
@@ -115,7 +112,8 @@ def test_people_see_a_line_for_each_slot_that_holds_something(
 ) -> None:
     configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": mom})
     send(app, 50)
-    leave_slot(app, "outbox")
+    with connect(app) as connection:
+        leave_slot(connection)
     wide = {"COLUMNS": "120"}
 
     kept = saf("purge", "--retention", "0", cwd=tmp_path, env=wide)
@@ -285,7 +283,7 @@ def test_archiving_four_times_as_much_needs_no_more_memory(tmp_path: Path, app: 
                 [messages],
             )
             connection.execute("UPDATE saf.cursor SET done = pg_current_snapshot()")
-            leave_slot(app, "outbox")
+            leave_slot(connection)
             told, tell = Pipe(duplex=False)
 
             def unlocked(told: Connection = told, tell: Connection = tell) -> bool:

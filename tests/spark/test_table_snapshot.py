@@ -15,11 +15,11 @@ from saf.database import Dsn, fetch
 from saf.engine.source import given
 from saf.errors import PurgedMeanwhile
 from saf.log import ring
-from saf.log.ring import SLOT_ROWS
 from saf.spark.table import part as parts
 from saf.spark.table.part import Part, Query, read
 from saf.spark.table.source import Messages, Scan
 from tests.pipeline import connect, run, send
+from tests.ring import leave_slot
 from tests.spark.tables import Tables
 
 ATTEMPTS = 3
@@ -103,16 +103,6 @@ def sessions(dsn: Dsn) -> list[tuple[Any, ...]]:
         )
 
 
-def leave_slot(dsn: Dsn) -> None:
-    """Draw ids from the next slot from now on."""
-    with connect(dsn) as connection:
-        connection.execute(
-            "SELECT setval('saf.outbox_id_seq', (last_value / %(slot)s + 1) * %(slot)s) "
-            "FROM saf.outbox_id_seq",
-            {"slot": SLOT_ROWS},
-        )
-
-
 def purge(dsn: Dsn) -> set[str]:
     with connect(dsn) as connection:
         slots = ring.purge(connection, "outbox", retention_seconds=0)
@@ -124,7 +114,8 @@ def test_a_read_that_a_purge_has_taken_rows_from_fails_and_says_what_to_do(
 ) -> None:
     fill(app, 20)
     run(app, mom=mom)
-    leave_slot(app)
+    with connect(app) as connection:
+        leave_slot(connection)
     fill(app, 5, "after")
     planned = tables().rdd
     assert planned.getNumPartitions() == 2
@@ -151,7 +142,8 @@ def test_a_partition_in_hand_keeps_its_rows_from_being_purged(
     tables = Tables(tmp_path, mom, app=app)
     fill(app, 20)
     run(app, mom=mom)
-    leave_slot(app)
+    with connect(app) as connection:
+        leave_slot(connection)
     one, query = scan(tables.config, partitions="2")
     first, second = parts_of(one)
     said: list[set[str]] = []
@@ -178,7 +170,8 @@ def test_slots_that_are_purged_before_the_plan_are_no_error(
 ) -> None:
     fill(app, 3)
     run(app, mom=mom)
-    leave_slot(app)
+    with connect(app) as connection:
+        leave_slot(connection)
     fill(app, 2, "after")
     assert "purged" in purge(app)
     assert tables().count() == 2
