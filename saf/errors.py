@@ -77,6 +77,10 @@ class ConfigurationError(UsageError):
     """A setting is missing, unknown or wrong."""
 
 
+class MayNotPurge(UsageError):
+    """A role has not the rights of a purger, which a forwarder need not have."""
+
+
 class InvalidMessage(UsageError, ValueError):
     """A message that no broker would store.
 

@@ -95,7 +95,7 @@ SECTIONS = {
     "dispatcher": ("What a dispatcher has done", "By `saf dispatch`."),
     "purge": (
         "What a purge has done",
-        "By `saf purge`, and by a forwarder that purges at the end of its runs, or in its pauses.",
+        "By `saf purge`, and by a forwarder that is a purger too.",
     ),
 }
 

@@ -19,7 +19,7 @@ keeps nothing of the old one. `RIGHTS` is the complete list of what each kind ma
     purger      empties slots of the logs, and forgets old routes. Not part of the forwarder, which
                 runs on many machines: that every reader has completed a slot is checked by the
                 program and not by the server, so whoever may TRUNCATE may destroy messages. A
-                forwarder that purges at the end of its runs is a purger as well
+                forwarder that purges beside its work is a purger as well
     operator    reads everything, and looks after routes, services, messages set aside and slots
 
 Nobody may create, alter or drop: only the owner, who migrates, may do that. Rights on the parent of

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """A number of threads that run actions, one after the other.
+    """Up to a number of threads that run actions, one after the other.
 
     They stay the same, because to PySpark each thread is another client of its JVM.
     """
@@ -23,25 +23,33 @@ class Background:
     def __init__(self, threads: int, name: str) -> None:
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads = threads
-        for _ in range(threads):
-            Thread(target=self._run, name=name, daemon=True).start()
+        self._name = name
+        self._started = 0
 
     def submit(self, action: Callable[[], T]) -> Future[T]:
-        """Run ``action`` when a thread is free; its result, or what it raises, is the future's."""
+        """Run ``action`` when a thread is free; its result, or what it raises, is the future's.
+
+        Until then, the future can be cancelled. Called from one thread.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(action())
             except BaseException as error:  # it is raised where it is asked for
                 future.set_exception(error)
 
         self._todo.put(run)
+        if self._started < self._threads:
+            self._started += 1
+            Thread(target=self._run, name=self._name, daemon=True).start()
         return future
 
     def dismiss(self) -> None:
         """Let the threads end after what they have in hand."""
-        for _ in range(self._threads):
+        for _ in range(self._started):
             self._todo.put(None)
 
     def _run(self) -> None:

@@ -37,7 +37,7 @@ from saf.forwarding.roster import Roster
 from saf.forwarding.runner import Runner
 from saf.forwarding.summary import Summary
 from saf.forwarding.surveys import surveyed
-from saf.forwarding.vigil import BEGIN_SECONDS, Vigil
+from saf.forwarding.vigil import BEGIN_SECONDS, SILENT_LEASES, Vigil
 from saf.log.pauses import Pauses
 from saf.logger import Log
 from saf.setaside.backoff import SHOWN
@@ -47,10 +47,10 @@ log = Log("saf.forward")
 T = TypeVar("T")
 
 TICK_SECONDS = 0.2
+RUNNER_THREADS = 3
+"""For a job, for another one beside it, and for what the runner is asked meanwhile."""
 CANCEL_SECONDS = 10.0
 """How long a runner may take to end a job that was given up, in seconds."""
-PURGES_IN_A_PAUSE = 50
-"""How many brokers are purged at a time, so that forwarding goes on soon."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Forwarder:
         """The work of this cycle, and below the brokers that it belongs to."""
         self._failed_at: set[str] = set()
         self._stop = False
-        self._background = Background(2, "saf-runner")
+        self._background = Background(RUNNER_THREADS, "saf-runner")
 
     def stop(self) -> None:
         """Finish the chunks in hand and end. Safe to call from a signal handler."""
@@ -132,7 +132,8 @@ class Forwarder:
             self.summary.idle = bool(brokers) and all(broker.idle for broker in brokers)
             self._note_waiting()
             if not self._stop:
-                self.purging.purge(self.roster.well(), self._renew)
+                self.purging.start(self.roster.well())
+            self.purging.finish(self._renew, lambda: self._stop)
         finally:
             self._leave()
         self.summary.seconds = time.monotonic() - started
@@ -158,14 +159,15 @@ class Forwarder:
                 if worked or self.summary.problems:
                     report(self.summary)
                 whole.add(self.summary)
-                if not worked and not self._stop:
-                    self.purging.purge(self.roster.well(), self._renew, most=PURGES_IN_A_PAUSE)
+                if not self._stop:
+                    self.purging.start(self.roster.well())
                 if worked:
                     pauses.end()
                 if self.summary.problems:
                     self._pause(self.options.interval_seconds)
                 elif not worked:
                     self._pause(pauses.next(self.options.interval_seconds))
+            self.purging.finish(self._renew, lambda: self._stop)
         finally:
             self._leave()
         whole.stopped = True
@@ -182,9 +184,7 @@ class Forwarder:
             return False
         self._answer(lambda: self.runner.start(found), within=BEGIN_SECONDS)
         # asked in each cycle, because a cluster's executors come and go
-        slots = self.options.tasks or self._answer(
-            self.runner.slots, within=2 * self.options.lease_seconds
-        )
+        slots = self.options.tasks or self._slots()
         room = slots if self.most is None else min(slots, self.most)
         limited = room < slots
         many = {item.broker for item in found if item.much}
@@ -252,6 +252,9 @@ class Forwarder:
             if broker.max_connections
         }
 
+    def _slots(self) -> int:
+        return self._answer(self.runner.slots, SILENT_LEASES * self.options.lease_seconds)
+
     def _answer(self, question: Callable[[], T], within: float) -> T:
         """Ask the runner something in the background; keep the leases meanwhile.
 
@@ -278,7 +281,7 @@ class Forwarder:
         """Wait for a job; meanwhile, renew leases and pass a wish to stop on."""
         working = self._at_work(work)
         deep = self._at_work(item for item in work if item.much)
-        began = looked = time.monotonic()
+        began = looked = asked = time.monotonic()
         stopped = gave_way = False
         if beside and beside.little:
             self._work(beside.little, 1, cap=beside.cap)
@@ -294,6 +297,10 @@ class Forwarder:
                     self.roster.each(SourceBroker.stop, deep, quiet=True)
                 looked = time.monotonic()
             self._renew()
+            if not vigil.heard and now - asked > self.options.lease_seconds:
+                # a task may have to wait for executors, but Spark itself answers meanwhile
+                self._slots()
+                asked = time.monotonic()
             if error := vigil.given_up:
                 return self._give_up(job, vigil, error)
         if gave_way:
@@ -450,6 +457,7 @@ class Forwarder:
 
     def _leave(self) -> None:
         self._background.dismiss()
+        self.purging.dismiss()
         self.roster.leave()
 
 

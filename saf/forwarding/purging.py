@@ -1,14 +1,20 @@
-"""Purging by the forwarder: now and then it purges its sources, some brokers in parallel."""
+"""Purging by the forwarder: now and then it purges its sources, some brokers in parallel.
+
+It goes on beside the forwarding, which does not wait for it: to archive a slot takes as long as the
+archive has to write, and a forwarder that always has work would never come to it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from functools import partial
 
 from saf.config import Purge
-from saf.database import check_schema, unavailable_if_lost
-from saf.errors import SafError
+from saf.database import Dsn, check_schema, unavailable_if_lost
+from saf.errors import MayNotPurge, SafError, Unexpected
+from saf.forwarding.background import Background
 from saf.forwarding.broker import SourceBroker
 from saf.logger import Log
 from saf.operating.maintenance import count_purged, purge_by_rules
@@ -21,40 +27,56 @@ TICK_SECONDS = 0.2
 
 
 class Purging:
-    """When each broker was purged last."""
+    """The purges of a run: when each broker is due, and those under way."""
 
     def __init__(self, rules: Purge) -> None:
         self.rules = rules
-        self._at: dict[str, float] = {}
+        self._due: dict[str, float] = {}
+        self._under_way: dict[str, Future[None]] = {}
+        self._background = Background(AT_ONCE, "saf-purge")
 
-    def purge(
-        self,
-        brokers: Iterable[SourceBroker],
-        meanwhile: Callable[[], None],
-        most: int | None = None,
-    ) -> None:
-        """Purge the brokers that are due, or ``most`` of them; call ``meanwhile`` every tick."""
+    def start(self, brokers: Iterable[SourceBroker]) -> None:
+        """Begin to purge those of the brokers that are due, in the background."""
         now = time.monotonic()
-        due = [broker for broker in brokers if now >= self._at.get(broker.name, now)][:most]
-        if not due:
-            return
-        self._at |= dict.fromkeys((broker.name for broker in due), now + EVERY_SECONDS)
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="saf-purge") as pool:
-            jobs = [pool.submit(self._purge_one, broker) for broker in due]
-            while wait(jobs, timeout=TICK_SECONDS).not_done:
-                meanwhile()
-        for job in jobs:
-            job.result()
+        self._under_way = {name: job for name, job in self._under_way.items() if not job.done()}
+        for broker in brokers:
+            name = broker.name
+            if name not in self._under_way and now >= self._due.get(name, now):
+                self._due[name] = now + EVERY_SECONDS
+                job = self._background.submit(partial(self._purge, name, broker.dsn))
+                self._under_way[name] = job
 
-    def _purge_one(self, broker: SourceBroker) -> None:
+    def finish(self, meanwhile: Callable[[], None], stopped: Callable[[], bool]) -> None:
+        """Wait for what was started; once ``stopped``, only for what has begun.
+
+        ``meanwhile`` is called every tick.
+        """
+        jobs = list(self._under_way.values())
+        while wait(jobs, timeout=TICK_SECONDS).not_done:
+            if stopped():
+                for job in jobs:
+                    job.cancel()
+            meanwhile()
+
+    def dismiss(self) -> None:
+        """Begin nothing more; the end of the process waits for nothing."""
+        for job in self._under_way.values():
+            job.cancel()
+        self._background.dismiss()
+
+    def _purge(self, name: str, dsn: Dsn) -> None:
         try:
             with (
-                unavailable_if_lost(f"broker {broker.name!r}"),
-                broker.dsn.connect(role="purge", autocommit=True) as connection,
+                unavailable_if_lost(f"broker {name!r}"),
+                dsn.connect(role="purge", autocommit=True) as connection,
             ):
                 check_schema(connection)
-                outcome = purge_by_rules(connection, broker.dsn, self.rules)
-            count_purged(broker.name, outcome)
+                outcome = purge_by_rules(connection, dsn, self.rules)
+            count_purged(name, outcome)
+        except MayNotPurge as error:
+            # not a failure: a forwarder need not have the right, and `saf purge` says why
+            log.debug("not_purged", broker=name, error=str(error))
         except SafError as error:
-            # not an error: a forwarder need not have the right to purge, and `saf purge` says why
-            log.debug("not_purged", broker=broker.name, error=str(error))
+            log.warning("not_purged", broker=name, error=str(error))
+        except Exception as error:  # whatever it is, forwarding goes on
+            log.exception("not_purged", broker=name, error=str(Unexpected("the purge", error)))

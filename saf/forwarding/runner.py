@@ -20,7 +20,10 @@ log = Log("saf.task")
 
 
 class Runner(Protocol):
-    """Runs items of work, some at a time. Called from threads of the forwarder, one at a time."""
+    """Runs items of work, some at a time. Called from threads of the forwarder.
+
+    Calls of `run` do not wait for each other, and `slots` is asked beside them.
+    """
 
     def start(self, work: Sequence[Work]) -> None:
         """Get ready for the work of a cycle, which may take seconds; called before all else.
@@ -29,7 +32,7 @@ class Runner(Protocol):
         """
 
     def slots(self) -> int:
-        """How many items run at a time now.
+        """How many items run at a time now; as long as it answers, it does not hang.
 
         Raises:
             SparkGone: Spark has ended.

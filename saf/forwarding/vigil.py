@@ -3,8 +3,8 @@
 The driver renews a lease only as long as its tasks live. If a task has a session at its source and
 is silent for a whole lease, it is given up, and the job with it: Spark kills the process, the batch
 stays open, and whoever forwards next goes on from its position. A job is given up too if none of
-its tasks is heard of any more, as when Spark itself hangs. A job that has not begun waits for Spark
-for longer; meanwhile, its shards may go to others.
+its tasks is heard of any more, as when Spark itself hangs. A job that has not begun waits for
+longer, as long as Spark answers; meanwhile, its shards may go to others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from saf.engine.pulse import silent
 from saf.engine.work import Work
 from saf.errors import Unavailable
 
+SILENT_LEASES = 2
+"""For how many leases Spark may say nothing."""
 BEGIN_SECONDS = 600.0
 """How long a job may wait for its first task, in seconds: executors may have to be started."""
 
@@ -35,7 +37,8 @@ class Vigil:
             self._lives.setdefault(item.broker, []).append(item.life)
         self._lease = max(item.lease_seconds for item in work)
         self._began = self._heard_at = time.monotonic()
-        self._heard = False
+        self.heard = False
+        """Whether any task was heard of."""
         self._lost: dict[str, float] = {}
 
     @property
@@ -54,7 +57,7 @@ class Vigil:
         if not seconds:
             self._lost.pop(broker, None)
             return now - self._heard_at
-        self._heard = True
+        self.heard = True
         self._heard_at = max(self._heard_at, now - min(seconds))
         self._lost[broker] = max(seconds)
         return max(seconds)
@@ -67,9 +70,9 @@ class Vigil:
         if lost:
             what = f"a task for {', '.join(map(repr, lost))}"
             reason = f"it was not heard of for {self._lease:g} s: its process hangs"
-        elif self._heard and quiet >= 2 * self._lease:
+        elif self.heard and quiet >= SILENT_LEASES * self._lease:
             what, reason = "Spark", f"no task was heard of for {quiet:.0f} s"
-        elif not self._heard and quiet >= max(self._lease, BEGIN_SECONDS):
+        elif not self.heard and quiet >= max(self._lease, BEGIN_SECONDS):
             what, reason = "Spark", f"no task has begun for {quiet:.0f} s"
         else:
             return None

@@ -24,7 +24,7 @@ from saf.database import Dsn, fetch
 from saf.destinations.archives import archive_at
 from saf.dialogs import conversations
 from saf.engine import kept_results
-from saf.errors import UsageError
+from saf.errors import MayNotPurge
 from saf.log.ring import AGE_COLUMN, LOCK_TIMEOUT_SECONDS, Archive, Slot, purge, rotate
 from saf.metrics import declared as m
 from saf.metrics.process import count
@@ -83,7 +83,8 @@ def purge_broker(
     The connection is in autocommit; each slot is a transaction of its own.
 
     Raises:
-        UsageError: the role may not do it, or the database was restored into another cluster.
+        MayNotPurge: the role has not the rights.
+        Restored: the database was restored into another cluster.
         Unavailable: the archive cannot be written; its slot is kept.
     """
     ((mine,),) = fetch(connection, TAKE_TURN)
@@ -110,7 +111,7 @@ def purge_broker(
         orphans = 0 if dry_run else staging.collect(connection)
         results = 0 if dry_run else kept_results.collect(connection)
     except psycopg.errors.InsufficientPrivilege as error:
-        raise UsageError(
+        raise MayNotPurge(
             f"role {connection.info.user!r} may not purge database {connection.info.dbname!r}: "
             f"{error.diag.message_primary}. As the owner, run `saf grant --role purger …`"
         ) from None

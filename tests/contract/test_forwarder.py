@@ -12,7 +12,7 @@ import pytest
 
 from saf.config import Settings, load
 from saf.database import Dsn, fetch
-from saf.engine.work import Work
+from saf.engine.work import Receipt, Work
 from saf.errors import Unavailable
 from saf.forwarding.broker import LITTLE, SourceBroker
 from saf.forwarding.summary import Summary
@@ -63,6 +63,39 @@ def test_a_runner_that_does_not_answer_is_given_up_and_its_shards_are_free(
     with pytest.raises(Unavailable, match="Spark is unavailable: it has not answered for 2 s"):
         hanging.drain()
     assert given_up.is_set()
+    assert forwarder(settings(), InProcess()).drain().forwarded == 10
+    assert len(bodies(mom)) == 10
+
+
+def test_a_job_that_does_not_begin_is_waited_for_as_long_as_the_runner_answers(
+    app: Dsn, mom: Dsn, settings: Callable[..., Settings]
+) -> None:
+    given_up = threading.Event()
+    answers = 3
+
+    class BeginsNever(InProcess):
+        asked = 0
+
+        def slots(self) -> int:
+            self.asked += 1
+            if self.asked > answers:
+                given_up.wait(20)
+            return 1
+
+        def run(self, *_: object) -> list[Receipt]:
+            given_up.wait(20)
+            return []
+
+        def abandon(self) -> None:
+            given_up.set()
+
+    send_many(app, 10)
+    runner, began = BeginsNever(), time.monotonic()
+    with pytest.raises(Unavailable, match="Spark is unavailable: it has not answered for 2 s"):
+        forwarder(settings(lease_seconds=1.0), runner).drain()
+    assert given_up.is_set()
+    assert runner.asked == answers + 1
+    assert answers + 2 <= time.monotonic() - began < 15
     assert forwarder(settings(), InProcess()).drain().forwarded == 10
     assert len(bodies(mom)) == 10
 

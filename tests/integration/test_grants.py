@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
+from structlog.testing import capture_logs
 
 import saf
 from saf import Message, Outbox
@@ -22,12 +23,15 @@ from saf.broker import services
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.grants import Kind, grant
 from saf.broker.senders import add_senders
+from saf.config import load
 from saf.database import Dsn, fetch
 from saf.dispatch import history, stored
 from saf.dispatch.condition import Book
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.running import run as run_dispatchers
 from saf.errors import ConfigurationError
+from saf.forwarding.forwarder import Forwarder
+from saf.forwarding.runner import InProcess
 from saf.log import cursor, stream
 from saf.log.shards import Member
 from saf.operating import decide, decide_parked, outbox
@@ -58,6 +62,7 @@ from tests.hub import DEPARTURES, Hub
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
 from tests.programs import configuration
 from tests.programs import saf as run_saf
+from tests.ring import in_slot, leave_slot
 from tests.streams import query
 
 every_postgresql = pytest.mark.every_postgresql
@@ -849,6 +854,24 @@ def test_a_purger_and_an_operator_may_empty_a_slot_and_a_forwarder_may_not(
         assert fetch(connection, "SELECT tableoid::regclass::text, body FROM saf.outbox") == [
             ("saf.outbox_1", b"new")
         ]
+
+
+def test_a_forwarder_that_is_no_purger_does_not_purge_and_warns_of_nothing(
+    app: Dsn, mom: Dsn, granted: Callable[..., Dsn], tmp_path: Path
+) -> None:
+    with connect(app) as connection:
+        send(connection, "kept")
+        leave_slot(connection)
+        source = granted(app, "forwarder")
+        config = configuration(tmp_path / "saf.toml", {"app": source}, {"mom": mom})
+        config.write_text(config.read_text() + "[purge]\nretention_seconds = 0\n")
+        with capture_logs() as lines:
+            Forwarder(load(config), InProcess()).drain()
+        assert bodies(mom) == ["kept"]
+        assert in_slot(connection, "outbox_0") == ["kept"]
+    said = {line["event"]: line["log_level"] for line in lines}
+    assert said.pop("not_purged") == "debug"
+    assert "warning" not in said.values()
 
 
 @every_postgresql

@@ -21,6 +21,7 @@ FORWARDER, OWNERS, ISOLATED = (
 )
 COUNTED = "contract/test_by_service.py"
 SURVEYS = "contract/test_surveys.py"
+PURGING = "contract/test_purging.py"
 PLANNED, SUMMED = "unit/test_plan.py", "unit/test_summary.py"
 REJECTED = (
     f"{ISOLATED}::test_a_rejected_message_becomes_a_dead_letter_and_its_neighbours_are_delivered"
@@ -136,6 +137,42 @@ MUTANTS: list[Mutant] = [
         "            if time.monotonic() - began > within:",
         "            if False:",
         f"{FORWARDER}::test_a_runner_that_does_not_answer_is_given_up_and_its_shards_are_free",
+    ),
+    mutant(
+        "a job that has not begun is waited for, however long Spark says nothing",
+        FORWARD,
+        "if not vigil.heard and now",
+        "if False and now",
+        f"{FORWARDER}::test_a_job_that_does_not_begin_is_waited_for_as_long_as_the_runner_answers",
+    ),
+    mutant(
+        "a loop that always has work never purges",
+        FORWARD,
+        "                if not self._stop:\n                    self.purging.start",
+        "                if not (worked or self._stop):\n                    self.purging.start",
+        f"{PURGING}::test_a_loop_that_always_has_work_purges_all_the_same",
+    ),
+    mutant(
+        "a loop does not wait for its purges when it ends",
+        FORWARD,
+        "            self.purging.finish(self._renew, lambda: self._stop)\n        finally:\n"
+        "            self._leave()\n        whole",
+        "        finally:\n            self._leave()\n        whole",
+        f"{PURGING}::test_forwarding_does_not_wait_for_a_purge_and_a_loop_that_ends_does",
+    ),
+    mutant(
+        "a purge by a forwarder fails without a word",
+        "saf/forwarding/purging.py",
+        'log.warning("not_purged"',
+        'log.debug("not_purged"',
+        f"{PURGING}::test_a_purge_that_fails_is_said_and_stops_nothing",
+    ),
+    mutant(
+        "a forwarder that is no purger warns of it each minute",
+        "saf/operating/maintenance.py",
+        "raise MayNotPurge(",
+        "raise RuntimeError(",
+        "integration/test_grants.py::test_a_forwarder_that_is_no_purger_does_not_purge_and_warns_of_nothing",
     ),
     mutant(
         "items of work share a task",
