@@ -869,9 +869,7 @@ def test_a_forwarder_that_is_no_purger_does_not_purge_and_warns_of_nothing(
             Forwarder(load(config), InProcess()).drain()
         assert bodies(mom) == ["kept"]
         assert in_slot(connection, "outbox_0") == ["kept"]
-    said = {line["event"]: line["log_level"] for line in lines}
-    assert said.pop("not_purged") == "debug"
-    assert "warning" not in said.values()
+    assert {line["log_level"] for line in lines} <= {"debug", "info"}
 
 
 @every_postgresql
