@@ -36,7 +36,7 @@ class Vigil:
         for item in work:
             self._lives.setdefault(item.broker, []).append(item.life)
         self._lease = max(item.lease_seconds for item in work)
-        self._began = self._heard_at = time.monotonic()
+        self._heard_at = time.monotonic()
         self.heard = False
         """Whether any task was heard of."""
         self._lost: dict[str, float] = {}

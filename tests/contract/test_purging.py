@@ -43,10 +43,13 @@ def settings(app: Dsn, mom: Dsn, tmp_path: Path) -> Callable[[float], Settings]:
     return made
 
 
-def hold_up_purges(holder: psycopg.Connection[Any]) -> None:
-    """Until the transaction ends; forwarders do not look at this table."""
-    holder.execute("BEGIN")
-    holder.execute("LOCK TABLE saf.staging IN ACCESS EXCLUSIVE MODE")
+@contextmanager
+def purges_held_up(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
+    """Gives the connection whose transaction holds them up, by a table that only they look at."""
+    with connect(app) as holder:
+        holder.execute("BEGIN")
+        holder.execute("LOCK TABLE saf.staging IN ACCESS EXCLUSIVE MODE")
+        yield holder
 
 
 @contextmanager
@@ -91,31 +94,27 @@ def test_forwarding_does_not_wait_for_a_purge_and_a_loop_that_ends_does(
     app: Dsn, mom: Dsn, settings: Callable[[float], Settings]
 ) -> None:
     one = forwarder(settings(60), InProcess())
-    with connect(app) as holder, connect(app) as connection:
-        hold_up_purges(holder)
-        with looping(one) as loop:
-            until(lambda: connection.execute(AT_WORK).fetchone() == (1,))
-            send(connection, "meanwhile")
-            until(lambda: bodies(mom) == ["meanwhile"], 20)
-            assert connection.execute(AT_WORK).fetchone() == (1,)
-            one.stop()
-            loop.join(1)
-            assert loop.is_alive()
-            holder.execute("ROLLBACK")
-            loop.join(20)
-            assert not loop.is_alive()
+    with connect(app) as connection, purges_held_up(app) as holder, looping(one) as loop:
+        until(lambda: connection.execute(AT_WORK).fetchone() == (1,))
+        send(connection, "meanwhile")
+        until(lambda: bodies(mom) == ["meanwhile"], 20)
+        assert connection.execute(AT_WORK).fetchone() == (1,)
+        one.stop()
+        loop.join(1)
+        assert loop.is_alive()
+        holder.execute("ROLLBACK")
+        loop.join(20)
+        assert not loop.is_alive()
 
 
 def test_a_purge_that_fails_is_said_and_stops_nothing(
     app: Dsn, mom: Dsn, settings: Callable[[float], Settings]
 ) -> None:
     one = forwarder(settings(0.3), InProcess())
-    with connect(app) as holder, connect(app) as connection:
-        hold_up_purges(holder)
-        with capture_logs() as lines, looping(one):
-            until(lambda: [line for line in lines if line["event"] == "not_purged"], 20)
-            send(connection, "afterwards")
-            until(lambda: bodies(mom) == ["afterwards"], 20)
+    with connect(app) as connection, purges_held_up(app), capture_logs() as lines, looping(one):
+        until(lambda: [line for line in lines if line["event"] == "not_purged"], 20)
+        send(connection, "afterwards")
+        until(lambda: bodies(mom) == ["afterwards"], 20)
     (said,) = [line for line in lines if line["event"] == "not_purged"]
     assert said["log_level"] == "warning"
     assert said["broker"] == "app"

@@ -62,7 +62,8 @@ class Endpoint:
         with self._connection.transaction():
             hear(self._connection, "hooks", [said for said, _ in waiting], once=False)
         for _, noted in waiting:
-            noted.set_result(None)
+            if not noted.done():  # whoever asked may have gone
+                noted.set_result(None)
 
 
 if __name__ == "__main__":
