@@ -87,8 +87,9 @@ mutants: $(VENV)/.installed ## bugs are planted, tests must notice; goes on wher
 	@$(PY) -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(K),-k "$(K)") $(if $(SECONDS),--seconds $(SECONDS)) $(if $(JOBS),--jobs $(JOBS))
 
-soak: $(VENV)/.installed ## the whole system at 500 messages a second, in pieces: make soak HOURS=8 SECONDS=3600
-	@$(PY) -m tests.soak $(if $(HOURS),--hours $(HOURS)) $(if $(SECONDS),--seconds $(SECONDS))
+soak: $(VENV)/.installed ## the whole system at 500 messages a second, in pieces: make soak HOURS=8 SECONDS=3600 HINDER=300
+	@$(PY) -m tests.soak $(if $(HOURS),--hours $(HOURS)) $(if $(SECONDS),--seconds $(SECONDS)) \
+	$(if $(HINDER),--hinder-seconds $(HINDER))
 
 model: $(VENV)/.installed ## all states of the protocol's models; some 6 minutes; needs spin and gcc: make model K=kafka JOBS=2
 	@$(PY) -m tests.models $(if $(K),-k "$(K)") $(if $(JOBS),--jobs $(JOBS))

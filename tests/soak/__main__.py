@@ -1,6 +1,7 @@
 """``make soak HOURS=8``: a piece of the soak, and what has come out so far.
 
     python -m tests.soak --hours 8 --seconds 3600      no longer than an hour at a time
+    python -m tests.soak --seconds 1200 --hinder-seconds 300      a piece in which all stand still
     python -m tests.soak --draw docs/charts/soak       charts of what is there, and no piece
 
 Exit 1 if a message was lost, doubled or out of order, if a program failed, or if something grows.
@@ -53,6 +54,9 @@ def _given() -> argparse.Namespace:
     parser.add_argument("--sample-seconds", type=float, default=10.0)
     parser.add_argument("--purge-seconds", type=float, default=60.0)
     parser.add_argument("--rotation-seconds", type=float, default=300.0)
+    parser.add_argument(
+        "--hinder-seconds", type=float, default=0.0, help="let all but the application stand still"
+    )
     parser.add_argument("--draw", type=Path, help="write charts to this file, with .png and .svg")
     return parser.parse_args()
 
@@ -63,6 +67,7 @@ def _make(given: argparse.Namespace, record: Record, seconds: float) -> None:
         rate=given.rate,
         sample_seconds=given.sample_seconds,
         purge_seconds=given.purge_seconds,
+        hinder_seconds=given.hinder_seconds,
     )
     stopping = threading.Event()
     hours = record.hours
@@ -126,8 +131,11 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 def _line(piece: Piece) -> str:
     at = datetime.fromtimestamp(piece.began).astimezone().isoformat(" ", "seconds")
-    found = "".join(f"\n    {one}" for one in piece.findings)
-    return f"piece {piece.number}, {at}: {piece.seconds:.0f} s, {piece.messages:,} sent{found}"
+    more = [*piece.findings]
+    if took := [one for one in piece.recovered.values() if one is not None]:
+        more.append(f"messages took no longer than before {max(took):.0f} s after the hindrance")
+    more = [f"piece {piece.number}, {at}: {piece.seconds:.0f} s, {piece.messages:,} sent", *more]
+    return "\n    ".join(more)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 
 from tests.programs import BIN, environment
-from tests.soak import ledger
+from tests.soak import hindrance, ledger
 from tests.soak.application import SHOP, WAREHOUSE
 from tests.soak.flatness import Sample
 from tests.soak.programs import Programs
@@ -38,6 +38,8 @@ class Piece:
     messages: int = 0
     """How many were sent by its end, those of earlier pieces too."""
     findings: list[str] = field(default_factory=list)
+    recovered: Mapping[str, float | None] = field(default_factory=dict)
+    """How long each latency was higher after a hindrance, in seconds; see `hindrance.recovery`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,12 @@ class Plan:
     """Messages a second, without the answers in dialogs."""
     sample_seconds: float
     purge_seconds: float
+    hinder_seconds: float = 0.0
+    """How long all but the application stand still, from a quarter of the piece on."""
+
+    def hinders(self, seconds: float) -> bool:
+        """Whether they do, so long after the piece has begun."""
+        return self.seconds / 4 <= seconds < self.seconds / 4 + self.hinder_seconds
 
 
 def run(
@@ -65,6 +73,9 @@ def run(
             programs.start("application", site.application(plan.rate))
             pids = {name: one.pid for name, one in programs.running.items()}
             piece.seconds = work.go_on(plan, Sampler(site, number, pids), note)
+            piece.recovered = hindrance.recovery(work.samples)
+            piece.findings += work.failed
+            piece.findings += hindrance.findings(piece.recovered)
             piece.findings += _said(programs.ended(), "ended by itself")
             piece.findings += _said(programs.stop("application"), "has failed")
             last = _drain(site)
@@ -84,6 +95,9 @@ class _Work:
     ) -> None:
         self.site, self.programs = site, programs
         self.visitor, self.stopping = visitor, stopping
+        self.samples: list[Sample] = []
+        self.failed: list[str] = []
+        """Looks and purges that have failed."""
 
     def wait_for_all(self) -> None:
         """Wait until the dashboard and all figures are there."""
@@ -107,25 +121,50 @@ class _Work:
         """
         began = time.monotonic()
         sampled, purged = 0.0, plan.purge_seconds
-        while (seconds := time.monotonic() - began) < plan.seconds:
-            if self.stopping.is_set() or self.programs.ended():
-                break
-            if seconds >= sampled:
-                self.visitor.look()
-                note(sampler.take(seconds))
-                sampled += plan.sample_seconds
-            if seconds >= purged:
-                _purge(self.site)
-                purged += plan.purge_seconds
-            self.stopping.wait(LOOK_SECONDS)
-        note(sampler.take(seconds))
+        hinders = False
+
+        def sample() -> None:
+            one = sampler.take(seconds)
+            if hinders:
+                one = replace(one, figures={**one.figures, hindrance.HINDERED: 1.0})
+            self.samples.append(one)
+            note(one)
+
+        try:
+            while (seconds := time.monotonic() - began) < plan.seconds:
+                if self.stopping.is_set() or self.programs.ended():
+                    break
+                if hinders != plan.hinders(seconds):
+                    hinders = not hinders
+                    self.programs.stand_still(hinders, but="application")
+                if seconds >= sampled:
+                    if not hinders:
+                        self._look(seconds)
+                    sample()
+                    sampled += plan.sample_seconds
+                if seconds >= purged:
+                    self._purge(seconds)
+                    purged += plan.purge_seconds
+                self.stopping.wait(LOOK_SECONDS)
+        finally:
+            self.programs.stand_still(False, but="application")
+        sample()
         return seconds
 
+    def _look(self, seconds: float) -> None:
+        try:
+            self.visitor.look()
+        except httpx.HTTPError as error:
+            self.failed.append(f"after {seconds:.0f} s, a look failed: {error!r}")
 
-def _purge(site: Site) -> None:
-    command = [str(BIN / "saf"), "purge", "--config", str(site.config), "--json"]
-    with (site.folder / "logs" / "purge.log").open("ab") as log:
-        subprocess.run(command, env=environment(), check=True, stdout=log, stderr=log)
+    def _purge(self, seconds: float) -> None:
+        command = [str(BIN / "saf"), "purge", "--config", str(self.site.config), "--json"]
+        with (self.programs.logs / "purge.log").open("ab") as log:
+            ended = subprocess.run(
+                command, env=environment(), check=False, stdout=log, stderr=log
+            ).returncode
+        if ended:
+            self.failed.append(f"after {seconds:.0f} s, a purge ended with {ended}")
 
 
 def _drain(site: Site) -> ledger.Balance:

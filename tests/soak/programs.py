@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from tests.needed import needed
 from tests.programs import ROOT, environment
 
@@ -45,6 +47,13 @@ class Programs:
         codes = {name: one.poll() for name, one in self.running.items()}
         return {name: code for name, code in codes.items() if code is not None}
 
+    def stand_still(self, still: bool, *, but: str) -> None:
+        """Let all but one program, and all processes below them, stand still, or go on."""
+        for name, one in self.running.items():
+            for process in family(one.pid) if name != but else ():
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGSTOP if still else signal.SIGCONT)
+
     def stop(self, *names: str) -> dict[str, int]:
         """End some, or all, and return what they say by their codes, where that is not 0."""
         some = {name: self.running.pop(name) for name in names or [*self.running]}
@@ -60,3 +69,11 @@ class Programs:
                 os.killpg(one.pid, signal.SIGKILL)
             one.wait()
         return {name: one.returncode for name, one in some.items() if one.returncode}
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all below it; none if it is gone."""
+    with suppress(psutil.NoSuchProcess):
+        one = psutil.Process(pid)
+        return [one, *one.children(recursive=True)]
+    return []

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from tests.soak.flatness import Sample
+from tests.soak.programs import family
 from tests.soak.site import Site
 
 MIB = 2**20
@@ -99,11 +100,3 @@ class Sampler:
         if self._before is not None and sent > self._before[1]:
             figures["wal/all"] = (wal - self._before[0]) / (sent - self._before[1])
         self._before = wal, sent
-
-
-def family(pid: int) -> list[psutil.Process]:
-    """A process and all below it; none if it is gone."""
-    with suppress(psutil.NoSuchProcess):
-        one = psutil.Process(pid)
-        return [one, *one.children(recursive=True)]
-    return []
