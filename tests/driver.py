@@ -6,7 +6,9 @@ that Spark itself has a part in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from saf.config import Settings
@@ -44,3 +46,15 @@ class InProcess(runner.InProcess):
 def forwarder(settings: Settings, tasks: InProcess) -> Forwarder:
     """One that forwards without Spark."""
     return Forwarder(settings, tasks)
+
+
+@contextmanager
+def looping(one: Forwarder) -> Iterator[threading.Thread]:
+    """Let it loop in a thread while a block runs, and then stop it."""
+    thread = threading.Thread(target=one.loop, args=[lambda _: None])
+    thread.start()
+    try:
+        yield thread
+    finally:
+        one.stop()
+        thread.join(60)

@@ -25,6 +25,7 @@ from saf.database.patience import quiet_seconds
 BEGIN = """
 SELECT pg_advisory_unlock_all(), pg_advisory_lock_shared(hashtextextended(%(life)s, 0))
 """
+END = "SELECT pg_advisory_unlock_all()"
 
 # For tasks that have a session: for how long it has done nothing. A task may run twice, and one of
 # the runs may have lost its machine.

@@ -139,9 +139,15 @@ class SourceSession:
         connection, self._connection = self._connection, None
         if connection is None:
             return
-        # it holds the lock of its task until another task takes it, or it is closed
-        idle = connection.info.transaction_status == TransactionStatus.IDLE
-        connections.put(self._work.keep and idle, "mark", self._work.dsn, connection)
+        keep = self._work.keep and connection.info.transaction_status == TransactionStatus.IDLE
+        if keep and self._work.among_others:
+            # the driver must not take a task that has ended for one that is silent; if the job ends
+            # with the task, the lock may stay until another task takes the session
+            try:
+                connection.execute(pulse.END)
+            except psycopg.Error:
+                keep = False
+        connections.put(keep, "mark", self._work.dsn, connection)
 
     @contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:

@@ -43,6 +43,8 @@ class Work:
     keep: bool = False
     """Whether more work like it comes soon, so that connections are kept; see
     `saf.database.connections`."""
+    among_others: bool = False
+    """Whether its job has other tasks, which may be at work long after its own has ended."""
     waiting: tuple[Backoff, ...] = ()
     """The lanes that a cycle must know, in the order in which they are tried; see
     `saf.setaside.backoff.waiting`."""

@@ -51,6 +51,8 @@ RUNNER_THREADS = 3
 """For a job, for another one beside it, and for what the runner is asked meanwhile."""
 CANCEL_SECONDS = 10.0
 """How long a runner may take to end a job that was given up, in seconds."""
+TELL_SECONDS = 1.0
+"""How often tasks are asked to stop that could not be asked before."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Forwarder:
             self._note_waiting()
             if not self._stop:
                 self.purging.start(self.roster.well())
-            self.purging.finish(self._renew, lambda: self._stop)
+            self._finish_purges()
         finally:
             self._leave()
         self.summary.seconds = time.monotonic() - started
@@ -167,7 +169,7 @@ class Forwarder:
                     self._pause(self.options.interval_seconds)
                 elif not worked:
                     self._pause(pauses.next(self.options.interval_seconds))
-            self.purging.finish(self._renew, lambda: self._stop)
+            self._finish_purges()
         finally:
             self._leave()
         whole.stopped = True
@@ -180,7 +182,7 @@ class Forwarder:
         self._failed_job = None
         self._failed_at.clear()
         found = self.roster.visit(self.options.default_destination)
-        if not found:
+        if not found or self._stop:
             return False
         self._answer(lambda: self.runner.start(found), within=BEGIN_SECONDS)
         # asked in each cycle, because a cluster's executors come and go
@@ -215,7 +217,7 @@ class Forwarder:
         work = plan(found, slots, limits=limits, cap=cap, last_turn=last_turn)
         if not self.roster.once and self.most is None and not limits:
             # in a loop; where connections are counted, those that wait would count too
-            work = [replace(item, keep=True) for item in work]
+            work = [replace(item, keep=True, among_others=len(work) > 1) for item in work]
         for broker in self._at_work(work):
             broker.last_turn = self.cycles
         vigil = Vigil(work)
@@ -258,14 +260,20 @@ class Forwarder:
     def _answer(self, question: Callable[[], T], within: float) -> T:
         """Ask the runner something in the background; keep the leases meanwhile.
 
+        After a wish to stop, it is waited for no longer than a lease.
+
         Raises:
             Unavailable: it has not answered within so many seconds, and is given up.
         """
         asked, began = self._background.submit(question), time.monotonic()
+        stopped = False
         while not wait_for([asked], timeout=TICK_SECONDS).done:
-            if time.monotonic() - began > within:
+            waited = time.monotonic() - began
+            if self._stop and not stopped:
+                stopped, within = True, min(within, waited + self.options.lease_seconds)
+            if waited > within:
                 self.runner.abandon()
-                raise Unavailable("Spark", f"it has not answered for {within:g} s: it hangs")
+                raise Unavailable("Spark", f"it has not answered for {within:.0f} s: it hangs")
             self._renew()
         return asked.result()
 
@@ -282,20 +290,22 @@ class Forwarder:
         working = self._at_work(work)
         deep = self._at_work(item for item in work if item.much)
         began = looked = asked = time.monotonic()
-        stopped = gave_way = False
+        gave_way, told = False, set[str]()
+        stopped_at, tell_at = None, began
         if beside and beside.little:
             self._work(beside.little, 1, cap=beside.cap)
         while not wait_for([job], timeout=TICK_SECONDS).done:
             now = time.monotonic()
-            if self._stop and not stopped:
-                stopped = True
-                self.roster.each(SourceBroker.stop, working, quiet=True)
+            if self._stop:
+                stopped_at = stopped_at or now
             elif deep and not gave_way and now - looked > self.options.interval_seconds:
                 waits = self._look_beside(working, beside) or left_out
                 if waits and now - began > self.options.turn_seconds:
                     gave_way = True
-                    self.roster.each(SourceBroker.stop, deep, quiet=True)
                 looked = time.monotonic()
+            if (stopped_at or gave_way) and now >= tell_at:
+                self._tell_to_stop(working if stopped_at else deep, told)
+                tell_at = now + TELL_SECONDS
             self._renew()
             if not vigil.heard and now - asked > self.options.lease_seconds:
                 # a task may have to wait for executors, but Spark itself answers meanwhile
@@ -303,6 +313,11 @@ class Forwarder:
                 asked = time.monotonic()
             if error := vigil.given_up:
                 return self._give_up(job, vigil, error)
+            if stopped_at and not vigil.heard and now - stopped_at > self.options.lease_seconds:
+                # nobody is there yet who could hear of the wish
+                self.summary.stopped = True
+                error = Unavailable("Spark", "it does not end a job that has not begun: it hangs")
+                return self._cancel(job, vigil, error) or []
         if gave_way:
             self.roster.each(SourceBroker.take_back_stop, deep)
         return job.result()
@@ -315,23 +330,45 @@ class Forwarder:
         Raises:
             Unavailable: the runner itself does not answer any more.
         """
-        Thread(target=self.runner.cancel, args=[vigil.group], daemon=True).start()
-        if not wait_for([job], timeout=CANCEL_SECONDS).done:
-            self.runner.abandon()
-            raise error
-        if job.exception() is None:
-            return job.result()  # it has come to its end after all
+        receipts = self._cancel(job, vigil, error)
+        if receipts is not None:
+            return receipts
         for name in vigil.brokers:
             self._note(name, type(error).__name__, str(error))
             self.roster.failed(name)
         return []
+
+    def _cancel(
+        self, job: Future[list[Receipt]], vigil: Vigil, error: Unavailable
+    ) -> list[Receipt] | None:
+        """Cancel a job; return its receipts if it has come to its end after all.
+
+        Raises:
+            Unavailable: it is ``error``, because the runner does not answer any more.
+        """
+        Thread(target=self.runner.cancel, args=[vigil.group], daemon=True).start()
+        if not wait_for([job], timeout=CANCEL_SECONDS).done:
+            self.runner.abandon()
+            raise error
+        return job.result() if job.exception() is None else None
+
+    def _tell_to_stop(self, brokers: Iterable[SourceBroker], told: set[str]) -> None:
+        """Ask the tasks of brokers to end with their chunk, and note in ``told`` who was asked."""
+
+        def tell(broker: SourceBroker) -> None:
+            broker.stop()
+            told.add(broker.name)
+
+        self.roster.each(tell, [one for one in brokers if one.name not in told], quiet=True)
 
     def _look_beside(self, working: Sequence[SourceBroker], beside: Beside | None) -> bool:
         """Forward the little work of other brokers; return whether any broker has to wait."""
         if len(self.roster.brokers) == 1:
             return False
         others = self.roster.visit(self.options.default_destination, but=working)
-        little = [item for item in others if not item.much]
+        little = [item for item in others if beside is not None and not item.much]
+        # who is slow to answer would have to be asked again, and be too late again
+        self.roster.give_back(item for item in others if beside is None or item.much)
         if beside is None or not little:
             return bool(others)
         self._work(little, 1, cap=beside.cap)
@@ -454,6 +491,10 @@ class Forwarder:
         if problem not in self.summary.problems:
             self.summary.problems.append(problem)
             reporting.problem(broker, kind)
+
+    def _finish_purges(self) -> None:
+        self.roster.leave()  # to archive may take minutes, in which another run can forward
+        self.purging.finish(lambda: self._stop)
 
     def _leave(self) -> None:
         self._background.dismiss()

@@ -46,17 +46,13 @@ class Purging:
                 job = self._background.submit(partial(self._purge, name, broker.dsn))
                 self._under_way[name] = job
 
-    def finish(self, meanwhile: Callable[[], None], stopped: Callable[[], bool]) -> None:
-        """Wait for what was started; once ``stopped``, only for what has begun.
-
-        ``meanwhile`` is called every tick.
-        """
+    def finish(self, stopped: Callable[[], bool]) -> None:
+        """Wait for what was started; once ``stopped``, only for what has begun."""
         jobs = list(self._under_way.values())
         while wait(jobs, timeout=TICK_SECONDS).not_done:
             if stopped():
                 for job in jobs:
                     job.cancel()
-            meanwhile()
 
     def dismiss(self) -> None:
         """Begin nothing more; the end of the process waits for nothing."""

@@ -69,6 +69,8 @@ class Roster:
         self._failures: dict[str, int] = {}
         self._sessions: set[str] = set()
         """The brokers that may be connected."""
+        self._found: list[Work] = []
+        """What there is to forward, and was not given out yet."""
         self._enlist()
 
     @property
@@ -78,29 +80,32 @@ class Roster:
 
     @property
     def waiting(self) -> bool:
-        """Whether any broker has not been asked, or has not answered yet."""
-        return self.skipped or bool(self._threads.busy)
+        """Whether any broker has not been asked, or has not answered yet, or too late."""
+        return self.skipped or bool(self._threads.busy or self._found)
 
     def visit(
         self, default_destination: str | None, but: Collection[SourceBroker] = ()
     ) -> list[Work]:
-        """Return what there is to forward at brokers that answer in time; ``but`` some at work."""
+        """Return what there is to forward at brokers that answer in time; ``but`` some at work.
+
+        What a broker answers later is returned by a later visit.
+        """
         if not but:
             self._refresh()
-        found: list[Work] = []
-        now, brief = time.monotonic(), self.brief
+        now, brief, late = time.monotonic(), self.brief, self._late
 
         def on_result(broker: SourceBroker, work: list[Work]) -> None:
             self._failures.pop(broker.name, None)
             if self.once and not work:
                 self._visit_at[broker.name] = NEVER
-            found.extend(work)
+            self._found.extend(work)
 
         left = [
             broker
             for name, broker in self.brokers.items()
             if self._visit_at.get(name, 0.0) <= now
             and name not in self._threads.busy
+            and name not in late
             and broker not in but
         ]
         # taken from the end: brokers that had no turn for longest come first, those that fail last
@@ -112,9 +117,14 @@ class Roster:
                 self._start(broker, look, partial(on_result, broker))
         self.skipped = bool(left)
         self._threads.finish(set(self.brokers))
-        while self.once and not (found or but or self.stopped) and self._threads.busy:
+        while self.once and not (self._found or but or self.stopped) and self._threads.busy:
             self._threads.take_results()  # there is nothing else to do
+        found, self._found = self._found, []
         return found
+
+    def give_back(self, work: Iterable[Work]) -> None:
+        """Return work by the next visit once more, because there is no room for it now."""
+        self._found.extend(work)
 
     def each(
         self,
@@ -128,6 +138,7 @@ class Roster:
         A failure is a problem; with ``quiet``, it is a line in the log.
         """
         names = set()
+        self._threads.take_results(0)  # who has answered since is free
         for broker in brokers:
             if broker.name not in self._threads.busy:
                 names.add(broker.name)
@@ -147,7 +158,12 @@ class Roster:
     def rest(self, but: Collection[SourceBroker] = ()) -> None:
         """If there are too many brokers to stay connected, make room; ``but`` some at work."""
         if self.brief:
-            done = [b for b in self.brokers.values() if b.connected and b not in but]
+            late = self._late
+            done = [
+                broker
+                for name, broker in self.brokers.items()
+                if broker.connected and broker not in but and name not in late
+            ]
             self.each(SourceBroker.leave, done)
 
     def leave(self) -> None:
@@ -156,6 +172,11 @@ class Roster:
         self._threads.dismiss(
             lambda name: self.brokers[name].leave() if name in self.brokers else None
         )
+
+    @property
+    def _late(self) -> set[str]:
+        """The brokers with work that was not given out yet."""
+        return {item.broker for item in self._found}
 
     def _refresh(self) -> None:
         """Ask the fleets that are due for their brokers."""
@@ -186,6 +207,7 @@ class Roster:
                 self._left(broker.dsn)
                 self._count(broker)
                 del self.brokers[name]
+                self._found = [item for item in self._found if item.broker != name]
                 self._failures.pop(name, None)
             if isinstance(there, Candidate) and self._visit_at.get(name) == NEVER:
                 del self._visit_at[name]

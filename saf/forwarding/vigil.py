@@ -5,6 +5,9 @@ is silent for a whole lease, it is given up, and the job with it: Spark kills th
 stays open, and whoever forwards next goes on from its position. A job is given up too if none of
 its tasks is heard of any more, as when Spark itself hangs. A job that has not begun waits for
 longer, as long as Spark answers; meanwhile, its shards may go to others.
+
+What the driver has slept through, because its machine was suspended for one, says nothing of its
+tasks: they have slept too. So a silence counts from when the driver was awake again.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ SILENT_LEASES = 2
 """For how many leases Spark may say nothing."""
 BEGIN_SECONDS = 600.0
 """How long a job may wait for its first task, in seconds: executors may have to be started."""
+SLEPT = 2 / 3
+"""A driver that does nothing for such a part of the lease has slept: it looks twice as often."""
 
 
 class Vigil:
@@ -36,7 +41,7 @@ class Vigil:
         for item in work:
             self._lives.setdefault(item.broker, []).append(item.life)
         self._lease = max(item.lease_seconds for item in work)
-        self._heard_at = time.monotonic()
+        self._heard_at = self._awake_at = self._awake_since = time.monotonic()
         self.heard = False
         """Whether any task was heard of."""
         self._lost: dict[str, float] = {}
@@ -52,8 +57,11 @@ class Vigil:
 
     def look(self, broker: str, connection: psycopg.Connection[Any]) -> float:
         """For how many seconds some task of a broker, or the job, was not heard of."""
-        seconds = silent(connection, self._lives.get(broker, []))
-        now = time.monotonic()
+        now = self._awake()
+        seconds = [
+            min(one, now - self._awake_since)
+            for one in silent(connection, self._lives.get(broker, []))
+        ]
         if not seconds:
             self._lost.pop(broker, None)
             return now - self._heard_at
@@ -65,8 +73,8 @@ class Vigil:
     @property
     def given_up(self) -> Unavailable | None:
         """Why the job is not waited for any longer; None if it is."""
+        quiet = self._awake() - self._heard_at
         lost = sorted(name for name, seconds in self._lost.items() if seconds >= self._lease)
-        quiet = time.monotonic() - self._heard_at
         if lost:
             what = f"a task for {', '.join(map(repr, lost))}"
             reason = f"it was not heard of for {self._lease:g} s: its process hangs"
@@ -77,3 +85,12 @@ class Vigil:
         else:
             return None
         return Unavailable(what, f"{reason}. What it had in hand is forwarded by the next run")
+
+    def _awake(self) -> float:
+        """What time it is; note whether the driver has slept since it was asked last."""
+        now = time.monotonic()
+        if now - self._awake_at > self._lease * SLEPT:
+            self._awake_since = self._heard_at = now
+            self._lost.clear()
+        self._awake_at = now
+        return now

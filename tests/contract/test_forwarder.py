@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -96,6 +96,62 @@ def test_a_job_that_does_not_begin_is_waited_for_as_long_as_the_runner_answers(
     assert given_up.is_set()
     assert runner.asked == answers + 1
     assert answers + 2 <= time.monotonic() - began < 15
+    assert forwarder(settings(), InProcess()).drain().forwarded == 10
+    assert len(bodies(mom)) == 10
+
+
+@pytest.mark.parametrize("step", ["start", "run"])
+def test_a_stop_before_a_job_has_begun_is_honoured_within_a_lease(
+    app: Dsn, mom: Dsn, settings: Callable[..., Settings], step: str
+) -> None:
+    over = threading.Event()
+    ended: list[str] = []
+
+    class WaitsForExecutors(InProcess):
+        def start(self, work: Sequence[Work]) -> None:
+            super().start(work)
+            if step == "start":
+                self._wait()
+
+        def run(self, *_: object) -> list[Receipt]:
+            self._wait()
+            return []
+
+        def _wait(self) -> None:
+            waits.set()
+            over.wait(60)
+
+        def cancel(self, group: str) -> None:
+            assert group
+            ended.append("cancelled")
+            over.set()
+
+        def abandon(self) -> None:
+            ended.append("abandoned")
+            over.set()
+
+    waits = threading.Event()
+    send_many(app, 10)
+    waiting = forwarder(settings(lease_seconds=1.0), WaitsForExecutors())
+    failed: list[Exception] = []
+
+    def drain() -> None:
+        try:
+            waiting.drain()
+        except Unavailable as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    assert waits.wait(20)
+    waiting.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+    if step == "run":
+        assert (ended, failed) == (["cancelled"], [])
+        assert waiting.summary.stopped
+    else:
+        assert (ended, len(failed)) == (["abandoned"], 1)
     assert forwarder(settings(), InProcess()).drain().forwarded == 10
     assert len(bodies(mom)) == 10
 

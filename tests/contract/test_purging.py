@@ -15,8 +15,7 @@ from structlog.testing import capture_logs
 
 from saf.config import Settings, load
 from saf.database import Dsn
-from saf.forwarding.forwarder import Forwarder
-from tests.driver import InProcess, forwarder
+from tests.driver import InProcess, forwarder, looping
 from tests.kept import _nothing_stays
 from tests.pipeline import bodies, connect, send
 from tests.programs import configuration
@@ -50,17 +49,6 @@ def purges_held_up(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
         holder.execute("BEGIN")
         holder.execute("LOCK TABLE saf.staging IN ACCESS EXCLUSIVE MODE")
         yield holder
-
-
-@contextmanager
-def looping(one: Forwarder) -> Iterator[threading.Thread]:
-    thread = threading.Thread(target=one.loop, args=[lambda _: None])
-    thread.start()
-    try:
-        yield thread
-    finally:
-        one.stop()
-        thread.join(60)
 
 
 def test_a_loop_that_always_has_work_purges_all_the_same(
@@ -105,6 +93,24 @@ def test_forwarding_does_not_wait_for_a_purge_and_a_loop_that_ends_does(
         holder.execute("ROLLBACK")
         loop.join(20)
         assert not loop.is_alive()
+
+
+def test_a_run_that_waits_for_its_purges_has_left_its_shards_to_others(
+    app: Dsn, mom: Dsn, settings: Callable[[float], Settings]
+) -> None:
+    with connect(app) as connection, purges_held_up(app) as holder:
+        send(connection, "first")
+        ending = threading.Thread(target=forwarder(settings(60), InProcess()).drain)
+        ending.start()
+        until(lambda: connection.execute(AT_WORK).fetchone() == (1,), 20)
+        send(connection, "next")
+        next_one = forwarder(settings(60), InProcess())
+        until(lambda: next_one.cycle() and bodies(mom) == ["first", "next"], 20)
+        assert ending.is_alive()
+        next_one._leave()
+        holder.execute("ROLLBACK")
+        ending.join(20)
+    assert not ending.is_alive()
 
 
 def test_a_purge_that_fails_is_said_and_stops_nothing(

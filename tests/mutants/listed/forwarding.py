@@ -22,6 +22,8 @@ FORWARDER, OWNERS, ISOLATED = (
 COUNTED = "contract/test_by_service.py"
 SURVEYS = "contract/test_surveys.py"
 PURGING = "contract/test_purging.py"
+SLOW = "contract/test_slow_sources.py"
+VIGIL = "contract/test_vigil.py"
 PLANNED, SUMMED = "unit/test_plan.py", "unit/test_summary.py"
 REJECTED = (
     f"{ISOLATED}::test_a_rejected_message_becomes_a_dead_letter_and_its_neighbours_are_delivered"
@@ -134,7 +136,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a loop waits for ever for a Spark that hangs between two cycles",
         FORWARD,
-        "            if time.monotonic() - began > within:",
+        "            if waited > within:",
         "            if False:",
         f"{FORWARDER}::test_a_runner_that_does_not_answer_is_given_up_and_its_shards_are_free",
     ),
@@ -155,10 +157,59 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a loop does not wait for its purges when it ends",
         FORWARD,
-        "            self.purging.finish(self._renew, lambda: self._stop)\n        finally:\n"
+        "            self._finish_purges()\n        finally:\n"
         "            self._leave()\n        whole",
         "        finally:\n            self._leave()\n        whole",
         f"{PURGING}::test_forwarding_does_not_wait_for_a_purge_and_a_loop_that_ends_does",
+    ),
+    mutant(
+        "a run keeps its shards while it waits for its purges",
+        FORWARD,
+        "        self.roster.leave()  # to archive",
+        "        # to archive",
+        f"{PURGING}::test_a_run_that_waits_for_its_purges_has_left_its_shards_to_others",
+    ),
+    mutant(
+        "a task that has ended is taken for a silent one",
+        "saf/engine/source_session.py",
+        "connection.execute(pulse.END)",
+        "pass",
+        f"{VIGIL}::test_a_task_that_has_ended_is_not_taken_for_a_silent_one_while_others_work",
+    ),
+    mutant(
+        "a driver that has slept gives up tasks that have slept too",
+        "saf/forwarding/vigil.py",
+        "            self._awake_since = self._heard_at = now\n",
+        "",
+        f"{VIGIL}::test_what_the_driver_has_slept_through_counts_for_nothing_and_then_a_silence_counts",
+    ),
+    mutant(
+        "what a source answers too late is forgotten",
+        "saf/forwarding/roster.py",
+        "        now, brief, late = time.monotonic(), self.brief, self._late\n",
+        "        now, brief, late = time.monotonic(), self.brief, self._late\n        self._found = []\n",
+        f"{SLOW}::test_a_drain_forwards_what_a_source_has_answered_while_others_were_at_work",
+    ),
+    mutant(
+        "a renewal that has taken long is the last",
+        "saf/forwarding/roster.py",
+        "        self._threads.take_results(0)  # who",
+        "        # who",
+        f"{SLOW}::test_a_renewal_and_a_wish_to_stop_that_take_long_are_not_the_last",
+    ),
+    mutant(
+        "a job that has not begun does not hear of a wish to stop",
+        FORWARD,
+        "if stopped_at and not vigil.heard and now",
+        "if False and now",
+        f"{FORWARDER}::test_a_stop_before_a_job_has_begun_is_honoured_within_a_lease[run]",
+    ),
+    mutant(
+        "a start of Spark is waited for, whoever wants to stop",
+        FORWARD,
+        "            if self._stop and not stopped:",
+        "            if False:",
+        f"{FORWARDER}::test_a_stop_before_a_job_has_begun_is_honoured_within_a_lease[start]",
     ),
     mutant(
         "a purge by a forwarder fails without a word",
