@@ -345,8 +345,7 @@ class Unexpected(SafError):
     def __init__(self, what: str, error: BaseException) -> None:
         said = " ".join(str(error).split()) or "no more is known"
         super().__init__(
-            f"{what}: {type(error).__name__}: {said}. Nothing was marked or lost; this broker is "
-            "left alone, the others go on"
+            f"{what}: {type(error).__name__}: {said}. Nothing was marked or lost; the others go on"
         )
         self.what = what
 

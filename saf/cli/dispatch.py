@@ -105,9 +105,9 @@ def endpoints(settings: Settings) -> dict[str, Endpoint]:
     for where, broker in stores(settings, None).items():
         with unavailable_if_lost(f"broker {where!r}"):
             connection = broker.dsn.connect(role="endpoint", autocommit=True)
-        with connection:
-            check_schema(connection)
-            there = stored(connection, where, settings.dispatch.networks)
+            with connection:
+                check_schema(connection)
+                there = stored(connection, where, settings.dispatch.networks)
         for name, one in there.items():
             if name in found:
                 raise ConfigurationError(

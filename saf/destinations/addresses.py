@@ -55,4 +55,22 @@ def _host(text: str, place: str, port: int) -> tuple[str, int]:
         raise ValueError(f"{text!r}: {error}") from None
     if not host or url.query:
         raise ValueError(f"{text!r} lacks a host, or has something after it")
-    return host, given or port
+    return named_host(text, host), given or port
+
+
+def named_host(text: str, host: str) -> str:
+    """Return a host of an address ``text``.
+
+    >>> named_host("nats://db..example", "db..example")
+    Traceback (most recent call last):
+    ...
+    ValueError: 'nats://db..example': 'db..example' cannot be the name of a host
+
+    Raises:
+        ValueError: no resolver would take it for the name of one.
+    """
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ValueError(f"{text!r}: {host!r} cannot be the name of a host") from None
+    return host

@@ -152,7 +152,7 @@ class Dispatcher:
         return f"the database of endpoint {self.name!r}"
 
     def _connect(self) -> psycopg.Connection[Any]:
-        connection = self.dsn.connect(role="receive", autocommit=True)
+        connection = self.dsn.connect(role="dispatch", autocommit=True)
         connection.execute(SETTLE)
         return connection
 

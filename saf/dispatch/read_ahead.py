@@ -71,10 +71,10 @@ class ReadAhead:
 
     @property
     def hungry(self) -> bool:
-        """Whether to read more: there are not twice as many keys as may be in flight."""
+        """Whether to read more: there are not twice as many keys as may be in flight, but rest."""
         window = self._window
         return (
-            len(window.lanes) < 2 * self._endpoint.max_in_flight
+            len(window.lanes) - window.resting < 2 * self._endpoint.max_in_flight
             and window.held < self._capacity
             and window.bytes < MAX_BYTES // 2
         )

@@ -10,6 +10,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+import psycopg
+
 from saf.dispatch.dispatcher import Dispatcher
 from saf.errors import SafError
 from saf.logger import Log
@@ -17,6 +19,9 @@ from saf.signals import stop_on_signals
 
 FIND_SECONDS = 5.0
 """How often to look which endpoints there are."""
+
+AGAIN_SECONDS = 60.0
+"""After how long an endpoint that was found and could not go on is tried again."""
 
 Find = Callable[[], Sequence[Dispatcher]]
 
@@ -56,6 +61,8 @@ class _Running:
         self._told = asyncio.Event()
         self._at_work: dict[str, tuple[Dispatcher, asyncio.Event, asyncio.Task[None]]] = {}
         self._ending: list[asyncio.Task[None]] = []
+        self._failed_at: dict[str, float] = {}
+        """The endpoints that were found and could not go on, and since when."""
         self._problem = ""
 
     async def run(self) -> None:
@@ -101,8 +108,10 @@ class _Running:
                 self._told.set()
                 raise
             log.warning("endpoint_not_dispatched", endpoint=dispatcher.name, detail=str(error))
+            self._failed_at[dispatcher.name] = time.monotonic()
 
     def _end(self, name: str) -> None:
+        self._failed_at.pop(name, None)
         _, stopping, task = self._at_work.pop(name)
         stopping.set()
         self._ending.append(task)
@@ -111,12 +120,15 @@ class _Running:
         """Begin what is new, and end what is gone."""
         try:
             found = {one.name: one for one in await asyncio.to_thread(find)}
-        except SafError as error:
+        except (SafError, psycopg.Error) as error:
             if str(error) != self._problem:
                 log.warning("endpoints_not_read", detail=str(error))
             self._problem = str(error)
             return
         self._problem = ""
+        for name, failed_at in [*self._failed_at.items()]:
+            if time.monotonic() - failed_at > AGAIN_SECONDS:
+                self._end(name)  # it begins anew below
         for name, (dispatcher, _, _) in [*self._at_work.items()]:
             if name not in found or found[name].endpoint != dispatcher.endpoint:
                 log.info("endpoint_ends", endpoint=name)

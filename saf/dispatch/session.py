@@ -114,7 +114,7 @@ class Session:
             or (
                 not self._ahead.found
                 and not window.anything_ready
-                and not window.anything_rests
+                and not window.resting
                 and not self._ahead.unread()
             )
         )
@@ -184,7 +184,9 @@ class Session:
         """Look how the endpoint is, and take up shards or pass them on."""
         sender, judge, number = self.sender, self.judge, self.reader.subscription_id
         judge.hear(await self._ask(lambda connection: condition.condition(connection, number)))
-        if not await self._ask(self._member.settled) or not self.window.shards:
+        # while shards are to leave, the reason for it may go, and nothing else tells of that
+        leaving = bool(self.window.leaving) or not self.window.shards
+        if leaving or not await self._ask(self._member.settled):
             await self._balance()
         if time.monotonic() >= self._trim_at:
             self._trim_at = time.monotonic() + TRIM_SECONDS

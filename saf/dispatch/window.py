@@ -86,9 +86,9 @@ class Window:
         return any(lane.shard not in self.leaving for lane in self._ready)
 
     @property
-    def anything_rests(self) -> bool:
-        """Whether a key has to wait until it is woken."""
-        return bool(self._resting)
+    def resting(self) -> int:
+        """How many keys have to wait until they are woken."""
+        return len(self._resting)
 
     # What comes in
 

@@ -23,6 +23,7 @@ from saf.engine.work import ForwardingRules, Work
 from saf.errors import Ahead, SafError, Unavailable, UsageError
 from saf.log.cursor import learn_set_aside
 from saf.routing.matching import AT_MOST_ONCE, EXACTLY_ONCE
+from saf.setaside.isolation import of_messages
 from saf.tracing.spans import forwarding
 
 T = TypeVar("T")
@@ -105,13 +106,21 @@ class DestinationSessions:
 
         Raises:
             UsageError: it is the same as another one that has another name.
+            Unavailable: it cannot be connected to, for whatever reason.
         """
-        if name not in self._open:
-            there = self.rules.destinations[name]
-            self._open[name] = there.open(name, keep=self.work.keep)
-        destination = self._open[name]
+        try:
+            if name not in self._open:
+                there = self.rules.destinations[name]
+                self._open[name] = there.open(name, keep=self.work.keep)
+            destination = self._open[name]
+            identity = self._identities.get(name) or destination.identity()
+        except Exception as error:
+            if isinstance(error, SafError) or not of_messages(error):
+                raise
+            # nothing was sent yet, so it is no message's fault
+            reason = f"{type(error).__name__}: {self.rules.destinations[name].redact(str(error))}"
+            raise Unavailable(f"destination {name!r}", reason) from error
         if name not in self._identities:
-            identity = destination.identity()
             for other, known in self._identities.items():
                 if known == identity:
                     raise UsageError(

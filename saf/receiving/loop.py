@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import psycopg
 
-from saf.errors import Refused, SafError, UsageError
+from saf.errors import Refused, SafError, Unexpected, UsageError
 from saf.failpoints import fail_point
 from saf.logger import Log
 from saf.metrics.declared import FAILED_ATTEMPTS, RECEIVE_SECONDS, RECEIVED
@@ -195,7 +195,7 @@ class Loop(ABC):
             except (UsageError, Refused) as error:
                 self._failed.append(error)
                 self.stop()
-            except Exception as error:
+            except BaseException as error:  # a handler may raise what is meant to end a process
                 # whatever went wrong, the transaction is gone: what was in hand comes again
                 said = exception(error)
                 if isinstance(error, (SafError, psycopg.Error)):
@@ -209,6 +209,9 @@ class Loop(ABC):
             self.drain()
         except Exception as error:
             self._failed.append(error)
+        except BaseException as error:
+            # a SystemExit would end the process as if all was well
+            self._failed.append(Unexpected(f"subscription {self.subscription!r}", error))
 
     def _equipped(self) -> AbstractContextManager[None]:
         """Have what handlers need, for as long as a block runs."""

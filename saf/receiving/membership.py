@@ -24,6 +24,9 @@ from saf.receiving.link import connected
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
 
+LEAVE_SECONDS = 5.0
+"""How long a member waits to free its shards by itself: for somebody's lock, for one."""
+
 log = Log("saf.membership")
 
 
@@ -41,10 +44,8 @@ class Membership:
         """Set when the lease could not be renewed: other members take the shards over."""
         self._leaving = threading.Event()
         # only our own transactions run on it, and they are in vain once the lease is over
-        milliseconds = max(1, round(lease_seconds * 1000))
-        always = f"{BEGIN}; SET LOCAL statement_timeout = {milliseconds}"
         with ExitStack() as stack:
-            self._link = replace(stack.enter_context(connected(engine)), always=always)
+            self._link = replace(stack.enter_context(connected(engine)), always=_for(lease_seconds))
             with self._link.transaction(claims=False):
                 refuse_pooler(self._link.raw)
                 self.member.join(self._link.raw)
@@ -59,11 +60,12 @@ class Membership:
         self._open.enter_context(using(self._link.raw))
 
     def leave(self) -> None:
-        """Free the shards. If the server is gone, they become free by themselves."""
+        """Free the shards. If that takes long, they become free by the end of the session."""
         self._leaving.set()
         self._thread.join(self.member.lease_seconds)
-        with suppress(Exception), self._open, self._link.transaction(claims=False):
-            self.member.leave(self._link.raw)
+        link = replace(self._link, always=_for(min(LEAVE_SECONDS, self.member.lease_seconds)))
+        with suppress(Exception), self._open, link.transaction(claims=False):
+            self.member.leave(link.raw)
 
     def _keep(self) -> None:
         # every third of the lease, so that two renewals may fail before it is over
@@ -75,3 +77,8 @@ class Membership:
                 self.lost = True
                 log.warning("membership_lost", member=self.member.name, error=str(error))
                 return
+
+
+def _for(seconds: float) -> str:
+    """What each transaction begins with whose statements may take so long."""
+    return f"{BEGIN}; SET LOCAL statement_timeout = {max(1, round(seconds * 1000))}"

@@ -193,7 +193,7 @@ class Receiver(Trying):
         )
 
     @contextmanager
-    def delivery(  # noqa: PLR0912 - a context manager yields in one place or the other, not in two
+    def delivery(  # noqa: PLR0912, PLR0915 - a context manager yields in one place or the other, not in two
         self, wait_seconds: float = 0.0, stopping: Event | None = None
     ) -> Iterator[Delivery[Any]]:
         """Give the next messages, or an empty delivery after ``wait_seconds`` or on a stop."""
@@ -201,8 +201,13 @@ class Receiver(Trying):
         until = time.monotonic() + wait_seconds
         # half of the time, first what has failed before: so neither kind holds the other up
         careful_first, vain = _toss(), False
+        begun = False
         while True:
-            found, troubled = None, False
+            if begun and stopping.is_set():  # all that was found so far was set aside
+                with self.link.transaction():
+                    yield self._delivery(None)
+                return
+            begun, found, troubled = True, None, False
             looks, claims = self._steps()
             try:
                 with self.link.transaction(claims=claims, plans_once=claims):

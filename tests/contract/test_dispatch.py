@@ -12,22 +12,30 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from xmlrpc.server import SimpleXMLRPCServer
 
 import psutil
 import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
+from structlog.testing import capture_logs
 
-from saf.broker.services import subscription
+from saf.broker.services import create_services, subscription
+from saf.cli.dispatch import endpoints
+from saf.config import load
 from saf.database import Dsn, fetch
-from saf.dispatch import marking, read_ahead, source
+from saf.dispatch import marking, read_ahead, running, source
 from saf.dispatch.condition import Book
+from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.session import LOOK_SECONDS
+from saf.dispatch.settings import Endpoint
 from saf.dispatch.window import Window
-from saf.errors import Fenced
+from saf.errors import Fenced, Unavailable
 from saf.log.shards import Member
 from saf.operating.decide import retry
 from saf.receiving import notify
@@ -49,6 +57,7 @@ from tests.endpoints import (
 )
 from tests.pipeline import connect, outlive_lease
 from tests.processes import start
+from tests.programs import configuration
 from tests.receivers import SUBSCRIPTION, dead, prepare, put, store, waiting
 from tests.sizes import sized
 from tests.waits import until
@@ -316,6 +325,91 @@ def test_dispatchers_that_come_and_go_share_the_keys_and_repeat_nothing(
     assert partner.overlaps == 0
 
 
+def test_shards_that_were_to_leave_go_on_if_who_was_to_have_them_is_gone(
+    inbox: Dsn, partner: Partner
+) -> None:
+    release = asyncio.Event()
+
+    async def answer(_: Got) -> Reply:
+        await asyncio.wait_for(release.wait(), 60)
+        return 204, {}, b""
+
+    partner.answer = answer
+    store(inbox, keys=600, each=2)
+    with (
+        connect(inbox) as connection,
+        dispatching(dispatcher(inbox, partner, max_in_flight=600, timeout_seconds=60)),
+    ):
+        until(lambda: len(partner.begun) == 600)
+        number = subscription(connection, SUBSCRIPTION).subscription_id
+        other = Member(subscription_id=number, lease_seconds=60)
+        other.join(connection)
+        time.sleep(2.5 * LOOK_SECONDS)  # no shard is free to leave
+        assert members(inbox) == [64]
+        other.leave(connection)
+        time.sleep(2.5 * LOOK_SECONDS)
+        release._loop.call_soon_threadsafe(release.set)  # type: ignore[attr-defined]
+        until(lambda: len(partner.accepted) == 1200, 30)
+    assert partner.overlaps == 0
+
+
+def test_a_lock_at_its_database_holds_no_dispatcher_up_without_a_word_nor_its_stop(
+    inbox: Dsn, partner: Partner
+) -> None:
+    there = replace(inbox, bounds=replace(inbox.bounds, lock_seconds=0.5))
+    with connect(inbox) as holder, capture_logs() as lines:
+        with dispatching(dispatcher(there, partner)):
+            until(lambda: members(inbox) == [64])
+            holder.execute("BEGIN")
+            holder.execute("LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE")
+            until(lambda: [line for line in lines if line["event"] == "session_failed"], 20)
+            told = time.monotonic()
+        assert time.monotonic() - told < 10
+        holder.execute("ROLLBACK")
+    (first, *_) = [line for line in lines if line["event"] == "session_failed"]
+    assert "lock timeout" in first["error"]
+
+
+def test_a_lock_at_the_table_of_endpoints_is_unavailable(inbox: Dsn, tmp_path: Path) -> None:
+    file = configuration(tmp_path / "saf.toml", {"mom": inbox}, {"mom": inbox})
+    file.write_text(file.read_text() + "[bounds]\nlock_seconds = 0.3\n")
+    with connect(inbox) as holder:
+        holder.execute("BEGIN")
+        holder.execute("LOCK TABLE saf.endpoint IN ACCESS EXCLUSIVE MODE")
+        with pytest.raises(Unavailable, match="lock timeout"):
+            endpoints(load(file))
+
+
+def test_an_endpoint_that_could_not_go_on_is_tried_again(
+    inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "FIND_SECONDS", 0.1)
+    monkeypatch.setattr(running, "AGAIN_SECONDS", 0.2)
+    new = Dispatcher("new", Endpoint(url=partner.url, subscription="new"), inbox)
+    found, over = threading.Event(), threading.Event()
+
+    def find() -> list[Dispatcher]:
+        found.set()
+        if over.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [new]
+
+    def mend() -> None:
+        assert found.wait(20)
+        time.sleep(0.5)
+        with connect(inbox) as connection:
+            create_services(connection, ["new"])
+        with connect(inbox) as connection:
+            connection.execute("INSERT INTO saf.inbox (to_service, body) VALUES ('new', '1')")
+        until(lambda: len(partner.accepted) == 1, 20)
+
+    with ThreadPoolExecutor(1) as threads:
+        mending = threads.submit(mend)
+        mending.add_done_callback(lambda _: over.set())
+        running.run([], find=find)
+        mending.result()
+
+
 def out_of_order(inbox: Dsn) -> int:
     """How many messages beyond the positions are known to be complete."""
     with connect(inbox) as connection:
@@ -345,7 +439,7 @@ def test_a_dispatcher_whose_connections_are_cut_goes_on(inbox: Dsn, partner: Par
             with connect(inbox) as connection:
                 connection.execute(
                     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE "
-                    "datname = current_database() AND application_name = 'saf receive'"
+                    "datname = current_database() AND application_name = 'saf dispatch'"
                 )
         until(lambda: len({got.id for got in partner.accepted}) == 1000)
         until(lambda: unfinished(inbox) == 0)
@@ -366,7 +460,7 @@ def test_no_transaction_is_open_while_an_endpoint_is_waited_for(
                 ((oldest,),) = fetch(
                     connection,
                     "SELECT coalesce(max(extract(epoch FROM clock_timestamp() - xact_start)), 0) "
-                    "FROM pg_stat_activity WHERE application_name = 'saf receive'",
+                    "FROM pg_stat_activity WHERE application_name = 'saf dispatch'",
                 )
                 assert oldest < 1
     assert len(partner.accepted) == 10
@@ -702,6 +796,15 @@ def test_a_rate_of_each_key_is_kept_and_no_other_key_waits(inbox: Dsn, partner: 
         assert all(later - moment > 0.45 for moment, later in pairwise(mine))
     # all keys had their first turn at once
     assert max(moment for _, moment in at[:20]) - min(moment for _, moment in at[:20]) < 0.5
+
+
+def test_keys_that_rest_keep_no_other_key_waiting(inbox: Dsn, partner: Partner) -> None:
+    store(inbox, keys=4, each=10)
+    with dispatching(dispatcher(inbox, partner, rate_per_key="1/min", max_in_flight=2)):
+        until(lambda: len(partner.accepted) == 4)
+        put(inbox, "1", key="another")
+        until(lambda: len(partner.accepted) == 5, 20)
+    assert partner.accepted[-1].key == "another"
 
 
 def test_one_key_with_many_messages_keeps_no_other_shard_waiting(

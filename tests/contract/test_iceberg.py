@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,6 +21,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import LongType, NestedField
 
 from saf.database import Dsn, fetch
+from saf.database.bounds import Bounds
 from saf.destinations.iceberg import Iceberg
 from saf.destinations.iceberg.link import Link
 from saf.errors import Behind, Fenced, Refused, SafError, Unavailable
@@ -26,6 +29,7 @@ from saf.repair.send_again import send_again
 from saf.repair.set_back import set_back
 from saf.routing.routes import current_routes
 from saf.testing.forwarder import Forwarder
+from tests.endpoints import listening
 from tests.iceberg_table import in_postgresql, loaded, messages, roll_back, rows, snapshots, texts
 from tests.lakes import (
     WEEK,
@@ -254,6 +258,34 @@ def test_by_a_rest_catalog_messages_are_stored_once_and_a_zombie_is_fenced(tmp_p
         assert "hunter2" not in str(caught.value)
     with pytest.raises(Unavailable):
         store(lake, newer)
+
+
+def test_a_rest_catalog_that_says_nothing_at_a_login_or_no_catalogs_answer_is_unavailable() -> None:
+    bounds = Bounds(network_seconds=1, statement_seconds=1)
+    login = {"credential": SecretStr("somebody:hunter2")}
+    said = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 4\r\n\r\nhere"
+
+    def answer(connection: socket.socket) -> None:
+        if connection.recv(1 << 16):
+            connection.sendall(said)
+
+    def say_nothing(connection: socket.socket) -> None:
+        while connection.recv(1 << 16):
+            pass
+
+    for serve, properties, reason in (
+        (say_nothing, login, "timed out"),
+        (answer, login, "TokenResponse"),
+        (answer, {}, "ConfigResponse"),
+    ):
+        with listening(serve) as url:
+            more = {"oauth2-server-uri": SecretStr(url), **properties}
+            lake = Iceberg(catalog=url, table="a.b", properties=more).bounded(bounds)
+            began = time.monotonic()
+            with pytest.raises(Unavailable, match=reason) as caught:
+                lake.identity("lake")
+            assert time.monotonic() - began < 15
+            assert "hunter2" not in str(caught.value)
 
 
 # Honest

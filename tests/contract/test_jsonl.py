@@ -6,7 +6,7 @@ import fcntl
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -22,7 +22,7 @@ from saf.destinations.jsonl import Jsonl
 from saf.destinations.reading import Compared
 from saf.destinations.settings import DestinationSettings
 from saf.destinations.tables import uuid_hashes
-from saf.errors import CannotReadBack
+from saf.errors import CannotReadBack, Unavailable
 from saf.failpoints import arm
 from saf.operating.doctor import examine
 from saf.repair.reconcile import Outcome, reconcile
@@ -307,6 +307,24 @@ def test_a_route_that_asks_for_more_than_the_kind_can_lets_its_messages_wait(
         let_time_pass(app)
         forward(app, chunk_rows=3, mom=mom, files=blind)
     assert texts(files) == ["1"]
+
+
+def test_a_destination_that_cannot_say_which_it_is_makes_no_dead_letters(
+    app: Dsn, files: Jsonl
+) -> None:
+    identity = files.folder / "saf.json"
+    identity.write_text("{")
+    with connect(app) as connection:
+        for body in ("0", "1", "2"):
+            send(connection, body, key="k")
+        with suppress(Unavailable):
+            forward(app, chunk_rows=3, files=files)
+        assert fetch(connection, "SELECT count(*) FROM saf.dead_letter") == [(0,)]
+        assert texts(files) == []
+        identity.unlink()
+        let_time_pass(app)
+        forward(app, chunk_rows=3, files=files)
+    assert texts(files) == ["0", "1", "2"]
 
 
 def test_a_body_larger_than_a_kind_takes_is_a_dead_letter(app: Dsn, files: Jsonl) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from saf.database import Dsn
 from saf.destinations.nats import Nats
+from saf.destinations.nats.connection import Connection, NoResponders, published
 from saf.errors import Fenced, Refused, Rejected, Unavailable
 from saf.repair.reconcile import reconcile
 from saf.setaside.lane import Kind
@@ -80,6 +81,23 @@ def test_a_stream_that_would_lose_marks_is_refused_with_what_to_set(
     with pytest.raises(Refused):
         [*events.problems("events")]
     assert ids(queue) == []
+
+
+def test_an_answer_of_the_server_itself_is_none_of_who_listens(
+    events: Nats,
+) -> None:
+    connection = Connection("events", events)
+    try:
+        with pytest.raises(NoResponders):
+            next(connection.answers("nobody.listens", b""))
+        inbox = connection.inbox()
+        connection.write(published("nobody.listens", b"", None, inbox))
+        answer = connection.receive()
+        assert (answer.subject, answer.status, answer.body) == (inbox, "503", b"")
+        with pytest.raises(NoResponders):
+            answer.of("nobody.listens")
+    finally:
+        connection.close()
 
 
 def test_a_subject_that_the_stream_does_not_take_is_named(queue: NatsServer, events: Nats) -> None:

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from saf.destinations.redis import Redis
-from saf.errors import Unavailable
+from saf.errors import Refused, Unavailable
 from saf.testing.forwarder import Forwarder
 from tests.certificates import certificate
 from tests.needed import needed
@@ -61,6 +61,29 @@ def test_it_is_found_wherever_it_is(tmp_path: Path, place: str) -> None:
         assert [UUID(fields["saf-id"]) for _, fields in there] == [
             row["message_id"] for row in rows
         ]
+
+
+def test_a_cluster_that_cannot_be_reached_or_is_asked_as_one_server_says_so(
+    tmp_path: Path,
+) -> None:
+    nowhere = Redis(server=f"redis+cluster://127.0.0.1:{free_port()}")
+    with pytest.raises(Unavailable, match="refused"):
+        nowhere.identity("events")
+    with redis_server(tmp_path / "one") as one:
+        alone = nowhere.model_copy(update={"server": f"redis+cluster://127.0.0.1:{one.port}"})
+        with pytest.raises(Unavailable, match="Cluster mode is not enabled"):
+            alone.identity("events")
+        one.client().config_set("requirepass", "hunter2")
+        with pytest.raises(Refused, match=r"Mend username and password in saf\.toml"):
+            alone.identity("events")
+    with ExitStack() as stack:
+        events, server = by_cluster(stack, tmp_path)
+        server.close()
+        named = events.model_copy(
+            update={"server": events.server.replace("redis+cluster", "redis")}
+        )
+        with pytest.raises(Refused, match=r"Say redis\+cluster:// in saf\.toml"):
+            named.identity("events")
 
 
 def by_socket(stack: ExitStack, folder: Path) -> tuple[Redis, Any]:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from saf.database import Dsn, fetch
 from saf.errors import StopTimeout, UsageError
 from saf.failpoints import arm
 from saf.receiving.inbox import inbox_status
+from saf.receiving.link import connected
 from saf.receiving.loop import Loop
+from saf.receiving.receive import one_delivery
 from tests import dialogs
 from tests.pipeline import connect
 from tests.programs import ROOT, environment
@@ -358,6 +361,22 @@ def _in_hand(inbox: Dsn) -> bool:
                 "AND application_name = 'saf receive'",
             )
         )
+
+
+@pytest.mark.parametrize("column", ["deliver_at", "expires_at"])
+def test_a_stop_is_heard_while_all_that_is_there_is_set_aside(inbox: Dsn, column: str) -> None:
+    at = datetime.now(UTC) + timedelta(days=1 if column == "deliver_at" else -1)
+    put(inbox, *(str(n) for n in range(60)), key="k", **{column: at})
+    stopping = threading.Event()
+    stopping.set()
+    with one_delivery(
+        connected(inbox), SUBSCRIPTION, max_messages=10, wait_seconds=0, policy=None, trust=None,
+        signer=None, stopping=stopping,
+    ) as delivery:  # fmt: skip
+        assert not delivery
+    with connect(inbox) as connection:
+        (status,) = inbox_status(connection)
+    assert status.unread == 50
 
 
 def test_a_stop_timeout_below_zero_is_refused(inbox: Dsn) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from typing import Any
 
 import psycopg
 import pytest
+from structlog.testing import capture_logs
 
 import saf
 from saf.database import Dsn, fetch
-from saf.errors import ConfigurationError, UsageError
+from saf.errors import ConfigurationError, Unexpected, UsageError
 from saf.operating import decide
 from saf.setaside.dead import Filter
 from tests.pipeline import connect
@@ -33,6 +35,7 @@ from tests.receivers import (
     waiting,
     writes_nothing_for,
 )
+from tests.waits import until
 
 
 class Picky:
@@ -106,6 +109,33 @@ def test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_dec
         "1", "y", "2", "3", "4",
     ]  # fmt: skip
     assert waiting(inbox) == []
+
+
+@pytest.mark.parametrize("end", [SystemExit(0), asyncio.CancelledError(), KeyboardInterrupt()])
+def test_a_handler_that_would_end_its_thread_is_undone_and_the_message_comes_again(
+    inbox: Dsn, end: BaseException
+) -> None:
+    put(inbox, "1", key="k")
+    tried = []
+    worker = saf.Worker(inbox, SUBSCRIPTION)
+
+    @worker.handler()
+    def handle(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+        effect(connection, message)
+        tried.append(message.text())
+        if len(tried) == 1:
+            raise end
+
+    with capture_logs() as lines, running(worker):
+        until(lambda: effects(inbox) == ["1"], 20)
+    assert tried == ["1", "1"]
+    (failed,) = [line for line in lines if line["event"] == "delivery_failed"]
+    assert type(end).__name__ in failed["stack"]
+    put(inbox, "2", key="k")
+    tried.clear()
+    with pytest.raises(Unexpected, match=type(end).__name__):
+        worker.run(drain=True)
+    assert effects(inbox) == ["1"]
 
 
 def test_a_permanent_exception_is_not_tried_again(inbox: Dsn) -> None:

@@ -6,6 +6,8 @@ import ipaddress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from saf.destinations.addresses import named_host
+
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
@@ -44,7 +46,10 @@ def parse(text: str) -> Address:
             "http:// is for this machine only, such as http://127.0.0.1:8000: say https://"
         )
     return Address(
-        tls=tls, host=parts.hostname, port=port or (443 if tls else 80), path=parts.path or "/"
+        tls=tls,
+        host=named_host(text, parts.hostname),
+        port=port or (443 if tls else 80),
+        path=parts.path or "/",
     )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_URL, UUID, uuid5
 
 from psycopg.conninfo import make_conninfo
+from pydantic import ValidationError
 from pyiceberg.catalog import Catalog
 from pyiceberg.catalog.sql import IcebergNamespaceProperties, IcebergTables, SqlCatalog
 from pyiceberg.exceptions import (
@@ -156,7 +157,7 @@ class Link:
                 raise Unavailable(self.what, self.said(error)) from None
             with unavailable_if_lost(self.what):
                 raise
-        except (CommitFailedException, RESTError, ValidationException) as error:
+        except (CommitFailedException, RESTError, ValidationError, ValidationException) as error:
             raise Unavailable(self.what, self.said(error)) from None
 
     def said(self, error: Exception) -> str:
@@ -242,6 +243,13 @@ def _rest(settings: Iceberg, properties: dict[str, str]) -> Catalog:
 
         def _create_session(self) -> Any:
             session: Any = super()._create_session()
+            return session if isinstance(session.request, partial) else self._bounded(session)
+
+        def _create_legacy_oauth2_auth_manager(self, session: Any) -> Any:
+            # it logs in by this session, before anybody else has it
+            return super()._create_legacy_oauth2_auth_manager(self._bounded(session))
+
+        def _bounded(self, session: Any) -> Any:
             waits = (settings.bounds.network_seconds, settings.bounds.statement_seconds)
             session.request = partial(session.request, timeout=waits)
             return session

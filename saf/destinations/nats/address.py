@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from saf.destinations.addresses import named_host
+
 PORT = 4222
 
 
@@ -44,5 +46,5 @@ def parse(text: str) -> Address:
             raise ValueError(f"{text!r}: {error}") from None
         if not host or url.query or url.path.strip("/"):
             raise ValueError(f"{text!r} lacks a host, or has something after it")
-        hosts.append((host, port or PORT))
+        hosts.append((named_host(text, host), port or PORT))
     return Address(hosts=tuple(hosts), tls=scheme == "tls")

@@ -214,7 +214,7 @@ class Batches(Stepwise[Link]):
             if answer.subject == batch.begun and answer.body:
                 batch.why = answer.body.decode()
         try:
-            last = int(answered(answer)["seq"])
+            last = int(answered(answer.of(self.settings.stream))["seq"])
         except JetStreamError as error:
             if error.code in WRONG_SEQUENCE:
                 return False

@@ -53,6 +53,16 @@ class Received:
         pairs = (line.decode().partition(":") for line in lines if line)
         return {name: value.strip() for name, _, value in pairs}
 
+    def of(self, subject: str) -> Received:
+        """Return it, as the answer of who listens to a subject.
+
+        Raises:
+            NoResponders: it is the server's own, because nobody does.
+        """
+        if self.status == "503":
+            raise NoResponders(subject)
+        return self
+
 
 class Connection:
     """One connection; not safe to use from several threads."""
@@ -130,10 +140,9 @@ class Connection:
             answer = self.receive()
             if answer.subject in inboxes:
                 found[answer.subject] = answer
-        for inbox, (subject, _, _) in zip(inboxes, asked, strict=True):
-            if found[inbox].status == "503":
-                raise NoResponders(subject)
-        return [found[inbox] for inbox in inboxes]
+        return [
+            found[inbox].of(subject) for inbox, (subject, _, _) in zip(inboxes, asked, strict=True)
+        ]
 
     def answers(self, subject: str, body: bytes) -> Iterator[Received]:
         """Send a message, and give all its answers, without end."""
@@ -142,7 +151,7 @@ class Connection:
         while True:
             answer = self.receive()
             if answer.subject == inbox:
-                yield answer
+                yield answer.of(subject)
 
     def receive(self) -> Received:
         """Wait for the next message that comes."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from saf.destinations.addresses import named_host
+
 PORTS = {"": 6379, "cluster": 6379, "sentinel": 26379}
 """The port by default, by what stands after the ``+`` of the scheme."""
 
@@ -81,7 +83,7 @@ def _host(text: str, place: str, port: int) -> tuple[str, int]:
         raise ValueError(f"{text!r}: {error}") from None
     if not host or url.query:
         raise ValueError(f"{text!r} lacks a host, or has something after it that is no database")
-    return host, given or port
+    return named_host(text, host), given or port
 
 
 def _number(text: str, database: str) -> int:

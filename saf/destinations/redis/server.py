@@ -16,7 +16,12 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
-from redis.exceptions import RedisError
+from redis.exceptions import (
+    ClusterCrossSlotError,
+    MovedError,
+    RedisClusterException,
+    RedisError,
+)
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -38,7 +43,6 @@ TO_MEND = {
     "WRONGPASS": "mend username and password in saf.toml",
     "NOPERM": "let its user do what docs/destinations.md lists, by ACL SETUSER",
     "MOVED": "say redis+cluster:// in saf.toml: the server is a node of a cluster",
-    "CROSSSLOT": "say redis+cluster:// in saf.toml: the server is a node of a cluster",
     DENIED: "let its user do what docs/destinations.md lists, by ACL SETUSER",
     NO_STREAM: "rename that key, or choose another topic or hash_tag in saf.toml",
 }
@@ -147,18 +151,23 @@ def errors(what: str, settings: Redis) -> Iterator[None]:
     """Translate the errors of a client."""
     try:
         yield
-    except (RedisError, OSError) as error:
+    except (RedisError, RedisClusterException, OSError) as error:
         raise translated(what, settings, error) from None
 
 
 def translated(what: str, settings: Redis, error: Exception) -> SafError:
     """Return the error that a client's error means."""
+    if isinstance(error, RedisClusterException) and isinstance(error.__cause__, RedisError):
+        error = error.__cause__
     said = settings.redact(str(error)) or type(error).__name__
     code = said.split(" ")[0]
     if isinstance(error, redis.AuthenticationError):
         code = code if code in TO_MEND else "WRONGPASS"
     elif isinstance(error, redis.exceptions.NoPermissionError):
         code = "NOPERM"
+    elif isinstance(error, (MovedError, ClusterCrossSlotError)):  # without their codes
+        # in a cluster, the slot has moved: who connects again finds it
+        code = "" if settings.address.found_by == "cluster" else "MOVED"
     if code in ("NOAUTH", "WRONGPASS", "NOPERM"):
         return Refused(what, said, TO_MEND[code])
     if code in TO_MEND:

@@ -23,6 +23,55 @@ REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a destination that cannot say which it is makes dead letters",
+        "saf/engine/destination_sessions.py",
+        "if isinstance(error, SafError) or not of_messages(error):",
+        "if True:",
+        "contract/test_jsonl.py::test_a_destination_that_cannot_say_which_it_is_makes_no_dead_letters",
+    ),
+    mutant(
+        "an address may have a host that no resolver takes",
+        "saf/destinations/addresses.py",
+        '        host.encode("idna")\n',
+        "        pass\n",
+        "unit/test_addresses.py::test_what_cannot_be_the_name_of_a_host_is_refused",
+    ),
+    mutant(
+        "a Redis cluster that cannot be reached stops its source",
+        "saf/destinations/redis/server.py",
+        "except (RedisError, RedisClusterException, OSError) as error:",
+        "except (RedisError, OSError) as error:",
+        "contract/test_redis_places.py::test_a_cluster_that_cannot_be_reached_or_is_asked_as_one_server_says_so",
+    ),
+    mutant(
+        "of one node of a Redis cluster, nobody learns what to say",
+        "saf/destinations/redis/server.py",
+        'code = "" if settings.address.found_by == "cluster" else "MOVED"',
+        "pass",
+        "contract/test_redis_places.py::test_a_cluster_that_cannot_be_reached_or_is_asked_as_one_server_says_so",
+    ),
+    mutant(
+        "a login at an Iceberg catalog is waited for without a bound",
+        "saf/destinations/iceberg/link.py",
+        "manager(self._bounded(session))",
+        "manager(session)",
+        "contract/test_iceberg.py::test_a_rest_catalog_that_says_nothing_at_a_login_or_no_catalogs_answer_is_unavailable",
+    ),
+    mutant(
+        "an answer that is no catalog's is a message's fault",
+        "saf/destinations/iceberg/link.py",
+        "RESTError, ValidationError, ValidationException",
+        "RESTError, ValidationException",
+        "contract/test_iceberg.py::test_a_rest_catalog_that_says_nothing_at_a_login_or_no_catalogs_answer_is_unavailable",
+    ),
+    mutant(
+        "an answer of the NATS server itself is taken for a stream's",
+        "saf/destinations/nats/connection.py",
+        'if self.status == "503":',
+        "if False:",
+        "contract/test_nats.py::test_an_answer_of_the_server_itself_is_none_of_who_listens",
+    ),
+    mutant(
         "who is not told how a new topic got its identity gives up",
         "saf/destinations/kafka/server.py",
         "passing(FENCED | UNDECIDED if",

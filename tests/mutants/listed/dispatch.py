@@ -31,6 +31,41 @@ HTTP2 = "contract/test_dispatch_http2.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "shards that were to leave stay still when nobody is to have them any more",
+        "saf/dispatch/session.py",
+        "leaving = bool(self.window.leaving) or not",
+        "leaving = not",
+        "contract/test_dispatch.py::test_shards_that_were_to_leave_go_on_if_who_was_to_have_them_is_gone",
+    ),
+    mutant(
+        "a dispatcher waits for a lock for ever",
+        "saf/dispatch/dispatcher.py",
+        'role="dispatch"',
+        'role="receive"',
+        "contract/test_dispatch.py::test_a_lock_at_its_database_holds_no_dispatcher_up_without_a_word_nor_its_stop",
+    ),
+    mutant(
+        "a member that ends waits for a lock as long as its lease",
+        "saf/receiving/membership.py",
+        "min(LEAVE_SECONDS, self.member.lease_seconds)",
+        "self.member.lease_seconds",
+        "contract/test_dispatch.py::test_a_lock_at_its_database_holds_no_dispatcher_up_without_a_word_nor_its_stop",
+    ),
+    mutant(
+        "an endpoint that could not go on is never tried again",
+        "saf/dispatch/running.py",
+        "if time.monotonic() - failed_at > AGAIN_SECONDS:",
+        "if False:",
+        "contract/test_dispatch.py::test_an_endpoint_that_could_not_go_on_is_tried_again",
+    ),
+    mutant(
+        "keys that rest fill the window",
+        "saf/dispatch/read_ahead.py",
+        "len(window.lanes) - window.resting < 2",
+        "len(window.lanes) < 2",
+        "contract/test_dispatch.py::test_keys_that_rest_keep_no_other_key_waiting",
+    ),
+    mutant(
         "in a backlog, the first shards are read again and again",
         "saf/dispatch/read_ahead.py",
         "            key=lambda hand: hand.turn,\n",

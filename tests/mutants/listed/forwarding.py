@@ -187,7 +187,7 @@ MUTANTS: list[Mutant] = [
         "what a source answers too late is forgotten",
         "saf/forwarding/roster.py",
         "        now, brief, late = time.monotonic(), self.brief, self._late\n",
-        "        now, brief, late = time.monotonic(), self.brief, self._late\n        self._found = []\n",
+        "        now, brief, late, self._found = time.monotonic(), self.brief, self._late, []\n",
         f"{SLOW}::test_a_drain_forwards_what_a_source_has_answered_while_others_were_at_work",
     ),
     mutant(

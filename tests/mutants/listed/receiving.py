@@ -42,6 +42,27 @@ KILLS = (
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a handler ends its thread by what is no Exception",
+        "saf/receiving/loop.py",
+        "except BaseException as error:  # a handler",
+        "except Exception as error:  # a handler",
+        "contract/test_worker.py::test_a_handler_that_would_end_its_thread_is_undone_and_the_message_comes_again",
+    ),
+    mutant(
+        "a drain that a handler has ended says that all is well",
+        "saf/receiving/loop.py",
+        "except BaseException as error:\n            # a SystemExit",
+        "except ZeroDivisionError as error:\n            # a SystemExit",
+        "contract/test_worker.py::test_a_handler_that_would_end_its_thread_is_undone_and_the_message_comes_again",
+    ),
+    mutant(
+        "a receiver that sets everything aside hears of no stop",
+        "saf/receiving/receive.py",
+        "if begun and stopping.is_set():",
+        "if False:",
+        "contract/test_stopping.py::test_a_stop_is_heard_while_all_that_is_there_is_set_aside",
+    ),
+    mutant(
         "a receiver that nobody disturbs misses what becomes due",
         QUIET,
         "if self._known and not self._becomes_due else",
