@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from uuid import UUID
 
 import typer
@@ -131,6 +131,8 @@ class Parameter:
             return str(self.info.metavar)
         if isinstance(type_, type) and issubclass(type_, Enum):
             return ", ".join(one.value for one in type_)
+        if get_origin(type_) is Literal:
+            return ", ".join(get_args(type_))
         if self.is_argument:
             return self.name.upper()
         return {bool: "", int: "NUMBER", float: "NUMBER", Path: "PATH", UUID: "UUID"}.get(

@@ -466,9 +466,8 @@ def kind_of(annotation: Any, metadata: Any = ()) -> str:
 
 def _limit(rule: object) -> str:
     if isinstance(rule, AfterValidator):
-        return (
-            getattr(rule.func, "__doc__", None) or "" if rule.func.__module__ != "pathlib" else ""
-        )
+        said = getattr(rule.func, "__doc__", None) or ""  # a phrase, or what a function does
+        return said if rule.func.__module__ != "pathlib" and "\n" not in said else ""
     if isinstance(rule, annotated_types.Ge):
         return f"from {rule.ge:,}"
     if isinstance(rule, annotated_types.Gt):
