@@ -186,9 +186,10 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what a source answers too late is forgotten",
         "saf/forwarding/roster.py",
-        "        now, brief, late = time.monotonic(), self.brief, self._late\n",
-        "        now, brief, late, self._found = time.monotonic(), self.brief, self._late, []\n",
-        f"{SLOW}::test_a_drain_forwards_what_a_source_has_answered_while_others_were_at_work",
+        "            self._found.extend(work)\n\n        left",
+        "            if time.monotonic() < now + 1.1:\n                self._found.extend(work)\n\n"
+        "        left",
+        f"{SLOW}::test_a_loop_forwards_from_a_source_whose_every_look_takes_longer_than_it_waits",
     ),
     mutant(
         "a renewal that has taken long is the last",
