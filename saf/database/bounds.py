@@ -82,7 +82,7 @@ class Bounds:
             limits = self._limits(min(lock, PAGE_SECONDS), min(brief, PAGE_SECONDS), idle=brief)
         elif role in AT_SOURCE:
             limits = self._limits(lock, brief, idle=min(lock, brief))
-        elif role == "deliver":
+        elif role in ("deliver", "dispatch"):
             limits = self._limits(lock, self.chunk_seconds, idle=brief)
         elif role == "read":
             # a batch is one statement, which waits while its messages are delivered
