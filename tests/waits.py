@@ -6,6 +6,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psycopg
+
+from saf.database import fetch
+
+WAITERS = """
+SELECT count(DISTINCT pid) FROM pg_locks
+WHERE NOT granted AND pg_backend_pid() = ANY (pg_blocking_pids(pid))
+"""
+
 OFTEN_SECONDS = 0.01
 
 
@@ -16,3 +25,9 @@ def until(condition: Callable[[], Any], seconds: float = 60) -> float:
         assert time.monotonic() - began < seconds, "it never came to that"
         time.sleep(OFTEN_SECONDS)
     return time.monotonic() - began
+
+
+def waiters(connection: psycopg.Connection[Any]) -> int:
+    """How many sessions wait for what this one has locked."""
+    ((count,),) = fetch(connection, WAITERS)
+    return int(count)

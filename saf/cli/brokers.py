@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Annotated, Any, TypeVar
 
 import psycopg
 import typer
 
 from saf.cli.console import echo
+from saf.cli.exit_codes import INTERRUPTED
 from saf.config import Broker, Settings
 from saf.database import check_schema, unavailable_if_lost
 from saf.database.pages import Page
 from saf.errors import SafError, SchemaMissing, UsageError
 from saf.fleets import Candidate, Listing
+from saf.forwarding.background import Background
 from saf.operating.places import chosen, everywhere, store, stores
 from saf.routing.matching import Routes
 from saf.routing.routes import current_routes
@@ -148,6 +152,8 @@ class Round:
     def __init__(self, places: Mapping[str, Broker] | Listing) -> None:
         self.brokers: Mapping[str, Broker]
         self.failed: list[tuple[str, SafError]] = []
+        self.interrupted = False
+        """Whether a person has stopped a decision before its end."""
         if isinstance(places, Listing):
             self.brokers, self.failed = places.brokers, list(places.problems)
         else:
@@ -162,12 +168,62 @@ class Round:
         if after is not None and len(self.brokers) != 1:
             raise UsageError("--after goes on in one broker: which one? Say --broker NAME")
 
+    def only(self, numbers: object) -> None:
+        """Make sure that rows which are named by their numbers are looked for in one broker.
+
+        Each broker counts for itself, so the same number is another row in each.
+
+        Raises:
+            UsageError: there are several.
+        """
+        if numbers and len(self.brokers) > 1:
+            raise UsageError("numbers are a broker's own: which one? Say --broker NAME")
+
     def visit(self, role: str, action: Callable[[psycopg.Connection[Any], Any], T]) -> dict[str, T]:
         """Connect to each broker, several at a time; return what ``action`` returns, by broker.
 
         Brokers for which it fails are in ``failed`` instead.
         """
+        jobs = self._begin(role, action)
+        try:
+            return self._results({name: job.result for name, job in jobs.items()})
+        except KeyboardInterrupt:
+            for job in jobs.values():
+                job.cancel()
+            raise
 
+    def decide(
+        self, role: str, decision: Callable[[psycopg.Connection[Any], Callable[[], bool]], T]
+    ) -> dict[str, T]:
+        """Let each broker have a decision made; as `visit`, and Ctrl-C keeps what is done.
+
+        The decision gets a connection, and what it has to ask between two steps: whether to leave
+        the rest. A second Ctrl-C does not wait for the steps in hand.
+        """
+        stopping = Event()
+        jobs = self._begin(role, lambda connection, _: decision(connection, stopping.is_set))
+        try:
+            return self._results({name: job.result for name, job in jobs.items()})
+        except KeyboardInterrupt:
+            stopping.set()
+            self.interrupted = True
+            echo("saf: stopping after what is in hand", err=True)
+            begun = {name: job.result for name, job in jobs.items() if not job.cancel()}
+            return self._results(begun)
+
+    def each(self, action: Callable[[str, Any], T]) -> dict[str, T]:
+        """Call ``action`` for each broker, one after the other; return what it returns, by broker.
+
+        The action connects by itself. Brokers for which it fails are in ``failed`` instead. In this
+        thread, so Ctrl-C ends what a database has in hand.
+        """
+        return self._results(
+            {name: partial(action, name, broker) for name, broker in self.brokers.items()}
+        )
+
+    def _begin(
+        self, role: str, action: Callable[[psycopg.Connection[Any], Any], T]
+    ) -> dict[str, Future[T]]:
         def connected(name: str, broker: Broker) -> T:
             with (
                 unavailable_if_lost(f"broker {name!r}"),
@@ -176,28 +232,25 @@ class Round:
                 check_schema(connection)
                 return action(connection, broker)
 
-        return self._each(connected, at_once=AT_ONCE)
+        threads = Background(AT_ONCE, "saf round")
+        jobs = {
+            name: threads.submit(partial(connected, name, one))
+            for name, one in self.brokers.items()
+        }
+        threads.dismiss()
+        return jobs
 
-    def each(self, action: Callable[[str, Any], T]) -> dict[str, T]:
-        """Call ``action`` for each broker, one after the other; return what it returns, by broker.
-
-        The action connects by itself. Brokers for which it fails are in ``failed`` instead.
-        """
-        return self._each(action, at_once=1)
-
-    def _each(self, action: Callable[[str, Any], T], *, at_once: int) -> dict[str, T]:
+    def _results(self, answers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
         results: dict[str, T] = {}
-        with ThreadPoolExecutor(at_once) as pool:
-            jobs = {name: pool.submit(action, name, one) for name, one in self.brokers.items()}
-            for name, job in jobs.items():
-                try:
-                    results[name] = job.result()
-                except SafError as error:
-                    if isinstance(error, SchemaMissing) and isinstance(
-                        self.brokers[name], Candidate
-                    ):
-                        continue  # the pattern matches this database, which is no broker
-                    self.failed.append((name, error))
+        failed: list[tuple[str, SafError]] = []
+        for name, answer in answers.items():
+            try:
+                results[name] = answer()
+            except SafError as error:
+                if isinstance(error, SchemaMissing) and isinstance(self.brokers[name], Candidate):
+                    continue  # the pattern matches this database, which is no broker
+                failed.append((name, error))
+        self.failed += failed
         return results
 
     def errors(self) -> list[dict[str, str]]:
@@ -212,5 +265,8 @@ class Round:
         for name, error in self.failed:
             if say:
                 echo(f"saf: broker {name!r}: {error}", err=True)
+        if self.interrupted:
+            echo("saf: interrupted: what is not shown as done is as it was", err=True)
+            raise typer.Exit(INTERRUPTED)
         if found or self.failed:
             raise typer.Exit(found or max(error.exit_code for _, error in self.failed))

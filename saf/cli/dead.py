@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain
 from typing import Annotated, Any
 
-import psycopg
 import typer
 
 from saf.cli.brokers import (
@@ -28,20 +26,17 @@ from saf.cli.brokers import (
     say_next,
 )
 from saf.cli.console import echo, write
-from saf.cli.decided import Decided, show_decided
+from saf.cli.decided import MOST, decide_and_show
 from saf.cli.listing import Listing
 from saf.config import did_you_mean, load
 from saf.database.pages import Page
 from saf.errors import ConfigurationError, UsageError
 from saf.operating import decide
-from saf.operating.bulk import Decision, in_chunks
+from saf.operating.bulk import Decision
 from saf.operating.wording import at, counted
 from saf.setaside import audit, dead
 from saf.setaside.dead import REASONS, DeadLetter, Filter
 from saf.setaside.staying import WHY
-
-MOST = 1_000_000_000
-"""More than there are: a command may take the time to count all."""
 
 app = typer.Typer(no_args_is_help=True, help="Messages that a person has to decide about.")
 
@@ -137,8 +132,7 @@ def show(
     A terminal gets it as text.
     """
     round_ = Round(chosen(load(config), broker))
-    if len(round_.brokers) > 1:
-        raise UsageError("which broker? Say --broker NAME")
+    round_.only(number)
     for body in round_.visit("dead", lambda connection, _: dead.body(connection, number)).values():
         if body is None:
             raise UsageError(f"there is no dead letter {number}; see `saf dead list`")
@@ -260,18 +254,15 @@ def _act(
     as_json: bool,
 ) -> None:
     round_ = Round(chosen(load(config), broker))
+    round_.only(which.dead_letter_ids)
     if dry_run:
         pages = round_.visit(
             "dead", lambda connection, _: dead.page(connection, which, None, to=to)
         )
         _show(round_, pages, as_json=as_json)
         return
-
-    def act(connection: psycopg.Connection[Any], _: object) -> Decided:
-        ids = [*chain.from_iterable(in_chunks(connection, decision, which, why))]
-        return Decided(ids=ids, stays=dead.count(connection, which, MOST, to=to).stays)
-
-    show_decided(round_, round_.visit("dead", act), as_json=as_json)
+    count = partial(dead.count, to=to)
+    decide_and_show(round_, "dead", decision, which, why=why, count=count, as_json=as_json)
 
 
 def _show_count(round_: Round, which: Filter, *, as_json: bool) -> None:

@@ -1,33 +1,73 @@
-"""What a person's decision has come to, as commands show it."""
+"""A person's decision about messages set aside: made at each broker, and what it has come to."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 from uuid import UUID
+
+import psycopg
 
 from saf.cli.brokers import Round
 from saf.cli.console import echo
+from saf.operating.bulk import Chosen, Decision, in_chunks
 from saf.operating.wording import counted
 from saf.setaside import staying
+from saf.setaside.staying import Counted
+
+MOST = 1_000_000_000
+"""More than there are: a command may take the time to count all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
     """What a decision has done at a broker."""
 
-    ids: Sequence[UUID]
+    ids: list[UUID]
     """The messages that it was about, by their message ids."""
-    stays: Mapping[str, int]
-    """How many others that match stay as they were, by why; see `saf.setaside.staying.WHY`."""
+    left: Counted
+    """The others that match, which are as they were."""
+    stopped: bool
+    """Whether a person has stopped it before its end."""
+
+    @property
+    def stays(self) -> dict[str, int]:
+        """How many others stay, by why; see `saf.setaside.staying.WHY`."""
+        stays = dict(self.left.stays)
+        if self.left.messages:
+            # of those that a decision might be made about, it leaves what others have locked
+            why = "stopped" if self.stopped else "in_hand"
+            stays[why] = stays.get(why, 0) + self.left.messages
+        return stays
 
 
-def show_decided(round_: Round, done: Mapping[str, Decided], *, as_json: bool) -> None:
-    """Show what a decision has done at each broker, and end the command."""
+def decide_and_show(
+    round_: Round,
+    role: str,
+    decision: Decision[Chosen],
+    which: Chosen,
+    *,
+    why: str,
+    count: Callable[[psycopg.Connection[Any], Chosen, int], Counted],
+    as_json: bool,
+) -> None:
+    """Let a decision be made at each broker, show what it has done, and end the command.
+
+    ``role`` is that of the connections; ``count`` counts what a filter matches, up to a number.
+    """
+
+    def decide(connection: psycopg.Connection[Any], stop: Callable[[], bool]) -> Decided:
+        chosen: Chosen = which.until_now(connection)
+        ids = [*chain.from_iterable(in_chunks(connection, decision, chosen, why, stop=stop))]
+        return Decided(ids=ids, left=count(connection, chosen, MOST), stopped=stop())
+
+    done = round_.decide(role, decide)
     if as_json:
         ids = {name: [str(number) for number in one.ids] for name, one in done.items()}
-        stay = {name: dict(one.stays) for name, one in done.items() if one.stays}
+        stay = {name: one.stays for name, one in done.items() if one.stays}
         echo(json.dumps({"message_ids": ids, "stay": stay, "errors": round_.errors()}))
     else:
         for name, one in done.items():

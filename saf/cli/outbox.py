@@ -108,8 +108,7 @@ def show(
     """
     number = _number(which)
     round_ = Round(chosen(load(config), broker))
-    if isinstance(number, int) and len(round_.brokers) > 1:
-        raise UsageError("ids are a broker's own: which one? Say --broker NAME")
+    round_.only(isinstance(number, int))
     asked = round_.visit(
         "outbox",
         lambda connection, _: outbox.details(connection, number, key=key, seconds=timeout),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
+import psycopg
 import typer
 
 from saf.cli import parked_messages
@@ -29,7 +30,15 @@ from saf.config import load
 from saf.operating.wording import at, counted
 from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
-from saf.setaside.waiting import Lanes, Parked, Waiting, parked, place_at, retry_now
+from saf.setaside.waiting import (
+    Lanes,
+    Parked,
+    Waiting,
+    parked,
+    place_at,
+    retry_now,
+    undecided,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
 
@@ -89,16 +98,28 @@ def retry_now_(
 ) -> None:
     """Let the next run try what waits.
 
-    That is a run of the forwarder, or a receiver; without waiting longer.
+    That is a run of the forwarder, or a receiver; without waiting longer. A key that waits for your
+    decision about its dead letter is counted, and goes on waiting: see `saf dead`.
     """
     round_ = Round(chosen(load(config), broker))
     which = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
-    due = round_.visit("parked", lambda connection, _: retry_now(connection, lanes=which, why=why))
+
+    def retry(connection: psycopg.Connection[Any], _: object) -> tuple[int, int]:
+        return retry_now(connection, lanes=which, why=why), undecided(connection, which)
+
+    done = round_.visit("parked", retry)
     if as_json:
-        echo(json.dumps({"lanes": due, "errors": round_.errors()}))
+        due = {name: lanes for name, (lanes, _) in done.items()}
+        waiting = {name: keys for name, (_, keys) in done.items() if keys}
+        echo(json.dumps({"lanes": due, "undecided": waiting, "errors": round_.errors()}))
     else:
-        for name, lanes in due.items():
-            echo(f"{name}: {counted(lanes, 'lane')} to be tried by the next run")
+        for name, (lanes, keys) in done.items():
+            wait = (
+                f"; {counted(keys, 'key')} more until you decide about a dead letter"
+                if keys
+                else ""
+            )
+            echo(f"{name}: {counted(lanes, 'lane')} to be tried by the next run{wait}")
     round_.finish(say=not as_json)
 
 
@@ -133,5 +154,5 @@ def _next(lane: Parked) -> str:
     if lane.kind == Kind.AHEAD:
         return "when it has come"
     if lane.next_attempt_at >= BLOCKED:
-        return "on an operator's word"
+        return "after a decision about a dead letter"
     return "now" if lane.due else at(lane.next_attempt_at)

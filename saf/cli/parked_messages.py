@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain
 from typing import Annotated, Any
 
-import psycopg
 import typer
 
 from saf.cli.brokers import (
@@ -27,20 +25,17 @@ from saf.cli.brokers import (
     say_next,
 )
 from saf.cli.console import echo
-from saf.cli.decided import Decided, say_staying, show_decided
+from saf.cli.decided import MOST, decide_and_show, say_staying
 from saf.cli.listing import Listing
 from saf.config import did_you_mean, load
 from saf.database.pages import Page
 from saf.errors import ConfigurationError, UsageError
 from saf.operating import decide_parked
-from saf.operating.bulk import Decision, in_chunks
+from saf.operating.bulk import Decision
 from saf.operating.wording import at, counted
 from saf.setaside import parked_messages
 from saf.setaside.lane import Kind
 from saf.setaside.parked_messages import ParkedFilter, ParkedMessage
-
-MOST = 1_000_000_000
-"""More than there are: a command may take the time to count all."""
 
 Ids = Annotated[
     list[int] | None,
@@ -183,16 +178,12 @@ def _act(
     dry_run: bool,
     as_json: bool,
 ) -> None:
+    round_.only(which.parked_ids)
     if dry_run:
         _count(round_, which, to, as_json=as_json)
         return
-
-    def act(connection: psycopg.Connection[Any], _: object) -> Decided:
-        ids = [*chain.from_iterable(in_chunks(connection, decision, which, why))]
-        stays = parked_messages.count(connection, which, MOST, to=to).stays
-        return Decided(ids=ids, stays=stays)
-
-    show_decided(round_, round_.visit("parked", act), as_json=as_json)
+    count = partial(parked_messages.count, to=to)
+    decide_and_show(round_, "parked", decision, which, why=why, count=count, as_json=as_json)
 
 
 def _count(round_: Round, which: ParkedFilter, to: str | None, *, as_json: bool) -> None:

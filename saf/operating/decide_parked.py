@@ -39,7 +39,7 @@ from saf.log.shards import failed, newest
 from saf.setaside import backoff, in_hand, parking
 from saf.setaside.audit import ONE_AT_A_TIME, audit
 from saf.setaside.lane import NO_BROKER, SAME_LANE, THE_LANE, Kind, Lane
-from saf.setaside.parked_messages import CHOSEN, FREE, REST_SECONDS, ParkedFilter
+from saf.setaside.parked_messages import CHOSEN, FREE, REST_SECONDS, RESTING, ParkedFilter
 from saf.setaside.staying import TAKEN
 from saf.setaside.unhandled import FOR_ALL
 
@@ -79,6 +79,14 @@ SELECT p.parked_id, p.message_id, p.subscription_id, s.log,
       SELECT * FROM unnest(%(subscription_ids)s::int[], %(destinations)s::text[],
                            %(shards)s::smallint[]))
 ORDER BY p.parked_id LIMIT %(limit)s FOR UPDATE OF p
+"""
+
+# A person may make a key due at any time (`saf.setaside.waiting.retry_now`): not from now on
+HOLD = f"""
+SELECT subject FROM saf.backoff b
+WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'
+  AND subject = ANY (%(subjects)s) AND {RESTING}
+ORDER BY subject FOR UPDATE
 """
 
 # For the ends of conversations: they are told of a message that is given up as of a dead letter.
@@ -284,7 +292,25 @@ def _locked(
         "shards": list(numbers),
     }
     began = time.monotonic()
-    return _Rows(fetch(connection, LOCKED, params), owned, began)
+    rows = _held(connection, fetch(connection, LOCKED, params), owned)
+    return _Rows(rows, owned, began)
+
+
+def _held(
+    connection: psycopg.Connection[Any],
+    rows: list[tuple[Any, ...]],
+    owned: Collection[tuple[int, int]],
+) -> list[tuple[Any, ...]]:
+    """Return the rows without those of members' keys that are due by now; the others' rest on."""
+    of_members = [row for row in rows if row[3] == "inbox" and (row[2], row[8]) in owned]
+    due: set[tuple[int, str]] = set()
+    for subscription_id in sorted({row[2] for row in of_members}):
+        subjects = {row[6] for row in of_members if row[2] == subscription_id}
+        params = {"subscription_id": subscription_id, "subjects": list(subjects)}
+        rest = {subject for (subject,) in fetch(connection, HOLD, params)}
+        due |= {(subscription_id, subject) for subject in subjects - rest}
+    gone = {row[0] for row in of_members if (row[2], row[6]) in due}
+    return [row for row in rows if row[0] not in gone]
 
 
 def _tell_conversations(connection: psycopg.Connection[Any], params: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ from saf.destinations.settings import DestinationSettings
 from saf.dialogs.comparing import compare
 from saf.dialogs.monolog_gaps import SentMonolog, sent_monologs, subscribers_set_back
 from saf.dialogs.monologs import received_monologs
-from saf.errors import CannotReadBack
+from saf.errors import CannotReadBack, UsageError
 from saf.log.shards import shard_of
 from saf.repair.incarnation import raise_incarnation
 from saf.repair.reconcile import lost
@@ -101,7 +101,8 @@ def send_again(
         retention_seconds: every purge of either side has kept messages at least so long.
         since: send again messages with this created_at or a later one; by default, see
             `saf.repair.reconcile`.
-        until: send again messages with an earlier created_at than this.
+        until: send again messages with an earlier created_at than this; not if a destination was
+            set back, because it would go on without what it has lost of a later time.
         why: the reason, for the audit.
         dry_run: only return what would be sent again.
         only_if_set_back: leave alone what is missing for another reason.
@@ -109,7 +110,7 @@ def send_again(
     Raises:
         Unavailable: one of the databases does not answer.
         Restored: one of them is to be rebased first.
-        UsageError: a role may not do it.
+        UsageError: a role may not do it, or a destination was set back and there is an ``until``.
         CannotReadBack: a destination was set back, and does not say what it holds; the others
             are repaired.
     """
@@ -124,6 +125,11 @@ def send_again(
             known, behind = _behind(connection, destinations)
             if only_if_set_back and not behind:
                 return None
+            if behind and until is not None:
+                raise UsageError(
+                    f"{' and '.join(behind)} had been set back, and may go on only when all that "
+                    "is lost is sent again: say saf replay without --until"
+                )
             found = lost(
                 name, source, destinations,
                 since=since, until=until, retention_seconds=retention_seconds, routes=routes,

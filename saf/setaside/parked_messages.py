@@ -28,10 +28,10 @@ from saf.setaside.staying import OF_BATCH, TAKEN, Counted
 REST_SECONDS = 5.0
 """How much later than now a key of a member is due at least that a person decides about."""
 
-RESTS = f"""EXISTS (
-    SELECT FROM saf.backoff b
-    WHERE {SAME_LANE} AND NOT b.awaits_handler
-      AND b.next_attempt_at > clock_timestamp() + make_interval(secs => {REST_SECONDS}))"""
+RESTING = f"""(NOT b.awaits_handler
+ AND b.next_attempt_at > clock_timestamp() + make_interval(secs => {REST_SECONDS}))"""
+"""SQL: whether no member takes messages out of the lane b for a while."""
+RESTS = f"EXISTS (SELECT FROM saf.backoff b WHERE {SAME_LANE} AND {RESTING})"
 STAYS = f"""
 CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
      WHEN p.kind = '{Kind.DOUBT}' THEN 'doubt'

@@ -26,6 +26,7 @@ WHY: Mapping[str, str] = MappingProxyType(
         "dialog": "the other end of its dialog is where it is",
         "there": "it waits for that destination already",
         "arrived": "it has arrived where it is handled: only a forwarder's messages go elsewhere",
+        "stopped": "the decision was stopped before it: decide again",
     }
 )
 """Why a message stays as it is, for people."""

@@ -104,15 +104,29 @@ SELECT count(*) FROM saf.parked JOIN saf.subscription USING (subscription_id)
 WHERE %(subscription)s::text IS NULL OR name = %(subscription)s
 """
 
-RETRY_NOW = """
-UPDATE saf.backoff SET next_attempt_at = now()
-WHERE kind <> %(later)s AND NOT awaits_handler
+OF_LANES = """
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
   AND (%(lane)s::text IS NULL OR kind = %(lane)s)
   AND (%(subject)s::text IS NULL OR subject = %(subject)s)
   AND (%(subscription)s::text IS NULL OR subscription_id IN (
       SELECT subscription_id FROM saf.subscription WHERE name = %(subscription)s))
 """
+# What came later than a dead letter would be handled before it
+UNDECIDED = f"""
+(next_attempt_at = '{BLOCKED}' AND kind = '{Kind.KEY}' AND NOT awaits_handler AND EXISTS (
+    SELECT FROM saf.dead_letter d
+    WHERE d.subscription_id = b.subscription_id
+      AND coalesce(d.key, d.message_id::text) = b.subject))
+"""
+# In the order in which all lock lanes, so that nobody waits in a circle
+RETRY_NOW = f"""
+WITH chosen AS (
+    SELECT subscription_id, {THE_LANE} FROM saf.backoff b
+    WHERE kind <> '{Kind.LATER}' AND NOT awaits_handler AND NOT {UNDECIDED} {OF_LANES}
+    ORDER BY subscription_id, {THE_LANE} FOR UPDATE)
+UPDATE saf.backoff b SET next_attempt_at = now() FROM chosen p WHERE {SAME_LANE}
+"""
+COUNT_UNDECIDED = f"SELECT count(*) FROM saf.backoff b WHERE {UNDECIDED} {OF_LANES}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,12 +204,18 @@ def retry_now(
 ) -> int:
     """Make the next attempts of lanes due now; return how many lanes these are.
 
+    A key that waits for a person to decide about its dead letter goes on waiting; see `undecided`.
     With a reason, or a person, it is written into the audit.
     """
     chosen = replace(lanes, destination=destination) if destination else lanes
-    params = {**asdict(chosen), "later": Kind.LATER}
     with connection.transaction():
-        count = connection.execute(RETRY_NOW, params).rowcount
+        count = connection.execute(RETRY_NOW, asdict(chosen)).rowcount
         if count and (why or person):
             audit(connection, f"retry-now of {count} lanes", [], why, person)
     return count
+
+
+def undecided(connection: psycopg.Connection[Any], lanes: Lanes = ANY) -> int:
+    """Return how many keys wait until a person retries or discards their dead letter."""
+    ((count,),) = fetch(connection, COUNT_UNDECIDED, asdict(lanes))
+    return int(count)

@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -38,7 +39,7 @@ from tests.pipeline import (
 )
 from tests.processors import Poisoned, prepare_processors
 from tests.receivers import SUBSCRIPTION, effect, effects, prepare, put, running
-from tests.waits import until
+from tests.waits import until, waiters
 
 ANY = ParkedFilter()
 LATER = """
@@ -336,6 +337,26 @@ def test_of_a_members_shards_only_keys_that_rest_are_decided_about(mom: Dsn) -> 
         # the member forgets the lane when it finds it empty: it may be about to park in it
         ((wait,),) = fetch(connection, "SELECT next_attempt_at <= now() FROM saf.backoff")
         assert (count(mom, "parked"), wait) == (0, True)
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_key_that_a_person_makes_due_is_a_members_and_no_other_persons(mom: Dsn) -> None:
+    """The member sends it without a lock as soon as it is due."""
+    with connect(mom) as connection, connect(mom) as other:
+        member = new_member(connection)
+        connection.execute("UPDATE saf.cursor SET owner = %s", [member.member_id])
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h'")
+        with other.transaction():
+            assert waiting.retry_now(other) == 1
+            found: list[list[UUID]] = []
+            discard = threading.Thread(
+                target=lambda: found.append(decide_parked.discard(connection, ANY, ""))
+            )
+            discard.start()
+            until(lambda: waiters(other))
+        discard.join()
+        assert found == [[]]
+        assert (count(mom, "parked"), actions(connection)) == (3, [])
 
 
 @pytest.mark.usefixtures("failing")

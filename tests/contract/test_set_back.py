@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.destinations.postgresql.reading import known_at
-from saf.errors import Unavailable
+from saf.errors import Unavailable, UsageError
 from saf.failpoints import arm
 from saf.forwarding.runner import run_item
 from saf.log.cursor import TIMES
@@ -121,6 +122,32 @@ def test_a_store_set_back_is_noticed_at_the_next_chunk_and_gets_what_it_lost_onc
     run(app, mom=older)
     assert numbers(older) == list(range(13 if quality == "at_most_once" else 14))
     assert in_order(older)
+
+
+def test_a_replay_of_a_range_does_not_let_a_store_go_on_that_was_set_back(
+    app: Dsn, mom: Dsn, backup: Backup
+) -> None:
+    rules = forwarding_rules("exactly_once", mom=mom)
+    send_numbers(app, *range(5))
+    with Cycle(app, rules) as cycle:
+        cycle.run()
+    older = backup(mom)
+    send_numbers(app, *range(5, 8))
+    with Cycle(app, rules) as cycle:
+        cycle.run()
+    with pytest.raises(UsageError, match=r"mom had been set back.* without --until"):
+        send_again(
+            "app", app, stores(mom=older), lambda source: current_routes(source, "mom"),
+            retention_seconds=3600, until=datetime.now(UTC) - timedelta(hours=1),
+            only_if_set_back=False,
+        )  # fmt: skip
+    send_numbers(app, 8)
+    with Cycle(app, forwarding_rules("exactly_once", mom=older)) as cycle:
+        assert {receipt.error_kind for receipt in cycle.run()} >= {"Behind"}
+    assert repair_store(app, mom=older) is not None
+    let_time_pass(app)
+    run(app, mom=older)
+    assert numbers(older) == list(range(9))
 
 
 def test_a_store_set_back_does_not_hold_up_the_messages_for_others(

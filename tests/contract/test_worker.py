@@ -20,6 +20,7 @@ from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError, Unexpected, UsageError
 from saf.operating import decide
 from saf.setaside.dead import Filter
+from saf.setaside.waiting import Lanes, retry_now, undecided
 from tests.pipeline import connect
 from tests.programs import ROOT, environment, run
 from tests.receivers import (
@@ -97,6 +98,11 @@ def test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_dec
     picky.worker.drain()
     let_keys_be_due(inbox)
     put(inbox, "4", key="k")
+    picky.worker.drain()
+    with connect(inbox) as connection:
+        # nor does whoever is impatient: what came later than a dead letter would go before it
+        assert (retry_now(connection), undecided(connection)) == (0, 2)
+        assert undecided(connection, Lanes(subject="k")) == 1
     picky.worker.drain()
     assert effects(inbox) == ["1"]
     assert dead(inbox) == [("2", "failed"), ("x", "failed")]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
-from tests.programs import configuration, saf
+from tests.programs import BIN, configuration, environment, saf
+from tests.waits import until, waiters
 
 NOWHERE = Dsn("host=/nonexistent dbname=other")
 
@@ -122,6 +125,68 @@ def test_dead_letters_are_listed_shown_retried_and_discarded(
     with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         cycle.run()
     assert bodies(mom) == ["y", "x"]
+
+
+@pytest.mark.usefixtures("aside")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["dead", "retry", "1"],
+        ["dead", "discard", "1"],
+        ["dead", "redirect", "1", "--to", "mom"],
+        ["dead", "show", "1"],
+        ["dead", "discard", "1", "--dry-run"],
+        ["parked", "discard", "1"],
+        ["parked", "redirect", "1", "--to", "mom"],
+        ["outbox", "show", "1"],
+    ],
+)
+def test_what_a_number_names_is_decided_about_in_one_broker_only(
+    tmp_path: Path, app: Dsn, mom: Dsn, other: Dsn, arguments: list[str]
+) -> None:
+    config = configuration(tmp_path / "saf.toml", {"shop": app, "till": other}, {"mom": mom})
+    done = saf(*arguments, "--config", config)
+    said = "saf: numbers are a broker's own: which one? Say --broker NAME\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    assert answer("dead", "list", "--count", config=config)["dead_letters"]["shop"] == 2
+
+
+ENOUGH = 2500
+"""Of so many, some are left after one step of a decision."""
+MANY = """
+INSERT INTO saf.dead_letter
+    (subscription_id, destination, shard, id, reason, error, to_service, body)
+SELECT subscription_id, 'mom', 0, n, 'failed', 'no', 'billing', ''
+FROM saf.subscription, generate_series(1, %s) AS n WHERE name = 'forwarder'
+"""
+
+
+def test_a_decision_that_is_interrupted_ends_with_its_step_and_says_what_is_done(
+    config: Path, app: Dsn
+) -> None:
+    with connect(app) as connection, connect(app) as holder:
+        connection.execute(MANY, [ENOUGH])
+        with holder.transaction():
+            # the second step waits for one of its rows
+            holder.execute(
+                "SELECT FROM saf.dead_letter WHERE dead_letter_id = "
+                "(SELECT min(dead_letter_id) + 1000 FROM saf.dead_letter) FOR UPDATE"
+            )
+            process = subprocess.Popen(
+                [BIN / "saf", "dead", "discard", "--all", "--config", config], env=environment(), text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+            until(lambda: waiters(holder))
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            assert process.stderr.readline() == "saf: stopping after what is in hand\n"
+        out, err = process.communicate(timeout=60)
+        ((left,),) = fetch(connection, "SELECT count(*) FROM saf.dead_letter")
+    assert (process.returncode, left) == (130, 500)
+    assert out == (
+        "shop: 2,000 messages\n  500 stay: the decision was stopped before it: decide again\n"
+    )
+    assert err == "saf: interrupted: what is not shown as done is as it was\n"
 
 
 @pytest.mark.parametrize(

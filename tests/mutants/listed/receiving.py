@@ -458,10 +458,18 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an operator's word makes lanes due that wait for a handler",
         "saf/setaside/waiting.py",
-        "WHERE kind <> %(later)s AND NOT awaits_handler",
-        "WHERE kind <> %(later)s",
+        "AND NOT awaits_handler AND NOT {UNDECIDED}",
+        "AND NOT {UNDECIDED}",
         f"{UNHANDLED}::"
         "test_time_that_passes_and_an_operators_word_change_nothing_for_who_has_no_handler",
+    ),
+    mutant(
+        "an operator's word lets a key go on past a dead letter that nobody has decided about",
+        "saf/setaside/waiting.py",
+        "AND NOT awaits_handler AND NOT {UNDECIDED}",
+        "AND NOT awaits_handler",
+        "contract/test_worker.py::"
+        "test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_decided",
     ),
     mutant(
         "to wait for a handler is an attempt",

@@ -24,6 +24,36 @@ SCHEDULE = (
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a person gives up what another one has let a member take",
+        "saf/operating/decide_parked.py",
+        "    rows = _held(connection, fetch(connection, LOCKED, params), owned)",
+        "    rows = fetch(connection, LOCKED, params)",
+        f"{DECIDED}::test_a_key_that_a_person_makes_due_is_a_members_and_no_other_persons",
+    ),
+    mutant(
+        "a number of one broker is decided about in all of them",
+        "saf/cli/brokers.py",
+        "        if numbers and len(self.brokers) > 1:",
+        "        if False:",
+        "integration/test_set_aside.py::"
+        "test_what_a_number_names_is_decided_about_in_one_broker_only",
+    ),
+    mutant(
+        "a decision that is interrupted goes on to its end",
+        "saf/cli/brokers.py",
+        "            stopping.set()\n",
+        "",
+        "integration/test_set_aside.py::"
+        "test_a_decision_that_is_interrupted_ends_with_its_step_and_says_what_is_done",
+    ),
+    mutant(
+        "a replay of a range lets a store go on that was set back",
+        "saf/repair/send_again.py",
+        "            if behind and until is not None:",
+        "            if False:",
+        f"{SET_BACK}::test_a_replay_of_a_range_does_not_let_a_store_go_on_that_was_set_back",
+    ),
+    mutant(
         "what has expired goes to a destination that did not say whether it has it",
         "saf/engine/storing.py",
         "            self._wait(part, set_aside, error)\n            raise",
