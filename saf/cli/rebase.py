@@ -53,7 +53,8 @@ def command(
         )
 
     done = round_.visit("rebase", repair)
-    purged = {name: _purged_since(settings, one) for name, one in done.items()}
+    rebased = Round({name: round_.brokers[name] for name in done})
+    purged = rebased.each(lambda name, _: _purged_since(settings, done[name]))
     sources = Round(chosen(settings, broker))
     sent = sources.each(lambda name, one: _send_again(settings, name, one, round_))
     again = {name: one for name, one in sent.items() if one is not None}
@@ -62,20 +63,21 @@ def command(
             {"broker": name, "rows": result.rows if result else 0,
              "destinations_ahead": result.destinations_ahead if result else [],
              "second_targets": result.second_targets if result else 0,
-             "purged_since": purged[name]}
+             "purged_since": purged.get(name)}
             for name, result in done.items()
         ]  # fmt: skip
         message_ids = {name: texts(one) for name, one in again.items()}
         left = {name: left_out(one) for name, one in again.items()}
-        errors = [*round_.errors(), *sources.errors()]
+        errors = [*round_.errors(), *rebased.errors(), *sources.errors()]
         found = {"brokers": rows, "message_ids": message_ids, "left_out": left, "errors": errors}
         echo(json.dumps(found))
     else:
         for name, result in done.items():
-            echo(f"{name}: {_words(result, purged[name])}")
+            echo(f"{name}: {_words(result, purged.get(name, ()))}")
         for name, one in again.items():
             echo(f"{name}: {in_words(one)}")
-    round_.failed += [one for one in sources.failed if one[0] not in dict(round_.failed)]
+    for other in (rebased, sources):
+        round_.failed += [one for one in other.failed if one[0] not in dict(round_.failed)]
     round_.finish(say=not as_json)
 
 

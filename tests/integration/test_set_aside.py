@@ -173,9 +173,12 @@ def test_a_decision_that_is_interrupted_ends_with_its_step_and_says_what_is_done
                 "(SELECT min(dead_letter_id) + 1000 FROM saf.dead_letter) FOR UPDATE"
             )
             process = subprocess.Popen(
-                [BIN / "saf", "dead", "discard", "--all", "--config", config], env=environment(), text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )  # fmt: skip
+                [BIN / "saf", "dead", "discard", "--all", "--config", config],
+                env=environment(),
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
             until(lambda: waiters(holder))
             process.send_signal(signal.SIGINT)
             assert process.stderr is not None
