@@ -11,7 +11,7 @@ destinations. What was purged from the outbox meanwhile cannot be sent again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -25,6 +25,9 @@ from saf.routing.route_choices import Asker, choose
 from saf.setaside.audit import ONE_AT_A_TIME, audit
 from saf.setaside.lane import Kind
 from saf.setaside.parking import ADDRESS
+
+CHUNK = 10_000
+"""How many messages are read, and written into the audit, at a time."""
 
 FIND = """
 SELECT o.shard, o.id, o.message_id, o.to_service, o.to_broker, o.key
@@ -85,51 +88,78 @@ def replay(
     where they go; until then they are for no destination, which is the empty name. ``copies`` go to
     the destinations that they name. ``why`` is for the audit. With ``dry_run``, nothing is written.
     """
-    routers = {router.service for router in routes.routers}
     known = {(copy.shard, copy.id): copy for copy in copies}
-    places = [*lost, *known]
-    place = {"shards": [shard for shard, _ in places], "ids": [number for _, number in places]}
+    places = sorted([*lost, *known])
+    sent: dict[str, list[UUID]] = defaultdict(list)
     with connection.transaction(force_rollback=dry_run):
         connection.execute(ONE_AT_A_TIME)
-        found: dict[str, list[_Chosen]] = defaultdict(list)
-        rows = fetch(connection, FIND, place)
-        matches = [
-            None
-            if (shard, number) in known or service in routers
-            else routes.match(service, str(broker) if broker else None)
-            for shard, number, _, service, broker, _ in rows
-        ]
-        chosen = choose(
-            connection,
-            {
-                _asker(*address): match.destinations
-                for (_, _, _, *address), match in zip(rows, matches, strict=True)
-                if match is not None and match.shared and address[2] is not None
-            },
+        # a shard's messages in their order, which is that of the numbers in the audit
+        for begin in range(0, len(places), CHUNK):
+            found = _found(connection, places[begin : begin + CHUNK], routes, known)
+            for destination, messages in found.items():
+                message_ids = [one[2] for one in messages]
+                sent[destination] += message_ids
+                if not dry_run:
+                    number = audit(connection, "replay", message_ids, why)
+                    _park(connection, destination, number, messages)
+    return dict(sent)
+
+
+def _found(
+    connection: psycopg.Connection[Any],
+    places: Sequence[tuple[int, int]],
+    routes: Routes,
+    known: Mapping[tuple[int, int], Copy],
+) -> dict[str, list[_Chosen]]:
+    """Return where messages go, by destination, in the order in which they were sent."""
+    routers = {router.service for router in routes.routers}
+    place = {"shards": [shard for shard, _ in places], "ids": [number for _, number in places]}
+    rows = fetch(connection, FIND, place)
+    matches = [
+        None
+        if (shard, number) in known or service in routers
+        else routes.match(service, str(broker) if broker else None)
+        for shard, number, _, service, broker, _ in rows
+    ]
+    chosen = choose(
+        connection,
+        {
+            _asker(*address): match.destinations
+            for (_, _, _, *address), match in zip(rows, matches, strict=True)
+            if match is not None and match.shared and address[2] is not None
+        },
+    )
+    found: dict[str, list[_Chosen]] = defaultdict(list)
+    for (shard, number, message_id, *address), match in zip(rows, matches, strict=True):
+        copy = known.get((shard, number)) or Copy(
+            shard=shard,
+            id=number,
+            destinations=("",)
+            if address[0] in routers
+            else _destinations(match, chosen.get(_asker(*address)), number),
+            address=tuple(address),
         )
-        for (shard, number, message_id, *address), match in zip(rows, matches, strict=True):
-            copy = known.get((shard, number)) or Copy(
-                shard=shard,
-                id=number,
-                destinations=("",)
-                if address[0] in routers
-                else _destinations(match, chosen.get(_asker(*address)), number),
-                address=tuple(address),
-            )
-            for destination in copy.destinations:
-                found[destination].append((shard, number, message_id, *copy.address))
-        for destination, messages in () if dry_run else found.items():
-            shards, ids, message_ids, *addresses = map(list, zip(*messages, strict=True))
-            params = {
-                "destination": destination,
-                "number": audit(connection, "replay", message_ids, why),
-                "shards": shards,
-                "ids": ids,
-                **{f"{name}s": column for name, column in zip(ADDRESS, addresses, strict=True)},
-            }
-            connection.execute(DUE, params)
-            connection.execute(PARK, params)
-    return {name: [one[2] for one in some] for name, some in found.items()}
+        for destination in copy.destinations:
+            found[destination].append((shard, number, message_id, *copy.address))
+    return found
+
+
+def _park(
+    connection: psycopg.Connection[Any],
+    destination: str,
+    number: int,
+    messages: Sequence[_Chosen],
+) -> None:
+    shards, ids, _, *addresses = map(list, zip(*messages, strict=True))
+    params = {
+        "destination": destination,
+        "number": number,
+        "shards": shards,
+        "ids": ids,
+        **{f"{name}s": column for name, column in zip(ADDRESS, addresses, strict=True)},
+    }
+    connection.execute(DUE, params)
+    connection.execute(PARK, params)
 
 
 def _asker(service: str, broker: UUID | None, key: Any) -> Asker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 
@@ -10,18 +11,21 @@ import pytest
 
 from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn, fetch
-from saf.repair.replay import replay
-from saf.repair.send_again import send_again
+from saf.repair.replay import CHUNK, replay
+from saf.repair.send_again import TAKE_TURN, send_again
 from saf.routing.matching import Route, Routes
 from tests.pipeline import bodies, connect, run, send, stores
-from tests.programs import configuration, saf
+from tests.programs import BIN, configuration, environment, saf
+from tests.waits import until, waiters
 
 ROUTES = Routes(routes=(Route(destination="mom"),))
 
 
+@pytest.mark.parametrize("chunk", [3, CHUNK])
 def test_what_a_restored_store_lost_arrives_before_what_was_sent_since(
-    app: Dsn, mom: Dsn, server: EmbeddedServer
+    app: Dsn, mom: Dsn, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
+    monkeypatch.setattr("saf.repair.replay.CHUNK", chunk)
     with connect(app) as connection:
         for number in range(10):
             send(connection, str(number), key=str(number % 2))
@@ -101,3 +105,23 @@ def test_a_dry_run_of_a_replay_changes_nothing(app: Dsn) -> None:
         assert chosen in ("a", "b")
         for table in ("parked", "backoff", "audit", "route_choice", "route_share"):
             assert fetch(connection, f"SELECT FROM saf.{table}") == []
+
+
+def test_ctrl_c_ends_a_replay_that_waits_for_another_one(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    with connect(app) as other:
+        other.execute(TAKE_TURN)
+        process = subprocess.Popen(
+            [BIN / "saf", "replay"],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        until(lambda: waiters(other))
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == (b"", b"")
+        assert process.returncode == 130
+        until(lambda: not waiters(other))

@@ -47,6 +47,14 @@ MUTANTS: list[Mutant] = [
         "test_a_decision_that_is_interrupted_ends_with_its_step_and_says_what_is_done",
     ),
     mutant(
+        "Ctrl-C waits for what a database has in hand",
+        "saf/cli/brokers.py",
+        "{name: partial(action, name, broker) for name, broker in self.brokers.items()}",
+        "{name: Background(1, name).submit(partial(action, name, broker)).result"
+        " for name, broker in self.brokers.items()}",
+        "contract/test_replay.py::test_ctrl_c_ends_a_replay_that_waits_for_another_one",
+    ),
+    mutant(
         "a replay of a range lets a store go on that was set back",
         "saf/repair/send_again.py",
         "            if behind and until is not None:",
