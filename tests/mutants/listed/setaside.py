@@ -50,8 +50,8 @@ MUTANTS: list[Mutant] = [
         "Ctrl-C waits for what a database has in hand",
         "saf/cli/brokers.py",
         "{name: partial(action, name, broker) for name, broker in self.brokers.items()}",
-        "{name: Background(1, name).submit(partial(action, name, broker)).result"
-        " for name, broker in self.brokers.items()}",
+        "{name: __import__('concurrent.futures').futures.ThreadPoolExecutor(1)"
+        ".submit(action, name, broker).result for name, broker in self.brokers.items()}",
         "contract/test_replay.py::test_ctrl_c_ends_a_replay_that_waits_for_another_one",
     ),
     mutant(
