@@ -144,8 +144,10 @@ def test_what_a_receiver_rejects_keeps_its_body(app: Dsn, mom: Dsn) -> None:
         assert [body for (body,) in dead(connection)] == BODIES
 
 
+# psycopg reads no times in German, and these connections are the application's
 @pytest.mark.usefixtures("unusual")
 @pytest.mark.parametrize("through", ["psycopg", "SQLAlchemy"])
+@pytest.mark.parametrize("unusual", [one for one in SETTINGS if one != "datestyle"], indirect=True)
 def test_what_a_routing_service_sends_on_keeps_its_body(app: Dsn, mom: Dsn, through: str) -> None:
     with connect(mom) as connection:
         create_service(connection, "r0")
