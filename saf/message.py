@@ -30,6 +30,11 @@ MAX_BODY = 500 * 1024 * 1024
 """Largest value of an Outbox's ``max_bytes``. A body written out as text takes twice its size, and
 a row of PostgreSQL's protocol must have less than 1 GB."""
 
+FIRST_MOMENT, LAST_DAY = datetime.min.replace(tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
+"""The first time that a log takes, and the first that is too late for it."""
+OUT_OF_CALENDAR = "is before 0001-01-01 or after 9999-12-30, in UTC"
+"""What is wrong with any other time."""
+
 CONTENT_TYPE = "content-type"
 RESERVED_HEADER = "saf-"
 """The prefix of the headers that saf writes itself; an application must not use it."""
@@ -62,6 +67,31 @@ def no_number(said: str) -> NoReturn:
 
 STRICT = json.JSONDecoder(parse_int=Number, parse_float=Number, parse_constant=no_number)
 """Reads what is JSON, with numbers of any size, each a `Number`."""
+
+
+def as_json(value: Any) -> str:
+    """A value as JSON, and its numbers as they are written.
+
+    >>> as_json({"total": Number("1.50"), "note": "1.50"})
+    '{"total": 1.50, "note": "1.50"}'
+
+    Raises:
+        ValueError: a float has no form in JSON.
+    """
+    match value:
+        case Number():
+            return str(value)
+        case dict():
+            return f"{{{', '.join(f'{json.dumps(n)}: {as_json(v)}' for n, v in value.items())}}}"
+        case list():
+            return f"[{', '.join(map(as_json, value))}]"
+        case _:
+            return json.dumps(value, allow_nan=False)
+
+
+class Exact(dict[str, Any]):
+    """Headers that were read by `STRICT`: they are written with the same numbers."""
+
 
 EXPONENT = re.compile(r"\de[+-](\d{1,3})(?!\d)")
 """Finds the exponent of a number as `json.dumps` writes it."""
@@ -111,13 +141,13 @@ def encode(
     Raises:
         InvalidMessage: naming the field at fault.
     """
-    _check_text("service", message.service, MAX_NAME)
+    check_text("service", message.service, MAX_NAME)
     if message.key is not None:
-        _check_text("key", message.key, MAX_KEY)
+        check_text("key", message.key, MAX_KEY)
     if message.message_type is not None:
-        _check_text("message_type", message.message_type, MAX_NAME)
+        check_text("message_type", message.message_type, MAX_NAME)
     if message.from_service is not None:
-        _check_text("from_service", message.from_service, MAX_NAME)
+        check_text("from_service", message.from_service, MAX_NAME)
     if message.to_broker is not None and not isinstance(message.to_broker, UUID):
         raise InvalidMessage("to_broker", f"{message.to_broker!r} is not a uuid.UUID")
     _check_moment("deliver_at", message.deliver_at)
@@ -157,6 +187,7 @@ def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:
         return f'{{"{CONTENT_TYPE}":"{content_type}"}}'
     if not isinstance(headers, Mapping) or not all(isinstance(name, str) for name in headers):
         raise InvalidMessage("headers", "expected a mapping of names to JSON values")
+    write = as_json if isinstance(headers, Exact) else HEADERS
     names = {name.lower(): name for name in headers}
     if len(names) < len(headers):
         one = next(name for name in headers if name not in names.values())
@@ -164,8 +195,9 @@ def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:
     if (given := names.get(CONTENT_TYPE)) is not None:
         content_type = headers[given]
         headers = {name: value for name, value in headers.items() if name != given}
+    headers = {CONTENT_TYPE: content_type, **headers}
     try:
-        text = HEADERS({CONTENT_TYPE: content_type, **headers})
+        text = write(headers)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage("headers", f"not JSON: {error}") from None
     if "\\u0000" in text and _holds_nul(headers):
@@ -188,29 +220,12 @@ def check_headers(headers: str) -> None:
         raise InvalidMessage("headers", f"{size:,} bytes are more than {MAX_HEADERS:,}")
 
 
-def fits(text: str, longest: int) -> bool:
-    """Whether a text has at most ``longest`` bytes in UTF-8.
+def check_text(field: str, text: object, longest: int) -> None:
+    """Refuse what is no text, or none that a column of a log takes.
 
-    >>> fits("a" * 255, 255), fits("好" * 85, 255), fits("好" * 86, 255)
-    (True, True, False)
+    Raises:
+        InvalidMessage: naming the field.
     """
-    if text.isascii():
-        return len(text) <= longest
-    return len(text) <= longest and len(text.encode(errors="surrogatepass")) <= longest
-
-
-def _stored_size(headers: str) -> int:
-    """The most bytes that headers can have as PostgreSQL writes them: 1e+300 with all its digits.
-
-    >>> _stored_size("[1e+300, " * 5000) > MAX_HEADERS > _stored_size("[1, " * 5000)
-    True
-    """
-    if len(headers) * 60 < MAX_HEADERS:
-        return len(headers)  # too large in any case: no character takes more than 50 bytes
-    return len(headers) + sum(map(int, EXPONENT.findall(headers)))
-
-
-def _check_text(field: str, text: object, longest: int) -> None:
     if not isinstance(text, str):
         raise InvalidMessage(field, f"expected str, got {type(text).__name__}")
     if not text:
@@ -227,6 +242,37 @@ def _check_text(field: str, text: object, longest: int) -> None:
             raise InvalidMessage(field, "a lone surrogate is not Unicode text") from None
 
 
+def fits(text: str, longest: int) -> bool:
+    """Whether a text has at most ``longest`` bytes in UTF-8.
+
+    >>> fits("a" * 255, 255), fits("好" * 85, 255), fits("好" * 86, 255)
+    (True, True, False)
+    """
+    if text.isascii():
+        return len(text) <= longest
+    return len(text) <= longest and len(text.encode(errors="surrogatepass")) <= longest
+
+
+def in_calendar(moment: datetime) -> bool:
+    """Whether a log takes a time, which has a zone; see `saf.log.checks.IN_CALENDAR`.
+
+    >>> in_calendar(datetime.min.replace(tzinfo=UTC)), in_calendar(datetime.max.replace(tzinfo=UTC))
+    (True, False)
+    """
+    return FIRST_MOMENT <= moment < LAST_DAY
+
+
+def _stored_size(headers: str) -> int:
+    """The most bytes that headers can have as PostgreSQL writes them: 1e+300 with all its digits.
+
+    >>> _stored_size("[1e+300, " * 5000) > MAX_HEADERS > _stored_size("[1, " * 5000)
+    True
+    """
+    if len(headers) * 60 < MAX_HEADERS:
+        return len(headers)  # too large in any case: no character takes more than 50 bytes
+    return len(headers) + sum(map(int, EXPONENT.findall(headers)))
+
+
 def _check_moment(field: str, moment: object) -> None:
     if moment is None:
         return
@@ -236,6 +282,9 @@ def _check_moment(field: str, moment: object) -> None:
         raise InvalidMessage(
             field, f"{moment.isoformat()} has no time zone: use datetime.now(timezone.utc) or like"
         )
+    if not in_calendar(moment):
+        way_out = ": leave it out for a message that never expires" * (field == "expires_at")
+        raise InvalidMessage(field, f"{moment.isoformat()} {OUT_OF_CALENDAR}{way_out}")
 
 
 def _holds_nul(value: object) -> bool:

@@ -25,9 +25,9 @@ from uuid import UUID
 
 from saf.columns import SENT
 from saf.errors import InvalidMessage
-from saf.message import DEFAULT_MAX_BYTES, Message, Row, encode
+from saf.message import DEFAULT_MAX_BYTES, MAX_NAME, Message, Row, check_text, encode
 from saf.sending import asynchronous
-from saf.sending.bulk import copied
+from saf.sending.bulk import copied, in_statements, refuse_in_parts
 from saf.sending.encoding import Encoder, Form
 from saf.transaction import Entrance
 
@@ -58,6 +58,9 @@ class Outbox:
         signer: signs each message, so that a target can refuse what was altered; see
             docs/security.md.
 
+    Raises:
+        InvalidMessage: ``from_service`` is no name that a service can have.
+
     One Outbox serves a whole process and all its threads. It remembers which databases it has
     checked the schema of, so only the first send on each costs an extra query.
     """
@@ -71,6 +74,8 @@ class Outbox:
         encoder: Form | None = None,
         signer: Signer | None = None,
     ) -> None:
+        if from_service is not None:
+            check_text("from_service", from_service, MAX_NAME)
         self.max_bytes = max_bytes
         self.from_service = from_service
         self.allow_autocommit = allow_autocommit
@@ -123,7 +128,7 @@ class Outbox:
             deliver_at=deliver_at,
             expires_at=expires_at,
             to_broker=to_broker,
-            from_service=from_service or self.from_service,
+            from_service=self.from_service if from_service is None else from_service,
         )
         row = self._row(message)
         self._execute(conn, INSERT, row._asdict())
@@ -153,7 +158,7 @@ class Outbox:
             deliver_at=deliver_at,
             expires_at=expires_at,
             to_broker=to_broker,
-            from_service=from_service or self.from_service,
+            from_service=self.from_service if from_service is None else from_service,
         )
         row = self._row(message)
         await self._await(conn, INSERT, row._asdict())
@@ -162,15 +167,19 @@ class Outbox:
     def send_many(self, conn: Conn, messages: Iterable[Message]) -> list[UUID]:
         """Send messages at once; return their ids in order.
 
-        They are one statement, and from 100 messages on a COPY, where `saf.sending.bulk` can. All
-        are checked before the first is written. Raises what `send` raises; an `InvalidMessage`
-        names the message at fault, as in ``messages[3].key``.
+        They are one statement, and from 100 messages on a COPY, where `saf.sending.bulk` can; large
+        ones are as few statements as PostgreSQL's protocol takes. All are checked before the first
+        is written. Raises what `send` raises; an `InvalidMessage` names the message at fault, as in
+        ``messages[3].key``.
         """
         rows = self._encoded(messages)
         transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)
         try:
             if rows and not copied(transaction, rows):
-                transaction.execute(INSERT_MANY, _columns(rows))
+                statements = in_statements(rows)
+                refuse_in_parts(transaction, statements)
+                for some in statements:
+                    transaction.execute(INSERT_MANY, _columns(some))
         except Exception as error:
             self._enter.refuse_without_right(error, transaction)
             raise
@@ -180,7 +189,7 @@ class Outbox:
         """Send messages under asyncio; otherwise like `send_many`."""
         rows = self._encoded(messages)
         if rows:
-            await self._await(conn, INSERT_MANY, _columns(rows))
+            await self._await(conn, INSERT_MANY, *map(_columns, in_statements(rows)))
         return [row.message_id for row in rows]
 
     def _encoded(self, messages: Iterable[Message]) -> list[Row]:
@@ -198,19 +207,21 @@ class Outbox:
     def _row(self, message: Message) -> Row:
         """Check, encode and sign a message."""
         row = encode(message, self.max_bytes, self._encode)
-        if self.from_service and not row.from_service:
+        if self.from_service is not None and row.from_service is None:
             row = row._replace(from_service=self.from_service)
         return row if self.signer is None else self.signer.sign(row)
 
-    def _execute(self, conn: Any, statement: str, params: Mapping[str, Any]) -> None:
+    def _execute(self, conn: Any, statement: str, *params: Mapping[str, Any]) -> None:
         transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)
+        refuse_in_parts(transaction, params)
         try:
-            transaction.execute(statement, params)
+            for one in params:
+                transaction.execute(statement, one)
         except Exception as error:
             self._enter.refuse_without_right(error, transaction)
             raise
 
-    async def _await(self, conn: AsyncConn, statement: str, params: Mapping[str, Any]) -> None:
+    async def _await(self, conn: AsyncConn, statement: str, *params: Mapping[str, Any]) -> None:
         await asynchronous.execute(
             conn,
             statement,

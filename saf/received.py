@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from uuid import UUID
 from saf.columns import COLUMNS
 from saf.errors import UnreadableBody, UnreadableHeaders
 from saf.limits import HEADERS_READABLE, LONG_NAMES, READABLE
-from saf.message import CONTENT_TYPE, VERIFIED_FROM
+from saf.message import CONTENT_TYPE, STRICT, VERIFIED_FROM, Exact
 
 if TYPE_CHECKING:
     from saf.dialogs.dialog import Dialog
@@ -165,12 +166,27 @@ class Received:
         Raises:
             UnreadableHeaders: too deeply nested for Python, or with too long a number.
         """
+        said = self._read(json.loads)
+        return Headers(said) if isinstance(said, dict) else said
+
+    @property
+    def exact_headers(self) -> Exact:
+        """The headers to send them on: each number is a `saf.message.Number`.
+
+        Raises:
+            UnreadableHeaders: too deeply nested for Python, or no JSON object.
+        """
+        said = self._read(STRICT.decode)
+        if not isinstance(said, dict):
+            raise UnreadableHeaders(self.message_id, "they are no JSON object")
+        return Exact(said)
+
+    def _read(self, decode: Callable[[str], Any]) -> Any:
         headers = self._row[_HEADERS]
         try:
-            said = {} if headers is None else json.loads(headers)
+            return {} if headers is None else decode(headers)
         except (ValueError, RecursionError) as error:
             raise UnreadableHeaders(self.message_id, str(error)) from None
-        return Headers(said) if isinstance(said, dict) else said
 
     @property
     def verified_from(self) -> VerifiedFrom | None:

@@ -25,7 +25,6 @@ It needs Arrow, as the forwarder does, but no Spark.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from uuid import UUID, uuid5
 import psycopg
 
 from saf.columns import SENT
+from saf.database import backslashes
 from saf.dialogs.endpoints import columns
 from saf.dialogs.passing import begin_partner, partner, pass_on
 from saf.dialogs.statements import END, ERROR, TIMER, Code
@@ -43,7 +43,7 @@ from saf.engine.classifying import as_table
 from saf.engine.matcher import Matcher
 from saf.engine.resolving import MAX_HOPS, Resolver
 from saf.errors import ConfigurationError, DialogEnded, Unavailable, UnreadableHeaders
-from saf.message import DEFAULT_MAX_BYTES, SIGNATURE, Row
+from saf.message import DEFAULT_MAX_BYTES, SIGNATURE, Number, Row, as_json
 from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.link import connected
@@ -231,14 +231,14 @@ class RoutingService(Loop):
                 "to_service": found[one.id].service,
                 "to_broker": found[one.id].broker,
                 "key": found[one.id].key,
-                "headers": json.dumps({**_without_signature(one), HOPS: _hops(one)}),
+                "headers": as_json({**_without_signature(one), HOPS: _hops(one)}),
             }
             for one in messages
         ]
         if self.signer is not None:
             rows = [row | _signed(self.signer, row) for row in rows]
         if rows:
-            raw.execute(SEND_ON, columns(SENT_ON, rows))
+            raw.execute(SEND_ON, backslashes.in_arrays(raw, columns(SENT_ON, rows)))
 
     @property
     def _too_far(self) -> str:
@@ -247,7 +247,7 @@ class RoutingService(Loop):
 
 def _without_signature(message: Received) -> dict[str, Any]:
     """The headers to send on: what is sent on has another id, so the signature is not its own."""
-    return {name: value for name, value in message.headers.items() if name != SIGNATURE}
+    return {name: one for name, one in message.exact_headers.items() if name != SIGNATURE}
 
 
 def _signed(signer: Signer, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,10 +275,11 @@ def _as_begun(message: Received) -> dict[str, Any]:
 def _hops(message: Received) -> int:
     """How many routing services a message has come by, this one included."""
     try:
-        before = message.headers[HOPS]
-    except (UnreadableHeaders, LookupError, TypeError):
-        before = 0
-    return (before if isinstance(before, int) else 0) + 1
+        before = message.exact_headers[HOPS]
+    except (UnreadableHeaders, LookupError):
+        before = None
+    # any sender may have written it: a negative number, or one too long for Python
+    return (int(before[:9]) if isinstance(before, Number) and before.isdecimal() else 0) + 1
 
 
 def _go_on(

@@ -40,7 +40,9 @@ StateOption = Annotated[
     typer.Option("--state", help=f"Only those in it; may be repeated: {', '.join(State)}."),
 ]
 Service = Annotated[str | None, typer.Option(help="Only those of this service.")]
-Code = Annotated[int | None, typer.Option(help="End with an error of this code, above zero.")]
+Code = Annotated[
+    int | None, typer.Option(help="End with an error of this code, from 1 to 2147483647.")
+]
 Text = Annotated[str, typer.Option(help="What the error says to the other end.")]
 
 

@@ -238,7 +238,8 @@ def create_contract(
         types: who sends each type: "initiator", "target" or "any". A type that is not known yet is
             created without validation.
         version: the version of the contract.
-        type_versions: the version of each type; by default, the newest one.
+        type_versions: the version of each type; by default, the newest one, or that which the
+            contract has, if it is there.
 
     Raises:
         ConfigurationError: that version has another definition.
@@ -252,7 +253,10 @@ def create_contract(
         made = bool(fetch(connection, CREATE_CONTRACT, {"name": name, "version": version}))
         if not made:
             (there,) = contracts(connection, [(name, version)])
-            if {one.name: one.sent_by for one in there.types.values()} != types:
+            if {one.name: one.sent_by for one in there.types.values()} != types or any(
+                one.version != type_versions.get(one.name, one.version)
+                for one in there.types.values()
+            ):
                 raise _changed("contract", name, version)
             return False
         newest = dict(fetch(connection, NEWEST_TYPES, {"names": list(types)}))

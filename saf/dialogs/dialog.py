@@ -31,6 +31,7 @@ from saf.dialogs.fragments import (
     FRAGMENT_BYTES,
     LARGEST_BYTES,
     Readable,
+    fill,
     is_file,
     split,
 )
@@ -66,7 +67,16 @@ from saf.errors import (
     NoSuchContract,
     NoSuchService,
 )
-from saf.message import DEFAULT_MAX_BYTES, FRAGMENT, RESERVED_HEADER, Message, Row, encode
+from saf.message import (
+    DEFAULT_MAX_BYTES,
+    FRAGMENT,
+    RESERVED_HEADER,
+    STRICT,
+    Message,
+    Row,
+    as_json,
+    encode,
+)
 from saf.setaside.isolation import said
 from saf.transaction import Transaction, enter
 
@@ -76,6 +86,9 @@ if TYPE_CHECKING:
 
 LONGEST_SECONDS = 1_000 * 365 * 86_400
 """Longest lifetime and timer, in seconds: a thousand years, so that they end in the calendar."""
+
+HIGHEST_CODE = 2**31 - 1
+"""Highest code of an error: what an integer of PostgreSQL holds."""
 
 SAVEPOINT = "SAVEPOINT saf_fragments"
 UNDO = "ROLLBACK TO SAVEPOINT saf_fragments"
@@ -169,7 +182,7 @@ class Dialog:
         if self.monolog or (known is not None and known.reads):
             max_bytes = min(max_bytes, DEFAULT_MAX_BYTES)
             if is_file(body):
-                body = body.read(max_bytes + 1)
+                body = fill(body, max_bytes + 1)
         if is_file(body):
             row = self._encoded(b"", message_type, headers)
             return self._say_in_fragments(enter(conn), row, body, fragment_bytes, max_bytes)
@@ -195,15 +208,15 @@ class Dialog:
 
         Args:
             conn: as for `send`.
-            code: the application's own error code, above zero.
+            code: the application's own error code, from 1 to 2147483647.
             text: what went wrong, for whoever is at the other end.
 
         Raises:
             DialogEnded: this end has ended already.
             DialogElsewhere, DialogNotFound: this is not the database of the dialog.
         """
-        if code <= 0:
-            raise DialogError(f"error code {code}: an application's codes are above zero")
+        if not 0 < code <= HIGHEST_CODE:
+            raise DialogError(f"error code {code}: an application's are from 1 to {HIGHEST_CODE}")
         self.fail(enter(conn), code, text, ending=True)
 
     def start_timer(self, conn: Conn, seconds: float) -> None:
@@ -303,7 +316,7 @@ class Dialog:
             to_service=far_service,
             to_broker=UUID(far_broker) if far_broker else None,
             key=conversation_id,
-            headers=json.dumps(json.loads(row.headers) | json.loads(headers)),
+            headers=as_json(STRICT.decode(row.headers) | json.loads(headers)),
         )
         facts = {
             "conversation_id": conversation_id,
@@ -321,13 +334,13 @@ class Dialog:
         max_bytes: int,
     ) -> UUID:
         """Send what is in a file, all or nothing, because the caller may go on after an error."""
-        headers = json.loads(row.headers)
+        headers = STRICT.decode(row.headers)
         transaction.execute(SAVEPOINT)
         try:
             for piece, more in split(file, fragment_bytes, max_bytes):
                 message_id = uuid4() if FRAGMENT in more else row.message_id
                 one = row._replace(
-                    message_id=message_id, headers=json.dumps(headers | more), body=piece
+                    message_id=message_id, headers=as_json(headers | more), body=piece
                 )
                 self._say(transaction, SEND, one)
         except BaseException:

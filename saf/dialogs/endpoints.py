@@ -23,12 +23,12 @@ from saf.dialogs.dialog import Dialog
 from saf.dialogs.facts import Facts
 from saf.dialogs.lineage import Lineage, read
 from saf.dialogs.statements import COMPARE, ERROR, EXPIRE, FIELDS, HELLO, Code
+from saf.message import LAST_DAY
 from saf.received import Received
 from saf.setaside.isolation import kept
 
 FIRST_DAY = datetime(1, 1, 2, tzinfo=UTC)
-LAST_DAY = datetime(9999, 12, 31, tzinfo=UTC)
-"""Times before this cannot be stored; see `saf.log.checks.IN_CALENDAR`."""
+"""When a lifetime may end at the earliest: also a session west of UTC can read that."""
 
 End = tuple[UUID, bool]
 """One end: the id of its conversation, and whether it is the initiator's end."""

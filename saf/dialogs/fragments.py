@@ -47,9 +47,9 @@ def split(
     >>> list(split(io.BytesIO(b"large"), 4))
     [(b'larg', {'saf-fragment': 1}), (b'e', {'saf-whole': {'fragments': 2, 'bytes': 5}})]
     """
-    piece, number = _fill(file, fragment_bytes), 1
+    piece, number = fill(file, fragment_bytes), 1
     length = len(piece)
-    while length <= max_bytes and (following := _fill(file, fragment_bytes)):
+    while length <= max_bytes and (following := fill(file, fragment_bytes)):
         yield piece, {FRAGMENT: number}
         length += len(following)
         piece, number = following, number + 1
@@ -67,9 +67,11 @@ def count(length: int, fragment_bytes: int) -> int:
     return max(1, -(-length // fragment_bytes))
 
 
-def _fill(file: Readable, size: int) -> bytes:
+def fill(file: Readable, size: int) -> bytes:
     """Read so many bytes, or up to the end of the file: a pipe may give fewer at a time."""
-    piece = file.read(size)
-    while piece and len(piece) < size and (more := file.read(size - len(piece))):
-        piece += more
-    return piece
+    pieces = [file.read(size)]
+    missing = size - len(pieces[0])
+    while pieces[-1] and missing > 0:
+        pieces.append(file.read(missing))
+        missing -= len(pieces[-1])
+    return pieces[0] if len(pieces) == 1 else pieces[0][:0].join(pieces)

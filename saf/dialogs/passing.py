@@ -22,7 +22,7 @@ from saf.dialogs.fragments import FRAGMENT_BYTES
 from saf.dialogs.lineage import HEADER as LINEAGE
 from saf.dialogs.statements import END, ERROR, EXPIRE, HELLO, TIMER
 from saf.errors import DialogEnded, DialogExpired, UnreadableBody
-from saf.message import SIGNATURE, WHOLE
+from saf.message import SIGNATURE, WHOLE, Exact
 from saf.transaction import enter
 
 if TYPE_CHECKING:
@@ -107,10 +107,10 @@ def pass_on(
             other.fail(enter(conn), code, told, ending=True, original=original)
         else:
             own = (HELLO, WHOLE, LINEAGE, SIGNATURE)
-            kept = {name: one for name, one in message.headers.items() if name not in own}
+            kept = {n: one for n, one in message.exact_headers.items() if n not in own}
             large = message.size > FRAGMENT_BYTES
             body = message.open() if large else message.body
-            all_headers = {**kept, **headers}
+            all_headers = Exact({**kept, **headers})
             other.say(conn, body, message_type=message.message_type, headers=all_headers)
             said = True
     if message.message_type in (END, ERROR):

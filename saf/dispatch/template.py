@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import quote_plus
 
 from saf.errors import UnreadableBody
-from saf.message import CONTENT_TYPE, STRICT, Number
+from saf.message import CONTENT_TYPE, STRICT, as_json
 from saf.received import Received
 
 PLACE = re.compile(r"\{\{\s*([^{}]*?)\s*\}\}")
@@ -78,26 +78,6 @@ def part(value: Any, path: str) -> Any:
     for name in path.split("."):
         value = value[int(name)] if isinstance(value, list) else value[name]
     return value
-
-
-def as_json(value: Any) -> str:
-    """A value as JSON, and its numbers as they are written.
-
-    >>> as_json({"total": Number("1.50"), "note": "1.50"})
-    '{"total": 1.50, "note": "1.50"}'
-
-    Raises:
-        ValueError: a number of a header has no form in JSON.
-    """
-    match value:
-        case Number():
-            return str(value)
-        case dict():
-            return f"{{{', '.join(f'{json.dumps(n)}: {as_json(v)}' for n, v in value.items())}}}"
-        case list():
-            return f"[{', '.join(map(as_json, value))}]"
-        case _:
-            return json.dumps(value, allow_nan=False)
 
 
 def _values(message: Received) -> Callable[[str], Any]:

@@ -30,6 +30,7 @@ from psycopg import sql
 from saf.database import fetch
 from saf.errors import UsageError
 from saf.log.ring import AGE_COLUMN, SLOT_ROWS, SLOTS
+from saf.message import FIRST_MOMENT, LAST_DAY
 
 STEP_PAGES = 1024
 """How many pages a statement reads: 8 MB."""
@@ -261,6 +262,7 @@ def _steps(slots: Sequence[Pages], place: tuple[int, int] | None) -> Iterator[Pa
 
 def _around(table: _Table, slots: Sequence[Pages], when: datetime) -> Iterator[Pages]:
     """Give the pages from those of a time on, in the newest slot that was begun before it."""
+    when = min(max(when, FIRST_MOMENT + CLOCKS), LAST_DAY).astimezone(UTC)
     since = when - CLOCKS
     chosen = slots[-1]
     for one in slots:

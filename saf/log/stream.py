@@ -185,10 +185,21 @@ def check(given: Offset, known: State) -> None:
         )
 
 
-def take_over(connection: psycopg.Connection[Any], subscription_id: int) -> int:
-    """Become the one query of a subscription; return the epoch that all writes name."""
-    rows = fetch(connection, TAKE_OVER, {"subscription_id": subscription_id})
-    return max(int(epoch) for (epoch,) in rows)
+def take_over(connection: psycopg.Connection[Any], known: State) -> int:
+    """Become the one query of a subscription; return the epoch that all writes name.
+
+    Raises:
+        NotThisStream: the subscription was dropped meanwhile.
+    """
+    subscription_id = known.committed.subscription
+    while True:
+        with connection.transaction() as transaction:
+            rows = fetch(connection, TAKE_OVER, {"subscription_id": subscription_id})
+            if len(rows) == known.shards:
+                return int(rows[0][0])
+            # it has waited for an older query that opened a batch, and the cursors are newer now
+            raise psycopg.Rollback(transaction)
+        state(connection, known.what, known.name, subscription_id)
 
 
 def now(connection: psycopg.Connection[Any]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,7 @@ from psycopg.rows import tuple_row
 
 from saf.database import backslashes
 from saf.errors import AutocommitError, UsageError
+from saf.sending.bulk import refuse_in_parts
 from saf.transaction import Entrance, Known, OnPsycopg, Rows, closed, described, is_asyncpg
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
         async def fetch(self, statement: str) -> Rows: ...
 
 
-Execute = Callable[[Any, str, Mapping[str, Any]], None]
+Execute = Callable[..., None]
 
 
 class _AsyncPsycopg(OnPsycopg):
@@ -116,18 +117,18 @@ def _numbered(statement: str) -> tuple[str, list[str]]:
 async def execute(
     conn: object,
     statement: str,
-    params: Mapping[str, Any],
+    params: Sequence[Mapping[str, Any]],
     enter: Entrance,
     at_once: Execute,
     *,
     allow_autocommit: bool,
 ) -> None:
-    """Run a statement in the caller's transaction.
+    """Run a statement in the caller's transaction, once or several times.
 
     Args:
         conn: the caller's connection.
         statement: what to run; it returns no rows.
-        params: its parameters.
+        params: its parameters, of each time.
         enter: the entrance, which checks each database once.
         at_once: runs a statement on a connection that is not of asyncio.
         allow_autocommit: also on a connection that commits by itself.
@@ -141,17 +142,19 @@ async def execute(
         if isinstance(conn, async_scoped_session):
             conn = conn()
         if isinstance(conn, (AsyncConnection, AsyncSession)):
-            await conn.run_sync(at_once, statement, params)
+            await conn.run_sync(at_once, statement, *params)
             return
     transaction = _on_driver(conn)
     if not allow_autocommit and transaction.commits_by_itself():
         raise AutocommitError
+    refuse_in_parts(transaction, params)
     try:
         pooled = enter.known(transaction.database)
         if pooled is None:
             pooled = await _checked_now(transaction, enter)
         transaction.pooled = pooled
-        await transaction.execute(statement, params)
+        for one in params:
+            await transaction.execute(statement, one)
     except Exception as error:
         enter.refuse_without_right(error, transaction)
         raise

@@ -2,12 +2,13 @@
 
 It needs a connection of psycopg below the caller's, and no row-level security that is in force for
 the caller's role: with that, PostgreSQL copies nothing. So a database in which `saf sender` has
-rules is asked for an INSERT instead, and so are other drivers, asyncio, and few messages.
+rules is asked for an INSERT instead, and so are other drivers, asyncio, and few messages. Large
+messages are several of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -15,13 +16,18 @@ from psycopg.pq import PipelineStatus
 
 from saf.columns import SENT
 from saf.database import backslashes
+from saf.errors import InvalidMessage
 
 if TYPE_CHECKING:
     from saf.message import Row
-    from saf.transaction import Transaction
+    from saf.transaction import Known, Transaction
 
 MANY = 100
 """So many messages are sent by COPY, and fewer by INSERT."""
+
+LARGEST_STATEMENT = 256 * 1024 * 1024
+"""Most bytes of bodies and headers in one INSERT, unless a single message has more. A server takes
+less than 1 GB, and a body that is written out as text takes twice its size."""
 
 FORBIDDEN = "SELECT row_security_active('saf.outbox')"
 COPY = f"COPY saf.outbox ({', '.join(SENT)}) FROM STDIN"
@@ -43,3 +49,30 @@ def copied(transaction: Transaction, rows: Sequence[Row]) -> bool:
         for row in backslashes.in_rows(connection, rows):
             copy.write_row(row)
     return True
+
+
+def in_statements(rows: Iterable[Row]) -> list[list[Row]]:
+    """Divide rows, in their order, among as few INSERTs as a server takes."""
+    statements: list[list[Row]] = [[]]
+    size = 0
+    for row in rows:
+        size += len(row.body) + len(row.headers)
+        if size > LARGEST_STATEMENT and statements[-1]:
+            statements.append([])
+            size = len(row.body) + len(row.headers)
+        statements[-1].append(row)
+    return statements
+
+
+def refuse_in_parts(transaction: Known, statements: Sequence[object]) -> None:
+    """Refuse several statements where each would be a transaction of its own.
+
+    Raises:
+        InvalidMessage: with the way out; nothing is written.
+    """
+    if len(statements) > 1 and transaction.commits_by_itself():
+        raise InvalidMessage(
+            "messages",
+            f"more than {LARGEST_STATEMENT:,} bytes are several statements, and this connection "
+            "commits each by itself: open a transaction, or send fewer at a time",
+        )

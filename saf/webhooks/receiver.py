@@ -34,7 +34,7 @@ import psycopg
 
 from saf.errors import InvalidMessage, NotVerified, SafError
 from saf.logger import Log
-from saf.message import CONTENT_TYPE, Message, encode
+from saf.message import CONTENT_TYPE, OUT_OF_CALENDAR, Message, encode, in_calendar
 from saf.receiving.link import connected
 from saf.signing.webhook import key_of, verify
 from saf.webhooks import asgi
@@ -48,9 +48,6 @@ MAX_BYTES = 1 << 20
 BODY_SECONDS = 60.0
 """How long the body of a request may take to come, in seconds."""
 REMEMBER_DAYS = 14.0
-
-FIRST_DAY, LAST_DAY = datetime.min.replace(tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
-"""From when until when a message may be sent: what the checks of both logs take."""
 
 EVENTS = UUID("6f3b3a0e-6d2c-5d0b-9a39-0d7b7a2f3c11")
 """The namespace of ids of messages whose event has an id that is no UUID."""
@@ -199,6 +196,6 @@ def _moment(said: object) -> datetime:
     except ValueError:
         return datetime.now(UTC)
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-    if not FIRST_DAY <= moment < LAST_DAY:
-        raise NoEvent(f"time: {said} is before 0001-01-01 or after 9999-12-30, in UTC")
+    if not in_calendar(moment):
+        raise NoEvent(f"time: {said} {OUT_OF_CALENDAR}")
     return moment

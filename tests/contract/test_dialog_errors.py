@@ -264,6 +264,10 @@ def test_a_version_never_changes_and_a_dialog_keeps_the_one_that_it_began_with(a
         assert saf.create_message_type(connection, "cancel", version=2, validation="json")
         assert saf.create_contract(connection, "ordering", {"cancel": "any"}, version=2)
         assert not saf.create_contract(connection, "ordering", {"cancel": "any"}, version=2)
+        again: dict[str, Any] = {"name": "ordering", "types": {"cancel": "any"}, "version": 2}
+        assert not saf.create_contract(connection, **again, type_versions={"cancel": 2})
+        with pytest.raises(ConfigurationError, match="Create version 3 instead"):
+            saf.create_contract(connection, **again, type_versions={"cancel": 1})
     newer = begin(app, contract="ordering")
     with app.connect(role="test") as connection:
         saf.open_dialog(connection, dialog.handle).send(connection, b"", message_type="cancel")

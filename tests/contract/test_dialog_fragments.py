@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import random
 import signal
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+from threading import Thread
 from typing import Any
 from uuid import UUID
 
@@ -511,6 +514,38 @@ def test_a_body_that_is_too_large_or_cannot_be_read_is_not_sent_in_part(app: Dsn
     assert in_outbox(app) == [1, 2]
     forward(app, mom)
     assert bodies(mom) == [b"before", b"after"]
+
+
+def test_of_a_pipe_a_monolog_sends_all_in_one_piece(app: Dsn) -> None:
+    file = Endless(300_000)
+    with app.connect(role="test") as connection:
+        monolog = saf.begin_monolog(connection, from_service=SHOP, topic=WAREHOUSE)
+        monolog.send(connection, file)
+        with pytest.raises(InvalidMessage, match="300,000 bytes are more than max_bytes"):
+            monolog.send(connection, Endless(300_001), max_bytes=299_999)
+    with connect(app) as connection:
+        ((body,),) = fetch(connection, "SELECT body FROM saf.outbox")
+    assert hashlib.sha256(body).digest() == file.digest.digest()
+
+
+def test_of_a_pipe_a_body_that_the_contract_looks_into_is_read_to_its_end(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    body = b"[" + b"1, " * 100_000 + b"1]"
+    for dsn in (app, mom):
+        with connect(dsn) as connection:
+            saf.create_message_type(connection, "list", validation="json")
+            saf.create_contract(connection, "lists", {"list": "any"})
+    dialog = begin(app, contract="lists")
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = Thread(target=path.write_bytes, args=(body,))
+    writer.start()
+    with path.open("rb", buffering=0) as pipe:
+        send(app, dialog, pipe, message_type="list", fragment_bytes=FRAGMENT_BYTES)
+    writer.join()
+    forward(app, mom)
+    assert bodies(mom) == [body]
 
 
 def test_neither_end_has_more_than_some_fragments_of_a_body_in_memory(app: Dsn, mom: Dsn) -> None:

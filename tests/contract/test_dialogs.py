@@ -367,5 +367,8 @@ def test_reserved_types_and_codes_are_not_the_applications(app: Dsn) -> None:
     with app.connect(role="test") as connection:
         with pytest.raises(InvalidMessage, match="is for saf's own"):
             dialog.send(connection, b"", message_type=END)
-        with pytest.raises(DialogError, match="codes are above zero"):
-            dialog.end_with_error(connection, -1, "over")
+        for code in (-1, 0, 2**31):
+            with pytest.raises(DialogError, match="an application's are from 1 to 2147483647"):
+                dialog.end_with_error(connection, code, "over")
+        dialog.end_with_error(connection, 2**31 - 1, "over")
+    assert states(app) == ["closed"]

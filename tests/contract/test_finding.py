@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -114,6 +114,18 @@ def test_an_id_that_says_when_it_was_made_needs_no_other_word(app: Dsn) -> None:
         assert find(connection, "outbox", seven, seconds=0).row is not None
         found = fetch(connection, "SELECT message_id FROM saf.outbox WHERE id % 8 = 2")
         assert any(find(connection, "outbox", one, seconds=0).row is None for (one,) in found)
+
+
+@pytest.mark.parametrize("hours", [-14, 0, 14])
+def test_a_time_at_an_end_of_the_calendar_finds_a_message_as_any_other_does(
+    app: Dsn, hours: int
+) -> None:
+    zone = timezone(timedelta(hours=hours))
+    with connect(app) as connection:
+        ids = fill(connection, "outbox")
+        for about in (datetime.min, datetime.max):
+            when = about.replace(tzinfo=zone)
+            assert find(connection, "outbox", ids[7], seconds=60, about=when).row is not None
 
 
 def test_a_message_that_lies_elsewhere_than_its_time_says_is_found_all_the_same(app: Dsn) -> None:

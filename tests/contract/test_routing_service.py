@@ -28,6 +28,7 @@ from tests.dialogs import END, ERROR, REFUSES, SHOP, begin, end, receive, said, 
 from tests.hub import BY_TEXT, DEPARTURES, Hub
 from tests.pipeline import bodies, connect
 from tests.receivers import dead, waiting
+from tests.signing import key, signer
 
 
 @pytest.fixture
@@ -295,6 +296,55 @@ def test_a_message_of_no_dialog_is_sent_on_as_it_is(hub: Hub) -> None:
     assert headers == {"gate": 7, "saf-hops": 1, "content-type": "text/plain; charset=utf-8"}
     assert message_id != sent
     assert bodies(hub.jfk) == ["JFK"]
+
+
+@pytest.mark.parametrize("forged", [-1_000_000, "many", None])
+def test_no_sender_makes_a_circle_of_routing_services_longer(hub: Hub, forged: object) -> None:
+    send(hub, "EWR", headers={"saf-hops": forged})
+    hub.carry()
+    assert inbox(hub.ewr, "headers->'saf-hops'") == [(1,)]
+
+
+DIGITS = """{"total": 1.10, "few": 0.1000000000000000055, "more": 1e400, "less": 1e-400}"""
+LONGER = DIGITS.replace("1.10", "1" * 5000)
+"""With a number that Python does not read."""
+NUMBERS = "{0}->>'total', {0}->>'few', {0}->>'more', {0}->>'less'"
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize(
+    ("how", "headers"),
+    [
+        ("a message", DIGITS),
+        ("a message", LONGER),
+        ("a dialog", DIGITS),
+        ("a dialog in fragments", DIGITS),
+    ],
+)
+def test_numbers_in_headers_are_sent_on_to_the_last_digit(
+    hub: Hub, how: str, headers: str, signed: bool
+) -> None:
+    text = "EWR" + "." * FRAGMENT_BYTES * how.endswith("fragments")
+    if how == "a message":
+        send(hub, text)
+    else:
+        with connect(hub.hub) as connection:
+            name = "tests.classifiers:by_beginning_once"
+            add_router(connection, DEPARTURES, "python", name, mode="forward")
+        ask(hub, text)
+    with connect(hub.app) as connection:
+        connection.execute("UPDATE saf.outbox SET headers = headers || %s::jsonb", [headers])
+    hub.forward()
+    hub.service(signer=signer(key_id="hub-1") if signed else None).drain()
+    hub.forward()
+    with connect(hub.ewr) as connection:
+        asked = {"headers": headers}
+        sent = fetch(connection, f"SELECT {NUMBERS.format('%(headers)s::jsonb')}", asked)
+    assert set(inbox(hub.ewr, NUMBERS.format("headers"))) == set(sent)
+    if signed and headers == DIGITS:
+        keys = {"hub-1": key()}
+        heard = receive(hub.ewr, "EWR", require_signed=True, keys=keys)
+        assert [one.signed_by for one in heard] == ["hub-1"]
 
 
 def test_messages_of_one_key_are_sent_on_in_their_order_and_classified_as_the_router_says(

@@ -18,7 +18,7 @@ from saf.broker.migrate import migrate
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.errors import InvalidMessage, NotThisStream, StagedLost
-from saf.message import MAX_KEY, MAX_NAME, Message, encode
+from saf.message import LAST_DAY, MAX_KEY, MAX_NAME, Message, encode
 from saf.operating.maintenance import purge_broker
 from saf.routing.routes import add_route
 from saf.sending import staging
@@ -238,9 +238,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a long type": {"message_type": "t" * (MAX_NAME + 1)},
     "a long sender": {"from_service": "s" * (MAX_NAME + 1)},
     "an expired message": {"expires_at": datetime(2020, 1, 1, tzinfo=UTC)},
+    "a time that is too late": {"deliver_at": LAST_DAY},
+    "an expiry that is too late": {"expires_at": LAST_DAY},
     "large headers": {"headers": {"h": "x" * (1 << 20)}},
     "a header twice": {"headers": {"A": "1", "a": "2"}},
     "a NUL in a header": {"headers": {"a": "\0"}},
+    "a NUL in the content type": {"headers": {"Content-Type": "\0"}},
 }
 
 
@@ -272,6 +275,10 @@ def test_what_only_a_dataframe_can_hold_is_refused_too() -> None:
         with pytest.raises(InvalidMessage) as found:
             staged(batch(**columns), 1, 0)
         assert str(found.value) == said
+    for micros in (253_402_300_800_000_000, -62_135_596_800_000_001):  # no datetime of Python
+        columns = {"service": ["a"], "body": [b"x"], "deliver_at": [micros]}
+        with pytest.raises(InvalidMessage, match=r"messages\[0\]\.deliver_at: it is before 0001-"):
+            staged(batch(**columns), 1, 0)
     for text in ("[1]", "{", "7"):
         broken = pa.RecordBatch.from_pydict({"service": ["a"], "body": [b""], "headers": [text]})
         with pytest.raises(InvalidMessage, match=r"messages\[0\]\.headers: "):

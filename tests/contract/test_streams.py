@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,14 +25,21 @@ from saf.errors import (
 )
 from saf.log import ring
 from saf.log.offset import Offset, between
+from saf.log.stream import drop, find, open_batch, state, take_over
 from tests.pipeline import connect, send
 from tests.programs import configuration, last_json
 from tests.programs import saf as command
 from tests.restored import burn_transaction_ids, elsewhere, repair, restore
 from tests.ring import leave_slot
 from tests.streams import Crash, query
+from tests.waits import until
 
 __all__ = ["elsewhere"]
+
+WAITS = """
+SELECT FROM pg_stat_activity
+WHERE datname = current_database() AND application_name = 'saf newer' AND wait_event_type = 'Lock'
+"""
 
 
 @pytest.fixture
@@ -238,6 +246,26 @@ def test_of_two_queries_of_one_subscription_the_older_ends_and_says_why(
         older.step()
     newer.drain()
     assert sorted(newer.bodies) == sorted([*expected(5), *expected(5, "more")])
+
+
+def test_a_query_takes_over_while_the_older_one_opens_a_batch(app: Dsn, config: Path) -> None:
+    query(config).step()
+    fill(app, 5)
+    with connect(app) as connection, app.connect(role="older") as older:
+        found = find(connection, "app", "outbox", "lake")
+        assert found is not None
+        known = state(connection, "app", "lake", found)
+        open_batch(older, known, known.epoch, known.now)
+        with ThreadPoolExecutor(1) as threads, app.connect(role="newer", autocommit=True) as newer:
+            taken = threads.submit(take_over, newer, known)
+            until(lambda: fetch(connection, WAITS))
+            older.commit()
+            assert taken.result() == known.epoch + 1
+        now = state(connection, "app", "lake", found)
+        assert (now.epoch, now.batch) == (known.epoch + 1, known.batch + 1)
+        drop(connection, "lake")
+        with pytest.raises(NotThisStream):
+            take_over(connection, known)
 
 
 def test_a_checkpoint_that_is_older_than_what_was_committed_is_refused(

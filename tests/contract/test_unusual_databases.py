@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import psycopg
 import pytest
@@ -15,6 +16,9 @@ from saf import Message, Outbox
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.operating import decide
+from saf.routing.routers import add_router
+from saf.routing.routes import add_route
+from saf.routing_service import RoutingService
 from saf.setaside.dead import Filter
 from saf.testing.databases import Database
 from tests.destinations import NOWHERE, count, route, send_to
@@ -138,6 +142,27 @@ def test_what_a_receiver_rejects_keeps_its_body(app: Dsn, mom: Dsn) -> None:
             delivery.reject(message, "no")
     with connect(mom) as connection:
         assert [body for (body,) in dead(connection)] == BODIES
+
+
+# psycopg reads no times in German, and these connections are the application's
+@pytest.mark.usefixtures("unusual")
+@pytest.mark.parametrize("through", ["psycopg", "SQLAlchemy"])
+@pytest.mark.parametrize("unusual", [one for one in SETTINGS if one != "datestyle"], indirect=True)
+def test_what_a_routing_service_sends_on_keeps_its_body(app: Dsn, mom: Dsn, through: str) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "r0")
+        add_route(connection, "app", service="r1")
+        add_router(connection, "r0", "python", "tests.classifiers:to_first", mode="forward")
+    with psycopg.connect(app.conninfo) as connection:
+        Outbox().send_many(connection, [Message(service="r0", body=body) for body in BODIES])
+    run(app, mom=mom)
+    engine = sa.create_engine(Database(mom).url)
+    pool = partial(psycopg.connect, mom.conninfo)
+    RoutingService(pool if through == "psycopg" else engine, "r0").drain()
+    engine.dispose()
+    with connect(mom) as connection:
+        found = fetch(connection, "SELECT body FROM saf.outbox ORDER BY id")
+    assert sorted(body for (body,) in found) == sorted(BODIES)
 
 
 def dead(connection: psycopg.Connection[object]) -> list[tuple[bytes]]:

@@ -31,7 +31,8 @@ from saf import (
 )
 from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn
-from saf.message import MAX_KEY, MAX_NAME
+from saf.message import FIRST_MOMENT, LAST_DAY, MAX_KEY, MAX_NAME
+from saf.sending import bulk
 from tests.programs import run
 
 SOON = datetime.now(UTC) + timedelta(hours=1)
@@ -398,6 +399,63 @@ def test_many_messages_keep_their_optional_fields_apart(app: Dsn, engine: sa.Eng
         assert three[2]["headers"] == {"content-type": "application/json", "x": {"y": 1}}
 
 
+@pytest.fixture
+def small_statements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "LARGEST_STATEMENT", 1000)
+
+
+def large(*sizes: int) -> list[Message]:
+    """Messages of about so many bytes, with their headers."""
+    return [
+        Message(service="billing", body=b"x" * (size - 50), key=str(number))
+        for number, size in enumerate(sizes)
+    ]
+
+
+@pytest.mark.usefixtures("small_statements")
+@pytest.mark.parametrize("way", ["psycopg", "SQLAlchemy", "asyncio"])
+def test_large_messages_are_several_statements_and_stay_in_their_order(
+    app: Dsn, outbox: Outbox, engine: sa.Engine, server: EmbeddedServer, way: str
+) -> None:
+    messages = large(300, 300, 300, 300, 3000, 300)
+
+    async def send() -> list[UUID]:
+        async with await psycopg.AsyncConnection.connect(app.conninfo) as connection:
+            return await outbox.asend_many(connection, messages)
+
+    with statements(server, app) as found:
+        if way == "asyncio":
+            sent = asyncio.run(send())
+        elif way == "psycopg":
+            with app.connect(role="test") as connection:
+                sent = outbox.send_many(connection, messages)
+        else:
+            with engine.begin() as sqlalchemy_connection:
+                sent = outbox.send_many(sqlalchemy_connection, messages)
+    assert [row["message_id"] for row in stored(app)] == sent
+    assert keys(app) == list("012345")
+    assert len([text for text in found if text.startswith("INSERT")]) == 4
+
+
+@pytest.mark.usefixtures("small_statements")
+def test_large_messages_are_refused_where_each_statement_would_be_a_transaction(app: Dsn) -> None:
+    outbox, messages = Outbox(allow_autocommit=True), large(600, 600)
+
+    async def send() -> None:
+        async with await psycopg.AsyncConnection.connect(app.conninfo, autocommit=True) as one:
+            await outbox.asend_many(one, messages)
+
+    with app.connect(role="test", autocommit=True) as connection:
+        with pytest.raises(InvalidMessage, match="messages: more than 1,000 bytes are several"):
+            outbox.send_many(connection, messages)
+        with pytest.raises(InvalidMessage, match="open a transaction, or send fewer at a time"):
+            asyncio.run(send())
+        assert stored(app) == []
+        with connection.transaction():
+            outbox.send_many(connection, messages)
+    assert keys(app) == ["0", "1"]
+
+
 def test_no_messages_are_no_statement_at_all(app: Dsn, outbox: Outbox) -> None:
     with app.connect(role="test") as connection:
         assert outbox.send_many(connection, []) == []
@@ -526,6 +584,8 @@ BAD: list[dict[str, Any]] = [
     {"headers": {"x": "\0"}},
     {"deliver_at": datetime(2026, 1, 1)},
     {"expires_at": datetime(2026, 1, 1)},
+    {"expires_at": datetime.max.replace(tzinfo=UTC)},
+    {"headers": {"content-type": "\0"}},
 ]
 
 
@@ -575,6 +635,29 @@ def test_every_time_zone_is_stored_as_the_same_moment(app: Dsn, outbox: Outbox) 
         connection.execute("SET TIME ZONE 'Asia/Tokyo'")
         outbox.send(connection, "a", b"", deliver_at=SOON.astimezone(ZoneInfo("America/New_York")))
     assert stored(app)[0]["deliver_at"] == SOON
+
+
+def test_the_first_and_the_last_moment_of_the_calendar_are_stored(app: Dsn) -> None:
+    first, last = FIRST_MOMENT, LAST_DAY - timedelta(microseconds=1)
+    message = Message(service="billing", body=b"", deliver_at=first, expires_at=last)
+    with app.connect(role="test") as connection:
+        Outbox().send_many(connection, [message])
+        Outbox().send_many(connection, [message] * 100)
+        connection.execute("SET TIME ZONE 'UTC'")
+        rows = connection.execute("SELECT deliver_at, expires_at FROM saf.outbox").fetchall()
+    assert rows == [(first, last)] * 101
+
+
+@pytest.mark.parametrize("name", ["", "x" * (MAX_NAME + 1), "a\0b", 7])
+def test_who_sends_has_a_name_that_a_service_can_have(app: Dsn, name: Any) -> None:
+    with pytest.raises(InvalidMessage, match="from_service: "):
+        Outbox(from_service=name)
+    outbox = Outbox(from_service="shop")
+    with app.connect(role="test") as connection:
+        with pytest.raises(InvalidMessage, match="from_service: "):
+            outbox.send(connection, "billing", b"", from_service=name)
+        with pytest.raises(InvalidMessage, match="from_service: "):
+            outbox.send_many(connection, [Message(service="billing", body=b"", from_service=name)])
 
 
 def test_hostile_text_is_data(app: Dsn, engine: sa.Engine, outbox: Outbox) -> None:

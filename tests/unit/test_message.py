@@ -17,6 +17,8 @@ from saf.message import MAX_KEY, MAX_NAME, Message, Row, encode, encode_body
 from tests.timezones import Nowhere
 
 NAIVE = datetime(2026, 1, 2, 3, 4)
+LATE = datetime(9999, 12, 31, tzinfo=UTC)
+EARLY = datetime.min.replace(tzinfo=timezone(timedelta(minutes=1)))
 ZURICH = datetime(2126, 1, 2, 3, 4, tzinfo=timezone(timedelta(hours=1)))
 
 # Text that PostgreSQL can store: no NUL, no lone surrogate
@@ -147,6 +149,15 @@ def test_a_body_of_exactly_max_bytes_is_accepted() -> None:
         ({"expires_at": NAIVE}, "expires_at", "2026-01-02T03:04:00 has no time zone"),
         ({"deliver_at": NAIVE.replace(tzinfo=Nowhere())}, "deliver_at", "has no time zone"),
         ({"deliver_at": date(2026, 1, 2)}, "deliver_at", "expected datetime, got date"),
+        ({"deliver_at": LATE}, "deliver_at", "9999-12-31T00:00:00+00:00 is before 0001-01-01 or"),
+        ({"deliver_at": EARLY}, "deliver_at", "is before 0001-01-01 or after 9999-12-30, in UTC"),
+        ({"expires_at": EARLY}, "expires_at", "is before 0001-01-01 or after 9999-12-30, in UTC"),
+        ({"expires_at": LATE}, "expires_at", "leave it out for a message that never expires"),
+        (
+            {"expires_at": datetime.max.replace(tzinfo=timezone(-timedelta(hours=14)))},
+            "expires_at",
+            "leave it out for a message that never expires",
+        ),
         ({"expires_at": 600}, "expires_at", "expected datetime, got int"),
         ({"body": object()}, "body", "neither bytes, str nor JSON"),
         ({"expires_at": datetime.now(UTC)}, "expires_at", "is over: nobody would get the message"),
@@ -162,6 +173,9 @@ def test_a_body_of_exactly_max_bytes_is_accepted() -> None:
         ({"headers": {"a\0b": "x"}}, "headers", "NUL"),
         ({"headers": {"x": [{"y": "\0"}]}}, "headers", "NUL"),
         ({"headers": {"x": "\ud800"}}, "headers", "surrogate"),
+        ({"headers": {"content-type": "a\0"}}, "headers", "NUL"),
+        ({"headers": {"Content-Type": ["\0"]}}, "headers", "NUL"),
+        ({"headers": {"content-type": "\udfff"}}, "headers", "surrogate"),
     ],
 )
 def test_bad_input_is_refused_by_the_name_of_its_field(

@@ -187,7 +187,7 @@ class Followed:
     def _mine(self, connection: psycopg.Connection[Any], known: State) -> int:
         """The epoch of this query, which takes the subscription over when it first writes."""
         if self._epoch is None:
-            self._epoch = stream.take_over(connection, known.committed.subscription)
+            self._epoch = stream.take_over(connection, known)
         return self._epoch
 
     @contextmanager

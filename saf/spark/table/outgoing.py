@@ -36,8 +36,11 @@ from saf.config import did_you_mean
 from saf.errors import ConfigurationError, InvalidMessage
 from saf.message import (
     DEFAULT_MAX_BYTES,
+    FIRST_MOMENT,
+    LAST_DAY,
     MAX_KEY,
     MAX_NAME,
+    OUT_OF_CALENDAR,
     Message,
     check_headers,
     encode,
@@ -47,13 +50,13 @@ from saf.message import (
 
 TEXTS = {"service": MAX_NAME, "key": MAX_KEY, "message_type": MAX_NAME, "from_service": MAX_NAME}
 """The columns that are texts, and the most bytes of each."""
+TIMES = ("deliver_at", "expires_at")
 TYPES: dict[str, tuple[DataType, ...]] = {
     **dict.fromkeys(TEXTS, (StringType(),)),
     "to_broker": (StringType(),),
     "body": (BinaryType(), StringType()),
     "headers": (MapType(StringType(), StringType()), StringType()),
-    "deliver_at": (TimestampType(),),
-    "expires_at": (TimestampType(),),
+    **dict.fromkeys(TIMES, (TimestampType(),)),
 }
 NEEDED = ("service", "body")
 IN_OUTBOX = {"service": "to_service"}
@@ -134,7 +137,11 @@ def _suspect(rows: pa.RecordBatch) -> int | None:
         elif name == "to_broker":
             unknown = [one for one in pc.unique(column).to_pylist() if not _is_uuid(one)]
             wrong.append(pc.is_in(column, pa.array(unknown, pa.string())))
-        elif name == "expires_at":
+        elif name in TIMES:
+            earliest = pa.scalar(FIRST_MOMENT, column.type)
+            too_late = pa.scalar(LAST_DAY, column.type)
+            wrong += [pc.less(column, earliest), pc.greater_equal(column, too_late)]
+        if name == "expires_at":
             wrong.append(pc.less_equal(column, pa.scalar(datetime.now(UTC), column.type)))
     wrong.append(pc.is_null(rows["service"]))
     found = wrong[0]
@@ -165,6 +172,12 @@ def _why(rows: pa.RecordBatch, place: int) -> InvalidMessage:
                 rows[name][place].as_py()
             except UnicodeDecodeError:
                 return InvalidMessage(name, "is not Unicode text")
+    for name in TIMES:
+        if name in rows.schema.names:
+            try:
+                rows[name][place].as_py()
+            except (OverflowError, ValueError):  # Python's years are those of a log
+                return InvalidMessage(name, f"it {OUT_OF_CALENDAR}")
     row = {name: rows[name][place].as_py() for name in rows.schema.names if name != "headers"}
     if row["body"] is None:
         return InvalidMessage("body", "is NULL")

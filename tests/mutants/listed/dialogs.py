@@ -44,6 +44,27 @@ SET_BACK = "contract/test_dialogs_set_back.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "of a pipe only what comes first is sent",
+        "saf/dialogs/dialog.py",
+        "body = fill(body, max_bytes + 1)",
+        "body = body.read(max_bytes + 1)",
+        f"{FRAGMENTS}::test_of_a_pipe_a_monolog_sends_all_in_one_piece",
+    ),
+    mutant(
+        "a code of an error has any size",
+        "saf/dialogs/dialog.py",
+        "if not 0 < code <= HIGHEST_CODE:",
+        "if not 0 < code:",
+        f"{DIALOGS}::test_reserved_types_and_codes_are_not_the_applications",
+    ),
+    mutant(
+        "a contract says nothing of the versions of its types",
+        "saf/dialogs/contracts.py",
+        "one.version != type_versions.get(one.name, one.version)",
+        "one.version < 0",
+        f"{ERRORS}::test_a_version_never_changes_and_a_dialog_keeps_the_one_that_it_began_with",
+    ),
+    mutant(
         "what comes with a dead letter of its dialog is not counted",
         "saf/receiving/delivery.py",
         "                self._arrival.dropped.append((one, Reason.ENDED))\n",

@@ -25,7 +25,39 @@ OF_SQL = "spark/test_expressions.py"
 
 LOCAL, OF_LOCAL = "saf/routing/local.py", "contract/test_local_routes.py"
 
+SERVICE, OF_SERVICE = "saf/routing_service.py", "contract/test_routing_service.py"
+DIGITS = f"{OF_SERVICE}::test_numbers_in_headers_are_sent_on_to_the_last_digit"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "bytes that are sent on are escaped where backslashes are",
+        SERVICE,
+        "backslashes.in_arrays(raw, columns(SENT_ON, rows))",
+        "columns(SENT_ON, rows)",
+        "contract/test_unusual_databases.py::"
+        "test_what_a_routing_service_sends_on_keeps_its_body[standard_conforming_strings-psycopg]",
+    ),
+    mutant(
+        "a sender makes a circle of routing services longer",
+        SERVICE,
+        "int(before[:9]) if isinstance(before, Number) and before.isdecimal() else 0",
+        "int(before) if isinstance(before, Number) else 0",
+        f"{OF_SERVICE}::test_no_sender_makes_a_circle_of_routing_services_longer",
+    ),
+    mutant(
+        "a message is sent on with rounded numbers",
+        SERVICE,
+        "in message.exact_headers.items() if name != SIGNATURE",
+        "in message.headers.items() if name != SIGNATURE",
+        DIGITS,
+    ),
+    mutant(
+        "a dialog is passed on with rounded numbers",
+        "saf/dialogs/passing.py",
+        "in message.exact_headers.items()",
+        "in message.headers.items()",
+        DIGITS,
+    ),
     mutant(
         "a route becomes local while somebody writes",
         LOCAL,

@@ -12,6 +12,13 @@ LAKE = "contract/test_micro_batches.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a query takes over less than all shards",
+        STREAM,
+        "            if len(rows) == known.shards:\n",
+        "            if rows is not None:\n",
+        f"{STREAMS}::test_a_query_takes_over_while_the_older_one_opens_a_batch",
+    ),
+    mutant(
         "what was read of a batch comes again with the next one",
         OFFSET,
         "before=(start.open, start.position) if start.open and not same else None",

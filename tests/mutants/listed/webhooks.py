@@ -62,7 +62,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an event of any time is taken",
         RECEIVER,
-        "    if not FIRST_DAY <= moment < LAST_DAY:",
+        "    if not in_calendar(moment):",
         "    if False:",
         REFUSED,
     ),
