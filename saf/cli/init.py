@@ -54,6 +54,10 @@ def command(
             f"{config} is there already, and is not overwritten: say --config for another one, or "
             "`saf doctor` to examine what it names"
         )
+    if not os.access(config.parent, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"{config} cannot be written: {config.parent} is no folder, or not one to write to"
+        )
     places = {SOURCE: Dsn(source), STORE: Dsn(store)}
     text = _file(places)
     for name, dsn in places.items():
@@ -107,7 +111,7 @@ def _file(places: dict[str, Dsn]) -> str:
     text = _template().read_text()
     for name, dsn in places.items():
         variable = f"{name.upper()}_DSN"
-        if os.environ.get(variable) == dsn.conninfo:
+        if _said_by(variable) == dsn.conninfo:
             continue
         if dsn.parts.get("password"):
             raise ConfigurationError(
@@ -116,6 +120,14 @@ def _file(places: dict[str, Dsn]) -> str:
             )
         text = text.replace(f'dsn = "${{{variable}}}"', f"dsn = {json.dumps(str(dsn))}")
     return text
+
+
+def _said_by(variable: str) -> str | None:
+    """Return what libpq gets from a DSN in the environment; None if there is none."""
+    try:
+        return Dsn(os.environ[variable]).conninfo
+    except (KeyError, ConfigurationError):
+        return None
 
 
 def _template() -> Path:

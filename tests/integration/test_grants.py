@@ -545,7 +545,7 @@ def test_a_stream_that_an_operator_has_registered_reads_and_commits_and_register
     read.drain()
     assert read.bodies == [str(number) for number in range(10)]
     with connect(granted(app, "operator")) as connection:
-        assert stream.drop(connection, "lake") == ["outbox"]
+        assert stream.drop(connection, "outbox", "lake")
 
 
 @every_postgresql
