@@ -49,14 +49,14 @@ def command(
     may create a schema there. No file is overwritten, and no message is sent where others are under
     way.
     """
+    if not os.access(f"{config.parent}/.", os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"{config} cannot be written: {config.parent} is no folder, or not one to write to"
+        )
     if config.exists():
         raise ConfigurationError(
             f"{config} is there already, and is not overwritten: say --config for another one, or "
             "`saf doctor` to examine what it names"
-        )
-    if not os.access(config.parent, os.W_OK | os.X_OK):
-        raise ConfigurationError(
-            f"{config} cannot be written: {config.parent} is no folder, or not one to write to"
         )
     places = {SOURCE: Dsn(source), STORE: Dsn(store)}
     text = _file(places)

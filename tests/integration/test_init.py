@@ -126,10 +126,13 @@ def test_a_password_in_the_environment_stays_there_in_a_url_of_sqlalchemy_too(
 def test_where_the_file_cannot_be_written_nothing_is_done(
     bare: dict[str, str], tmp_path: Path
 ) -> None:
-    file = tmp_path / "no" / "such" / "saf.toml"
-    done = saf("init", "--config", file, cwd=tmp_path, env=bare)
-    assert done.returncode == USAGE
-    assert f"{file} cannot be written: {file.parent} is no folder" in done.stderr
+    program = tmp_path / "program"
+    program.touch(0o777)
+    for folder in (tmp_path / "no" / "such", program):
+        file = folder / "saf.toml"
+        done = saf("init", "--config", file, cwd=tmp_path, env=bare)
+        assert done.returncode == USAGE
+        assert f"{file} cannot be written: {folder} is no folder" in done.stderr
     with connect(Dsn(bare["SHOP_DSN"])) as connection:
         assert fetch(connection, "SELECT to_regnamespace('saf') IS NULL") == [(True,)]
 
