@@ -55,7 +55,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from saf.database import Dsn, refuse_unescaped
+from saf.database import Dsn, refuse_unescaped, without_driver
 from saf.database.bounds import Bounds
 from saf.destinations.archives import table_at
 from saf.destinations.kinds import DEFAULT, AnyDestination, settings_of
@@ -651,6 +651,7 @@ def _expand(value: Any, where: tuple[str, ...]) -> Any:
 
     if where[-1] != "dsn" or value.startswith("${"):
         return replaced(value)
+    value = without_driver(value)
     refuse_unescaped(value)
     try:
         parts = conninfo_to_dict(value)

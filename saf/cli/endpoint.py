@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -222,11 +224,14 @@ def _row(settings: Settings, name: str, endpoint: Endpoint) -> dict[str, Any]:
     }
 
 
-def _inbox(settings: Settings, name: str, endpoint: Endpoint) -> psycopg.Connection[Any]:
-    with unavailable_if_lost(f"the database of endpoint {name!r}"):
-        connection = settings.inbox_of(endpoint).connect(role="endpoint", autocommit=True)
+@contextmanager
+def _inbox(settings: Settings, name: str, endpoint: Endpoint) -> Iterator[psycopg.Connection[Any]]:
+    with (
+        unavailable_if_lost(f"the database of endpoint {name!r}"),
+        settings.inbox_of(endpoint).connect(role="endpoint", autocommit=True) as connection,
+    ):
         check_schema(connection)
-    return connection
+        yield connection
 
 
 def _subscription(connection: psycopg.Connection[Any], name: str, endpoint: Endpoint) -> int:

@@ -49,6 +49,10 @@ def command(
     may create a schema there. No file is overwritten, and no message is sent where others are under
     way.
     """
+    if not os.access(f"{config.parent}/.", os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"{config} cannot be written: {config.parent} is no folder, or not one to write to"
+        )
     if config.exists():
         raise ConfigurationError(
             f"{config} is there already, and is not overwritten: say --config for another one, or "
@@ -107,7 +111,7 @@ def _file(places: dict[str, Dsn]) -> str:
     text = _template().read_text()
     for name, dsn in places.items():
         variable = f"{name.upper()}_DSN"
-        if os.environ.get(variable) == dsn.conninfo:
+        if _said_by(variable) == dsn.conninfo:
             continue
         if dsn.parts.get("password"):
             raise ConfigurationError(
@@ -116,6 +120,14 @@ def _file(places: dict[str, Dsn]) -> str:
             )
         text = text.replace(f'dsn = "${{{variable}}}"', f"dsn = {json.dumps(str(dsn))}")
     return text
+
+
+def _said_by(variable: str) -> str | None:
+    """Return what libpq gets from a DSN in the environment; None if there is none."""
+    try:
+        return Dsn(os.environ[variable]).conninfo
+    except (KeyError, ConfigurationError):
+        return None
 
 
 def _template() -> Path:

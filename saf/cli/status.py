@@ -96,7 +96,9 @@ def _streams(known: Mapping[str, BrokerStatus]) -> None:
     for name, status in known.items():
         for one in status.streams:
             listing.add(
-                name, one.stream, one.log, f"{one.pending:,}", age(one.lag_seconds),
+                name, one.stream, one.log,
+                "may not be read" if one.pending is None else f"{one.pending:,}",
+                age(one.lag_seconds),
                 at(one.opened_at) if one.opened_at else "never",
             )  # fmt: skip
     if any(status.streams for status in known.values()):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import typer
 
 from saf.broker import services
 from saf.broker.services import Start
-from saf.cli.brokers import AsJson, Config, Round, Store, Where, everywhere, store, stores
+from saf.cli.brokers import AsJson, Config, Round, Store, everywhere, store, stores
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.cli.service import Discard
@@ -107,19 +108,65 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
 
 
 @app.command()
-def drop(name: Name, config: Config = None, broker: Where = None) -> None:
+def drop(
+    name: Name,
+    *,
+    log: Annotated[
+        Log | None, typer.Option("--stream", help="Of which log. Default: of the one that has it.")
+    ] = None,
+    config: Config = None,
+    broker: Annotated[
+        str | None,
+        typer.Option(
+            "--broker", metavar="NAME", help="Of which one, or fleet. Default: the one that has it."
+        ),
+    ] = None,
+) -> None:
     """Forget a stream of Spark. Messages are not kept for it any more.
 
-    Its query cannot go on from its checkpoint: stop it before.
+    Its query cannot go on from its checkpoint: stop it before. Where several brokers have such a
+    stream, or both logs of one, nothing is dropped until one is named.
     """
     round_ = Round(everywhere(load(config), broker))
-    found = round_.visit("subscription", lambda connection, _: stream.drop(connection, name))
-    for where, logs in found.items():
-        for log in logs:
-            echo(f"{where}: stream {name} of the {log} dropped")
-    if not any(found.values()) and not round_.failed:
-        raise UsageError(f"there is no stream {name!r}: `saf status` shows those that there are")
+    asked = round_.visit("subscription", lambda connection, _: stream.logs(connection, name))
+    found = {where: [one for one in logs if log in (None, one)] for where, logs in asked.items()}
+    found = {where: logs for where, logs in found.items() if logs}
+    _refuse_several(name, found, round_, broker)
+    dropping = Round({where: round_.brokers[where] for where in found})
+    for where, logs in dropping.visit(
+        "subscription",
+        lambda connection, _: [
+            one
+            for one in stream.logs(connection, name)
+            if log in (None, one) and stream.drop(connection, one, name)
+        ],
+    ).items():
+        for one in logs:
+            echo(f"{where}: stream {name} of the {one} dropped")
+    round_.failed += dropping.failed
     round_.finish(say=True)
+
+
+def _refuse_several(
+    name: str, found: Mapping[str, list[str]], round_: Round, broker: str | None
+) -> None:
+    """Raise, before anything is dropped, unless it is clear which stream is meant."""
+    if not found and not round_.failed:
+        raise UsageError(f"there is no stream {name!r}: `saf status` shows those that there are")
+    if broker is None and len(found) > 1:
+        raise UsageError(
+            f"there is a stream {name!r} in {', '.join(found)}, and none is dropped: which one? "
+            "Say --broker NAME"
+        )
+    if broker is None and round_.failed:
+        echo("nothing is dropped where not all can be asked: say --broker NAME", err=True)
+        round_.finish(say=True)
+    both = [where for where, logs in found.items() if len(logs) > 1]
+    if both:
+        raise UsageError(
+            f"there is a stream {name!r} of both logs in {', '.join(both)}, and none is dropped: "
+            "which one? Say --stream outbox or --stream inbox"
+        )
 
 
 @app.command()

@@ -133,22 +133,19 @@ def supervise(commands: list[list[str]]) -> None:
     stopping = threading.Event()
     running: dict[int, subprocess.Popen[bytes]] = {}
 
-    def stop() -> None:
-        stopping.set()
-        for process in [*running.values()]:
-            process.terminate()
-
-    with stop_on_signals(stop):
+    with stop_on_signals(stopping.set):
         while not stopping.is_set():
             ended = [code for one in running.values() if (code := one.poll()) is not None]
             if UsageError.exit_code in ended:
-                stop()  # it has said why, and the next one would say the same
-                break
+                break  # it has said why, and the next one would say the same
             for number, command_ in enumerate(commands):
                 alive = number in running and running[number].poll() is None
                 if not alive and not stopping.is_set():
                     running[number] = subprocess.Popen(command_)  # noqa: S603 - this command itself
             stopping.wait(AGAIN_SECONDS)
+        # only here, where all that were started are known: a signal may come while one is started
+        for process in running.values():
+            process.terminate()
         codes = [process.wait() for process in running.values()]
     for code in (UsageError.exit_code, StopTimedOut.exit_code):
         if code in codes:

@@ -14,7 +14,7 @@ from saf.database.asking import (
     unavailable_if_lost,
 )
 from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
-from saf.database.dsn import Dsn, refuse_unescaped
+from saf.database.dsn import Dsn, refuse_unescaped, without_driver
 from saf.database.revision import (
     HAS_SCHEMA,
     REVISION,
@@ -42,4 +42,5 @@ __all__ = [
     "require_revision",
     "translated",
     "unavailable_if_lost",
+    "without_driver",
 ]

@@ -61,8 +61,7 @@ class Dsn:
     """How long saf's own sessions wait there."""
 
     def __post_init__(self) -> None:
-        # a URL as SQLAlchemy has it: which driver is used there, is no business of ours
-        object.__setattr__(self, "conninfo", DRIVER.sub(r"\1://", self.conninfo, count=1))
+        object.__setattr__(self, "conninfo", without_driver(self.conninfo))
         if "\0" in self.conninfo:
             raise ConfigurationError("a dsn holds a NUL, and libpq reads nothing behind it")
         refuse_unescaped(self.conninfo)
@@ -175,6 +174,15 @@ class Dsn:
             if secret := self.parts.get(name):
                 text = text.replace(str(secret), "***")
         return " ".join(text.split())
+
+
+def without_driver(text: str) -> str:
+    """Return a DSN as libpq takes it: which driver SQLAlchemy uses, is no business of ours.
+
+    >>> without_driver("postgresql+psycopg://me@db/app"), without_driver("dbname=app")
+    ('postgresql://me@db/app', 'dbname=app')
+    """
+    return DRIVER.sub(r"\1://", text, count=1)
 
 
 def refuse_unescaped(text: str) -> None:

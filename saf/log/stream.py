@@ -256,7 +256,10 @@ SELECT %(subscription_id)s, generate_series(0, shards - 1),
        CASE WHEN %(start)s = 'now' THEN pg_current_snapshot() ELSE '1:1:' END
 FROM saf.broker
 """
-DROP = "DELETE FROM saf.subscription WHERE name = %(name)s AND stream RETURNING log"
+LOGS = "SELECT log FROM saf.subscription WHERE name = %(name)s AND stream ORDER BY log DESC"
+DROP = """
+DELETE FROM saf.subscription WHERE name = %(name)s AND log = %(log)s AND stream RETURNING log
+"""
 
 
 def create(
@@ -276,6 +279,11 @@ def create(
         return True
 
 
-def drop(connection: psycopg.Connection[Any], name: str) -> list[str]:
-    """Forget a stream: nothing is kept for it any more. Return the logs that it was of."""
-    return [log for (log,) in fetch(connection, DROP, {"name": name})]
+def logs(connection: psycopg.Connection[Any], name: str) -> list[str]:
+    """Return the logs that have a stream of this name. Only reads."""
+    return [log for (log,) in fetch(connection, LOGS, {"name": name})]
+
+
+def drop(connection: psycopg.Connection[Any], log: str, name: str) -> bool:
+    """Forget a stream: nothing is kept for it any more. Return whether it was there."""
+    return bool(fetch(connection, DROP, {"log": log, "name": name}))

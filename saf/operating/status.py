@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
 import psycopg
+from psycopg import sql
 from psycopg.rows import class_row
 
 from saf.broker.restored import refuse
@@ -50,24 +51,35 @@ WHERE s.log = 'outbox' AND s.name = 'forwarder'
 ORDER BY m.name, m.member_id
 """
 
-# As of the forwarder's shards, of all streams of both logs
-STREAMS = " UNION ALL ".join(
-    f"""
+# A role may not read every log: a forwarder only stores in the inbox
+STREAMED = """
+SELECT DISTINCT log, has_table_privilege('saf.' || log, 'SELECT') FROM saf.subscription
+WHERE stream ORDER BY log DESC
+"""
+# As of the forwarder's shards, of all streams of one log
+STREAMS = f"""
 SELECT s.name AS stream, s.log, count(not_done.id) AS pending,
        extract(epoch FROM now() - min(not_done.written))::float AS lag_seconds,
        max(c.batch) AS batch, max(c.opened_at) AS opened_at
 FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
 LEFT JOIN LATERAL (
-    SELECT id, txid, {written} AS written FROM saf.{log} l
+    SELECT id, txid, {{written}} AS written FROM {{log}} l
     WHERE l.shard = c.shard AND l.txid >= pg_snapshot_xmax(c.done)
     UNION ALL
-    SELECT id, txid, {written} FROM saf.{log} l
+    SELECT id, txid, {{written}} FROM {{log}} l
     WHERE l.shard = c.shard AND l.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
 ) AS not_done ON NOT {COMPLETE.format(row="not_done")}
-WHERE s.stream AND s.log = '{log}'
-GROUP BY s.name, s.log"""
-    for log, written in AGE_COLUMN.items()
-)
+WHERE s.stream AND s.log = {{name}}
+GROUP BY s.name, s.log ORDER BY s.name
+"""
+# What the cursors say where the log may not be read
+UNREAD_STREAMS = """
+SELECT s.name AS stream, s.log, NULL::bigint AS pending, NULL::float AS lag_seconds,
+       max(c.batch) AS batch, max(c.opened_at) AS opened_at
+FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
+WHERE s.stream AND s.log = {name}
+GROUP BY s.name, s.log ORDER BY s.name
+"""
 
 DEAD = "SELECT count(*) FROM saf.dead_letter"
 
@@ -107,10 +119,10 @@ class StreamStatus:
     stream: str
     """The subscription's name."""
     log: str
-    pending: int
-    """Messages that it has not committed."""
+    pending: int | None
+    """Messages that it has not committed; None if this role may not read the log."""
     lag_seconds: float | None
-    """The age of the oldest of them; None if there are none."""
+    """The age of the oldest of them; None if there are none, or that is not known."""
     batch: int
     opened_at: datetime | None
     """When it last took messages; None if it never did."""
@@ -189,8 +201,7 @@ def broker_status(connection: psycopg.Connection[Any], limit: int | None = None)
             shards = cursor.execute(SHARDS).fetchall()
         with psycopg.Cursor(connection, row_factory=class_row(MemberStatus)) as cursor:
             members = cursor.execute(MEMBERS).fetchall()
-        with psycopg.Cursor(connection, row_factory=class_row(StreamStatus)) as cursor:
-            streams = cursor.execute(f"{STREAMS} ORDER BY log DESC, stream".encode()).fetchall()
+        streams = [*_streams(connection)]
         waiting = parked(connection, limit)
         ((dead_letters,),) = fetch(connection, DEAD)
         counted = dropped(connection)
@@ -202,3 +213,15 @@ def broker_status(connection: psycopg.Connection[Any], limit: int | None = None)
         dropped=tuple(counted),
         streams=tuple(streams),
     )
+
+
+def _streams(connection: psycopg.Connection[Any]) -> Iterator[StreamStatus]:
+    """How far each stream is. A log without streams is not read."""
+    for log, readable in fetch(connection, STREAMED):
+        query = sql.SQL(STREAMS if readable else UNREAD_STREAMS).format(
+            log=sql.Identifier("saf", log),
+            name=sql.Literal(log),
+            written=sql.Identifier(AGE_COLUMN[log]),
+        )
+        with psycopg.Cursor(connection, row_factory=class_row(StreamStatus)) as cursor:
+            yield from cursor.execute(query).fetchall()

@@ -9,6 +9,8 @@ from datetime import datetime
 from typing import Any
 
 WIDTH = 80
+LAST_OF_FOUR_DIGITS = 0xFFFF
+"""The last character whose escape has four digits."""
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -68,8 +70,19 @@ def _value(value: object) -> str:
 
 
 def _text(text: str) -> str:
-    # as in JSON, which leaves one more control character as it is
-    return json.dumps(str(text), ensure_ascii=False).replace("\x7f", "\\u007f")
+    r"""A string, as in JSON; what a command would not print as it is, is there as an escape.
+
+    >>> print(_text("Zürich\xad \x85 \x7f \U000e0001 \t"))
+    "Zürich\u00ad \u0085 \u007f \U000e0001 \t"
+    """
+    return "".join(
+        one if one.isprintable() else _escape(ord(one))
+        for one in json.dumps(str(text), ensure_ascii=False)
+    )
+
+
+def _escape(code: int) -> str:
+    return f"\\u{code:04x}" if code <= LAST_OF_FOUR_DIGITS else f"\\U{code:08x}"
 
 
 def _name(path: tuple[str, ...]) -> str:

@@ -24,6 +24,7 @@ from saf.errors import (
     Unavailable,
 )
 from saf.log import ring
+from saf.log import stream as stream_log
 from saf.log.offset import Offset, between
 from saf.log.stream import drop, find, open_batch, state, take_over
 from tests.pipeline import connect, send
@@ -551,3 +552,44 @@ def test_a_stream_is_registered_shown_and_dropped_on_the_command_line(
     assert (missing.returncode, "there is no stream 'lake'" in missing.stderr) == (2, True)
     nobody = command("subscription", "drop", "forwarder", cwd=tmp_path)
     assert nobody.returncode == 2, "the forwarder's is not a stream's"
+
+
+def test_of_several_streams_of_a_name_none_is_dropped_until_one_is_named(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    for dsn, log in ((app, "outbox"), (mom, "outbox"), (mom, "inbox")):
+        with connect(dsn) as connection:
+            stream_log.create(connection, "it", log, "lake", "beginning")
+
+    def drop(*more: str) -> tuple[int, str]:
+        done = command("subscription", "drop", "lake", *more, cwd=tmp_path)
+        return done.returncode, done.stdout + done.stderr
+
+    def left() -> list[list[str]]:
+        found = []
+        for dsn in (app, mom):
+            with connect(dsn) as connection:
+                found.append(stream_log.logs(connection, "lake"))
+        return found
+
+    code, said = drop()
+    assert (code, "in mom, app, and none is dropped" in said, "--broker NAME" in said) == (
+        2,
+        True,
+        True,
+    )
+    code, said = drop("--broker", "mom")
+    assert (code, "of both logs in mom, and none is dropped" in said) == (2, True)
+    code, said = drop("--stream", "outbox")
+    assert (code, "in mom, app, and none is dropped" in said) == (2, True)
+    assert left() == [["outbox"], ["outbox", "inbox"]]
+    assert drop("--stream", "inbox") == (0, "mom: stream lake of the inbox dropped\n")
+    assert drop("--broker", "mom") == (0, "mom: stream lake of the outbox dropped\n")
+    assert left() == [["outbox"], []]
+
+    file.write_text(file.read_text().replace(f"dbname={mom.database}", "dbname=nowhere"))
+    code, said = drop()
+    assert "nothing is dropped where not all can be asked: say --broker NAME" in said
+    assert (code, left()) == (2, [["outbox"], []])
+    assert drop("--broker", "app") == (0, "app: stream lake of the outbox dropped\n")

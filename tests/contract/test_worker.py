@@ -363,6 +363,28 @@ def test_processes_that_a_message_kills_are_replaced_until_it_is_a_dead_letter(
     assert len(effects(inbox)) == 21
 
 
+# A signal arrives when a process was started, and its starter does not know of it yet
+INTERRUPTED = """
+import os, signal, subprocess
+from saf.cli.worker import supervise
+
+class Interrupted(subprocess.Popen):
+    def __init__(self, command):
+        super().__init__(command)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+subprocess.Popen = Interrupted
+supervise([["sleep", "60"], ["sleep", "60"]])
+"""
+
+
+def test_sigterm_while_a_process_is_started_ends_that_one_too() -> None:
+    before = time.monotonic()
+    done = run([sys.executable, "-c", INTERRUPTED], env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - before < 40
+
+
 def test_a_worker_that_cannot_be_found_is_named(inbox: Dsn, module: Path) -> None:
     for which, said in (
         ("consumers", "expected MODULE:WORKER"),

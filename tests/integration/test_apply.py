@@ -192,6 +192,22 @@ def test_what_is_exported_changes_nothing_here_and_makes_another_broker_the_same
     assert tomllib.loads(run(folder, "export")) == tomllib.loads(text)
 
 
+def test_what_no_terminal_is_to_show_is_exported_as_toml_has_it(
+    folder: Path, app: Dsn, new_broker: Callable[[str], Dsn]
+) -> None:
+    odd = "soft\xad hyphen, \x85 next line, \u202e turned, \U000e0001 tag, \x7f \t \" ' \\"
+    with connect(app) as connection:
+        routes.add_route(connection, "mom", service="a b", comment=odd)
+    text = run(folder, "export", "--broker", "shop")
+    (folder / "plan.toml").write_text(text)
+    assert applied(folder, "--prune") == {"shop": []}
+    configuration(folder / "saf.toml", {"shop": (again := new_broker("again"))}, {"mom": app})
+    assert applied(folder, "--prune")["shop"]
+    with connect(again) as connection:
+        there = routes.configuration(connection)
+    assert [(one.route.service, one.comment) for one in there.routes] == [("a b", odd)]
+
+
 def test_what_the_plan_does_not_name_stays_and_is_said_and_goes_with_prune(
     folder: Path, app: Dsn, role: str
 ) -> None:

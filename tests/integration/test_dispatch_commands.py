@@ -79,6 +79,23 @@ def test_a_paused_endpoint_gets_nothing_until_it_is_resumed(
     assert partner.by_key() == {"a": [1]}
 
 
+def test_an_endpoint_that_somebody_has_locked_is_tried_again_later(
+    config: Path, inbox: Dsn
+) -> None:
+    config.write_text(config.read_text() + "[bounds]\nlock_seconds = 0.3\n")
+    with connect(inbox) as other, other.transaction():
+        other.execute("LOCK TABLE saf.breaker, saf.attempt IN ACCESS EXCLUSIVE MODE")
+        for command in (
+            ["pause", "billing"],
+            ["resume", "billing"],
+            ["history", "billing"],
+            ["list"],
+        ):
+            done = saf("endpoint", *command, "--config", config)
+            assert done.returncode == 75, (command, done.stderr)
+            assert "the database of endpoint 'billing' is unavailable" in done.stderr
+
+
 def test_a_loop_learns_of_endpoints_that_are_added_and_removed(
     config: Path, inbox: Dsn, partner: Partner
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ from saf.broker.embedded import EmbeddedServer
 from saf.broker.grants import Kind, grant
 from saf.broker.migrate import migrate
 from saf.broker.services import subscription
-from saf.config import Broker, Settings, Waits
+from saf.config import Broker, Settings, Waits, load
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql import Postgresql
 from saf.dispatch.condition import Book
@@ -378,8 +380,66 @@ def test_a_stream_that_nobody_runs_is_found_and_what_frees_its_slots_is_named(
     assert "saf subscription drop lake" in cure
     assert diagnosis("outbox_left_lying", app, limits=Limits()) == []
     with connect(app) as connection:
-        stream.drop(connection, "lake")
+        stream.drop(connection, "outbox", "lake")
     assert diagnosis("outbox_left_lying", app) == []
+
+
+def test_a_cure_drops_the_abandoned_stream_and_no_other_of_its_name(
+    app: Dsn, mom: Dsn, other: Dsn, tmp_path: Path
+) -> None:
+    names = {"one": app, "two": other}
+    configuration(tmp_path / "saf.toml", names, {"mom": mom})
+    for dsn in names.values():
+        with connect(dsn) as connection:
+            for log in ("outbox", "inbox"):
+                stream.create(connection, "it", log, "my lake", "beginning")
+    execute(app, "INSERT INTO saf.outbox (to_service, body) VALUES ('billing', '')")
+    forward(app, mom=mom)
+    found = examine(load(tmp_path / "saf.toml"), limits=AT_ONCE)
+    _, _, cure = the([one for one in found if "stream" in one.what])
+    assert cure.endswith("saf subscription drop 'my lake' --stream outbox --broker one"), cure
+    done = saf(*shlex.split(cure[cure.index("saf sub") :])[1:], cwd=tmp_path)
+    assert done.stdout == "one: stream my lake of the outbox dropped\n", done.stderr
+    left = {}
+    for name, dsn in names.items():
+        with connect(dsn) as connection:
+            left[name] = stream.logs(connection, "my lake")
+    assert left == {"one": ["inbox"], "two": ["outbox", "inbox"]}
+
+
+def test_no_cure_acts_at_a_broker_where_nothing_was_found(
+    app: Dsn, mom: Dsn, other: Dsn, tmp_path: Path
+) -> None:
+    config = configuration(tmp_path / "saf.toml", {"app": app, "other": other}, {"mom": mom})
+    for statement in (
+        "INSERT INTO saf.route (service, destination) VALUES ('a b', 'gone')",
+        "INSERT INTO saf.route (destination, broker) VALUES ('mom', gen_random_uuid())",
+        "INSERT INTO saf.route (service, destination, local) VALUES ('news', 'mom', true)",
+        "INSERT INTO saf.topic (name) VALUES ('news'), ('orders')",
+        "INSERT INTO saf.router (service, kind, expression) VALUES ('orders', 'python', 'no:no')",
+        "INSERT INTO saf.service (name) VALUES ('unheard')",
+        "INSERT INTO saf.inbox (to_service, body) VALUES ('elsewhere', '')",
+        "INSERT INTO saf.outbox (to_service, body, expires_at) VALUES ('x', '', '2020-01-01')",
+    ):
+        execute(app, statement)
+    forward(app, mom=mom)
+    with connect(app) as connection:
+        connection.execute(SPEAK, {"expires": None})
+    found = [one for one in examine(load(config), limits=Limits(stuck_seconds=0)) if one.cure]
+    there = [one for one in found if one.where == "broker 'app'"]
+    commands = re.findall(
+        r"saf (?!outbox|dead list --key)[a-z]+ [a-z]+[^;,:]*", "; ".join(one.cure for one in there)
+    )
+    assert len(commands) >= 12, commands
+    assert all("--broker app" in command for command in commands), commands
+    named = {" ".join(command.split()[1:3]) for command in commands}
+    assert named >= {
+        *("route remove", "route disable", "topic remove", "router remove", "service remove"),
+        *("subscription create", "service create", "dead list", "dialog list", "dialog end"),
+    }
+    assert "saf route remove gone --service 'a b' --broker app" in " ".join(
+        one.cure for one in there
+    )
 
 
 def test_messages_of_another_service_are_no_backlog_of_a_subscription(mom: Dsn) -> None:
@@ -539,6 +599,35 @@ def test_who_waits_for_rows_is_named_with_whom_it_waits_for(app: Dsn) -> None:
     assert severity == "error"
     assert what.startswith(f"pid {pid} ")
     assert what.endswith(f"pid {at['pid']} (saf test) wait for it")
+
+
+def test_no_value_of_a_query_is_shown_of_who_holds_others_up(app: Dsn) -> None:
+    lock = "LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE"
+    for value in ("'secret'", "$$secret$$", "E'it''s secret'"):
+        with holding(app, f"{lock}; SELECT {value}"):
+            found = examined(app, limits=HELD_AT_ONCE, bounds=Waits(lock_seconds=0.2))
+        for beginning in (r"pid \d+ .*", r"could not look: .*; pid \d+ .*"):
+            assert any(re.match(f"{beginning}'{lock}; SELECT", one.what) for one in found)
+        assert "secret" not in str(found)
+
+
+def test_what_is_missing_is_an_error_and_the_rest_is_examined(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    execute(app, "DROP TABLE saf.breaker")
+    execute(mom, "UPDATE saf.broker SET system_identifier = 1")
+    found = examined(app, mom)
+    (error,) = (one for one in found if (one.check, one.where) == ("endpoints", "broker 'app'"))
+    assert error.severity == "error"
+    assert error.what == 'could not look: relation "saf.breaker" does not exist'
+    assert "from a backup" in error.cure
+    assert {one.check for one in found if one.where == "broker 'app'"} > {"misaddressed", "routes"}
+    assert [one.where for one in found if one.check == "restored" and one.what] == [
+        "destination 'mom'"
+    ]
+    done = saf("doctor", "--config", config)
+    assert (done.returncode, done.stderr) == (FOUND, "")
 
 
 def test_status_and_doctor_end_with_a_sentence_while_cursors_are_locked(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -545,7 +547,7 @@ def test_a_stream_that_an_operator_has_registered_reads_and_commits_and_register
     read.drain()
     assert read.bodies == [str(number) for number in range(10)]
     with connect(granted(app, "operator")) as connection:
-        assert stream.drop(connection, "lake") == ["outbox"]
+        assert stream.drop(connection, "outbox", "lake")
 
 
 @every_postgresql
@@ -928,6 +930,32 @@ def test_a_forwarder_without_rights_is_told_the_command_and_gives_no_message_up(
     assert bodies(mom) == ["kept"]
 
 
+def test_a_forwarder_sees_the_status_of_its_source_without_what_is_in_the_inbox(
+    app: Dsn, mom: Dsn, granted: Callable[..., Dsn], tmp_path: Path
+) -> None:
+    configuration(tmp_path / "saf.toml", {"app": granted(app, "forwarder")}, {"mom": mom})
+    with connect(app) as connection:
+        send(connection, "pending")
+        stream.create(connection, "app", "outbox", "lake", "beginning")
+    done = run_saf("status", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (shown,) = json.loads(done.stdout)["brokers"]
+    assert shown["pending"] == 1
+    assert [(one["stream"], one["pending"]) for one in shown["streams"]] == [("lake", 1)]
+    with connect(app) as connection:
+        stream.create(connection, "app", "inbox", "seen", "beginning")
+        everything = broker_status(connection).streams
+    assert [(one.stream, one.pending) for one in everything] == [("lake", 1), ("seen", 0)]
+    done = run_saf("status", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (shown,) = json.loads(done.stdout)["brokers"]
+    assert [(one["stream"], one["pending"]) for one in shown["streams"]] == [
+        ("lake", 1),
+        ("seen", None),
+    ]
+    assert re.search(r"seen +inbox +may not be read ", run_saf("status", cwd=tmp_path).stdout)
+
+
 def test_status_ends_with_2_and_one_sentence_for_a_user_without_rights(
     tmp_path: Path, app: Dsn, new_role: Callable[..., str]
 ) -> None:
@@ -937,6 +965,20 @@ def test_status_ends_with_2_and_one_sentence_for_a_user_without_rights(
     (said,) = done.stderr.splitlines()
     assert "permission denied for schema saf" in said
     assert "saf grant --role" in said
+
+
+@pytest.mark.parametrize("command", ["pause", "resume", "history"])
+def test_an_endpoint_is_refused_with_one_sentence_to_a_user_without_rights(
+    command: str, mom: Dsn, granted: Callable[..., Dsn], tmp_path: Path
+) -> None:
+    with connect(mom) as connection:
+        services.create_service(connection, "billing")
+    config = configuration(tmp_path / "saf.toml", {"app": mom}, {"mom": granted(mom, "forwarder")})
+    config.write_text(config.read_text() + '[endpoints.billing]\nurl = "https://example.com"\n')
+    done = run_saf("endpoint", command, "billing", cwd=tmp_path)
+    assert done.returncode == 2
+    (said,) = done.stderr.splitlines()
+    assert "the database of endpoint 'billing' refuses this user: permission denied" in said
 
 
 # The command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from psycopg import sql
@@ -109,6 +110,31 @@ def test_a_dsn_on_the_command_line_is_written_unless_it_holds_a_password(
     assert "export it as SHOP_DSN" in done.stderr
     assert "canary-77" not in done.stderr + done.stdout
     assert not (tmp_path / "other.toml").exists()
+
+
+def test_a_password_in_the_environment_stays_there_in_a_url_of_sqlalchemy_too(
+    bare: dict[str, str], tmp_path: Path
+) -> None:
+    parts = Dsn(bare["SHOP_DSN"]).parts
+    place = f"host={quote(parts['host'], safe='')}&port={parts['port']}"
+    url = f"postgresql+psycopg://{parts['user']}:canary-77@/{parts['dbname']}?{place}"
+    done = saf("init", cwd=tmp_path, env=bare | {"SHOP_DSN": url})
+    assert done.returncode == DONE, done.stderr
+    assert 'dsn = "${SHOP_DSN}"' in (tmp_path / "saf.toml").read_text()
+
+
+def test_where_the_file_cannot_be_written_nothing_is_done(
+    bare: dict[str, str], tmp_path: Path
+) -> None:
+    program = tmp_path / "program"
+    program.touch(0o777)
+    for folder in (tmp_path / "no" / "such", program):
+        file = folder / "saf.toml"
+        done = saf("init", "--config", file, cwd=tmp_path, env=bare)
+        assert done.returncode == USAGE
+        assert f"{file} cannot be written: {folder} is no folder" in done.stderr
+    with connect(Dsn(bare["SHOP_DSN"])) as connection:
+        assert fetch(connection, "SELECT to_regnamespace('saf') IS NULL") == [(True,)]
 
 
 def test_a_database_that_is_away_or_the_same_as_the_other_is_named(

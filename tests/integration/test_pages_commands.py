@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.pages import unmarked_shells
-from tests.programs import ROOT, run
+from tests.programs import ROOT, run, saf
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
@@ -26,3 +27,21 @@ def test_no_command_of_a_page_is_left_out(file: Path) -> None:
             if line.startswith("make "):
                 done = run(["make", "-n", *line.partition("#")[0].split()[1:]], cwd=ROOT)
                 assert done.returncode == 0, done.stderr
+
+
+def quoted(text: str) -> list[str]:
+    """The commands within a page's sentences that say where: they are typed as they stand."""
+    sentences = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return [
+        " ".join(command.split())
+        for command in re.findall(r"`(saf [^`]*)`", sentences)
+        if "--broker " in command and "…" not in command
+    ]
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_no_command_in_a_sentence_of_a_page_is_refused(file: Path) -> None:
+    for command in quoted(file.read_text()):
+        words = shlex.split(command.replace("NUMBER", "1"))[1:]
+        done = saf(*words, env={"SAF_CONFIG": "/nonexistent"})
+        assert done.stderr.startswith("saf: cannot read /nonexistent"), (command, done.stderr)

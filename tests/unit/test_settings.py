@@ -64,11 +64,18 @@ def test_a_password_from_the_environment_is_only_that(
 ) -> None:
     """Whatever characters it has, it ends nowhere else in the dsn."""
     monkeypatch.setenv("SECRET", "x host=elsewhere ' @/?")
-    for dsn in ("dbname=app password=${SECRET}", "postgresql://me:${SECRET}@db/app"):
+    for dsn in (
+        "dbname=app password=${SECRET}",
+        "postgresql://me:${SECRET}@db/app",
+        "postgresql+psycopg://me:${SECRET}@db/app",
+    ):
         file.write_text(WHOLE.replace("dbname=app", dsn))
         parts = load(file).brokers["app"].dsn.parts
         assert parts["password"] == "x host=elsewhere ' @/?"
         assert parts.get("host") in (None, "db")
+    monkeypatch.delenv("SECRET")
+    with pytest.raises(ConfigurationError, match=r"dsn needs the environment variable SECRET"):
+        load(file)
 
 
 def test_the_environment_wins_over_what_the_file_says(

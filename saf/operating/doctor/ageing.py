@@ -32,8 +32,9 @@ def dialogs_open_for_long(patient: Patient) -> Found:
             "warning",
             f"{counted(count, 'dialog')} of service {service!r} are open and silent, the longest "
             f"for {age(oldest)}: what is open is kept for ever",
-            f"let the application end them, or begin them with a lifetime; which ones: saf dialog "
-            f"list --service {service}; saf dialog end HANDLE ends one",
+            "let the application end them, or begin them with a lifetime; which ones: "
+            f"{patient.command('dialog', 'list', '--service', service)}; "
+            f"{patient.command('dialog', 'end', 'HANDLE')} ends one",
         )
 
 
@@ -78,7 +79,8 @@ def dialogs_blocked(patient: Patient) -> Found:
             f"{counted(dialogs, 'dialog')} that wait for an earlier one, the oldest for "
             f"{age(oldest)}, such as those of conversation {first}",
             "look for the earlier one where the other end lives: saf outbox list --key "
-            f"{first}, saf dead list --key {first}; saf dialog compare lets both ends compare",
+            f"{first}, saf dead list --key {first}; {patient.command('dialog', 'compare')} lets "
+            "both ends compare",
         )
 
 
@@ -140,6 +142,6 @@ def misaddressed(patient: Patient) -> Found:
             "warning",
             f"{counted(count, 'message')} in the inbox, the last at {last}, are for {service!r}, "
             f"{where}: nobody receives them",
-            f"mend the route at the source, or let the service live here: saf service create "
-            f"{service}",
+            "mend the route at the source, or let the service live here: "
+            + patient.command("service", "create", service),
         )

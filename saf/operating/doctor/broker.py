@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from psycopg import sql
 
 from saf.broker.grants import RIGHTS, Kind
@@ -125,15 +127,19 @@ HAVING min(lying.written) < now() - make_interval(secs => %(seconds)s)
 
 def outbox_left_lying(patient: Patient) -> Found:
     """Subscriptions of the outbox that do not take up its messages."""
-    return _left_lying(patient, "outbox", "created_at", "run `saf forward`: look at cron, the DAG")
+    start = "run `saf forward`: look at cron, the DAG"
+    return _left_lying(patient, "outbox", "created_at", start, ("status",))
 
 
 def inbox_left_lying(patient: Patient) -> Found:
     """Subscriptions of the inbox that do not take up its messages."""
-    return _left_lying(patient, "inbox", "received_at", "start its consumer")
+    start = "start its consumer"
+    return _left_lying(patient, "inbox", "received_at", start, ("inbox", "status"))
 
 
-def _left_lying(patient: Patient, log: str, written: str, start: str) -> Found:
+def _left_lying(
+    patient: Patient, log: str, written: str, start: str, shown_by: tuple[str, ...]
+) -> Found:
     query = sql.SQL(LEFT_LYING).format(
         complete=sql.SQL(COMPLETE.format(row="lying")),
         log=sql.Identifier("saf", log),
@@ -144,14 +150,14 @@ def _left_lying(patient: Patient, log: str, written: str, start: str) -> Found:
     for name, count, age, others, alive, stream, opened in patient.ask(query, seconds=stuck):
         if stream:
             if count and age >= stuck:
-                yield _abandoned(name, log, count, age, opened)
+                yield _abandoned(patient, name, log, count, age, opened=opened)
         elif count and age >= stuck:
             yield (
                 "warning" if alive else "error",
                 f"subscription {name!r} of the {log} has {counted(count, 'message')} to read, the "
                 f"oldest for {age:.0f} s, and {'is slow or stuck' if alive else 'no live member'}; "
                 "the slots that they are in cannot be purged",
-                "look at its log and at `saf status`" if alive else start,
+                f"look at its log and at `{patient.command(*shown_by)}`" if alive else start,
             )
         elif others:
             yield (
@@ -164,15 +170,15 @@ def _left_lying(patient: Patient, log: str, written: str, start: str) -> Found:
 
 
 def _abandoned(
-    name: str, log: str, count: int, age: float, opened: str | None
+    patient: Patient, name: str, log: str, count: int, age: float, *, opened: str | None
 ) -> tuple[Severity, str, str]:
     last = f"has taken none since {opened}" if opened else "has never taken any"
     return (
         "error",
         f"the stream {name!r} of the {log} has not committed {counted(count, 'message')}, the "
         f"oldest for {age:.0f} s, and {last}; the slots that they are in cannot be purged",
-        f"start its query, or look at its log; if nobody needs it any more, saf subscription drop "
-        f"{name}",
+        "start its query, or look at its log; if nobody needs it any more, "
+        + patient.command("subscription", "drop", name, "--stream", log),
     )
 
 
@@ -207,7 +213,7 @@ def parked(patient: Patient) -> Found:
         yield (
             "error",
             f"{more} more lanes have failed {patient.limits.many_attempts} times or more",
-            "saf parked list, with a --limit, names them",
+            f"{patient.command('parked', 'list')}, with a --limit, names them",
         )
 
 
@@ -228,7 +234,8 @@ def unheard(patient: Patient) -> Found:
             "warning",
             f"service {name!r} has no subscription: its messages are stored, nobody receives them, "
             "and a purge takes them with the others",
-            f"saf subscription create {name} --service {name}, or saf service remove {name}",
+            f"{patient.command('subscription', 'create', name, '--service', name)}, or "
+            + patient.command("service", "remove", name),
         )
 
 
@@ -278,18 +285,18 @@ def endpoints(patient: Patient) -> Found:
     for name, subscription, state, since, error, paused_at, who in patient.ask(ENDPOINTS):
         what = f"endpoint {name!r} of subscription {subscription!r}"
         waits = "its messages wait, and the slots that they are in cannot be purged"
+        resume = shlex.join(("saf", "endpoint", "resume", name))
         if state == "disabled":
             yield (
                 "error",
                 f"{what} is disabled, and failing since {since}: {error}; {waits}",
-                f"when it works again, saf endpoint resume {name}",
+                f"when it works again, {resume}",
             )
         elif state == "open":
             cure = "mend the endpoint; it is tried by itself"
             yield "warning", f"{what} is down since {since}: {error}; {waits}", cure
         if paused_at is not None:
-            cure = f"saf endpoint resume {name}"
-            yield "warning", f"{what} was paused by {who} at {paused_at}; {waits}", cure
+            yield "warning", f"{what} was paused by {who} at {paused_at}; {waits}", resume
 
 
 DEAD = "SELECT reason, count(*), min(error) FROM saf.dead_letter GROUP BY 1 ORDER BY 1"
@@ -301,7 +308,7 @@ def dead_letters(patient: Patient) -> Found:
         yield (
             "warning",
             f"{count} dead letters, {reason}, such as: {error}",
-            "retry or discard them: saf dead list",
+            f"retry or discard them: {patient.command('dead', 'list')}",
         )
 
 
@@ -318,6 +325,6 @@ def dialogs_set_back(patient: Patient) -> Found:
             "warning",
             f"{count} dialogs of service {service!r} have failed, because one of their ends was "
             "set back: messages may be lost",
-            "which ones, and which messages: saf dialog list --state error; their applications end "
-            "them",
+            "which ones, and which messages: "
+            f"{patient.command('dialog', 'list', '--state', 'error')}; their applications end them",
         )

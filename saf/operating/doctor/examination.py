@@ -11,7 +11,7 @@ from itertools import combinations
 import psycopg
 
 from saf.config import Settings
-from saf.database import HAS_SCHEMA, Dsn, refusal
+from saf.database import HAS_SCHEMA, LOST, Dsn, Meaning, meaning, refusal
 from saf.database.refusal import SILENT
 from saf.errors import ConfigurationError, Refused, Unavailable
 from saf.fleets import Candidate, ask_all
@@ -87,6 +87,11 @@ BROKER: tuple[Check, ...] = (
 )
 """Checks that need the schema."""
 
+RESTORE = (
+    "restore what is missing in schema saf from a backup: `saf migrate` does not create again what "
+    "it had created"
+)
+
 
 def examine(
     config: Settings,
@@ -100,16 +105,17 @@ def examine(
     check `LOGIN`.
     """
     of_source = _of_source(config)
-    databases = [(f"broker {name!r}", one.dsn, of_source) for name, one in config.brokers.items()]
+    databases = [("broker", name, one.dsn, of_source) for name, one in config.brokers.items()]
     databases += [
-        (f"destination {name!r}", dsn, BROKER)
+        ("destination", name, dsn, BROKER)
         for name, one in config.destinations.items()
         if (dsn := one.broker())
     ]
     found: list[Finding] = []
     patients: list[Patient] = []
     with ExitStack() as stack:
-        for where, dsn, checks in databases:
+        for kind, name, dsn, checks in databases:
+            where = f"{kind} {name!r}"
             try:
                 connection = stack.enter_context(dsn.connect(role="doctor", autocommit=True))
             except Unavailable as error:
@@ -119,8 +125,11 @@ def examine(
                 found.append(_pooled(where, error))
                 continue
             found.append(Finding(check=REACHABLE, where=where, severity="ok"))
-            patients.append(Patient(where=where, connection=connection, limits=limits, clock=clock))
-            found += _examined(patients[-1], dsn, checks)
+            patient = Patient(
+                name=name, where=where, connection=connection, limits=limits, clock=clock
+            )
+            patients.append(patient)
+            found += _examined(patient, dsn, checks)
         found += _disagreements(patients)
     return [*found, *_elsewhere(config), *_fleets(config, limits, clock)]
 
@@ -172,7 +181,9 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
         where = f"broker {name!r}"
         try:
             with broker.dsn.connect(role="doctor", autocommit=True) as connection:
-                patient = Patient(where=where, connection=connection, limits=limits, clock=clock)
+                patient = Patient(
+                    name=name, where=where, connection=connection, limits=limits, clock=clock
+                )
                 if isinstance(broker, Candidate) and patient.ask(HAS_SCHEMA) == [(False,)]:
                     continue
                 yield Finding(check=REACHABLE, where=where, severity="ok")
@@ -219,7 +230,7 @@ def _examined(patient: Patient, dsn: Dsn, checks: tuple[Check, ...]) -> Iterator
         if all(finding.severity == "ok" for finding in fit):
             for check in checks:
                 yield from _made(check, patient)
-    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+    except LOST as error:
         yield _unreachable(patient.where, dsn.redact(str(error)))
 
 
@@ -245,6 +256,17 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
             severity="warning",
             what=f"could not look: {error.diag.message_primary}",
             cure="run the doctor as an operator: as the owner, saf grant --role operator …",
+        )
+    except LOST:
+        raise
+    except psycopg.Error as error:
+        incomplete = meaning(error.sqlstate) is Meaning.INCOMPLETE
+        yield Finding(
+            check=name,
+            where=where,
+            severity="error",
+            what=f"could not look: {error.diag.message_primary or error}",
+            cure=RESTORE if incomplete else "mend what it says; then run the doctor again",
         )
     else:
         if quiet:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from saf.operating.doctor.patient import Found, Patient
+from saf.operating.doctor.patient import SHOWN_OF_QUERY, Found, Patient
 
 # Finds a session that somebody waits for, or that has a table of ours for itself, or that is idle
 # in a transaction that has locked rows by which shards are owned and messages stored.
-HOLDERS = """
+HOLDERS = f"""
 WITH held AS (
     SELECT pid, array_agg(DISTINCT c.oid::regclass::text) AS tables,
            bool_or(mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock',
@@ -25,7 +25,7 @@ waiting AS (
     GROUP BY 1)
 SELECT a.pid, coalesce(a.application_name, ''), a.usename, coalesce(a.state, 'hidden'),
        a.query_start::text, extract(epoch FROM clock_timestamp() - a.xact_start)::float,
-       left(split_part(split_part(a.query, '''''', 1), '$', 1), 60),
+       {SHOWN_OF_QUERY},
        a.wait_event_type || ' ' || a.wait_event, tables, waiters
 FROM pg_stat_activity a LEFT JOIN held USING (pid) LEFT JOIN waiting USING (pid)
 WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,6 +29,9 @@ WAITED_SECONDS = 1.0
 """How long somebody must have waited for a lock to be reported, in seconds."""
 MANY_ATTEMPTS = 10
 FREE_CONNECTIONS = 10
+
+SHOWN_OF_QUERY = "left(split_part(split_part(a.query, '''', 1), '$', 1), 60)"
+"""What is shown of the query of a session ``a``, in SQL: nothing from its first literal on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,8 @@ class Limits:
 class Patient:
     """One database, connected."""
 
+    name: str
+    """What --broker calls it."""
     where: str
     connection: psycopg.Connection[Any]
     limits: Limits
@@ -67,6 +73,15 @@ class Patient:
     def ask(self, query: str | sql.Composed, **params: object) -> list[tuple[Any, ...]]:
         """Run a query and return its rows."""
         return fetch(self.connection, query, params)
+
+    def command(self, *words: str) -> str:
+        """Return a command of saf as one types it, which acts at this database and nowhere else.
+
+        >>> shop = Patient(name="shop", where="", connection=None, limits=Limits(), clock=None)
+        >>> shop.command("subscription", "drop", "a lake")
+        "saf subscription drop 'a lake' --broker shop"
+        """
+        return shlex.join(("saf", *words, "--broker", self.name))
 
 
 Found = Iterator[tuple[Severity, str, str]]

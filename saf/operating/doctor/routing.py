@@ -5,8 +5,9 @@ from __future__ import annotations
 from saf.config import Settings, did_you_mean
 from saf.operating.doctor.patient import Check, Found, Patient
 from saf.routing.local import TRIGGER
+from saf.routing.matching import Route
 from saf.routing.routers import with_problems
-from saf.routing.routes import configuration, describe
+from saf.routing.routes import Configured, configuration, describe
 
 # An end that has ended says nothing more
 DIALOGS = """
@@ -31,8 +32,8 @@ def dialogs_by(config: Settings) -> Check:
                         "error",
                         f"dialogs with service {service!r} go to destination {name!r} of kind "
                         f"{there.kind!r}, which takes no messages of dialogs: they are parked",
-                        f"saf route add BROKER --service {service}, where BROKER is a destination "
-                        "of kind 'postgresql'",
+                        f"{patient.command('route', 'add', 'BROKER', '--service', service)}, where "
+                        "BROKER is a destination of kind 'postgresql'",
                     )
 
     return dialogs
@@ -57,31 +58,29 @@ def local_by(config: Settings) -> Check:
         there = configuration(patient.connection, default, config.declared)
         routers = {one.router.service for one in there.routers}
         for service, destination, here, works in patient.ask(LOCAL):
-            again = (
-                f"saf route disable {destination} --service {service}, and saf route enable the "
-                "same"
-            )
+            this = (destination, "--service", service)
+            remove = patient.command("route", "remove", *this)
             if not works:
                 yield (
                     "warning",
                     f"the local route of service {service!r} has no trigger at the outbox: its "
                     "messages wait for the forwarder",
-                    again,
+                    f"{patient.command('route', 'disable', *this)}, then "
+                    + patient.command("route", "enable", *this),
                 )
             elif there.brokers.get(destination, here) != here:
                 yield (
                     "warning",
                     f"the route of service {service!r} to {destination!r} is local, and that is "
                     "another broker: what is not stored by its sender goes there",
-                    f"saf route remove {destination} --service {service}, and add it to the "
-                    "destination that is this broker",
+                    f"{remove}, and add it to the destination that is this broker",
                 )
             if service in there.topics or service in routers:
                 what = "topic" if service in there.topics else "router"
                 yield (
                     "error",
                     f"{what} {service!r} has a local route: its messages stay in this inbox",
-                    f"saf route remove {destination} --service {service}",
+                    remove,
                 )
 
     return local
@@ -93,7 +92,9 @@ def routes_by(config: Settings) -> Check:
     def routes(patient: Patient) -> Found:
         """Whether routes in force lead somewhere, topics have a route, routers a function."""
         default = config.forwarder.default_destination
-        in_force = configuration(patient.connection, default, config.declared).in_force
+        there = configuration(patient.connection, default, config.declared)
+        in_force = there.in_force
+        configured = {one.route: one for one in there.routes}
         for route in in_force.routes:
             if route.destination not in config.destinations:
                 meant = did_you_mean(route.destination, config.destinations)
@@ -101,8 +102,8 @@ def routes_by(config: Settings) -> Check:
                     "error",
                     f"the route of {describe(route)} leads to a destination that saf.toml does not "
                     "know: its messages are parked",
-                    f"add [destinations.{route.destination}] to saf.toml{meant}, or saf route "
-                    "remove",
+                    f"add [destinations.{route.destination}] to saf.toml{meant}, or "
+                    + _removed(patient, configured[route]),
                 )
             else:
                 try:
@@ -111,8 +112,10 @@ def routes_by(config: Settings) -> Check:
                     yield (
                         "error",
                         f"the route of {describe(route)}: {error}. Its messages are parked",
-                        f"saf route add {route.destination} --quality at_least_once, with the "
-                        "service and broker that it has",
+                        patient.command(
+                            *("route", "add", *_named(route), "--quality", "at_least_once"),
+                            *_kept(configured[route]),
+                        ),
                     )
             instead = in_force.brokers.get(route.destination)
             if route.broker is not None and instead not in (None, route.broker):
@@ -120,27 +123,51 @@ def routes_by(config: Settings) -> Check:
                     "warning",
                     f"the route of {describe(route)} never counts: that destination is broker "
                     f"{instead}",
-                    f"saf route remove {route.destination} --to-broker {route.broker}",
+                    _removed(patient, configured[route]),
                 )
         led = {route.service for route in in_force.routes}
         for topic in sorted(() if None in led else in_force.topics - led):
             yield (
                 "warning",
                 f"topic {topic!r} has no destination: its messages are parked",
-                f"saf route add DESTINATION --service {topic}, or saf topic remove {topic}",
+                f"{patient.command('route', 'add', 'DESTINATION', '--service', topic)}, or "
+                + patient.command("topic", "remove", topic),
             )
         for router in with_problems(in_force).routers:
             if router.problem is not None:
                 yield (
                     "warning",
                     f"{router.problem}. Where it cannot, its messages are parked",
-                    f"mend its module or PYTHONPATH, or saf router remove {router.service}",
+                    "mend its module or PYTHONPATH, or "
+                    + patient.command("router", "remove", router.service),
                 )
             if router.service in in_force.topics:
                 yield (
                     "warning",
                     f"{router.service!r} is a router and a topic: it counts as a router",
-                    f"saf topic remove {router.service}, or saf router remove {router.service}",
+                    f"{patient.command('topic', 'remove', router.service)}, or "
+                    + patient.command("router", "remove", router.service),
                 )
 
     return routes
+
+
+def _removed(patient: Patient, one: Configured) -> str:
+    """How a route is taken away: one that saf.toml declares is no row of the broker."""
+    if one.origin != "saf.route":
+        return "take it out of saf.toml"
+    return patient.command("route", "remove", *_named(one.route))
+
+
+def _named(route: Route) -> list[str]:
+    """The words that say which route is meant."""
+    service = ["--service", route.service] if route.service is not None else []
+    broker = ["--to-broker", route.broker] if route.broker is not None else []
+    return [route.destination, *service, *broker]
+
+
+def _kept(one: Configured) -> list[str]:
+    """The words for what a route loses when it is added again without them."""
+    expires = ["--expires", one.expires_at.isoformat()] if one.expires_at is not None else []
+    comment = ["--comment", one.comment] if one.comment is not None else []
+    return [*expires, *comment]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psycopg import sql
 
-from saf.operating.doctor.patient import Found, Patient
+from saf.operating.doctor.patient import SHOWN_OF_QUERY, Found, Patient
 
 # Whoever wrote to a log, or read it, has locked some slot of it until the transaction ends
 HOLDERS = """
@@ -20,7 +20,7 @@ SESSIONS = f"""
 {HOLDERS}
 SELECT a.pid, coalesce(a.application_name, ''), a.usename, a.state, a.query_start::text,
        extract(epoch FROM clock_timestamp() - a.xact_start)::float,
-       left(split_part(split_part(a.query, '''', 1), '$', 1), 60), held.logs, held.sent
+       {SHOWN_OF_QUERY}, held.logs, held.sent
 FROM pg_stat_activity a LEFT JOIN held USING (pid)
 WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
   AND a.backend_type = 'client backend' AND (a.backend_xid IS NOT NULL OR a.backend_xmin IS NOT NULL

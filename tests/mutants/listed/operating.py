@@ -32,6 +32,7 @@ GRANTED, OF_FLEETS, CLI = (
 OF_TOPICS = "contract/test_set_back_topics.py"
 FIGURES, OF_FIGURES = "saf/operating/figures.py", "contract/test_figures_kept.py"
 OF_STATUS, SETTINGS = "contract/test_status.py", "unit/test_settings.py"
+OF_DOCTOR = "integration/test_doctor.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -470,5 +471,62 @@ MUTANTS: list[Mutant] = [
         "return self.version == 1",
         "return self.version >= 1",
         f"{OF_TOPICS}::test_a_new_subscriber_that_was_set_back_is_not_flooded_with_an_old_topic",
+    ),
+    mutant(
+        "the doctor shows the values of a query",
+        "saf/operating/doctor/patient.py",
+        "split_part(a.query, '''', 1)",
+        "split_part(a.query, '''''', 1)",
+        f"{OF_DOCTOR}::test_no_value_of_a_query_is_shown_of_who_holds_others_up",
+    ),
+    mutant(
+        "a cure of the doctor acts at every broker",
+        "saf/operating/doctor/patient.py",
+        'shlex.join(("saf", *words, "--broker", self.name))',
+        'shlex.join(("saf", *words))',
+        f"{OF_DOCTOR}::test_no_cure_acts_at_a_broker_where_nothing_was_found",
+    ),
+    mutant(
+        "a missing table ends the doctor",
+        "saf/operating/doctor/examination.py",
+        "    except LOST:\n        raise\n",
+        "    except psycopg.Error:\n        raise\n",
+        f"{OF_DOCTOR}::test_what_is_missing_is_an_error_and_the_rest_is_examined",
+    ),
+    mutant(
+        "the streams of one name are dropped at every broker",
+        "saf/cli/subscription.py",
+        "if broker is None and len(found) > 1:",
+        "if broker is None and not found:",
+        "contract/test_streams.py::"
+        "test_of_several_streams_of_a_name_none_is_dropped_until_one_is_named",
+    ),
+    mutant(
+        "the status of a forwarder's source reads the inbox",
+        STATUS,
+        "sql.SQL(STREAMS if readable else UNREAD_STREAMS)",
+        "sql.SQL(STREAMS)",
+        f"{GRANTED}::test_a_forwarder_sees_the_status_of_its_source_without_what_is_in_the_inbox",
+    ),
+    mutant(
+        "a driver of SQLAlchemy hides what the environment is to give a dsn",
+        CONFIG,
+        "    value = without_driver(value)\n",
+        "",
+        f"{SETTINGS}::test_a_password_from_the_environment_is_only_that",
+    ),
+    mutant(
+        "an export has characters that a terminal is not shown",
+        "saf/plans/toml.py",
+        "one if one.isprintable() else _escape(ord(one))",
+        "one",
+        "integration/test_apply.py::test_what_no_terminal_is_to_show_is_exported_as_toml_has_it",
+    ),
+    mutant(
+        "a process that is being started when SIGTERM comes is not told to stop",
+        "saf/cli/worker.py",
+        "        for process in running.values():\n            process.terminate()\n",
+        "        for process in [*running.values()][:-1]:\n            process.terminate()\n",
+        "contract/test_worker.py::test_sigterm_while_a_process_is_started_ends_that_one_too",
     ),
 ]
