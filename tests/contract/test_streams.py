@@ -264,7 +264,7 @@ def test_a_query_takes_over_while_the_older_one_opens_a_batch(app: Dsn, config: 
             assert taken.result() == known.epoch + 1
         now = state(connection, "app", "lake", found)
         assert (now.epoch, now.batch) == (known.epoch + 1, known.batch + 1)
-        drop(connection, "lake")
+        drop(connection, "outbox", "lake")
         with pytest.raises(NotThisStream):
             take_over(connection, known)
 
