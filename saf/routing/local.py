@@ -13,7 +13,8 @@ what the forwarder brings.
 
 The trigger's condition asks nothing but the message and its sender: where senders are restricted by
 rules (`saf.broker.senders`), it applies them. Its function runs with the rights of the owner,
-because a sender has none on the inbox, and nobody else may make triggers of it.
+because a sender has none on the inbox, and nobody else may make triggers of it. It says of the
+sender what the forwarder would say (`saf.engine.vouching`).
 """
 
 from __future__ import annotations

@@ -24,6 +24,10 @@ EXPLAINED = "contract/test_explained.py"
 OF_SQL = "spark/test_expressions.py"
 
 LOCAL, OF_LOCAL = "saf/routing/local.py", "contract/test_local_routes.py"
+VOUCHED, OF_VOUCHED = (
+    "migrations/versions/0032_vouched_locally.py",
+    "contract/test_local_senders.py",
+)
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -74,6 +78,27 @@ MUTANTS: list[Mutant] = [
         "REVOKE ALL ON FUNCTION saf.store_locally FROM PUBLIC;\n",
         "",
         f"{OF_LOCAL}::test_rules_of_senders_hold",
+    ),
+    mutant(
+        "what a sender makes up on a local route is a verified sender",
+        VOUCHED,
+        "ELSIF NEW.headers ? 'saf-verified-from' THEN",
+        "ELSIF false THEN",
+        f"{OF_VOUCHED}::test_a_sender_that_is_made_up_is_no_verified_one",
+    ),
+    mutant(
+        "a local route does not say who was checked",
+        VOUCHED,
+        "WHERE NEW.id > senders_since",
+        "WHERE false",
+        f"{OF_VOUCHED}::test_under_rules_a_receiver_is_told_who_was_checked",
+    ),
+    mutant(
+        "an old snapshot vouches by rules that are gone",
+        VOUCHED,
+        "PERFORM FROM saf.broker FOR SHARE;",
+        "NULL;",
+        f"{OF_VOUCHED}::test_an_old_snapshot_does_not_vouch_by_rules_that_are_gone",
     ),
     mutant(
         "a choice is not durable",
