@@ -38,6 +38,14 @@ MUTANTS: list[Mutant] = [
         f"{OF_LOCAL}::test_a_sender_that_is_in_the_middle_ends_before_the_route_is_local",
     ),
     mutant(
+        "a route becomes local in a transaction that does not see what is sent meanwhile",
+        LOCAL,
+        "            _sees_what_is_sent(connection)\n",
+        "",
+        f"{OF_LOCAL}::test_in_a_caller_s_transaction_"
+        "a_route_becomes_local_only_if_it_sees_what_is_sent_meanwhile",
+    ),
+    mutant(
         "a route becomes local whatever the forwarder has left",
         LOCAL,
         "            _overtake_nothing(connection, service)\n",
@@ -135,6 +143,20 @@ MUTANTS: list[Mutant] = [
         "among[asker][0 * turns[asker]]",
         f"{OF_ROUTES}::"
         "test_two_matching_routes_share_a_hundred_keys_evenly_and_each_sticks_for_life",
+    ),
+    mutant(
+        "choices are forgotten though messages wait that went by them",
+        CHOICES,
+        "WHERE {lane} AND b.subject = ''",
+        "WHERE {lane} AND false",
+        f"{OF_ROUTES}::test_a_choice_is_kept_while_messages_wait_for_its_destination_and_no_longer",
+    ),
+    mutant(
+        "a use that went unnoted does not count",
+        CHOICES,
+        "max(retention_seconds, 2 * NOTED_SECONDS) + NOTED_SECONDS",
+        "max(retention_seconds, 2 * NOTED_SECONDS)",
+        f"{OF_ROUTES}::test_a_use_that_went_unnoted_counts",
     ),
     mutant(
         "choices are forgotten though a batch is in hand that was delivered by them",
