@@ -167,8 +167,13 @@ PURGING: Rights = {
     "outbox_id_seq": {"SELECT": WHOLE, "USAGE": WHOLE},
     "inbox_id_seq": {"SELECT": WHOLE, "USAGE": WHOLE},
     "route_version": {"SELECT": WHOLE, "DELETE": WHOLE},
-    "route_choice": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
-    "resolved_conversation": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
+    "route_choice": {
+        "SELECT": ("used_at", "key", "service", "destination"),
+        "DELETE": WHOLE,
+    },
+    "resolved_conversation": {"SELECT": ("used_at", "key", "service"), "DELETE": WHOLE},
+    # what waits keeps the choices that it has gone by
+    "backoff": {"SELECT": ("destination", "subject")},
     "conversation": {
         "SELECT": (
             *("handle", "conversation_id", "is_initiator", "state", "group_id", "ended_here"),
@@ -385,13 +390,21 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
     ),
 }
 
+EXECUTED: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("outbox", "INSERT"): ("accept", "examine", "check_sender"),
+}
+"""For a table and a privilege, the functions that whoever uses it executes: of CHECKs, policies and
+the conditions of triggers. Everybody may, unless the owner's default privileges say otherwise."""
+
 REVOKE = (
     "REVOKE ALL ON ALL TABLES IN SCHEMA saf FROM {role}",
     "REVOKE ALL ON ALL SEQUENCES IN SCHEMA saf FROM {role}",
+    "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA saf FROM {role}",
     "REVOKE ALL ON SCHEMA saf FROM {role}",
 )
 USE = "GRANT USAGE ON SCHEMA saf TO {role}"
 GRANT = "GRANT {privileges} ON {table} TO {role}"
+GRANT_EXECUTE = "GRANT EXECUTE ON FUNCTION {functions} TO {role}"
 
 # Two at a time would update the same rows of the catalog; migrations take the same turn.
 TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtextextended('saf migrate', 0))"
@@ -421,6 +434,12 @@ def statements(role: str, kinds: Iterable[Kind]) -> Iterator[sql.Composed]:
                 table=sql.Identifier("saf", table),
                 role=grantee,
             )
+            for privilege in privileges:
+                if functions := EXECUTED.get((table, privilege)):
+                    names = (sql.Identifier("saf", name) for name in functions)
+                    yield sql.SQL(GRANT_EXECUTE).format(
+                        functions=sql.SQL(", ").join(names), role=grantee
+                    )
 
 
 def grant(connection: psycopg.Connection[Any], role: str, kinds: Iterable[Kind]) -> None:

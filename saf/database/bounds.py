@@ -168,7 +168,8 @@ ENDLESS = frozenset({"rebase", "migrate", "sink"})
 # there is no transaction_timeout, and on Windows nothing tells a server at work that its client has
 # gone. Nothing is compiled: the planner expects so much of short statements about snapshots that it
 # would compile each, which takes hundreds of times as long as to run it. Times are written as
-# psycopg reads them.
+# psycopg reads them. Transactions are READ COMMITTED unless one says otherwise: whoever has waited
+# for a lock has to see what was committed before.
 SET = """
 SELECT set_config('lock_timeout', {lock}, false),
        set_config('statement_timeout', {statement}, false),
@@ -182,6 +183,7 @@ SELECT set_config('lock_timeout', {lock}, false),
        CASE WHEN version() !~* 'windows|mingw|visual'
             THEN set_config('client_connection_check_interval', {check}, false) END,
        set_config('jit', 'off', false),
+       set_config('default_transaction_isolation', 'read committed', false),
        set_config('datestyle', 'ISO', false), set_config('intervalstyle', 'postgres', false),
        set_config('standard_conforming_strings', 'on', false)
 """

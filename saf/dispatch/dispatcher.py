@@ -47,12 +47,6 @@ RECONNECT_SECONDS = 2.0
 
 LEASE_SECONDS = 30.0
 
-# What the session may do otherwise is for its user to say, but not how this program reads
-SETTLE = """
-SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED;
-SET jit = off
-"""
-
 log = Log("saf.dispatch")
 
 
@@ -152,9 +146,7 @@ class Dispatcher:
         return f"the database of endpoint {self.name!r}"
 
     def _connect(self) -> psycopg.Connection[Any]:
-        connection = self.dsn.connect(role="dispatch", autocommit=True)
-        connection.execute(SETTLE)
-        return connection
+        return self.dsn.connect(role="dispatch", autocommit=True)
 
     def _reader(self, connection: psycopg.Connection[Any]) -> Reader:
         with unavailable_if_lost(self._what):

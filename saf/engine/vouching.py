@@ -2,7 +2,9 @@
 
 While a broker has rules of who may send as whom (`saf.broker.senders`), its server has checked the
 sender of each message. The forwarder says so in a header, with the broker and the service. A header
-of that name that a sender has made up is renamed, so that a receiver can rely on the name.
+of that name that a sender has made up is renamed, so that a receiver can rely on the name. No
+forwarder meets what goes by a local route (`saf.routing.local`): the function of its trigger does
+the same.
 
 It works on whole columns of JSON text, as PostgreSQL writes it. Of two values of one name the last
 one counts, in a jsonb and in Python; so what is said here goes last.

@@ -13,16 +13,20 @@ what the forwarder brings.
 
 The trigger's condition asks nothing but the message and its sender: where senders are restricted by
 rules (`saf.broker.senders`), it applies them. Its function runs with the rights of the owner,
-because a sender has none on the inbox, and nobody else may make triggers of it.
+because a sender has none on the inbox, and nobody else may make triggers of it. It says of the
+sender what the forwarder would say (`saf.engine.vouching`).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
 from psycopg import sql
+from psycopg.pq import TransactionStatus
 
 from saf.database import fetch
 from saf.errors import UsageError
@@ -47,7 +51,11 @@ EXISTS = """
 SELECT FROM pg_trigger WHERE tgrelid = 'saf.outbox'::regclass AND tgname = %(trigger)s
 """
 
+READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
+ISOLATION = "SELECT current_setting('transaction_isolation')"
+
 # Nobody who has sent to the service is left when this is granted: their transactions have ended.
+# What they have sent is seen by the statements after it, in a READ COMMITTED transaction.
 BE_ALONE = "LOCK TABLE saf.outbox IN SHARE ROW EXCLUSIVE MODE"
 LOCK_TIMEOUT = "SELECT set_config('lock_timeout', %(milliseconds)s, true)"
 
@@ -91,6 +99,16 @@ def refuse_local(connection: psycopg.Connection[Any], service: str, what: str) -
         )
 
 
+@contextmanager
+def transaction(connection: psycopg.Connection[Any]) -> Iterator[None]:
+    """Run the block in the caller's transaction, or in one in which a route may become local."""
+    mine = connection.info.transaction_status == TransactionStatus.IDLE
+    with connection.transaction():
+        if mine:
+            connection.execute(READ_COMMITTED)
+        yield
+
+
 def keep(
     connection: psycopg.Connection[Any], route_id: int, service: str | None, *, wanted: bool
 ) -> None:
@@ -100,8 +118,9 @@ def keep(
 
     Raises:
         UsageError: the service does not live here, stands for others, or has messages that a
-            forwarder has to take first; transactions that write to the outbox do not end; or the
-            connection's user does not own the schema.
+            forwarder has to take first; transactions that write to the outbox do not end; the
+            caller's transaction is not READ COMMITTED; or the connection's user does not own the
+            schema.
     """
     trigger = f"{TRIGGER}{route_id}"
     there = bool(fetch(connection, EXISTS, {"trigger": trigger}))
@@ -114,6 +133,7 @@ def keep(
         if wanted:
             assert service is not None  # noqa: S101 - the schema says so of each local route
             _may_be_local(connection, service)
+            _sees_what_is_sent(connection)
             connection.execute(BE_ALONE)
             _overtake_nothing(connection, service)
             connection.execute(sql.SQL(CREATE).format(**names))
@@ -140,6 +160,16 @@ def _may_be_local(connection: psycopg.Connection[Any], service: str) -> None:
         raise UsageError(
             f"service {service!r} does not live in database {connection.info.dbname!r}, and a "
             f"local route leads nowhere else: `saf service create {service}` comes first"
+        )
+
+
+def _sees_what_is_sent(connection: psycopg.Connection[Any]) -> None:
+    ((isolation,),) = fetch(connection, ISOLATION)
+    if isolation != "read committed":
+        raise UsageError(
+            f"the transaction is one of {isolation.upper()}, which does not see what others send "
+            "while it waits for them: a route becomes local in a READ COMMITTED transaction, or in "
+            "one of its own"
         )
 
 

@@ -15,7 +15,8 @@ routes are added. So the load is shared, and the order of a key holds.
 
 Only keys in use have a row in the table: a choice that was not used for as long as messages are
 kept is forgotten (`forget`). Its use is noted once a day for each key, not with each message. A
-batch in hand keeps the choices that it was delivered by.
+batch in hand keeps the choices that it was delivered by. Messages that wait for a destination keep
+those of their lane: later ones of the key go behind them.
 """
 
 from __future__ import annotations
@@ -62,21 +63,28 @@ ON CONFLICT DO NOTHING
 """
 
 # Used for what routers have resolved too; see `saf.routing.resolved`. A conversation that is open
-# may go on after any silence, so what belongs to it is kept.
+# may go on after any silence, so what belongs to it is kept. Lanes are asked, and not the messages
+# in them: there are few, however many messages wait. Lanes of one service and of a whole
+# destination are asked apart, because an OR could not be hashed.
 FORGET = """
 WITH forgotten AS (
-    DELETE FROM saf.{table}
+    DELETE FROM saf.{table} one
     WHERE used_at < now() - make_interval(secs => %(seconds)s)
       AND used_at < coalesce((SELECT min(opened_at) FROM saf.cursor WHERE open IS NOT NULL), now())
                     - make_interval(secs => %(noted)s)
       AND NOT EXISTS (SELECT FROM saf.conversation c
                       WHERE c.conversation_id::text = key AND c.state <> 'closed')
+      AND NOT EXISTS (SELECT FROM saf.backoff b WHERE {lane} AND b.subject = one.service)
+      AND NOT EXISTS (SELECT FROM saf.backoff b WHERE {lane} AND b.subject = '')
     RETURNING key)
 SELECT count(*) FROM forgotten
 """
-FORGETTING = tuple(
-    FORGET.format(table=table) for table in ("route_choice", "resolved_conversation")
-)
+LANES = {
+    "route_choice": "b.destination = one.destination",
+    "resolved_conversation": "b.destination <> ''",
+}
+"""SQL: for each table, the lanes in which messages may wait that have gone by a row of it."""
+FORGETTING = tuple(FORGET.format(table=table, lane=lane) for table, lane in LANES.items())
 
 
 class Asker(NamedTuple):
@@ -125,8 +133,9 @@ def choose(
 
 
 def forget(connection: psycopg.Connection[Any], retention_seconds: float) -> int:
-    """Forget choices and resolutions unused for so long, and at least a day; return how many."""
-    seconds = max(retention_seconds, 2 * NOTED_SECONDS)
+    """Forget choices and resolutions unused for so long, and at least two days; return how many."""
+    # a use may have gone unnoted
+    seconds = max(retention_seconds, 2 * NOTED_SECONDS) + NOTED_SECONDS
     params = {"seconds": seconds, "noted": NOTED_SECONDS}
     return sum(int(fetch(connection, statement, params)[0][0]) for statement in FORGETTING)
 

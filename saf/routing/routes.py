@@ -26,7 +26,7 @@ import psycopg
 
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
-from saf.routing.local import keep, refuse_local
+from saf.routing.local import keep, refuse_local, transaction
 from saf.routing.matching import FORWARD, REDIRECT, Route, Router, Routes, by_precedence, check_name
 
 Origin = Literal["saf.route", "saf.router", "saf.toml", "default", "broker_id"]
@@ -290,7 +290,7 @@ def add_route(
             "a local route is for a service, and has no broker, no quality of service and no end: "
             "its messages are stored by their senders"
         )
-    with connection.transaction():
+    with transaction(connection):
         if local and (others := fetch(connection, OTHER_LOCAL, params)):
             there = Route(service=service, destination=others[0][0])
             raise UsageError(f"there is a local route already, of {describe(there)}: remove it")
@@ -331,7 +331,7 @@ def enable_route(
         ConfigurationError: there is no route with this service, broker and destination.
     """
     named = (service, str(broker) if broker else None, destination)
-    with connection.transaction():
+    with transaction(connection):
         for one in declared.routes:
             if one.named == named:
                 values = {

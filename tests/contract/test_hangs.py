@@ -322,6 +322,24 @@ def test_no_session_of_ours_compiles_statements_which_takes_longer_than_to_run_t
             assert cursor.fetchone() == ("off",)
 
 
+@pytest.mark.every_postgresql
+@pytest.mark.parametrize("role", ["forward", "mark", "deliver", "dispatch", "route", "purge"])
+def test_transactions_of_ours_are_read_committed_whatever_the_database_s_default(
+    app: Dsn, role: str
+) -> None:
+    with connect(app) as connection:
+        connection.execute(
+            f"ALTER DATABASE {app.database} SET default_transaction_isolation = 'serializable'"
+        )
+    query = "SELECT current_setting('transaction_isolation')"
+    with app.connect(role=role) as connection:
+        assert fetch(connection, query) == [("read committed",)]
+    if role in ("mark", "deliver"):
+        with closing(bulk.connect(app, role, "source 'app'")) as reader, reader.cursor() as cursor:
+            cursor.execute(query)
+            assert cursor.fetchone() == ("read committed",)
+
+
 @pytest.mark.slow
 def test_a_connection_lost_for_silence_says_so_and_for_how_long(app: Dsn) -> None:
     with (

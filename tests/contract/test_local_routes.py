@@ -239,13 +239,69 @@ def test_a_sender_that_is_in_the_middle_ends_before_the_route_is_local(
     assert sent(app) == 1
 
 
+@pytest.mark.parametrize("role", ["route", "test"])
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_a_message_that_is_sent_meanwhile_is_not_overtaken_whatever_the_isolation(
+    app: Dsn, monkeypatch: pytest.MonkeyPatch, isolation: str, role: str
+) -> None:
+    monkeypatch.setattr(local, "PATIENCE_SECONDS", 60.0)  # as above
+    with connect(app) as connection:
+        create_service(connection, "feeds")
+        _isolate(connection, isolation)
+    with app.connect(role="test") as early:
+        Outbox().send(early, "feeds", "1", key="k")
+        switching = threading.Thread(target=_switch, args=(app, role))
+        switching.start()
+        with connect(app) as watcher:
+            until(lambda: _waiting(watcher, "SHARE ROW EXCLUSIVE"))
+        early.commit()
+        switching.join(0.5)
+        assert switching.is_alive(), "the forwarder has not taken the message"
+        forward(app, mom=app)
+        switching.join()
+    send(app, "2", key="k")
+    assert bodies(app) == ["1", "2"]
+    assert sent(app) == 1
+
+
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_in_a_caller_s_transaction_a_route_becomes_local_only_if_it_sees_what_is_sent_meanwhile(
+    app: Dsn, isolation: str
+) -> None:
+    with connect(app) as connection:
+        create_service(connection, "feeds")
+        _isolate(connection, isolation)
+    with connect(app) as connection:
+        with connection.transaction():
+            add_route(connection, "shop", service="billing")
+            with pytest.raises(UsageError, match=f"{isolation.upper()}.* READ COMMITTED"):
+                add_route(connection, "shop", service="feeds", local=True)
+        assert not _local_routes(app)
+        add_route(connection, "shop", service="feeds", local=True)
+        enable_route(connection, "shop", service="feeds", enabled=False)
+        with connection.transaction(), pytest.raises(UsageError, match=isolation.upper()):
+            enable_route(connection, "shop", service="feeds")
+        enable_route(connection, "shop", service="feeds")
+    send(app, "1")
+    assert bodies(app) == ["1"]
+
+
+def _isolate(connection: psycopg.Connection[Any], isolation: str) -> None:
+    """Let this be the isolation of transactions in sessions to come."""
+    connection.execute(
+        sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = {}").format(
+            sql.Identifier(connection.info.dbname), sql.Literal(isolation)
+        )
+    )
+
+
 def _send_and_commit(connection: psycopg.Connection[Any]) -> None:
     Outbox().send(connection, "feeds", "2", key="k")
     connection.commit()
 
 
-def _switch(app: Dsn) -> None:
-    with connect(app) as connection:
+def _switch(app: Dsn, role: str = "test") -> None:
+    with app.connect(role=role, autocommit=True) as connection:
         add_route(connection, "shop", service="feeds", local=True)
 
 

@@ -33,7 +33,7 @@ from saf.routing.routes import (
 from saf.setaside.dead import Filter, dead_letters
 from saf.setaside.waiting import parked
 from tests import classifiers
-from tests.destinations import Broker
+from tests.destinations import NOWHERE, Broker
 from tests.dying import Crash, crash
 from tests.pipeline import bodies, connect, let_time_pass, stores
 from tests.routing import run, without_default
@@ -249,6 +249,26 @@ def test_what_is_not_used_any_more_is_forgotten(
     assert forget(source, 7 * 86400) == 1
     left = source.execute("SELECT key FROM saf.resolved_conversation").fetchall()
     assert left == [("N2",)]
+
+
+def test_what_was_resolved_is_kept_while_messages_wait_that_went_by_it(
+    app: Dsn, source: psycopg.Connection[Any], ewr: Dsn, jfk: Dsn
+) -> None:
+    add_router(source, "departures", "python", BY_ORIGIN, once_per="key")
+    send(source, *flights("EWR"), key="N1")
+    send(source, *flights("JFK"), key="N2")
+    with without_default(app, ewr=NOWHERE, jfk=jfk) as cycle:
+        cycle.run()
+    source.execute("UPDATE saf.resolved_conversation SET used_at = now() - interval '30 days'")
+    forget(source, 0)
+    send(source, *flights("JFK"), key="N1")
+    let_time_pass(app)
+    run(app, ewr=ewr, jfk=jfk)
+    run(app, ewr=ewr, jfk=jfk)
+    assert [json.loads(body)["origin"] for body in bodies(ewr)] == ["EWR", "JFK"]
+    source.execute("UPDATE saf.resolved_conversation SET used_at = now() - interval '30 days'")
+    forget(source, 0)
+    assert fetch(source, "SELECT key FROM saf.resolved_conversation") == []
 
 
 # Read again

@@ -11,6 +11,7 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 
+from saf.broker import services
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.failpoints import arm
@@ -258,6 +259,57 @@ def test_a_choice_that_is_not_used_is_forgotten_and_one_that_is_stays(
         assert choose(source, {keys[0]: ("a", "b")}) == {keys[0]: before[keys[0]]}
     assert forget(source, retention_seconds=8 * 86400.0) == 1
     assert fetch(source, "SELECT key FROM saf.route_choice") == [("used",)]
+
+
+def test_a_use_that_went_unnoted_counts(source: psycopg.Connection[Any]) -> None:
+    with source.transaction():
+        choose(source, {Asker("s", None, "k"): ("a", "b")})
+    # it was noted last at most a day before it was used last
+    source.execute("UPDATE saf.route_choice SET used_at = now() - interval '6 days 23 hours'")
+    assert forget(source, retention_seconds=6 * 86400.0) == 0
+    source.execute("UPDATE saf.route_choice SET used_at = now() - interval '7 days 1 hour'")
+    assert forget(source, retention_seconds=6 * 86400.0) == 1
+
+
+@pytest.mark.parametrize("waits_for", ["the destination", "the service"])
+def test_a_choice_is_kept_while_messages_wait_for_its_destination_and_no_longer(
+    app: Dsn, source: psycopg.Connection[Any], a: Dsn, b: Dsn, waits_for: str
+) -> None:
+    for destination in ("a", "b"):
+        add_route(source, destination, service="s")
+        add_route(source, destination, service="t")
+    with source.transaction():
+        turns = [Asker("s", None, "1"), Asker("s", None, "2"), Asker("t", None, "1")]
+        choose(source, dict.fromkeys(turns, ("a", "b")))
+    assert _choices(source) == [("s", "1", "a"), ("s", "2", "b"), ("t", "1", "a")]
+    send(source, "first", key="1")
+    down = waits_for == "the destination"
+    if not down:
+        with connect(a) as store:
+            services.create_service(store, "t")
+    with without_default(app, 100, a=NOWHERE if down else a, b=b) as cycle:
+        send(source, "other", key="2")
+        cycle.run()
+    assert count(app, "parked") == 1
+    source.execute("UPDATE saf.route_choice SET used_at = now() - interval '30 days'")
+    forget(source, 0)
+    kept = {("s", "1", "a")} | ({("t", "1", "a")} if down else set())
+    assert set(_choices(source)) == kept
+    send(source, "second", key="1")
+    let_time_pass(app)
+    if not down:
+        with connect(a) as store:
+            services.create_service(store, "s")
+    run(app, a=a, b=b)
+    run(app, a=a, b=b)
+    assert bodies(a) == ["first", "second"]
+    source.execute("UPDATE saf.route_choice SET used_at = now() - interval '30 days'")
+    assert forget(source, 0) == len(kept)
+
+
+def _choices(source: psycopg.Connection[Any]) -> list[Any]:
+    choices = "SELECT service, key, destination FROM saf.route_choice ORDER BY 1, 2"
+    return list(fetch(source, choices))
 
 
 def test_a_batch_in_hand_keeps_the_choices_it_was_delivered_by(

@@ -24,6 +24,7 @@ from saf import Message, Outbox
 from saf.broker import services
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.grants import Kind, grant
+from saf.broker.migrate import migrate
 from saf.broker.senders import add_senders
 from saf.config import load
 from saf.database import Dsn, fetch
@@ -101,7 +102,7 @@ MATRIX = {
     "watermark_key  ": "-      -      -      -      -      -      -      -      -",
     "timeline       ": "-      -      -      -      -      -      -      -      -",
     "parked         ": "-      SIuD   SIuD   -      -      s      SIuD   -      -",
-    "backoff        ": "-      SIuD   SIuD   -      -      -      SIuD   -      -",
+    "backoff        ": "-      SIuD   SIuD   -      -      s      SIuD   -      -",
     "dead_letter    ": "-      sIu    sI     -      -      s      SIuD   -      -",
     "service        ": "-      S      -      S      -      -      SiD    -      -",
     "dropped        ": "-      Siu    Siu    -      -      Siu    Siu    -      -",
@@ -163,17 +164,18 @@ SOME = {
     ("router", "u"): "service kind expression once_per enabled comment mode",
     ("resolved_conversation", "i"): "router key service broker to_key",
     ("resolved_conversation", "u"): "used_at",
-    ("resolved_conversation", "s"): "key used_at",
+    ("resolved_conversation", "s"): "key service used_at",
     ("topic", "i"): "name",
     ("route_choice", "i"): "service broker key destination",
     ("route_choice", "u"): "used_at",
-    ("route_choice", "s"): "key used_at",
+    ("route_choice", "s"): "service key destination used_at",
     ("route_share", "i"): "service broker keys",
     ("route_share", "u"): "keys",
     ("broker", "u"): "incarnation",
     ("watermark", "u"): "epoch batch position opened_at acknowledged set_aside_at",
     ("acknowledged", "u"): "batch position opened_at",
     ("parked", "u"): "destination deliver_at kind subject broker",
+    ("backoff", "s"): "destination subject",
     ("backoff", "u"): "attempts next_attempt_at error awaits_handler message_type",
     ("dead_letter", "s"): "subscription_id destination shard id dead_letter_at",
     ("dead_letter", "u"): "error",
@@ -393,6 +395,10 @@ ALL_FUNCTIONS = """
 SELECT proname, prosecdef, has_function_privilege('public', oid, 'EXECUTE'), proconfig
 FROM pg_proc WHERE pronamespace = 'saf'::regnamespace ORDER BY 1
 """
+MAY_EXECUTE = """
+SELECT proname FROM pg_proc
+WHERE pronamespace = 'saf'::regnamespace AND has_function_privilege(%(role)s, oid, 'EXECUTE')
+"""
 
 
 @every_postgresql
@@ -404,6 +410,29 @@ def test_each_function_is_listed_and_whoever_executes_it_has_only_the_rights_mea
     assert {name: (as_owner, everybody) for name, as_owner, everybody, _ in found} == FUNCTIONS
     for name, as_owner, _, settings in found:
         assert not as_owner or settings == ["search_path=pg_catalog, pg_temp"], name
+
+
+@every_postgresql
+@pytest.mark.parametrize("kind", ["writer", "dialog", "sink", "operator"])
+def test_who_sends_may_execute_what_checks_it_where_functions_are_for_nobody_by_default(
+    kind: str, new_database: Callable[[str], Dsn], new_role: Callable[..., str]
+) -> None:
+    dsn, name = new_database("hardened"), new_role()
+    with connect(dsn) as owner:
+        owner.execute("ALTER DEFAULT PRIVILEGES REVOKE EXECUTE ON FUNCTIONS FROM PUBLIC")
+        migrate(dsn)
+        assert not any(everybody for _, _, everybody, _ in fetch(owner, ALL_FUNCTIONS))
+        grant(owner, name, [Kind(kind)])
+        with connect(as_user(dsn, name)) as connection:
+            outbox_ = Outbox(from_service="shop", allow_autocommit=True)
+            outbox_.send(connection, "billing", b"")
+            outbox_.send(connection, "billing", b"", headers={"large": "x" * 1000})
+            add_senders(owner, name, "shop")
+            outbox_.send(connection, "billing", b"")
+        ((sent,),) = fetch(owner, "SELECT count(*) FROM saf.outbox")
+        grant(owner, name, [])
+        assert fetch(owner, MAY_EXECUTE, {"role": name}) == []
+    assert sent == 3
 
 
 def test_what_nobody_has_decided_about_is_noticed(app: Dsn, granted: Callable[..., Dsn]) -> None:

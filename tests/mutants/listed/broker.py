@@ -17,6 +17,22 @@ MUTANTS: list[Mutant] = [
         "test_no_session_of_ours_compiles_statements_which_takes_longer_than_to_run_them",
     ),
     mutant(
+        "a session has the isolation that its database says",
+        "saf/database/bounds.py",
+        "set_config('default_transaction_isolation', 'read committed', false)",
+        "current_setting('default_transaction_isolation')",
+        "contract/test_hangs.py::"
+        "test_transactions_of_ours_are_read_committed_whatever_the_database_s_default",
+    ),
+    mutant(
+        "who sends may not execute what checks it",
+        "saf/broker/grants.py",
+        "if functions := EXECUTED.get((table, privilege)):",
+        "if functions := EXECUTED.get((table, privilege[:0])):",
+        "integration/test_grants.py::"
+        "test_who_sends_may_execute_what_checks_it_where_functions_are_for_nobody_by_default",
+    ),
+    mutant(
         "a rebase misses transactions in progress",
         REBASE,
         "listed = [*mine, *in_progress]",

@@ -24,6 +24,10 @@ EXPLAINED = "contract/test_explained.py"
 OF_SQL = "spark/test_expressions.py"
 
 LOCAL, OF_LOCAL = "saf/routing/local.py", "contract/test_local_routes.py"
+VOUCHED, OF_VOUCHED = (
+    "migrations/versions/0032_vouched_locally.py",
+    "contract/test_local_senders.py",
+)
 
 SERVICE, OF_SERVICE = "saf/routing_service.py", "contract/test_routing_service.py"
 DIGITS = f"{OF_SERVICE}::test_numbers_in_headers_are_sent_on_to_the_last_digit"
@@ -64,6 +68,14 @@ MUTANTS: list[Mutant] = [
         "            connection.execute(BE_ALONE)\n",
         "",
         f"{OF_LOCAL}::test_a_sender_that_is_in_the_middle_ends_before_the_route_is_local",
+    ),
+    mutant(
+        "a route becomes local in a transaction that does not see what is sent meanwhile",
+        LOCAL,
+        "            _sees_what_is_sent(connection)\n",
+        "",
+        f"{OF_LOCAL}::test_in_a_caller_s_transaction_"
+        "a_route_becomes_local_only_if_it_sees_what_is_sent_meanwhile",
     ),
     mutant(
         "a route becomes local whatever the forwarder has left",
@@ -108,6 +120,27 @@ MUTANTS: list[Mutant] = [
         f"{OF_LOCAL}::test_rules_of_senders_hold",
     ),
     mutant(
+        "what a sender makes up on a local route is a verified sender",
+        VOUCHED,
+        "ELSIF NEW.headers ? 'saf-verified-from' THEN",
+        "ELSIF false THEN",
+        f"{OF_VOUCHED}::test_a_sender_that_is_made_up_is_no_verified_one",
+    ),
+    mutant(
+        "a local route does not say who was checked",
+        VOUCHED,
+        "WHERE NEW.id > senders_since",
+        "WHERE false",
+        f"{OF_VOUCHED}::test_under_rules_a_receiver_is_told_who_was_checked",
+    ),
+    mutant(
+        "an old snapshot vouches by rules that are gone",
+        VOUCHED,
+        "PERFORM FROM saf.broker FOR SHARE;",
+        "NULL;",
+        f"{OF_VOUCHED}::test_an_old_snapshot_does_not_vouch_by_rules_that_are_gone",
+    ),
+    mutant(
         "a choice is not durable",
         CHOICES,
         "connection.execute(DURABLY)",
@@ -142,6 +175,20 @@ MUTANTS: list[Mutant] = [
         "among[asker][0 * turns[asker]]",
         f"{OF_ROUTES}::"
         "test_two_matching_routes_share_a_hundred_keys_evenly_and_each_sticks_for_life",
+    ),
+    mutant(
+        "choices are forgotten though messages wait that went by them",
+        CHOICES,
+        "WHERE {lane} AND b.subject = ''",
+        "WHERE {lane} AND false",
+        f"{OF_ROUTES}::test_a_choice_is_kept_while_messages_wait_for_its_destination_and_no_longer",
+    ),
+    mutant(
+        "a use that went unnoted does not count",
+        CHOICES,
+        "max(retention_seconds, 2 * NOTED_SECONDS) + NOTED_SECONDS",
+        "max(retention_seconds, 2 * NOTED_SECONDS)",
+        f"{OF_ROUTES}::test_a_use_that_went_unnoted_counts",
     ),
     mutant(
         "choices are forgotten though a batch is in hand that was delivered by them",
