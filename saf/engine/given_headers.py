@@ -12,6 +12,7 @@ their digits, which a signature covers.
 from __future__ import annotations
 
 import json
+from json.encoder import encode_basestring
 from typing import Any
 
 import pyarrow as pa
@@ -62,5 +63,7 @@ def _json(value: Any) -> str:
             return f"[{', '.join(map(_json, value))}]"
         case str() if "\0" in value:
             raise ValueError("a jsonb holds no NUL")
+        case str():
+            return encode_basestring(value)
         case _:
-            return json.dumps(value, ensure_ascii=False)
+            return json.dumps(value)
