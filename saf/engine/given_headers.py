@@ -39,7 +39,7 @@ def written(text: str) -> str:
     """
     found = STRICT.decode(text)
     if not isinstance(found, dict):
-        raise ValueError("not a JSON object")
+        raise ValueError("not a JSON object")  # noqa: TRY004 - as where it is no JSON
     said = _json(found)
     said.encode()  # a lone surrogate is no text
     check_headers(said)

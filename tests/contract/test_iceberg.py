@@ -380,6 +380,45 @@ def test_a_rollback_whose_marks_have_expired_is_refused_and_a_way_out_is_named(
     assert store(lake, other.chunk(other.messages(1))) == (1, 0)
 
 
+@pytest.mark.parametrize("text", ["", "{}", '{"snapshot": 1, "sequence": "x"}', "null"])
+def test_marks_that_somebody_has_written_make_no_dead_letters(lake: Iceberg, text: str) -> None:
+    one, other = Forwarder(), Forwarder()
+    for forwarder in (one, other):
+        store(lake, forwarder.chunk(forwarder.messages(4)))
+    mine = f"saf.marks.{one.source}"
+    before = loaded(lake).properties[mine]
+    with loaded(lake).transaction() as transaction:
+        transaction.set_properties({mine: text})
+    for forwarder in (one, other):  # a commit of the other's could not put it right
+        with pytest.raises(Refused, match=f"property {mine} .* cannot be read.*remove it"):
+            store(lake, forwarder.chunk(forwarder.messages(1)))
+    with pytest.raises(Refused, match="cannot be read"):
+        lake.known("lake", one.source, role="test")
+    with loaded(lake).transaction() as transaction:
+        transaction.set_properties({mine: before})
+    assert store(lake, other.chunk(other.messages(1))) == (1, 0)
+
+
+def test_a_table_that_is_altered_while_a_task_has_it_is_looked_at_again(lake: Iceberg) -> None:
+    forwarder = Forwarder()
+    with closing(lake.open("lake")) as table:
+
+        def stores(count: int) -> int:
+            rows = forwarder.messages(count)
+            return forwarder.learn(table.store(forwarder.chunk(rows), exactly_once=True)).messages
+
+        assert stores(1) == 1
+        with loaded(lake).update_schema() as change:
+            change.rename_column("key", "formerly")
+            change.delete_column("message_type")
+        assert stores(2) == 2
+        assert {"key", "formerly", "message_type"} <= {*loaded(lake).schema().column_names}
+        with loaded(lake).update_spec() as spec:
+            spec.remove_field("created_at_day")
+        with pytest.raises(Refused, match="partitioned by nothing, not by day"):
+            stores(1)
+
+
 def test_a_table_that_is_gone_is_not_taken_for_a_new_one(
     app: Dsn, lake: Iceberg, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from saf.destinations.jsonl import Jsonl
 from saf.destinations.reading import Compared
 from saf.destinations.settings import DestinationSettings
 from saf.destinations.tables import uuid_hashes
-from saf.errors import CannotReadBack, Unavailable
+from saf.errors import CannotReadBack, Refused, Unavailable
 from saf.failpoints import arm
 from saf.operating.doctor import examine
 from saf.repair.reconcile import Outcome, reconcile
@@ -325,6 +325,32 @@ def test_a_destination_that_cannot_say_which_it_is_makes_no_dead_letters(
         let_time_pass(app)
         forward(app, chunk_rows=3, files=files)
     assert texts(files) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"number": 1, "places": [[1]]}', "null"])
+@pytest.mark.parametrize("which", ["saf.json", ".saf/SOURCE.json"])
+def test_what_is_wrong_with_its_own_files_makes_no_dead_letters(
+    app: Dsn, files: Jsonl, which: str, content: str
+) -> None:
+    send_numbers(app, 0, 1)
+    forward(app, files=files)
+    with connect(app) as connection:
+        ((source,),) = fetch(connection, "SELECT broker_id::text FROM saf.broker")
+    file = files.folder / which.replace("SOURCE", source)
+    before = file.read_text()
+    file.write_text(content)
+    send_numbers(app, 2, 3)
+    with Cycle(app, forwarding_rules("exactly_once", 1000, files=files)) as cycle:
+        (error,) = [one.error or "" for one in cycle.run() if one.error]
+    assert f"{file} cannot be read" in error
+    with pytest.raises(Refused, match="bring the file back"):
+        files.known("files", UUID(source), role="test")
+    file.write_text(before)
+    let_time_pass(app)
+    forward(app, files=files)
+    assert texts(files) == ["0", "1", "2", "3"]
+    with connect(app) as connection:
+        assert fetch(connection, "SELECT count(*) FROM saf.dead_letter") == [(0,)]
 
 
 def test_a_body_larger_than_a_kind_takes_is_a_dead_letter(app: Dsn, files: Jsonl) -> None:

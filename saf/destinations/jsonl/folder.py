@@ -151,7 +151,7 @@ class Folder:
         """
         with (self.path / INSIDE / f"{source}.lock").open("wb") as lock:
             self._wait_for(lock.fileno())
-            state = read_state(self.path, source)
+            state = read_state(self.what, self.path, source)
             self._publish(source, state)
             yield state
 
