@@ -293,7 +293,7 @@ def test_marks_that_somebody_has_written_make_no_dead_letters(
     there = DeltaTable(table)
     theirs = CommitProperties(app_transactions=[Transaction(f"saf:{forwarder.source}:{name}", 1)])
     there.create_write_transaction([], "append", there.schema(), commit_properties=theirs)
-    with pytest.raises(Refused, match="its marks .* cannot be read.*estore the table"):
+    with pytest.raises(Refused, match=r"its marks .* cannot be read.*estore the table"):
         store(lake, forwarder.chunk(sent))
     with pytest.raises(Refused, match="cannot be read"):
         lake.known("lake", forwarder.source, role="test")

@@ -43,6 +43,7 @@ from tests.lakes import (
 )
 from tests.pipeline import connect, forward, let_time_pass
 from tests.rest_catalog import rest_catalog
+from tests.synced import synced
 
 
 @pytest.fixture
@@ -122,6 +123,16 @@ def test_a_query_by_any_column_finds_its_rows(lake: Iceberg) -> None:
         assert [one for (one,) in found.fetchall()] == ([*range(1, 7)] if every else [1, 2, 3])
     day = table.scan("created_at < '2026-01-02T00:00:00+00:00'")
     assert len([*day.plan_files()]) == 1
+
+
+def test_the_names_of_its_folders_are_durable_before_a_message_counts_as_stored(
+    lake: Iceberg,
+) -> None:
+    forwarder, folder = Forwarder(), folder_of(lake)
+    with synced() as found:
+        store(lake, forwarder.chunk(forwarder.messages(1)))
+    made = {one.parent for one in folder.rglob("shop/**/*") if one.is_dir()}
+    assert {folder, folder / "shop", *made} <= found
 
 
 def test_members_of_bodies_get_columns_also_later(lake: Iceberg) -> None:

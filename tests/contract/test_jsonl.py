@@ -41,6 +41,7 @@ from tests.pipeline import (
     send,
     stores,
 )
+from tests.synced import synced
 
 WEEK = 7 * 86400.0
 
@@ -103,6 +104,21 @@ def test_messages_are_lines_in_their_order_and_each_is_there_once(app: Dsn, file
         ((source,),) = fetch(connection, "SELECT broker_id::text FROM saf.broker")
     assert [(line["message_id"], line["shard"]) for line in held(files)] == sent
     assert {line["source"] for line in held(files)} == {source}
+
+
+def test_the_names_of_its_folders_are_durable_before_a_message_counts_as_stored(
+    app: Dsn, files: Jsonl
+) -> None:
+    send_numbers(app, 0)
+    with synced() as found:
+        forward(app, files=files)
+    (file,) = files.folder.glob("*/*.jsonl")
+    assert {files.folder, files.folder / ".saf", file.parent} <= found
+    shutil.rmtree(file.parent)  # by a reader, who has read it
+    send_numbers(app, 1)
+    with synced() as found:
+        forward(app, files=files)
+    assert {files.folder, file.parent} <= found
 
 
 class Died(BaseException):

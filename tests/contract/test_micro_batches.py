@@ -19,6 +19,7 @@ from saf.destinations.delta.micro_batches import MicroBatches
 from saf.destinations.delta.task_files import TaskFiles, heard
 from saf.errors import ConfigurationError, NotThisStream, Refused, Unavailable
 from tests.delta_table import commits
+from tests.synced import synced
 
 QUERY = "a query"
 COLUMNS = pa.schema(
@@ -79,6 +80,23 @@ def test_each_is_there_once_in_a_commit_of_its_own(table: Path) -> None:
     assert len([*commits(table)]) == 1 + 3
     assert append(batches, 0, rows(5), application="another query")
     assert ids(table) == [1, 2, 3, 4, 5]
+
+
+def test_a_table_that_was_just_made_is_durable_before_its_first_micro_batch_is_acknowledged(
+    table: Path,
+) -> None:
+    with synced() as found:
+        append(micro_batches(table), 0, rows(1))
+    log = table / "_delta_log"
+    versions = sorted(log.glob("*.json"))
+    assert {table.parent.parent, table.parent, table, log, *versions} <= found
+    assert len(versions) == 2
+    more = rows(2).append_column("day", pa.array(["2026-01-31"]))
+    with synced() as found:
+        append(micro_batches(table), 1, more)
+    versions = sorted(log.glob("*.json"))[2:]
+    assert {*versions} <= found
+    assert len(versions) == 2  # one has added the column
 
 
 def test_of_two_drivers_with_the_same_one_the_second_finds_it_there(table: Path) -> None:

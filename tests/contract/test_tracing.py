@@ -324,12 +324,8 @@ class Raising(TextMapPropagator):
 
 
 @pytest.mark.parametrize(
-    ("propagator", "failures"),
-    [
-        (CompositePropagator([]), 0),
-        (W3CBaggagePropagator(), 0),
-        (CompositePropagator([Raising()]), 1),
-    ],
+    "propagator",
+    [CompositePropagator([]), W3CBaggagePropagator(), Raising()],
     ids=["none", "baggage", "broken"],
 )
 def test_whatever_the_propagators_are_messages_are_sent_forwarded_and_handled(
@@ -338,7 +334,6 @@ def test_whatever_the_propagators_are_messages_are_sent_forwarded_and_handled(
     spans: Recorded,
     monkeypatch: pytest.MonkeyPatch,
     propagator: TextMapPropagator,
-    failures: int,
 ) -> None:
     monkeypatch.setattr(propagate, "_HTTP_TEXT_FORMAT", propagator)
     _say.cache_clear()
@@ -351,7 +346,7 @@ def test_whatever_the_propagators_are_messages_are_sent_forwarded_and_handled(
         assert len(handled(inbox)) == 3
     assert said(spans.one("send"))["messaging.batch.message_count"] == 3
     failed = [one for one in logs if one["event"] == "tracing_failed"]
-    assert len(failed) == failures
+    assert len(failed) == isinstance(propagator, Raising)
     assert "4111" not in str(logs)
 
 

@@ -13,9 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from uuid import NAMESPACE_URL, UUID, uuid4, uuid5
 
-from saf.destinations.disk import sync, unavailable_if_lost, write
+from saf.destinations.disk import unavailable_if_lost
 from saf.destinations.marks import Known, Mark, Place
 from saf.destinations.queues import readable
+from saf.log.disk import sync, write
 
 IDENTITY, INSIDE = "saf.json", ".saf"
 CURE = "bring the file back as it was, or the folder from a backup"

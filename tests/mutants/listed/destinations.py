@@ -152,14 +152,14 @@ MUTANTS: list[Mutant] = [
     mutant(
         "marks go with their snapshots",
         f"{ICEBERG}/marks.py",
-        'if _number(oldest) > said["sequence"]:',
+        "if _number(oldest) > sequence:",
         "if False:",
         f"{BERG}::test_marks_stay_when_their_snapshots_have_expired",
     ),
     mutant(
         "what nobody knows counts",
         f"{ICEBERG}/marks.py",
-        'if _number(oldest) > said["sequence"]:',
+        "if _number(oldest) > sequence:",
         "if True:",
         f"{BERG}::test_a_rollback_whose_marks_have_expired_is_refused_and_a_way_out_is_named",
     ),
