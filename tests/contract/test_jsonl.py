@@ -359,7 +359,7 @@ def test_what_is_wrong_with_its_own_files_makes_no_dead_letters(
     with Cycle(app, forwarding_rules("exactly_once", 1000, files=files)) as cycle:
         (error,) = [one.error or "" for one in cycle.run() if one.error]
     assert f"{file} cannot be read" in error
-    with pytest.raises(Refused, match="bring the file back"):
+    with pytest.raises(Refused, match="Bring the file back"):
         files.known("files", UUID(source), role="test")
     file.write_text(before)
     let_time_pass(app)
