@@ -3,6 +3,7 @@
     SafError
     ├── UsageError                this cannot be done: mend the call, the file or the database
     │   ├── ConfigurationError    saf.toml, an option or an environment variable
+    │   ├── TookTooLong           an answer took longer than whoever asked has allowed
     │   ├── InvalidMessage        a message that no broker would store
     │   ├── AutocommitError       a send that would not be part of the caller's transaction
     │   ├── MissingExtra          an optional dependency is not installed
@@ -79,6 +80,10 @@ class ConfigurationError(UsageError):
 
 class MayNotPurge(UsageError):
     """A role has not the rights of a purger, which a forwarder need not have."""
+
+
+class TookTooLong(UsageError):
+    """An answer took longer than whoever asked has allowed: ask for less, or allow more."""
 
 
 class InvalidMessage(UsageError, ValueError):

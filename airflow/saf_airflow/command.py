@@ -107,6 +107,8 @@ class Saf:
         )
         try:
             out, err = await asyncio.wait_for(process.communicate(), seconds)
+        except asyncio.TimeoutError:  # noqa: UP041 - in Python 3.10 it is no TimeoutError yet
+            raise TimeoutError(f"it has not ended within {seconds:g} s") from None
         finally:
             if process.returncode is None:
                 end(process.pid, signal.SIGKILL)

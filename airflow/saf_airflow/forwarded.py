@@ -88,11 +88,7 @@ class SafForwardedSensor(BaseSensorOperator):
     def poke(self, context: Context) -> bool:  # noqa: ARG002 - Airflow's signature
         """Ask once."""
         saf = found(self.saf, self.saf_conn_id)
-        try:
-            done = asyncio.run(saf.ask(*self._question()))
-        except OSError as error:
-            raise AirflowFailException(f"{saf.command} cannot be started: {error}") from None
-        return self._judged(*answer(done))
+        return self._judged(*asyncio.run(asked(saf, self._question())))
 
     def execute_complete(
         self,
@@ -161,16 +157,21 @@ class SafForwardedTrigger(BaseTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Ask until it is so."""
         while True:
-            try:
-                state, said = answer(await self.saf.ask(*self.question))
-            except TimeoutError:
-                state, said = WAITS, f"{self.saf.command} does not answer"
-            except OSError as error:
-                state, said = BROKEN, f"{self.saf.command} cannot be started: {error}"
+            state, said = await asked(self.saf, self.question)
             if state != WAITS:
                 yield TriggerEvent({"state": state, "said": said})
                 return
             await asyncio.sleep(self.poll_seconds)
+
+
+async def asked(saf: Saf, question: Sequence[str], **options: float) -> tuple[str, str]:
+    """Ask the command once: a state, and what to tell people."""
+    try:
+        return answer(await saf.ask(*question, **options))
+    except TimeoutError as error:  # an OSError, too
+        return WAITS, f"{saf.command} does not answer: {error}"
+    except OSError as error:
+        return BROKEN, f"{saf.command} cannot be started: {error}"
 
 
 def answer(done: Done) -> tuple[str, str]:

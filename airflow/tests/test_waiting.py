@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 from conftest import SAF, Site
 
-from saf_airflow import SafForwardedTrigger, SafPendingTrigger
+from saf_airflow import Saf, SafForwardedTrigger, SafPendingTrigger
+from saf_airflow.forwarded import BROKEN, WAITS, asked
 
 SENSOR = """
 SafForwardedSensor(
@@ -79,6 +81,18 @@ def test_the_trigger_goes_on_while_a_source_is_down_and_without_a_command(site: 
     up = SafPendingTrigger(command=str(SAF), config=str(site.config))
     assert asyncio.run(up._found()) == {"pending": ["shop"]}
     assert asyncio.run(SafPendingTrigger(command="/opt/nowhere/saf")._found()) == {}
+
+
+def test_a_command_that_does_not_end_is_asked_again_and_one_that_is_missing_is_not(
+    tmp_path: Path,
+) -> None:
+    slow = tmp_path / "saf"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    state, said = asyncio.run(asked(Saf(command=str(slow)), ["outbox"], seconds=0.2))
+    assert (state, said) == (WAITS, f"{slow} does not answer: it has not ended within 0.2 s")
+    state, said = asyncio.run(asked(Saf(command="/opt/nowhere/saf"), ["outbox"]))
+    assert (state, "cannot be started" in said) == (BROKEN, True)
 
 
 @pytest.mark.parametrize("kind", [SafPendingTrigger, SafForwardedTrigger])

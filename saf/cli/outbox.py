@@ -143,8 +143,9 @@ def forwarded_(
 ) -> None:
     """Say whether all that was sent before a time is forwarded.
 
-    Exit code 0 if it has; 1 if a message is still pending or parked, or has become a dead letter.
-    It shows one of each. A schedule waits for it before it works with what has been forwarded.
+    Exit code 0 if it has; 1 if a message is still pending or parked, or has become a dead letter;
+    75 if a broker does not say so in time. It shows one of each. A schedule waits for it before it
+    works with what has been forwarded.
     """
     wanted = Wanted(service=service, since=since, until=until)
     round_ = Round(chosen(load(config), broker))

@@ -79,6 +79,22 @@ def unusable(what: str, reason: str, cure: str) -> Refused:
 
 
 @contextmanager
+def readable(what: str, said: str, cure: str) -> Iterator[None]:
+    """Read, within it, what a destination says of itself: if it is damaged, no message is at fault.
+
+    ``said``: what is read, such as "its marks".
+
+    Raises:
+        Refused: it is not what saf has written.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{said} cannot be read ({type(error).__name__}: {error})"
+        raise unusable(what, reason, cure) from None
+
+
+@contextmanager
 def client_needed(name: str, extra: str) -> Iterator[None]:
     """Import a client within it: without one, only this destination's messages wait.
 

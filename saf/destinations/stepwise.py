@@ -26,12 +26,16 @@ from saf.destinations import Chunk, Stored
 from saf.destinations.mapping import Mapped
 from saf.destinations.marks import Mark, Place
 from saf.destinations.places import Verdict, guarded, judged, last_of, refuse
+from saf.destinations.queues import readable
 from saf.destinations.written import read, written
 from saf.errors import Unavailable
 from saf.failpoints import fail_point
 
 ATTEMPTS = 20
 """How often the marks are read anew, if others move them meanwhile."""
+
+CURE = "set them as they were; or remove them, and saf rebase sends what is missing"
+"""For marks that somebody else has written."""
 
 Link = TypeVar("Link")
 
@@ -178,8 +182,9 @@ class Stepwise(ABC, Generic[Link]):
     ) -> tuple[dict[Place, str], dict[Place, int], dict[Place, Mark]]:
         """Return what the queue has of the places that a chunk needs, also as epochs and marks."""
         places = guarded(chunk)
-        said = dict(zip(places, self._read(link, chunk.source, places), strict=True))
-        found = {place: read(text) for place, text in said.items()}
+        with readable(self.what, "its marks", CURE):
+            said = dict(zip(places, self._read(link, chunk.source, places), strict=True))
+            found = {place: read(text) for place, text in said.items()}
         return (
             said,
             {place: epoch for place, (epoch, _) in found.items()},

@@ -35,6 +35,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.engine import kept_results
+from saf.engine.given_headers import as_written
 from saf.engine.in_step import ENDED, LAST, InStep
 from saf.engine.set_aside import SetAside
 from saf.engine.work import ForwardingRules, Work
@@ -305,8 +306,12 @@ class Transforming:
         return _is_in(self._services(rows), services) | _is_in(log_ids(rows), self._kept)
 
     def _note_faults(self) -> None:
-        """Note which messages have results that cannot be sent, and leave these results out."""
+        """Note which messages have results that cannot be sent, and leave these results out.
+
+        The headers of the others become as PostgreSQL writes them.
+        """
         now = self._now
+        headers = as_written(now["headers"])
         ids, parts = now["id"], now["part"]
         size = pc.binary_length(now["body"])
         again = np.zeros(len(ids), np.bool_)
@@ -320,6 +325,10 @@ class Transforming:
                 pc.fill_null(pc.greater(size, self._max_bytes), False),
                 f"it gives a body of more than {self._max_bytes:,} bytes (forwarder.max_bytes)",
             ),
+            (
+                pc.and_(pc.is_null(headers), pc.is_valid(now["headers"])),
+                "it gives headers that are no JSON object, or none that PostgreSQL can hold",
+            ),
             (pc.fill_null(pc.less(parts, 0), False), "it gives a part a number below 0"),
             (
                 pa.chunked_array([pa.array(same)]),
@@ -330,6 +339,7 @@ class Transforming:
             if pc.any(wrong).as_py():
                 for id_ in pc.unique(ids.filter(wrong)).to_pylist():
                     self._faults.setdefault(id_, why)
+        self._now = now.set_column(now.column_names.index("headers"), "headers", headers)
 
 
 def log_ids(rows: pa.Table) -> pa.ChunkedArray:

@@ -27,6 +27,7 @@ from uuid import uuid4
 from saf.database import Dsn
 from saf.errors import MissingExtra, Unavailable
 from saf.failpoints import fail_point
+from saf.log.disk import make_folder, sync
 from saf.log.ring import Contents
 
 try:
@@ -88,9 +89,7 @@ class ParquetArchive:
     def _folder(self, broker_id: str) -> Path:
         """The broker's own folder, because names of brokers may repeat, and all ids begin at 1."""
         folder = self.folder / broker_id
-        if not folder.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            _to_disk(self.folder)
+        make_folder(folder)
         return folder
 
     @contextmanager
@@ -141,12 +140,12 @@ def _write(rows: SlotRows, contents: Contents, folder: Path) -> Path | None:
         if read != contents.messages:
             return None
         if ends is None:
-            _to_disk(folder)  # whoever gave them their names may have died before
+            sync(folder)  # whoever gave them their names may have died before
             return max((one.path for one in before), key=lambda path: path.stat().st_mtime_ns)
         fail_point("archive_written")
         life = "" if rows.incarnation == FIRST else f"-life-{rows.incarnation}"
         file = _named(part, folder / f"{slot.log}-{slot.number}-{ends[0]}-{ends[1]}{life}.parquet")
-        _to_disk(folder)
+        sync(folder)
     finally:
         part.unlink(missing_ok=True)
     fail_point("archived")
@@ -206,12 +205,3 @@ def _named(part: Path, file: Path) -> Path:
     names = (file.with_suffix(f".{number}.parquet") for number in count(2))
     name = next(one for one in chain([file], names) if not one.exists())
     return part.rename(name)
-
-
-def _to_disk(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import psycopg
 
+from saf.errors import TookTooLong, Unavailable
 from saf.operating.outbox import SECONDS, Sent, Wanted, messages
 
 Left = Literal["pending", "parked", "dead"]
@@ -59,7 +60,7 @@ def forwarded(
     much is pending that is younger, it reads that.
 
     Raises:
-        UsageError: it takes longer than ``seconds``.
+        Unavailable: a statement takes longer than ``seconds``. Whoever waits asks again later.
         Restored: the cursors do not say what is pending.
     """
     left: dict[Left, Sent] = {}
@@ -67,7 +68,15 @@ def forwarded(
         # in one snapshot, a message that moves on is in one of the states
         connection.execute(SNAPSHOT)
         for state in LEFT:
-            page = messages(connection, replace(wanted, state=state), limit=1, seconds=seconds)
+            try:
+                page = messages(connection, replace(wanted, state=state), limit=1, seconds=seconds)
+            except TookTooLong:
+                raise Unavailable(
+                    "the answer",
+                    f"it took longer than {seconds:g} s to look for {state} messages, as where "
+                    "much is pending that is younger: ask again later, or say --timeout with more "
+                    "seconds",
+                ) from None
             for one in page.shown:
                 left[state] = one
     return Forwarded(left=left)

@@ -32,7 +32,7 @@ from psycopg.rows import dict_row
 from saf.broker.restored import refuse
 from saf.database import fetch
 from saf.database.pages import Page, foreign
-from saf.errors import UsageError
+from saf.errors import TookTooLong
 from saf.limits import HEADERS_READABLE
 from saf.log.cursor import BY_INDEX
 from saf.log.finding import Row
@@ -222,7 +222,7 @@ def messages(
             the last one.
 
     Raises:
-        UsageError: a statement takes longer.
+        TookTooLong: a statement takes longer.
         Restored: the cursors do not say what is pending.
     """
     refuse(connection)
@@ -302,7 +302,7 @@ def details(
     which it has. Otherwise the whole log is read.
 
     Raises:
-        UsageError: it takes longer.
+        TookTooLong: it takes longer.
         Restored: the cursors do not say whether it is pending.
     """
     refuse(connection)
@@ -406,7 +406,7 @@ def _bounded(connection: psycopg.Connection[Any], seconds: float) -> Iterator[No
             connection.execute(TIMEOUT, {"milliseconds": str(max(1, round(seconds * 1000)))})
             yield
     except psycopg.errors.QueryCanceled:
-        raise UsageError(
+        raise TookTooLong(
             f"it took longer than {seconds:g} s, because few messages of this outbox are such: "
             "name the key (--key), from which the shard follows; or a state, or the id; or say "
             "--timeout with more seconds"

@@ -52,7 +52,9 @@ def to_delta(
 
     ``application`` stands in place of the query's id. Over Spark Connect, where that is not known,
     it is needed: a name that no other query and no other checkpoint has used with this table.
-    ``storage_options`` are for deltalake's client of an object store; tasks get them, too.
+    ``storage_options`` are for deltalake's client of an object store; tasks get them, too. Over
+    Spark Connect they are refused: there, the environment of the server and of its executors says
+    what they would say.
 
     The query fails if the table lacks micro-batches before, because it was removed or restored.
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pickle import PickleError
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -30,6 +31,20 @@ QUERY = "sql.streaming.queryId"
 log = Log("saf.lake")
 
 
+class NotOverConnect(ConfigurationError, PickleError):
+    """Options with secrets would go into a plan, which a server of Spark Connect may log.
+
+    As a `PickleError`, because PySpark replaces what others say while it pickles a function.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "to_delta takes no storage_options over Spark Connect, whose server may write plans "
+            "with them to its log: leave them out, and set the client's variables, such as "
+            "AWS_ACCESS_KEY_ID, in the environment of the server and of its executors"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ToDelta:
     """What a query hands each of its micro-batches to."""
@@ -38,9 +53,23 @@ class ToDelta:
     by: tuple[str, ...]
     application: str | None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled into a plan, which only Spark Connect does.
+
+        Raises:
+            NotOverConnect: there are options.
+        """
+        if self.settings.storage_options:
+            raise NotOverConnect
+        return self.__dict__
+
     def __call__(self, batch: DataFrame, number: int) -> None:
         """Append a micro-batch, unless it is there; see `saf.spark.to_delta`."""
+        from pyspark.sql.classic.dataframe import DataFrame as Classic
         from pyspark.sql.pandas.types import to_arrow_schema
+
+        if self.settings.storage_options and not isinstance(batch, Classic):
+            raise NotOverConnect  # a function around this one has made it there
 
         from saf.destinations.delta.micro_batches import MicroBatches
         from saf.destinations.delta.task_files import WRITTEN, heard

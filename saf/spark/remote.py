@@ -181,12 +181,16 @@ def handed_over(session: SparkSession) -> Seal:
 def slots(spark: Any) -> int:
     """Ask a cluster what it has; return how many tasks it runs at a time.
 
+    Settings of the session stay as they are.
+
     Raises:
         ConfigurationError: the Python of its tasks has another saf, or none.
     """
     from pyspark.errors import PySparkException
 
+    before: str | None = None
     with suppress(Exception):
+        before = spark.conf.get(PARALLELISM, None)
         spark.conf.unset(PARALLELISM)
     try:
         said = spark.range(PARTS).mapInArrow(greet, "version string").toArrow()["version"]
@@ -197,6 +201,10 @@ def slots(spark: Any) -> int:
             "the Python of the cluster's tasks has not what saf needs: it takes the Python of this "
             f"machine and saf-outbox[connect]=={version('saf-outbox')}: {first_line(error)}"
         ) from None
+    finally:
+        if before is not None:
+            with suppress(Exception):
+                spark.conf.set(PARALLELISM, before)
     here = version("saf-outbox")
     others = sorted({*said.to_pylist()} - {here})
     if others:

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from saf.logger import Log
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
+
+log = Log("saf.tracing")
 
 LOADED = "opentelemetry.context"
 """What is imported wherever there is a context."""
@@ -59,7 +64,7 @@ def current() -> dict[str, str]:
     from opentelemetry import propagate
 
     carrier: dict[str, str] = {}
-    with suppress(UnicodeError):  # an application's baggage that is no text
+    with harmless():
         propagate.inject(carrier)
     return {name: one for name, one in carrier.items() if _heeded(one)}
 
@@ -72,7 +77,9 @@ def context_of(headers: str | None) -> Context | None:
     from opentelemetry import propagate
     from opentelemetry.context import Context
 
-    return propagate.extract(carrier, Context()) or None
+    with harmless():
+        return propagate.extract(carrier, Context()) or None
+    return None
 
 
 def carrier_of(headers: str | None) -> dict[str, str]:
@@ -101,6 +108,22 @@ def fields() -> frozenset[str]:
     from opentelemetry import propagate
 
     return frozenset(name.lower() for name in propagate.get_global_textmap().fields)
+
+
+@contextmanager
+def harmless() -> Iterator[None]:
+    """Let nothing that a propagator raises leave the block; the log says it once in a process."""
+    try:
+        yield
+    except UnicodeError:  # an application's baggage that is no text
+        pass
+    except Exception as error:
+        _say(f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."))
+
+
+@cache
+def _say(kind: str) -> None:
+    log.warning("tracing_failed", error_type=kind, hint="look at OTEL_PROPAGATORS")
 
 
 def _heeded(value: object) -> bool:

@@ -22,7 +22,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from saf.tracing.carried import BAGGAGE, LARGE, context_of, current, fields, on
+from saf.tracing.carried import BAGGAGE, LARGE, context_of, current, fields, harmless, on
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -229,16 +229,25 @@ def _sampled(rows: Any) -> Iterator[Carried]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    names = fields() - {BAGGAGE}
+    if not names:
+        return
     step = -(-len(rows) // MOST_LOOKED_AT) or 1
     some = rows.select(["message_id", "headers"]).take(pa.array(range(0, len(rows), step)))
     found = pa.scalar(False)
-    for name in fields() - {BAGGAGE}:
+    for name in names:
         found = pc.or_kleene(found, pc.match_substring(some["headers"], name))
     some = some.filter(found).slice(0, MOST_LINKS)
     yield from zip(*(column.to_pylist() for column in some.columns), strict=True)
 
 
 def _link(span: Span, messages: Iterator[Carried]) -> None:
+    """Link to messages; whatever goes wrong with that is never the messages' fault."""
+    with harmless():
+        _link_to(span, messages)
+
+
+def _link_to(span: Span, messages: Iterator[Carried]) -> None:
     from opentelemetry import trace
 
     for message_id, headers in messages:

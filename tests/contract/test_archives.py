@@ -35,6 +35,7 @@ from tests.archives import (
 )
 from tests.pipeline import connect, forward
 from tests.programs import configuration, saf
+from tests.synced import synced
 
 NO_STORE = {
     "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
@@ -111,6 +112,25 @@ def test_what_was_archived_and_stays_is_not_archived_again(app: Dsn, mom: Dsn, w
     send_late(app, 1 << 19, "late")
     assert "purged" in states(purge(app, where))
     assert (texts(where), in_log(app)) == (["a", "b", "late"], [])
+
+
+def test_what_a_purge_takes_is_durable_in_an_archive_that_was_just_made(
+    tmp_path: Path, app: Dsn, mom: Dsn
+) -> None:
+    fill(app, "a")
+    may_go(app, mom)
+    with synced() as found:
+        purge(app, place("table", tmp_path / "one"))
+    archive = tmp_path / "one" / "archive"
+    versions = {*archive.glob("_delta_log/*.json")}
+    assert len(versions) == 2
+    assert {tmp_path, archive.parent, archive, archive / "_delta_log", *versions} <= found
+    fill(app, "b")
+    may_go(app, mom)
+    with synced() as found:
+        purge(app, place("folder", tmp_path / "two"))
+    (file,) = (tmp_path / "two").rglob("*.parquet")
+    assert {tmp_path, tmp_path / "two", file.parent.parent, file.parent} <= found
 
 
 @pytest.mark.parametrize("point", ["archive_written", "archived"])

@@ -11,7 +11,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 import pytest
-from deltalake import DeltaTable, write_deltalake
+from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 from pydantic import SecretStr, ValidationError
 
 from saf.database import Dsn, fetch
@@ -281,6 +281,22 @@ def test_a_table_that_was_set_back_is_refused_and_gets_again_what_it_has_lost(
     forward(app, chunk_rows=3, lake=lake)
     assert sorted(texts(table)) == [str(number) for number in range(5)]
     assert compare(app, lake).same
+
+
+@pytest.mark.parametrize("name", ["", "x", "7", "7:epoch", "x:epoch:", "7:place:", "7:position:"])
+def test_marks_that_somebody_has_written_make_no_dead_letters(
+    lake: Delta, table: Path, name: str
+) -> None:
+    forwarder = Forwarder()
+    sent = forwarder.messages(4)
+    forwarder.learn(lake_stores(lake, forwarder.chunk(sent)))
+    there = DeltaTable(table)
+    theirs = CommitProperties(app_transactions=[Transaction(f"saf:{forwarder.source}:{name}", 1)])
+    there.create_write_transaction([], "append", there.schema(), commit_properties=theirs)
+    with pytest.raises(Refused, match=r"its marks .* cannot be read.*estore the table"):
+        store(lake, forwarder.chunk(sent))
+    with pytest.raises(Refused, match="cannot be read"):
+        lake.known("lake", forwarder.source, role="test")
 
 
 def test_a_table_that_is_gone_is_not_taken_for_a_new_one(

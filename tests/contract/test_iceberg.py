@@ -43,6 +43,7 @@ from tests.lakes import (
 )
 from tests.pipeline import connect, forward, let_time_pass
 from tests.rest_catalog import rest_catalog
+from tests.synced import synced
 
 
 @pytest.fixture
@@ -122,6 +123,16 @@ def test_a_query_by_any_column_finds_its_rows(lake: Iceberg) -> None:
         assert [one for (one,) in found.fetchall()] == ([*range(1, 7)] if every else [1, 2, 3])
     day = table.scan("created_at < '2026-01-02T00:00:00+00:00'")
     assert len([*day.plan_files()]) == 1
+
+
+def test_the_names_of_its_folders_are_durable_before_a_message_counts_as_stored(
+    lake: Iceberg,
+) -> None:
+    forwarder, folder = Forwarder(), folder_of(lake)
+    with synced() as found:
+        store(lake, forwarder.chunk(forwarder.messages(1)))
+    made = {one.parent for one in folder.rglob("shop/**/*") if one.is_dir()}
+    assert {folder, folder / "shop", *made} <= found
 
 
 def test_members_of_bodies_get_columns_also_later(lake: Iceberg) -> None:
@@ -378,6 +389,45 @@ def test_a_rollback_whose_marks_have_expired_is_refused_and_a_way_out_is_named(
     with pytest.raises(Behind):
         store(lake, one.chunk(one.messages(1)))
     assert store(lake, other.chunk(other.messages(1))) == (1, 0)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"snapshot": 1, "sequence": "x"}', "null"])
+def test_marks_that_somebody_has_written_make_no_dead_letters(lake: Iceberg, text: str) -> None:
+    one, other = Forwarder(), Forwarder()
+    for forwarder in (one, other):
+        store(lake, forwarder.chunk(forwarder.messages(4)))
+    mine = f"saf.marks.{one.source}"
+    before = loaded(lake).properties[mine]
+    with loaded(lake).transaction() as transaction:
+        transaction.set_properties({mine: text})
+    for forwarder in (one, other):  # a commit of the other's could not put it right
+        with pytest.raises(Refused, match=f"property {mine} .* cannot be read.*remove it"):
+            store(lake, forwarder.chunk(forwarder.messages(1)))
+    with pytest.raises(Refused, match="cannot be read"):
+        lake.known("lake", one.source, role="test")
+    with loaded(lake).transaction() as transaction:
+        transaction.set_properties({mine: before})
+    assert store(lake, other.chunk(other.messages(1))) == (1, 0)
+
+
+def test_a_table_that_is_altered_while_a_task_has_it_is_looked_at_again(lake: Iceberg) -> None:
+    forwarder = Forwarder()
+    with closing(lake.open("lake")) as table:
+
+        def stores(count: int) -> int:
+            rows = forwarder.messages(count)
+            return forwarder.learn(table.store(forwarder.chunk(rows), exactly_once=True)).messages
+
+        assert stores(1) == 1
+        with loaded(lake).update_schema() as change:
+            change.rename_column("key", "formerly")
+            change.delete_column("message_type")
+        assert stores(2) == 2
+        assert {"key", "formerly", "message_type"} <= {*loaded(lake).schema().column_names}
+        with loaded(lake).update_spec() as spec:
+            spec.remove_field("created_at_day")
+        with pytest.raises(Refused, match="partitioned by nothing, not by day"):
+            stores(1)
 
 
 def test_a_table_that_is_gone_is_not_taken_for_a_new_one(

@@ -22,7 +22,7 @@ from saf.destinations.jsonl import Jsonl
 from saf.destinations.reading import Compared
 from saf.destinations.settings import DestinationSettings
 from saf.destinations.tables import uuid_hashes
-from saf.errors import CannotReadBack, Unavailable
+from saf.errors import CannotReadBack, Refused, Unavailable
 from saf.failpoints import arm
 from saf.operating.doctor import examine
 from saf.repair.reconcile import Outcome, reconcile
@@ -41,6 +41,7 @@ from tests.pipeline import (
     send,
     stores,
 )
+from tests.synced import synced
 
 WEEK = 7 * 86400.0
 
@@ -103,6 +104,21 @@ def test_messages_are_lines_in_their_order_and_each_is_there_once(app: Dsn, file
         ((source,),) = fetch(connection, "SELECT broker_id::text FROM saf.broker")
     assert [(line["message_id"], line["shard"]) for line in held(files)] == sent
     assert {line["source"] for line in held(files)} == {source}
+
+
+def test_the_names_of_its_folders_are_durable_before_a_message_counts_as_stored(
+    app: Dsn, files: Jsonl
+) -> None:
+    send_numbers(app, 0)
+    with synced() as found:
+        forward(app, files=files)
+    (file,) = files.folder.glob("*/*.jsonl")
+    assert {files.folder, files.folder / ".saf", file.parent} <= found
+    shutil.rmtree(file.parent)  # by a reader, who has read it
+    send_numbers(app, 1)
+    with synced() as found:
+        forward(app, files=files)
+    assert {files.folder, file.parent} <= found
 
 
 class Died(BaseException):
@@ -325,6 +341,32 @@ def test_a_destination_that_cannot_say_which_it_is_makes_no_dead_letters(
         let_time_pass(app)
         forward(app, chunk_rows=3, files=files)
     assert texts(files) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"number": 1, "places": [[1]]}', "null"])
+@pytest.mark.parametrize("which", ["saf.json", ".saf/SOURCE.json"])
+def test_what_is_wrong_with_its_own_files_makes_no_dead_letters(
+    app: Dsn, files: Jsonl, which: str, content: str
+) -> None:
+    send_numbers(app, 0, 1)
+    forward(app, files=files)
+    with connect(app) as connection:
+        ((source,),) = fetch(connection, "SELECT broker_id::text FROM saf.broker")
+    file = files.folder / which.replace("SOURCE", source)
+    before = file.read_text()
+    file.write_text(content)
+    send_numbers(app, 2, 3)
+    with Cycle(app, forwarding_rules("exactly_once", 1000, files=files)) as cycle:
+        (error,) = [one.error or "" for one in cycle.run() if one.error]
+    assert f"{file} cannot be read" in error
+    with pytest.raises(Refused, match="Bring the file back"):
+        files.known("files", UUID(source), role="test")
+    file.write_text(before)
+    let_time_pass(app)
+    forward(app, files=files)
+    assert texts(files) == ["0", "1", "2", "3"]
+    with connect(app) as connection:
+        assert fetch(connection, "SELECT count(*) FROM saf.dead_letter") == [(0,)]
 
 
 def test_a_body_larger_than_a_kind_takes_is_a_dead_letter(app: Dsn, files: Jsonl) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Sequence
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from saf.destinations.delta.micro_batches import MicroBatches
 from saf.destinations.delta.task_files import TaskFiles, heard
 from saf.errors import ConfigurationError, NotThisStream, Refused, Unavailable
 from tests.delta_table import commits
+from tests.synced import synced
 
 QUERY = "a query"
 COLUMNS = pa.schema(
@@ -79,6 +82,23 @@ def test_each_is_there_once_in_a_commit_of_its_own(table: Path) -> None:
     assert ids(table) == [1, 2, 3, 4, 5]
 
 
+def test_a_table_that_was_just_made_is_durable_before_its_first_micro_batch_is_acknowledged(
+    table: Path,
+) -> None:
+    with synced() as found:
+        append(micro_batches(table), 0, rows(1))
+    log = table / "_delta_log"
+    versions = sorted(log.glob("*.json"))
+    assert {table.parent.parent, table.parent, table, log, *versions} <= found
+    assert len(versions) == 2
+    more = rows(2).append_column("day", pa.array(["2026-01-31"]))
+    with synced() as found:
+        append(micro_batches(table), 1, more)
+    versions = sorted(log.glob("*.json"))[2:]
+    assert {*versions} <= found
+    assert len(versions) == 2  # one has added the column
+
+
 def test_of_two_drivers_with_the_same_one_the_second_finds_it_there(table: Path) -> None:
     one, two = micro_batches(table), micro_batches(table)
     mine, theirs = one.begin(QUERY, 0, COLUMNS), two.begin(QUERY, 0, COLUMNS)
@@ -106,6 +126,42 @@ def test_a_query_by_any_column_finds_its_rows(table: Path) -> None:
         "headers['a'] = 'b'": [1, 2, 3, 4],
     }.items():
         assert ids(table, where) == found, where
+
+
+def test_columns_of_any_type_are_written_and_found_by_what_they_hold(table: Path) -> None:
+    """What is counted is written in the way of its type; what is not counted leaves nothing out."""
+    columns = {
+        "id": pa.array([1, 2, 3], pa.int64()),
+        "day": pa.array([date(2026, 1, 31), None, date(1969, 12, 31)], pa.date32()),
+        "clock": pa.array([datetime(2026, 1, 31, 7), None, datetime(1, 1, 1)], pa.timestamp("us")),
+        "small": pa.array([-7, 7, None], pa.int16()),
+        "price": pa.array([Decimal("1.10"), None, Decimal("-3.00")], pa.decimal128(10, 2)),
+        "ratio": pa.array([float("nan"), float("-inf"), 1.5], pa.float64()),
+        "paid": pa.array([True, None, False]),
+        "bytes": pa.array([b"\x00\xff", None, b""]),
+        "never": pa.nulls(3, pa.date32()),
+    }
+    append(micro_batches(table), 0, pa.table(columns))
+    for where, found in {
+        "day = '2026-01-31'": [1],
+        "day < '1970-01-01'": [3],
+        "day > '2026-01-31'": [],
+        "clock = '2026-01-31 07:00:00'": [1],
+        "clock < '1970-01-01'": [3],
+        "small = -7": [1],
+        "price < 0": [3],
+        "isnan(ratio)": [1],
+        "ratio < 0": [2],
+        "paid": [1],
+        "bytes = ''": [3],
+        "never IS NULL AND day IS NULL": [2],
+        "never = '2026-01-31'": [],
+    }.items():
+        assert ids(table, where) == found, where
+    (said,) = DeltaTable(table).get_add_actions(flatten=True).to_struct_array().to_pylist()
+    assert said["max.day"] == date(2026, 1, 31)
+    assert said["min.clock"] == datetime(1, 1, 1)
+    assert said["null_count.never"] == 3
 
 
 def test_a_table_that_lacks_what_was_before_is_refused(table: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.database.bounds import Bounds
 from saf.destinations.redis import Redis
 from saf.errors import Unavailable
@@ -17,7 +17,7 @@ from saf.repair.send_again import send_again
 from saf.routing.routes import current_routes
 from saf.testing.forwarder import Forwarder
 from tests.lossy import Lossy
-from tests.pipeline import forward, let_time_pass
+from tests.pipeline import connect, forward, let_time_pass
 from tests.queue_suite import QueueSuite, errors, ids, send_numbers, texts
 from tests.redis_server import RedisServer, redis_server
 from tests.waits import until
@@ -51,6 +51,27 @@ def test_a_script_that_the_server_has_forgotten_is_given_again(
             destination.store(forwarder.chunk(rows), exactly_once=True)
         destination.store(forwarder.chunk(rows), exactly_once=True)
     assert ids(queue) == [row["message_id"] for row in rows]
+
+
+def test_marks_that_somebody_has_written_make_no_dead_letters(
+    app: Dsn, queue: RedisServer, events: Redis
+) -> None:
+    send_numbers(app, 0, 1)
+    forward(app, events=events)
+    client = queue.client()
+    (marks,) = client.keys("*marks*")
+    before = client.hgetall(marks)
+    send_numbers(app, 2)
+    for text in ("7", "a b c d e", "1 2 3 1 yesterday", b"\xff"):
+        client.hset(marks, mapping=dict.fromkeys(before, text))
+        (said,) = errors(app, events)
+        assert "its marks cannot be read" in said
+        let_time_pass(app)
+    client.hset(marks, mapping=before)
+    forward(app, events=events)
+    assert texts(queue) == ["0", "1", "2"]
+    with connect(app) as connection:
+        assert fetch(connection, "SELECT count(*) FROM saf.dead_letter") == [(0,)]
 
 
 def test_a_failover_that_lost_what_was_acknowledged_is_noticed_and_repaired(

@@ -14,7 +14,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry import baggage, context, trace
+from opentelemetry import baggage, context, propagate, trace
+from opentelemetry.baggage.propagation import W3CBaggagePropagator
+from opentelemetry.propagators.composite import CompositePropagator
+from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -27,7 +30,7 @@ import saf
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.message import MAX_HEADERS, Message, check_headers, encode
-from saf.tracing.carried import LARGE, LONGEST, carrier_of, context_of, with_context
+from saf.tracing.carried import LARGE, LONGEST, _say, carrier_of, context_of, with_context
 from saf.tracing.log_lines import trace_ids
 from saf.tracing.spans import MOST_LINKS, MOST_LOOKED_AT, SCHEMA, forwarding
 from tests.dialogs import SHOP, begin
@@ -196,9 +199,6 @@ def test_no_context_makes_a_message_too_large_or_no_text(spans: Recorded) -> Non
 def test_the_propagators_of_the_process_are_used(
     app: Dsn, spans: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opentelemetry import propagate
-    from opentelemetry.propagators.composite import CompositePropagator
-
     monkeypatch.setattr(propagate, "_HTTP_TEXT_FORMAT", CompositePropagator([]))
     with spans.provider.get_tracer("shop").start_as_current_span("request"):
         sent(app)
@@ -294,9 +294,60 @@ def test_of_a_large_chunk_some_messages_are_looked_at_all_over_it(spans: Recorde
 
 def test_without_a_span_that_is_recorded_no_header_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", TracerProvider(sampler=ALWAYS_OFF))
-    rows = pa.table({"message_id": [b"0" * 16]})  # it has no headers
-    with forwarding("mom", rows):
+    read = []
+
+    class Rows:
+        def __len__(self) -> int:
+            return 1
+
+        def select(self, columns: list[str]) -> pa.Table:
+            read.extend(columns)
+            return pa.table({name: [None] for name in columns})
+
+    with forwarding("mom", Rows()):
         pass
+    assert read == []
+
+
+class Raising(TextMapPropagator):
+    """A propagator of somebody's that is broken."""
+
+    def extract(self, *_: Any, **__: Any) -> context.Context:
+        raise TypeError("card 4111")
+
+    def inject(self, *_: Any, **__: Any) -> None:
+        raise TypeError("card 4111")
+
+    @property
+    def fields(self) -> set[str]:
+        return {"traceparent"}
+
+
+@pytest.mark.parametrize(
+    "propagator",
+    [CompositePropagator([]), W3CBaggagePropagator(), Raising()],
+    ids=["none", "baggage", "broken"],
+)
+def test_whatever_the_propagators_are_messages_are_sent_forwarded_and_handled(
+    app: Dsn,
+    inbox: Dsn,
+    spans: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    propagator: TextMapPropagator,
+) -> None:
+    monkeypatch.setattr(propagate, "_HTTP_TEXT_FORMAT", propagator)
+    _say.cache_clear()
+    with capture_logs() as logs:
+        for _ in range(2):
+            sent(app, headers={"traceparent": PARENT})
+        with spans.provider.get_tracer("shop").start_as_current_span("request"):
+            sent(app)
+        forward(app, mom=inbox)
+        assert len(handled(inbox)) == 3
+    assert said(spans.one("send"))["messaging.batch.message_count"] == 3
+    failed = [one for one in logs if one["event"] == "tracing_failed"]
+    assert len(failed) == isinstance(propagator, Raising)
+    assert "4111" not in str(logs)
 
 
 def test_a_destination_that_fails_is_a_span_with_the_type_of_the_error(

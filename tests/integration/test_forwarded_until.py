@@ -96,6 +96,17 @@ def test_a_source_that_is_down_is_not_forwarded(app: Dsn, mom: Dsn, tmp_path: Pa
     assert asked(config, now(app))[0] == 75
 
 
+def test_an_answer_that_takes_too_long_is_asked_for_again_later(app: Dsn, config: Path) -> None:
+    """So a schedule waits, and nobody is called: nothing is wrong that a person could mend."""
+    until = now(app)
+    with connect(app) as connection, connection.transaction():
+        connection.execute("LOCK TABLE saf.dead_letter")
+        code, said = asked(config, until, "--timeout", "0.2")
+    assert (code, said["brokers"]) == (75, [])
+    assert "longer than 0.2 s to look for dead messages" in said["errors"][0]["error"]
+    assert "--timeout" in said["errors"][0]["error"]
+
+
 def test_a_dead_letter_that_is_retried_meanwhile_is_not_overlooked(
     app: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "message_type": st.sampled_from([*TEXTS, "a\0b"]),
     "created_at": st.sampled_from(MOMENTS),
     "id": st.integers(-1, 45) | st.just(1 << 62),
-    "shard": st.integers(-1, 65),
+    "shard": st.integers(-1, 65) | st.sampled_from([1 << 20, -(1 << 40)]),
 }
 
 

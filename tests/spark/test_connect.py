@@ -39,7 +39,12 @@ import saf.spark
 from pyspark.sql import SparkSession
 folder, remote = sys.argv[1:]
 spark = SparkSession.builder.remote(remote).getOrCreate()
+spark.conf.set("spark.sql.leafNodeDefaultParallelism", "3")
 saf.spark.register(spark)
+assert spark.conf.get("spark.sql.leafNodeDefaultParallelism") == "3"
+spark.conf.unset("spark.sql.leafNodeDefaultParallelism")
+saf.spark.register(spark)
+assert not spark.conf.get("spark.sql.leafNodeDefaultParallelism", None)
 options = {"broker": "app", "config": f"{folder}/saf.toml"}
 said = {}
 

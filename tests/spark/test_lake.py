@@ -13,9 +13,11 @@ import duckdb
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
+from pyspark.serializers import CloudPickleSerializer
 
 import saf.spark
 from saf.database import Dsn
+from saf.errors import ConfigurationError
 from tests.pipeline import connect
 from tests.programs import configuration
 from tests.spark.tables import session
@@ -50,6 +52,19 @@ def read(config: Path, **options: object) -> DataFrame:
     for name, value in {**given, **options}.items():
         reader = reader.option(name, str(value))
     return reader.load()
+
+
+def test_options_with_secrets_never_go_into_a_plan_of_spark_connect() -> None:
+    pickled: Any = CloudPickleSerializer
+    secret = saf.spark.to_delta("s3://lake/outbox", storage_options={"secret": "hunter2"})
+    for sent in (secret, lambda: secret):
+        with pytest.raises(ConfigurationError, match="no storage_options over") as caught:
+            pickled().dumps(sent)
+        assert "hunter2" not in str(caught.value)
+    elsewhere: Any = object()  # a DataFrame that is none of a classic session
+    with pytest.raises(ConfigurationError, match="in the environment of the server"):
+        secret(elsewhere, 0)
+    assert pickled().dumps(saf.spark.to_delta("s3://lake/outbox"))
 
 
 def start(messages: DataFrame, folder: Path, checkpoint: str = "checkpoint", to: Any = None) -> Any:

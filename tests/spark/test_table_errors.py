@@ -26,6 +26,8 @@ GIVEN = {"broker": "app", "log": "outbox"}
         ({**GIVEN, "brokr": "x"}, "there is no option 'brokr' of the format saf (did you mean 'br"),
         ({"log": "outbox"}, "which broker?"),
         ({**GIVEN, "dsn_from": "X"}, "which broker?"),
+        ({**GIVEN, "broker": ""}, "the option broker names nobody (''): give it a name"),
+        ({**GIVEN, "broker": " , "}, "the option broker names nobody (' , ')"),
         ({"dsn_from": "X", "log": "inbox", "config": "x"}, "config goes with broker"),
         ({**GIVEN, "log": "Outbox"}, "the option log is outbox or inbox, and not 'Outbox'"),
         ({"broker": "app"}, "the option log is outbox or inbox, and not ''"),

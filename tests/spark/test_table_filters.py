@@ -14,17 +14,20 @@ from pyspark.sql.datasource import (
     EqualTo,
     Filter,
     GreaterThan,
+    GreaterThanOrEqual,
     In,
     IsNull,
+    LessThan,
     Not,
     StringContains,
 )
 
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.log.shards import shard_of
 from saf.spark.table.filters import condition, shards_of
 from saf.spark.table.part import Part
 from saf.spark.table.source import Messages
+from tests.pipeline import connect
 from tests.sizes import sized
 from tests.spark.filters import BEGIN, COLUMNS, TEXTS, conditions, fill
 from tests.spark.tables import Tables
@@ -71,6 +74,30 @@ def test_a_read_with_filters_gives_what_spark_would_keep_of_a_read_without(
 )
 def test_the_database_takes_what_it_can_decide(taken: Filter) -> None:
     assert condition(taken) is not None
+
+
+@pytest.mark.parametrize(
+    ("taken", "found"),
+    [
+        (LessThan(("shard",), 100_000), True),
+        (GreaterThanOrEqual(("shard",), -(1 << 62)), True),
+        (GreaterThan(("shard",), 1 << 62), False),
+        (EqualTo(("shard",), 100_000), False),
+        (In(("shard",), ()), False),
+    ],
+)
+def test_a_shard_is_compared_with_any_number_by_an_index(
+    app: Dsn, taken: Filter, found: bool
+) -> None:
+    fill(app)
+    one = condition(taken)
+    assert one is not None
+    with connect(app) as connection:
+        where = f"FROM saf.outbox WHERE {one.text}"
+        assert fetch(connection, f"SELECT count(*) > 0 {where}") == [(found,)]
+        connection.execute("SET enable_seqscan = off")
+        plan = [line for (line,) in fetch(connection, f"EXPLAIN SELECT id {where}")]
+    assert any("Index Cond" in line and "shard" in line for line in plan), plan
 
 
 @pytest.mark.parametrize(

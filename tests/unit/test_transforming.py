@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import UUID
@@ -9,12 +10,15 @@ from uuid import UUID
 import pyarrow as pa
 import pytest
 
+from saf.destinations.jsonl.lines import lines
 from saf.engine.classifying import as_table
 from saf.engine.in_step import LAST, InStep
 from saf.engine.kept_results import RESULT as KEPT
 from saf.engine.set_aside import SetAside
 from saf.engine.transforming import RESULT, Evaluated, Transforming
+from saf.engine.vouching import vouched
 from saf.errors import Unavailable
+from saf.message import MAX_HEADERS
 from saf.spark.items import unbroken
 
 END = {"id": LAST, "ended": True}
@@ -44,9 +48,10 @@ def transforming(
     *,
     not_deterministic: Sequence[str] = (),
     routers: Sequence[str] = (),
+    gives: Sequence[str] = ("body",),
     **more: Any,
 ) -> Transforming:
-    evaluated = Evaluated(given={"billing": frozenset({"body"})}, **more)
+    evaluated = Evaluated(given={"billing": frozenset(gives)}, **more)
     return Transforming(
         ["billing"],
         evaluated,
@@ -99,11 +104,22 @@ def test_results_that_end_too_early_leave_nothing_out(broken: bool) -> None:
         one.look(rows(1, 2), None)
 
 
+UNFIT_HEADERS = (
+    *("", "text", "null", "[]", '"a"', "7", "{'a': 1}", '{"a": 1} {}', '{"a": NaN}'),
+    *('{"a": "\\u0000"}', '{"\\ud800": 1}', '{"a": "line\nline"}', "[" * 100_000),
+    f'{{"a": "{"x" * MAX_HEADERS}"}}',
+)
+
+
 @pytest.mark.parametrize(
     ("made", "why"),
     [
         ([{"part": 0, "body": None}], "no body"),
         ([{"body": b"more than ten"}], "more than 10 bytes"),
+        *(
+            ([{"body": b"a", "headers": headers}], "headers that are no JSON object")
+            for headers in UNFIT_HEADERS
+        ),
         ([{"part": -1, "body": b"a"}], "below 0"),
         ([{"part": 1, "body": b"a"}, {"part": 1, "body": b"b"}], "in a column part"),
         ([{"body": b"a"}, {"body": b"b"}], "in a column part"),
@@ -122,6 +138,28 @@ def test_a_result_that_cannot_be_sent_makes_a_dead_letter_of_its_message_alone(
     ((buried, _, reason, error),) = aside.dead
     assert (buried["id"].to_pylist(), reason) == ([2], "rejected")
     assert why in error
+
+
+def test_headers_of_any_form_are_sent_on_one_line_and_say_nothing_of_who_was_verified() -> None:
+    texts = {
+        '{\n  "a": 1.50,\r\n\t"ü": []\n}': '{"a": 1.50, "ü": []}',
+        '{"a":"x\\u000ay"}': '{"a": "x\\ny"}',
+        '{"saf-verified-from" : {}}': '{"saf-claimed-from": {}}',
+        '{"\\u0073af-verified-from":{}}': '{"saf-claimed-from": {}}',
+        '{"a": 1, "a": 2}': '{"a": 2}',
+        None: None,
+    }
+    made = [{"id": n, "body": b"1", "headers": one} for n, one in enumerate(texts, 1)]
+    one = transforming(results(*made, END), gives=["body", "headers"])
+    some = rows(*range(1, len(made) + 1))
+    one.look(some, None)
+    going = vouched(one.outputs(some), UUID(int=7), None)
+    assert going["headers"].to_pylist() == [*texts.values()]
+    written = lines(going, UUID(int=7)).to_pylist()
+    assert [json.loads(line).get("headers") for line in written] == [
+        said and json.loads(said) for said in texts.values()
+    ]
+    assert "".join(written).count("\n") == len(made)
 
 
 class Source:

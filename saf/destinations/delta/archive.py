@@ -39,6 +39,7 @@ from saf.errors import Unavailable
 from saf.failpoints import fail_point
 from saf.log.arrow import OF_SPARK
 from saf.log.columns import plain
+from saf.log.disk import make_folder
 from saf.log.ring import Contents
 from saf.log.slot_rows import SlotRows, reading
 
@@ -64,7 +65,7 @@ ATTEMPTS = 5
 SEVERAL = 0
 """In place of an incarnation: the broker was repaired while it was archived here."""
 RECENT = 3
-"""So many versions are made durable when a slot is there already."""
+"""So many versions are made durable before a slot is archived."""
 
 
 class DeltaArchive:
@@ -85,14 +86,13 @@ class DeltaArchive:
         for _ in range(ATTEMPTS):
             with reading(self._dsn, contents.slot) as rows, self._link.errors():
                 table = self._table()
+                # whoever has made it, or archived the slot, may have died right after that
+                sync(table, self._files, max(table.version() - RECENT, -1))
                 added = _Added(rows, contents, table, self._files)
                 if added.write() != contents.messages:
                     added.forget()
                     return None
-                if not added.files:
-                    # its commit may not be durable yet, if a process was killed right after it
-                    sync(table, self._files, max(table.version() - RECENT, -1))
-                elif not added.commit(self._link.what):
+                if added.files and not added.commit(self._link.what):
                     added.forget()
                     continue
             fail_point("archived")
@@ -103,7 +103,7 @@ class DeltaArchive:
         """Load the table, made if it is not there."""
         folder = self._link.settings.folder
         if folder:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         last: DeltaError | None = None
         for _ in range(ATTEMPTS):
             if table := self._link.load():

@@ -64,8 +64,7 @@ def statistics(rows: pa.Table, counted: Sequence[str]) -> str:
         column = rows[name]
         if column.null_count == rows.num_rows:
             continue
-        ends = pa.array(pc.min_max(column).values(), column.type)
-        ends = moments(ends) if pa.types.is_timestamp(column.type) else ends
+        ends = _written(pa.array(pc.min_max(column).values(), column.type))
         least[name], most[name] = ends.to_pylist()
     return json.dumps(
         {
@@ -75,3 +74,17 @@ def statistics(rows: pa.Table, counted: Sequence[str]) -> str:
             "nullCount": {name: rows[name].null_count for name in counted},
         }
     )
+
+
+def _written(ends: pa.Array) -> pa.Array:
+    """Return dates and times as the log of a table has them.
+
+    >>> _written(pa.array([7], pa.timestamp("us"))).to_pylist()
+    ['1970-01-01T00:00:00.000007']
+    >>> _written(pa.array([7], pa.date32())).to_pylist(), _written(pa.array([7])).to_pylist()
+    (['1970-01-08'], [7])
+    """
+    if pa.types.is_timestamp(ends.type):
+        texts = moments(ends)
+        return texts if ends.type.tz else pc.utf8_rtrim(texts, "Z")
+    return ends.cast(pa.string()) if pa.types.is_date(ends.type) else ends

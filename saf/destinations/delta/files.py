@@ -24,7 +24,7 @@ from pyarrow.fs import (
     SubTreeFileSystem,
 )
 
-from saf.destinations import disk
+from saf.log import disk
 
 
 class Files:
@@ -81,7 +81,7 @@ class Files:
         for file in files:
             with suppress(FileNotFoundError):
                 disk.sync_file(file)
-        for folder in {file.parent for file in files}:
+        for folder in {self._folder, *(file.parent for file in files)}:
             disk.sync(folder)
 
     def remove(self, paths: Iterable[str]) -> None:

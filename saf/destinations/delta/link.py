@@ -23,7 +23,7 @@ from saf.destinations.disk import unavailable_if_lost
 from saf.destinations.lake.names import DESTINATION
 from saf.destinations.lake.state import State
 from saf.destinations.marks import Known
-from saf.destinations.queues import unusable
+from saf.destinations.queues import readable, unusable
 from saf.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -75,13 +75,23 @@ class Link:
 
     def known(self, source: UUID) -> Known:
         """Return how far the table has got with a source."""
-        from saf.destinations.delta.marks import state_of
-
         table, identity = self.load(), self.identity()
         if table is None:
             return State().known(identity)
         with self.errors():
-            return state_of(source, self.log().at(table.version())).known(identity)
+            return self.state(self.log(), table.version(), source).known(identity)
+
+    def state(self, log: Log, version: int, source: UUID) -> State:
+        """Return what a version of the table knows of a source.
+
+        Raises:
+            Refused: the log does not say it in saf's way.
+        """
+        from saf.destinations.delta.marks import state_of
+
+        cure = "restore the table to a version before somebody changed them, or name another table"
+        with readable(self.what, "its marks in the log of its table", cure):
+            return state_of(source, log.at(version))
 
     def log(self) -> Log:
         """Return the table's log, not read yet."""

@@ -29,11 +29,12 @@ from saf.destinations.delta.making import check_others, type_of
 from saf.destinations.delta.task_files import TaskFiles, link_of
 from saf.destinations.queues import unusable
 from saf.errors import ConfigurationError, NotThisStream, Unavailable
+from saf.log.disk import make_folder
 
 ATTEMPTS = 20
 """How often a commit is tried, if others change the same table meanwhile."""
 RECENT = 3
-"""So many versions are made durable when a micro-batch is there already."""
+"""So many versions are made durable before a micro-batch, or when it is there already."""
 COUNTED = "delta.dataSkippingStatsColumns"
 COUNTS = "delta.dataSkippingNumIndexedCols"
 COUNTABLE = (types.is_integer, types.is_date, types.is_timestamp)
@@ -68,6 +69,8 @@ class MicroBatches:
                 return None
             with self._link.errors():
                 if not (missing := lacking(self._link.what, table, columns, self._by)):
+                    # whoever has made or altered it may have died right after that
+                    sync(table, self._files, max(table.version() - RECENT, -1))
                     counted = _counted(table, columns)
                     return TaskFiles(
                         settings=self._settings, columns=columns, by=self._by, counted=counted
@@ -102,7 +105,7 @@ class MicroBatches:
         may_make = columns is not None and number == 0
         if folder and may_make:
             with self._link.errors():
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
         for _ in range(ATTEMPTS):
             if table := self._link.load():
                 return table

@@ -28,7 +28,7 @@ from saf.destinations.delta.files import Files
 from saf.destinations.delta.link import Link
 from saf.destinations.delta.log import Log, file_of
 from saf.destinations.delta.making import ready
-from saf.destinations.delta.marks import state_of, transactions
+from saf.destinations.delta.marks import transactions
 from saf.destinations.lake.names import DESTINATION
 from saf.destinations.lake.state import State
 from saf.destinations.lake.table import Change, LakeTable
@@ -68,7 +68,7 @@ class Table(LakeTable[Opened]):
         return opened.identity
 
     def _state(self, opened: Opened, source: UUID) -> State:
-        return state_of(source, opened.log.at(opened.table.version()))
+        return self._link.state(opened.log, opened.table.version(), source)
 
     def _commit(self, opened: Opened, change: Change) -> bool:
         added = self._write(opened, change.rows, change.source)

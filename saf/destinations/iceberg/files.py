@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pyiceberg.io import FileIO, InputFile, InputStream, OutputFile, OutputStream
 
-from saf.destinations import disk
+from saf.log import disk
 
 NAME = f"{__name__}.LocalFiles"
 """The name by which pyiceberg finds it."""

@@ -37,7 +37,7 @@ from saf.database.refusal import to_mend
 from saf.destinations.disk import unavailable_if_lost
 from saf.destinations.iceberg.address import file_of, is_sql, libpq, place
 from saf.destinations.iceberg.files import NAME
-from saf.destinations.iceberg.marks import MarksExpired, state_of
+from saf.destinations.iceberg.marks import MarksDamaged, MarksExpired, state_of
 from saf.destinations.lake.names import DESTINATION
 from saf.destinations.lake.settings import said
 from saf.destinations.lake.state import State
@@ -146,6 +146,12 @@ class Link:
                 "its table was rolled back, and how far it had got by then has expired",
                 f"set its branch main to snapshot {error.snapshot} again, or one after it; or "
                 f"remove its property {error.name}, and saf rebase sends what is missing",
+            ) from None
+        except MarksDamaged as error:
+            raise unusable(
+                self.what,
+                f"the property {error.name} of its table cannot be read",
+                "set it as it was; or remove it, and saf rebase sends what is missing",
             ) from None
         except (ForbiddenError, OAuthError, UnauthorizedError) as error:
             cure = "mend properties.token or properties.credential in saf.toml"

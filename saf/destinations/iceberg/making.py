@@ -32,12 +32,12 @@ from pyiceberg.types import (
 )
 from sqlalchemy.exc import IntegrityError
 
-from saf.destinations import disk
 from saf.destinations.lake.columns import schema
 from saf.destinations.lake.names import DESTINATION
 from saf.destinations.queues import unusable
 from saf.errors import Unavailable
 from saf.log.arrow import OF_SPARK
+from saf.log.disk import make_folder
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
@@ -158,8 +158,7 @@ def _make(link: Link) -> None:
         pass  # by another task, just now
     if settings.folder:
         folder = settings.folder.joinpath(*namespace, last)
-        folder.mkdir(parents=True, exist_ok=True)
-        disk.sync(folder.parent)
+        make_folder(folder)
         location = f"file://{folder}"
     fields = [
         NestedField(number, name, type_, required=False)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -56,6 +57,15 @@ class MarksExpired(Exception):
         """The snapshot that it names."""
 
 
+class MarksDamaged(Exception):
+    """A property is not what saf has written."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+        """The property."""
+
+
 def name_of(source: UUID) -> str:
     """Return the name of the property with a source's marks."""
     return f"{OURS}{source}"
@@ -65,17 +75,19 @@ def state_of(source: UUID, table: TableMetadata) -> State:
     """Return what a version of a table knows of a source.
 
     Raises:
-        MarksExpired: nobody knows.
+        MarksExpired, MarksDamaged: nobody knows.
     """
-    text = _counts(name_of(source), table)
-    return State() if text is None else _state(json.loads(text))
+    name = name_of(source)
+    text = _counts(name, table)
+    with _reading(name):
+        return State() if text is None else _state(json.loads(text))
 
 
 def put_right(table: TableMetadata) -> dict[str, str | None]:
     """Return what sources' properties have to say since a rollback; None: they have to go.
 
     Raises:
-        MarksExpired: nobody knows.
+        MarksExpired, MarksDamaged: nobody knows.
     """
     names = [name for name in table.properties if name.startswith(OURS)]
     right = {name: _counts(name, table) for name in names}
@@ -87,19 +99,21 @@ def _counts(name: str, table: TableMetadata) -> str | None:
     text = table.properties.get(name)
     if text is None:
         return None
-    said = json.loads(text)
+    with _reading(name):
+        said = json.loads(text)
+        which, sequence = int(said["snapshot"]), int(said["sequence"])
     oldest = None
     for oldest in history(table):
-        if oldest.snapshot_id == said["snapshot"]:
+        if oldest.snapshot_id == which:
             return text
-        if _number(oldest) < said["sequence"] and (then := _text(oldest, name)):
+        if _number(oldest) < sequence and (then := _text(oldest, name)):
             return then
     # a snapshot without a parent says nothing: it loses it when that one is forgotten
     if oldest is None or _number(oldest) == FIRST:
         return None  # all is known, and nothing of the source: rolled back to before it
-    if _number(oldest) > said["sequence"]:
+    if _number(oldest) > sequence:
         return text
-    raise MarksExpired(name, said["snapshot"])
+    raise MarksExpired(name, which)
 
 
 def history(table: TableMetadata) -> Iterator[Snapshot]:
@@ -132,6 +146,14 @@ def text_of(
         "marks": marks,
     }
     return json.dumps(said, separators=(",", ":"))
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        raise MarksDamaged(name) from None
 
 
 def _number(snapshot: Snapshot) -> int:

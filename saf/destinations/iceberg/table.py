@@ -78,8 +78,9 @@ class Table(LakeTable[Opened]):
             opened = self._ready()
             with self._link.errors():
                 table = self._link.load()
-                if table is None or table.metadata.table_uuid != opened.table.metadata.table_uuid:
-                    super().close()  # it was set back, or made anew, while this process had it
+                if table is None or _shape(table) != _shape(opened.table):
+                    # it was set back, made anew, or altered, while this process had it
+                    super().close()
                     opened = self._ready()
                 else:
                     opened.table = table
@@ -117,6 +118,12 @@ class Table(LakeTable[Opened]):
         except ValueError as error:  # its number was taken by a commit to another branch
             raise Unavailable(self.what, self._link.said(error)) from None
         return True
+
+
+def _shape(table: IcebergTable) -> tuple[UUID, int, int]:
+    """Return which table it is, and what tells its columns and its partitions."""
+    metadata = table.metadata
+    return metadata.table_uuid, metadata.current_schema_id, metadata.default_spec_id
 
 
 def _for_one_commit(table: TableMetadata) -> TableMetadata:

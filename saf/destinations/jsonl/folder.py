@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations import Chunk, Stored
-from saf.destinations.disk import sync, unavailable_if_lost, write
+from saf.destinations.disk import unavailable_if_lost
 from saf.destinations.jsonl.lines import content, lines
 from saf.destinations.jsonl.state import (
     INSIDE,
@@ -44,6 +44,7 @@ from saf.destinations.marks import NOTHING, Mark, Place
 from saf.destinations.places import guarded, judged, refuse
 from saf.errors import Rejected, Unavailable
 from saf.failpoints import fail_point
+from saf.log.disk import make_folder, sync, write
 
 if TYPE_CHECKING:
     from saf.destinations.jsonl import Jsonl
@@ -115,7 +116,9 @@ class Folder:
         inside = self.path / INSIDE
         if rows is not None and rows.num_rows:
             new.number += 1
-            (self.path / str(source)).mkdir(exist_ok=True)
+            folder = self.path / str(source)
+            if new.number == 1 or not folder.exists():
+                make_folder(folder)
             write(draft_of(self.path, source, new.number), self._content(rows, source))
         elif new == before:
             return
@@ -151,7 +154,7 @@ class Folder:
         """
         with (self.path / INSIDE / f"{source}.lock").open("wb") as lock:
             self._wait_for(lock.fileno())
-            state = read_state(self.path, source)
+            state = read_state(self.what, self.path, source)
             self._publish(source, state)
             yield state
 

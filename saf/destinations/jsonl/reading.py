@@ -48,7 +48,7 @@ def read(name: str, folder: Path) -> Iterator[Reading]:
 
 def _files(name: str, folder: Path, source: UUID) -> list[Path]:
     """Return the files of a source. The last one may not have its name yet."""
-    last = read_state(folder, source).number
+    last = read_state(f"destination {name!r}", folder, source).number
     files = [file_of(folder, source, number) for number in range(1, last + 1)]
     if files and (draft := draft_of(folder, source, last)).exists():
         files[-1] = draft

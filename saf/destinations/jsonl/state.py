@@ -13,10 +13,13 @@ from datetime import datetime
 from pathlib import Path
 from uuid import NAMESPACE_URL, UUID, uuid4, uuid5
 
-from saf.destinations.disk import sync, unavailable_if_lost, write
+from saf.destinations.disk import unavailable_if_lost
 from saf.destinations.marks import Known, Mark, Place
+from saf.destinations.queues import readable
+from saf.log.disk import sync, write
 
 IDENTITY, INSIDE = "saf.json", ".saf"
+CURE = "bring the file back as it was, or the folder from a backup"
 
 
 @dataclass(kw_only=True)
@@ -59,8 +62,9 @@ def read_identity(what: str, folder: Path) -> UUID:
 
     Raises:
         Unavailable: the folder is not there.
+        Refused: its saf.json is damaged.
     """
-    with unavailable_if_lost(what):
+    with unavailable_if_lost(what), readable(what, str(folder / IDENTITY), CURE):
         try:
             return UUID(json.loads((folder / IDENTITY).read_bytes())["destination"])
         except FileNotFoundError:
@@ -85,10 +89,16 @@ def make_identity(what: str, folder: Path) -> UUID:
     return identity
 
 
-def read_state(folder: Path, source: UUID) -> State:
-    """Return what is stored of a source."""
+def read_state(what: str, folder: Path, source: UUID) -> State:
+    """Return what is stored of a source.
+
+    Raises:
+        Refused: its file is damaged.
+    """
+    file = folder / INSIDE / f"{source}.json"
     try:
-        return State.of((folder / INSIDE / f"{source}.json").read_bytes())
+        with readable(what, str(file), CURE):
+            return State.of(file.read_bytes())
     except FileNotFoundError:
         return State()
 
@@ -97,7 +107,7 @@ def known_of(what: str, folder: Path, source: UUID) -> Known:
     """Return the marks of a source, for `saf reconcile`, `saf doctor` and repairs."""
     destination = read_identity(what, folder)
     with unavailable_if_lost(what):
-        state = read_state(folder, source)
+        state = read_state(what, folder, source)
     epochs: dict[int, int] = {}
     for (_, shard), epoch in state.epochs.items():
         epochs[shard] = max(epoch, epochs.get(shard, 0))

@@ -36,6 +36,7 @@ from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined] # it 
 from saf.destinations.kafka import names
 from saf.destinations.kafka.client import HARMLESS, SLICE_SECONDS, Voices, settings_of
 from saf.destinations.marks import Place
+from saf.destinations.queues import readable
 from saf.destinations.written import ABSENT
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ SETTINGS = {
 }
 """Of a topic of marks that is made: little to read, and no claim goes before all have read it."""
 AT_ONCE = 10_000
+CURE = "only saf may write there: choose another marks_topic, and saf rebase sends what is missing"
 
 
 class MarksTopic:
@@ -92,7 +94,8 @@ class MarksTopic:
         while self._reached < end:
             for one in consumer.consume(AT_ONCE, 0.005):
                 if (error := one.error()) is None:
-                    self._learn((one.key() or b"").decode(), one.value())
+                    with readable(f"topic {self.settings.marks_topic!r}", "a record", CURE):
+                        self._learn((one.key() or b"").decode(), one.value())
                     self._reached = int(one.offset() or 0) + 1
                 elif error.code() == KafkaError._PARTITION_EOF:
                     self._heard = True

@@ -30,6 +30,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 from saf.destinations.marks import NOTHING, Known, Mark, Place
+from saf.destinations.queues import readable
 from saf.destinations.rabbitmq_stream.connection import Connection
 from saf.destinations.rabbitmq_stream.numbers import generation, is_of, publisher
 from saf.destinations.rabbitmq_stream.protocol import (
@@ -47,6 +48,9 @@ ENOUGH_BYTES = 256 << 10
 """After so much, all is written as one entry; or after as much as that has, if it is more."""
 AT_ONCE = 2_000
 """Places of one entry."""
+CURE = (
+    "only saf may write there: choose other marks in saf.toml, and saf rebase sends what is missing"
+)
 CARRIED = "saf"
 """The name under which the number of an entry is kept."""
 NOBODY = 255
@@ -155,17 +159,19 @@ class Journal:
     def _learn(self, entry: bytes) -> str | None:
         """Take in an entry; return its word, if it has one."""
         self._bytes += len(entry)
-        said = json.loads(entry[len(DATA) + 4 :])
-        for name, text in said.get("done", {}).items():
-            self._have_done(_place(name), *read(text))
-        for name, (text, streams) in said.get("begun", {}).items():
-            epoch, mark = read(text)
-            self._have_begun(_place(name), Begun(epoch=epoch, mark=mark, streams=tuple(streams)))
-        self.streams.update(said.get("streams", ()))
-        if "all" in said:
-            self._bytes, self._whole = 0, max(ENOUGH_BYTES, said["all"])
-        word: str | None = said.get("read")
-        return word
+        with readable(f"stream {self.stream!r}", "an entry", CURE):
+            said = json.loads(entry[len(DATA) + 4 :])
+            for name, text in said.get("done", {}).items():
+                self._have_done(_place(name), *read(text))
+            for name, (text, streams) in said.get("begun", {}).items():
+                epoch, mark = read(text)
+                one = Begun(epoch=epoch, mark=mark, streams=tuple(streams))
+                self._have_begun(_place(name), one)
+            self.streams.update(said.get("streams", ()))
+            if "all" in said:
+                self._bytes, self._whole = 0, max(ENOUGH_BYTES, said["all"])
+            word: str | None = said.get("read")
+            return word
 
     def _have_done(self, place: Place, epoch: int, mark: Mark) -> None:
         before, known = self.done.get(place, (0, NOTHING))

@@ -34,7 +34,8 @@ from saf.log.shards import shard_of
 
 TEXTS = ("to_service", "key", "message_type")
 NUMBERS = ("id", "shard")
-TYPES = {"id": "bigint", "shard": "smallint", "created_at": "timestamptz"}
+# a shard is compared as Spark may give it: beyond smallint's bounds
+TYPES = {"id": "bigint", "shard": "bigint", "created_at": "timestamptz"}
 COMPARISONS = (
     *(EqualTo, EqualNullSafe),
     *(GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual),
@@ -95,10 +96,8 @@ def condition(given: Filter) -> Condition | None:
         parts = {"column": name, "operator": sql.SQL(operator), "type": type_}
         text = _text(query, value=sql.Literal(values[0]), **parts)
         return Condition(column=column, operator=operator, values=values, text=text)
-    # numbers as texts, so that an empty list and one beyond smallint's bounds are well-formed
+    # numbers as texts, so that an empty list is well-formed
     listed = sql.Literal([str(value) for value in values])
-    if column == "shard":
-        type_ = sql.SQL("bigint")
     text = _text(IS_ONE_OF, column=name, values=listed, type=type_)
     return Condition(column=column, operator="in", values=values, text=text)
 

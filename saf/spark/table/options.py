@@ -20,7 +20,8 @@ A stream has these besides:
 
 What is sent goes into an outbox, and may have these:
 
-    txnAppId, txnVersion  whose version of what: what was sent already is not sent again
+    txnAppId, txnVersion  whose version of what: what was sent already is not sent again. Of a
+                          stream, txnAppId alone: a name that no other checkpoint has used
 
 Spark shows options to everybody. So a dsn is none of them: what is given here only says where it is
 to be found, by the Python process on the driver's machine that plans a read.
@@ -149,6 +150,10 @@ def options_of(given: Mapping[str, str]) -> Options:
         raise ConfigurationError(
             "which broker? Give the format saf either the option broker, a name of saf.toml, or "
             "dsn_from, an environment variable with its dsn"
+        )
+    if "broker" in known and not known["broker"].strip(" ,"):
+        raise ConfigurationError(
+            f"the option broker names nobody ({known['broker']!r}): give it a name of saf.toml"
         )
     if "config" in known and "broker" not in known:
         raise ConfigurationError("the option config goes with broker, and not with dsn_from")

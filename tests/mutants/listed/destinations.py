@@ -30,6 +30,42 @@ MUTANTS: list[Mutant] = [
         "contract/test_jsonl.py::test_a_destination_that_cannot_say_which_it_is_makes_no_dead_letters",
     ),
     mutant(
+        "a state of a folder that is damaged makes dead letters",
+        "saf/destinations/jsonl/state.py",
+        "        with readable(what, str(file), CURE):\n",
+        "        if True:\n",
+        "contract/test_jsonl.py::test_what_is_wrong_with_its_own_files_makes_no_dead_letters",
+    ),
+    mutant(
+        "a property of a table that is damaged makes dead letters",
+        f"{ICEBERG}/marks.py",
+        "        raise MarksDamaged(name) from None\n",
+        "        raise\n",
+        f"{BERG}::test_marks_that_somebody_has_written_make_no_dead_letters",
+    ),
+    mutant(
+        "a table that is altered while a task has it makes dead letters",
+        f"{ICEBERG}/table.py",
+        "if table is None or _shape(table) != _shape(opened.table):",
+        "if table is None:",
+        f"{BERG}::test_a_table_that_is_altered_while_a_task_has_it_is_looked_at_again",
+    ),
+    mutant(
+        "marks that somebody has written make dead letters",
+        "saf/destinations/stepwise.py",
+        '        with readable(self.what, "its marks", CURE):\n',
+        "        if True:\n",
+        f"{REDIS}::test_marks_that_somebody_has_written_make_no_dead_letters",
+    ),
+    mutant(
+        "the name of a folder of messages is not durable",
+        "saf/log/disk.py",
+        "        sync(one.parent)\n",
+        "        pass\n",
+        "contract/test_jsonl.py::"
+        "test_the_names_of_its_folders_are_durable_before_a_message_counts_as_stored",
+    ),
+    mutant(
         "an address may have a host that no resolver takes",
         "saf/destinations/addresses.py",
         '        host.encode("idna")\n',
@@ -138,7 +174,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "marks count that were rolled back",
         f"{ICEBERG}/marks.py",
-        'if oldest.snapshot_id == said["snapshot"]:',
+        "if oldest.snapshot_id == which:",
         "if True:",
         f"{BERG}::test_a_table_that_was_rolled_back_is_refused_and_gets_again_what_it_has_lost",
     ),
@@ -152,14 +188,14 @@ MUTANTS: list[Mutant] = [
     mutant(
         "marks go with their snapshots",
         f"{ICEBERG}/marks.py",
-        'if _number(oldest) > said["sequence"]:',
+        "if _number(oldest) > sequence:",
         "if False:",
         f"{BERG}::test_marks_stay_when_their_snapshots_have_expired",
     ),
     mutant(
         "what nobody knows counts",
         f"{ICEBERG}/marks.py",
-        'if _number(oldest) > said["sequence"]:',
+        "if _number(oldest) > sequence:",
         "if True:",
         f"{BERG}::test_a_rollback_whose_marks_have_expired_is_refused_and_a_way_out_is_named",
     ),

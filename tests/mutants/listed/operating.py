@@ -36,6 +36,14 @@ OF_DOCTOR = "integration/test_doctor.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a schedule calls a person where an answer only takes long",
+        "saf/operating/forwarded.py",
+        "            except TookTooLong:\n",
+        "            except ZeroDivisionError:\n",
+        "integration/test_forwarded_until.py::"
+        "test_an_answer_that_takes_too_long_is_asked_for_again_later",
+    ),
+    mutant(
         "figures are kept although a route has expired",
         FIGURES,
         "self.at <= now < self.until",

@@ -111,6 +111,22 @@ MUTANTS: list[Mutant] = [
         f"{LAKE}::test_a_table_that_lacks_what_was_before_is_refused",
     ),
     mutant(
+        "dates are counted as Python has them",
+        "saf/destinations/delta/columns.py",
+        "ends.cast(pa.string()) if pa.types.is_date(ends.type) else ends",
+        "ends",
+        f"{LAKE}::test_columns_of_any_type_are_written_and_found_by_what_they_hold",
+    ),
+    mutant(
+        "a table that was just made is not durable",
+        TABLE,
+        "                    sync(table, self._files, max(table.version() - RECENT, -1))\n"
+        "                    counted",
+        "                    counted",
+        f"{LAKE}::test_a_table_that_was_just_made_is_durable_before_its_first_micro_batch_is_"
+        "acknowledged",
+    ),
+    mutant(
         "files that were written for nothing stay",
         TABLE,
         "                self._files.remove(one.path for one in written)\n",

@@ -58,6 +58,20 @@ MUTANTS: list[Mutant] = [
         f"{TRACING}::test_links_are_bounded",
     ),
     mutant(
+        "a chunk is not stored where no header carries a trace",
+        SPANS,
+        "    if not names:\n        return\n",
+        "",
+        f"{TRACING}::test_whatever_the_propagators_are_messages_are_sent_forwarded_and_handled",
+    ),
+    mutant(
+        "what a propagator raises is a message's fault",
+        CARRIED,
+        "    except Exception as error:\n",
+        "    except ImportError as error:\n",
+        f"{TRACING}::test_whatever_the_propagators_are_messages_are_sent_forwarded_and_handled",
+    ),
+    mutant(
         "a handler has no baggage",
         SPANS,
         "token = None if parent is None else context.attach(parent)",

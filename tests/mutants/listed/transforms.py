@@ -36,6 +36,13 @@ MUTANTS: list[Mutant] = [
         f"{UNIT}::test_results_that_end_too_early_leave_nothing_out",
     ),
     mutant(
+        "headers that a transform gives are sent as they come",
+        TRANSFORMING,
+        'headers = as_written(now["headers"])',
+        'headers = now["headers"]',
+        f"{UNIT}::test_headers_of_any_form_are_sent_on_one_line_and_say_nothing_of_who_was_verified",
+    ),
+    mutant(
         "what Spark breaks off is a message's fault",
         "saf/spark/items.py",
         "    except Exception as error:  # of Arrow",

@@ -1,0 +1,69 @@
+r"""Headers that transforms give, written as PostgreSQL writes a jsonb.
+
+All that comes after a transform takes headers for a JSON object on one line, whose names are
+written plainly: the lines of `jsonl`, and `saf.engine.vouching`, which looks for a name in the
+text. A transform may give any text. So each distinct text is read and written again; numbers keep
+their digits, which a signature covers.
+
+>>> written('{"a" :\n 1.50, "\\u0073af": ["ü", null, true]}')
+'{"a": 1.50, "saf": ["ü", null, true]}'
+"""
+
+from __future__ import annotations
+
+import json
+from json.encoder import encode_basestring
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.message import STRICT, Number, check_headers
+
+
+def as_written(headers: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return headers as PostgreSQL writes them; null where they are none that it can hold."""
+    if headers.null_count == len(headers):
+        return headers
+    texts = pc.unique(headers)
+    made = pa.array([_written(one) for one in texts.to_pylist()], headers.type)
+    return pa.chunked_array([made.take(pc.index_in(headers, texts).combine_chunks())])
+
+
+def written(text: str) -> str:
+    """Return headers, given as JSON text, as PostgreSQL writes them.
+
+    Raises:
+        ValueError: they are no JSON object that PostgreSQL can hold.
+        RecursionError: they are nested too deeply.
+    """
+    found = STRICT.decode(text)
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")  # noqa: TRY004 - as where it is no JSON
+    said = _json(found)
+    said.encode()  # a lone surrogate is no text
+    check_headers(said)
+    return said
+
+
+def _written(text: str | None) -> str | None:
+    try:
+        return None if text is None else written(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _json(value: Any) -> str:
+    match value:
+        case Number():
+            return str(value)
+        case dict():
+            return f"{{{', '.join(f'{_json(name)}: {_json(one)}' for name, one in value.items())}}}"
+        case list():
+            return f"[{', '.join(map(_json, value))}]"
+        case str() if "\0" in value:
+            raise ValueError("a jsonb holds no NUL")
+        case str():
+            return encode_basestring(value)
+        case _:
+            return json.dumps(value)

@@ -1,0 +1,44 @@
+"""Files on this machine, written durably: contents, and the names in their folders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write(file: Path, content: Any) -> None:
+    """Write a file durably. Its name is durable only after `sync` of its folder."""
+    with file.open("wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are not there, durably.
+
+    One that is there is not taken for durable: whoever has made it may have died before that.
+    """
+    made = [folder, *(one for one in folder.parents if not one.exists())]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in made:
+        sync(one.parent)
+
+
+def sync(folder: Path) -> None:
+    """Make the names of a folder's files durable."""
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync_file(file: Path) -> None:
+    """Make the content of a file durable that somebody else has written."""
+    _sync(file, os.O_RDONLY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
