@@ -19,7 +19,6 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
@@ -77,14 +76,20 @@ def application(settings: Settings, *, write: bool) -> ASGIApp:
         routes.append(
             Route(path, _endpoint(site, one.page, operates=one.operates), methods=methods)
         )
-    made = Starlette(
+    made = _Guarded(
         routes=routes,
-        middleware=[Middleware(Guarded)],
         lifespan=lifespan,
         exception_handlers={404: _not_found(site)},
     )
     made.state.site = site
     return made
+
+
+class _Guarded(Starlette):
+    """An application that guards each answer, also that to what has failed unexpectedly."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return Guarded(super().build_middleware_stack())
 
 
 def _endpoint(site: Site, page: Page, *, operates: bool) -> Endpoint:

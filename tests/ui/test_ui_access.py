@@ -20,9 +20,9 @@ from saf.ui.pages import PAGES
 from tests.dashboard import OPERATE, VIEW, Dashboard, dashboard, finished, settings
 from tests.pipeline import connect
 
-PATHS = sorted(path.replace("{number:int}", "1") for path in PAGES)
-FORMS = sorted(p.replace("{number:int}", "1") for p, one in PAGES.items() if one.changes)
-OPERATED = sorted(p.replace("{number:int}", "1") for p, one in PAGES.items() if one.operates)
+PATHS = sorted(path.replace("{number}", "1") for path in PAGES)
+FORMS = sorted(p.replace("{number}", "1") for p, one in PAGES.items() if one.changes)
+OPERATED = sorted(p.replace("{number}", "1") for p, one in PAGES.items() if one.operates)
 
 
 def test_nobody_sees_or_does_anything_without_a_login(there: Dashboard) -> None:
