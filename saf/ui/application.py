@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
@@ -32,7 +33,7 @@ from saf.operating.wording import shown
 from saf.ui import live
 from saf.ui.access import Visitor
 from saf.ui.attempts import Attempts
-from saf.ui.guard import Guarded
+from saf.ui.guard import Guarded, KnownHosts
 from saf.ui.pages import PAGES
 from saf.ui.rendering import STATIC
 from saf.ui.site import Site, Visit
@@ -76,8 +77,10 @@ def application(settings: Settings, *, write: bool) -> ASGIApp:
         routes.append(
             Route(path, _endpoint(site, one.page, operates=one.operates), methods=methods)
         )
+    known = settings.ui.user_header is not None
     made = _Guarded(
         routes=routes,
+        middleware=[Middleware(KnownHosts, hosts=settings.ui.hosts)] if known else [],
         lifespan=lifespan,
         exception_handlers={404: _not_found(site)},
     )

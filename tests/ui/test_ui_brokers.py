@@ -104,3 +104,21 @@ def test_a_fleet_that_is_meant_alone_and_is_not_there_is_said(app: Dsn) -> None:
         Places(settings, "nobody")
     assert Places(settings, "shops/acme", first_seconds=None)().keys() == {"shops/acme"}
     assert Places(settings, None, first_seconds=None)().keys() == {"shops/acme"}
+
+
+def test_brokers_are_counted_at_a_time_before_a_decision(app: Dsn, tmp_path: Path) -> None:
+    brokers = {f"shop {number}": app for number in range(8)}
+    with (
+        dashboard(settings(tmp_path / "saf.toml", brokers, {"mom": app})) as there,
+        connect(app) as holder,
+        holder.transaction(),
+    ):
+        visitor = there.client()
+        csrf = visitor.csrf("/")
+        holder.execute("LOCK TABLE saf.dead_letter, saf.parked IN ACCESS EXCLUSIVE MODE")
+        for page in ("/dead/confirm", "/parked/messages/confirm"):
+            there.site.brokers._down.clear()
+            form = {"csrf": csrf, "action": "discard", "matching": "yes"}
+            began = time.monotonic()
+            assert visitor.post(page, data=form).text.count("has not answered") >= 8
+            assert time.monotonic() - began < 9, "one after the other, each takes 1.5 s"
