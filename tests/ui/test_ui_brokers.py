@@ -54,7 +54,7 @@ def test_a_fleet_whose_server_hangs_holds_up_no_page_and_hides_no_other_fleet(
         given = settings(tmp_path / "saf.toml", {"shop": app}, {"mom": mom}, fleets)
         with dashboard(given) as there:
             visitor = there.client()
-            for page in ("/dead", "/audit", "/jobs"):
+            for page in ("/dead", "/audit", "/parked"):
                 began = time.monotonic()
                 assert "shops/acme" in visitor.get(page).text
                 assert time.monotonic() - began < 8, "a connection may take 10 s"

@@ -116,7 +116,7 @@ def test_a_signal_ends_it_although_a_chunk_of_a_job_hangs(
     file, log = tmp_path / "saf.toml", tmp_path / "log"
     settings(file, {"shop": app}, {"mom": mom})
     arguments = ("ui", "--write", "--port", "0", "--config", file)
-    with started(*arguments, log=log) as (process, url), logged_in(url) as visitor:
+    with started(*arguments, log=log) as (process, url), closing(logged_in(url)) as visitor:
         form = visitor.counted("discard", {"matching": "yes"})
         with second_chunk_held(app):
             job = visitor.form("/dead", "/dead/decide", form).url.path

@@ -12,7 +12,7 @@ import pytest
 from saf.operating.questions import MOST_TIMES, Questions
 from tests.waits import until
 
-PATIENCE = 60.0
+PATIENCE = 20.0
 """Much longer than it takes: what hangs would hang for ever."""
 
 
