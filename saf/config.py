@@ -76,6 +76,7 @@ DAY = 86400
 LONGEST = 100
 """How many characters of a wrong value an error quotes."""
 TOKEN_LENGTH = 16
+HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 """How many characters a token has at least: nobody guesses it."""
 TRACE_ID = "{trace_id}"
 """What stands for the id of a trace in an address."""
@@ -281,6 +282,16 @@ class Dispatch(_Table):
     """Networks that such an endpoint may be in, besides the public internet."""
 
 
+def _is_host(text: str) -> str:
+    """such as `saf.example.com`"""
+    if not HOST.fullmatch(text):
+        raise ValueError(f"a host such as saf.example.com, without scheme and port: {text!r}")
+    return text.lower()
+
+
+Host = Annotated[str, AfterValidator(_is_host)]
+
+
 class Ui(_Table):
     """How `saf ui` shows brokers, and to whom; see docs/ui.md."""
 
@@ -292,6 +303,9 @@ class Ui(_Table):
     """The header in which a reverse proxy names the user that it has logged in."""
     proxies: tuple[Network, ...] = ("127.0.0.0/8", "::1/128")
     """Networks of the reverse proxies that are believed what they say in headers."""
+    hosts: tuple[Host, ...] = ()
+    """With `user_header`: the names by which browsers, or the proxy, may ask for it, besides
+    localhost and addresses."""
     operators: tuple[str, ...] = ()
     """The users of the reverse proxy who may also act; "*" for all."""
     session_seconds: Seconds = 8 * 3600.0

@@ -328,6 +328,7 @@ token = "${UI_VIEW_TOKEN}"
 operate_token = "${UI_OPERATE_TOKEN}"
 user_header = "X-Forwarded-User"
 proxies = ["10.1.0.0/16"]
+hosts = ["saf.example.com"]
 operators = ["ann", "bob"]
 session_seconds = 28800
 bodies = true

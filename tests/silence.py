@@ -1,8 +1,11 @@
-"""A relay in front of a server, behind which on command the machine vanishes."""
+"""A relay in front of a server, behind which on command the machine vanishes; and a mute one."""
 
 from __future__ import annotations
 
+import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from psycopg.conninfo import make_conninfo
 
@@ -43,3 +46,10 @@ class Silence(Relay):
         """Take no more connections, and end those on which it was silent."""
         super().close()
         self._over.set()
+
+
+@contextmanager
+def mute() -> Iterator[Dsn]:
+    """A database whose host takes hundreds of connections, and never says anything."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as listening:
+        yield Dsn(f"host=127.0.0.1 port={listening.getsockname()[1]} dbname=mute")

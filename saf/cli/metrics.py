@@ -17,7 +17,7 @@ from saf.errors import ConfigurationError, SafError, Unavailable, UsageError
 from saf.logger import Log
 from saf.metrics import process, prometheus
 from saf.operating.figures import asker
-from saf.operating.places import Places
+from saf.operating.places import FIRST_SECONDS, Places
 from saf.operating.watch import Watch
 from saf.signals import stop_on_signals
 
@@ -63,7 +63,9 @@ def command(
     means. Exit codes: 75 if a broker does not answer, unless they are served.
     """
     settings = load(config)
-    watch = Watch(Places(settings, broker), asker(settings))
+    # who asks once wants all; who scrapes comes again
+    first_seconds = None if listen is None else FIRST_SECONDS
+    watch = Watch(Places(settings, broker, first_seconds=first_seconds), asker(settings))
     try:
         if listen is not None:
             _serve(watch, listen)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from threading import Event, Lock, Thread
 
 from saf.config import Broker, Settings
-from saf.errors import ConfigurationError
+from saf.errors import ConfigurationError, SafError, Unexpected
 from saf.fleets import Listing, ask, ask_all
 from saf.logger import Log
 
 REFRESH_SECONDS = 60.0
 """How often fleets are asked who belongs to them."""
+AGAIN_SECONDS = 5.0
+"""How often, as long as one has never answered."""
+FIRST_SECONDS = 1.5
+"""How long anybody waits for a fleet that has not answered yet."""
 
 log = Log("saf.places")
 
@@ -28,9 +34,9 @@ def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listi
     if name is None:
         found = ask_all(settings.fleets)
         return Listing(brokers=dict(settings.brokers) | found.brokers, problems=found.problems)
-    fleet = name.partition("/")[0]
-    if fleet not in settings.fleets or name in settings.destinations:
+    if not _of_fleet(settings, name):
         return {name: _place(settings, name)}
+    fleet = name.partition("/")[0]
     found = ask(fleet, settings.fleets[fleet])
     if name == fleet:
         return found
@@ -69,6 +75,11 @@ def store(settings: Settings, name: str | None) -> Mapping[str, Broker]:
     return found
 
 
+def _of_fleet(settings: Settings, name: str) -> bool:
+    """Whether a name is that of a fleet, or of a broker of one."""
+    return name.partition("/")[0] in settings.fleets and name not in settings.destinations
+
+
 def _stores(settings: Settings) -> dict[str, Broker]:
     """Return the destinations that are brokers."""
     return {
@@ -92,25 +103,102 @@ def _place(settings: Settings, name: str) -> Broker:
 
 
 class Places:
-    """The brokers of saf.toml, for who stays; fleets are asked again from time to time."""
+    """The brokers of saf.toml, for who stays: nobody waits for fleets but at first.
 
-    def __init__(self, settings: Settings, name: str | None) -> None:
+    Each fleet is asked from time to time, in a thread of its own, who belongs to it. One that does
+    not answer leaves the others, and its own brokers, as they were last known.
+
+    Args:
+        settings: has brokers, destinations and fleets.
+        name: the broker or fleet that is meant alone.
+        first_seconds: how long to wait for fleets, once; None: until each has answered or failed.
+
+    Raises:
+        ConfigurationError: there is no broker or fleet of that name.
+    """
+
+    def __init__(
+        self, settings: Settings, name: str | None, *, first_seconds: float | None = FIRST_SECONDS
+    ) -> None:
         self._settings = settings
-        self._name = name
-        self._known: Mapping[str, Broker] = {}
-        self._asked_at = float("-inf")
+        self._first_seconds = first_seconds
+        self._began: float | None = None
+        self._named = name is not None
+        if name is None:
+            self._known: dict[str, Mapping[str, Broker]] = {
+                "": {**_stores(settings), **settings.brokers}
+            }
+            fleets = [*settings.fleets]
+        elif _of_fleet(settings, name):
+            self._known, fleets = {}, [name]
+        else:
+            self._known, fleets = {"": {name: _place(settings, name)}}, []
+        self._fleets = {name: _Asked() for name in fleets}
+        self._lock = Lock()
 
     def __call__(self) -> Mapping[str, Broker]:
-        """Return the brokers as they were known at most `REFRESH_SECONDS` ago."""
-        if time.monotonic() - self._asked_at > REFRESH_SECONDS:
-            found = everywhere(self._settings, self._name)
-            if isinstance(found, Listing):
-                for fleet, error in found.problems:
-                    log.warning("fleet_not_listed", fleet=fleet, error=str(error))
-                gone = {fleet for fleet, _ in found.problems}
-                kept = {n: b for n, b in self._known.items() if n.partition("/")[0] in gone}
-                self._known = {**kept, **found.brokers}
-            else:
-                self._known = found
-            self._asked_at = time.monotonic()
-        return self._known
+        """Return the brokers as they were last known, and let fleets be asked again if it is time.
+
+        Raises:
+            SafError: what is meant alone is a fleet, or of one, which has never answered.
+        """
+        self._ask()
+        for name, asked in self._fleets.items():
+            asked.once.wait(self._left())
+            if self._named and name not in self._known and asked.error is not None:
+                raise asked.error
+        with self._lock:
+            return {name: one for part in self._known.values() for name, one in part.items()}
+
+    def _left(self) -> float | None:
+        """Return how long to go on waiting for what has never answered."""
+        if self._first_seconds is None or self._began is None:
+            return self._first_seconds
+        return max(0.0, self._began + self._first_seconds - time.monotonic())
+
+    def _ask(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._began = now if self._began is None else self._began
+            for name, asked in self._fleets.items():
+                wait = REFRESH_SECONDS if name in self._known else AGAIN_SECONDS
+                if not asked.now and now - asked.at > wait:
+                    asked.now, asked.at = True, now
+                    Thread(
+                        target=self._list, args=[name, asked], name="saf-fleet", daemon=True
+                    ).start()
+
+    def _list(self, name: str, asked: _Asked) -> None:
+        """Ask one fleet; raise nothing."""
+        try:
+            found = chosen(self._settings, name)
+            problems = found.problems if isinstance(found, Listing) else []
+            brokers = found.brokers if isinstance(found, Listing) else found
+            with self._lock:
+                kept = self._known.get(name, {}) if problems else {}
+                self._known[name] = {**kept, **brokers}
+            asked.error = None
+            for _, problem in problems:
+                log.warning("fleet_not_listed", fleet=name, error=str(problem))
+        except Exception as error:
+            before = asked.error
+            asked.error = error if isinstance(error, SafError) else Unexpected(name, error)
+            if str(asked.error) != str(before):
+                log.warning("fleet_not_listed", fleet=name, error=str(asked.error))
+        finally:
+            asked.now = False
+            asked.once.set()
+
+
+@dataclass(kw_only=True)
+class _Asked:
+    """What has come of asking a fleet."""
+
+    at: float = float("-inf")
+    """When it was asked last."""
+    now: bool = False
+    """Whether it still owes the answer."""
+    once: Event = field(default_factory=Event)
+    """It has answered, or failed, at least once."""
+    error: SafError | None = None
+    """Why it could not be listed the last time that it could not."""

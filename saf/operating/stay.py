@@ -108,6 +108,13 @@ class Stay:
         """Whether the broker knows nothing of it."""
         return not (self.sent or self.stored or self.aside or self.decided)
 
+    @property
+    def size(self) -> int | None:
+        """How many bytes its body has; None if no log of the broker has it."""
+        if self.sent is not None:
+            return self.sent.message.bytes
+        return self.stored.bytes if self.stored is not None else None
+
     def as_dict(self) -> dict[str, Any]:
         """Return it as a dict for JSON."""
         return {

@@ -1,8 +1,9 @@
 """The watch: asks all brokers of saf.toml for their figures, each time that somebody wants them.
 
-Each broker is asked in a thread of its own and by a connection that is kept. A broker that does not
-answer, or not in time, is down (``saf_up`` is 0), and has no other figures; it is asked again the
-next time, or when the answer that it owes has come. The others are as quick as ever.
+Each broker is asked in a thread (`saf.operating.questions`) and by a connection that is kept. A
+broker that does not answer, or not in time, is down (``saf_up`` is 0), and has no other figures; it
+is asked again the next time, or when the answer that it owes has come. The others are as quick as
+ever.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -23,6 +25,7 @@ from saf.logger import Log
 from saf.metrics.declared import READ_SECONDS, UP
 from saf.metrics.process import Sample
 from saf.operating.figures import Ask
+from saf.operating.questions import Questions
 
 AT_ONCE = 16
 """How many brokers are asked at a time."""
@@ -47,7 +50,7 @@ class Watch:
         self._places = places
         self._ask = ask
         self._patience = patience_seconds
-        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="saf-metrics")
+        self._questions = Questions(AT_ONCE, "saf-metrics")
         self._connections: dict[str, psycopg.Connection[Any]] = {}
         self._asked: dict[str, Future[list[Sample]]] = {}
         self._down: dict[str, str] = {}
@@ -70,7 +73,7 @@ class Watch:
 
     def close(self) -> None:
         """Ask nobody any more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._questions.close()
         for connection in [*self._connections.values()]:
             connection.close()
 
@@ -78,20 +81,24 @@ class Watch:
         places = self._places()
         for name, broker in places.items():
             if name not in self._asked:
-                self._asked[name] = self._pool.submit(self._one, name, broker)
-        wait(self._asked.values(), timeout=self._patience)
+                self._asked[name] = self._questions.ask(
+                    partial(self._one, name, broker), in_doubt=name in self._down
+                )
+        self._questions.wait(self._asked.values(), self._patience)
         page: list[Sample] = []
         for name in [*self._asked]:
             job = self._asked[name]
-            if not job.done():
+            if job.done():
+                del self._asked[name]
+                if name in places and not job.cancelled():
+                    page += job.result()
+            elif name in places:
                 self._note(name, f"has not answered for {self._patience:g} s")
                 page.append(Sample(metric=UP, labels=(name,), value=0.0))
-                continue
-            del self._asked[name]
-            if name in places:
-                page += job.result()
         for name in self._connections.keys() - places.keys() - self._asked.keys():
             self._connections.pop(name).close()
+        for name in self._down.keys() - places.keys():
+            self._down.pop(name, None)
         return page
 
     def _one(self, name: str, broker: Broker) -> list[Sample]:

@@ -8,7 +8,8 @@ listened to for a while (`saf.ui.attempts`).
 
 *By a reverse proxy.* It logs people in by itself, and names them in the header ``[ui]
 user_header``. That is believed only from an address in ``[ui] proxies``; a request from elsewhere
-that has the header is like one that has not.
+that has the header is like one that has not. Nobody is answered who asks for a host that is not
+known (`saf.ui.guard`).
 
 *Forms* carry a token that only the pages of the same session, or user, have (CSRF).
 """

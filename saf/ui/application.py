@@ -33,7 +33,7 @@ from saf.operating.wording import shown
 from saf.ui import live
 from saf.ui.access import Visitor
 from saf.ui.attempts import Attempts
-from saf.ui.guard import Guarded
+from saf.ui.guard import Guarded, KnownHosts
 from saf.ui.pages import PAGES
 from saf.ui.rendering import STATIC
 from saf.ui.site import Site, Visit
@@ -77,14 +77,22 @@ def application(settings: Settings, *, write: bool) -> ASGIApp:
         routes.append(
             Route(path, _endpoint(site, one.page, operates=one.operates), methods=methods)
         )
-    made = Starlette(
+    known = settings.ui.user_header is not None
+    made = _Guarded(
         routes=routes,
-        middleware=[Middleware(Guarded)],
+        middleware=[Middleware(KnownHosts, hosts=settings.ui.hosts)] if known else [],
         lifespan=lifespan,
         exception_handlers={404: _not_found(site)},
     )
     made.state.site = site
     return made
+
+
+class _Guarded(Starlette):
+    """An application that guards each answer, also that to what has failed unexpectedly."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return Guarded(super().build_middleware_stack())
 
 
 def _endpoint(site: Site, page: Page, *, operates: bool) -> Endpoint:

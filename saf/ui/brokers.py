@@ -3,7 +3,8 @@
 Each question has a bound at its server (role ``ui`` of `saf.database.bounds`), and a page waits no
 longer than `PATIENCE_SECONDS`. A broker that has not answered by then, or that could not be
 connected to, is not asked again for `REST_SECONDS`: pages show at once why. What it still owes
-an answer to goes on, and nobody waits for it.
+an answer to goes on, and nobody waits for it; after that it is in doubt, until it has answered
+(`saf.operating.questions`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +24,7 @@ from saf.config import Broker
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import SafError, SchemaMissing, Unavailable, Unexpected
 from saf.fleets import Candidate
+from saf.operating.questions import Questions
 
 T = TypeVar("T")
 Action = Callable[[psycopg.Connection[Any]], T]
@@ -55,7 +58,7 @@ class Brokers:
     ) -> None:
         self._places = places
         self._last = frozenset(last)
-        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="saf-ui")
+        self._questions = Questions(AT_ONCE, "saf-ui")
         self._lock = Lock()
         self._idle: dict[str, list[tuple[psycopg.Connection[Any], float]]] = defaultdict(list)
         self._down: dict[str, tuple[SafError, float]] = {}
@@ -89,8 +92,10 @@ class Brokers:
             if (error := self._resting(name)) is not None:
                 errors[name] = error
             else:
-                jobs[name] = self._pool.submit(self._one, name, places[name], action)
-        wait(jobs.values(), timeout=patience)
+                jobs[name] = self._questions.ask(
+                    partial(self._one, name, places[name], action), in_doubt=name in self._down
+                )
+        self._questions.wait(jobs.values(), patience)
         found: dict[str, T] = {}
         for name, job in jobs.items():
             if not job.done():
@@ -112,7 +117,7 @@ class Brokers:
 
     def close(self) -> None:
         """Ask nobody any more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._questions.close()
         with self._lock:
             kept = [one for some in self._idle.values() for one, _ in some]
             self._idle.clear()
@@ -127,9 +132,12 @@ class Brokers:
                 self._rest(name, error)
                 raise
             try:
-                return action(connection)
+                found = action(connection)
             finally:
                 self._put(name, connection)
+        with self._lock:
+            self._down.pop(name, None)
+        return found
 
     def _take(self, name: str, broker: Broker) -> psycopg.Connection[Any]:
         with self._lock:

@@ -1,9 +1,23 @@
-"""The guard: what every answer carries, so that a browser does no more than the pages ask."""
+"""The guard: what every answer carries, and for which hosts there is one.
+
+What an answer carries lets a browser do no more than the pages ask. Where a header names the
+visitor, whoever makes a browser send it is that visitor. A page from elsewhere can, if its own name
+comes to mean an address of this dashboard (DNS rebinding). It cannot change what the browser calls
+the host then. So only hosts that are known are answered.
+"""
 
 from __future__ import annotations
 
-from starlette.datastructures import MutableHeaders
+import ipaddress
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from saf.logger import Log
+from saf.operating.wording import shown
 
 POLICY = "; ".join(
     (
@@ -29,6 +43,11 @@ HEADERS = {
 }
 
 
+MISDIRECTED = 421
+
+log = Log("saf.ui")
+
+
 class Guarded:
     """An application whose answers have the security headers; pages are kept by no cache."""
 
@@ -51,3 +70,42 @@ class Guarded:
             await send(message)
 
         await self._app(scope, receive, guarded)
+
+
+class KnownHosts:
+    """An application that answers only where it is asked for by an address, or a known name."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app = app
+        self._hosts = {"localhost", *hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http":
+            host = host_of(Headers(scope=scope).get("host", ""))
+            if host not in self._hosts and not _is_address(host):
+                log.warning("host_refused", host=shown(host))
+                said = f"nobody knows this dashboard as {shown(host)!r}: say so in [ui] hosts"
+                await PlainTextResponse(said, status_code=MISDIRECTED)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def host_of(header: str) -> str:
+    """Return the host of a Host header without its port; empty if there is none.
+
+    >>> host_of("Saf.Example.com:8400"), host_of("[::1]:8400"), host_of("127.0.0.1"), host_of("[x")
+    ('saf.example.com', '::1', '127.0.0.1', '')
+    """
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

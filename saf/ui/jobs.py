@@ -2,7 +2,8 @@
 
 A job is done in a thread, in chunks (`saf.operating.bulk`). What is done is in the brokers and in
 their audit; the list of jobs is only in memory. Whoever stops a job, or the process, leaves the
-rest as it was.
+rest as it was. The end of the process waits `ENDING_SECONDS` for chunks that have begun. One that
+takes longer is rolled back by its server.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from saf.logger import Log
 from saf.operating.bulk import Decision, in_chunks
 from saf.setaside.dead import Filter
 from saf.setaside.parked_messages import ParkedFilter
+from saf.ui import redaction
 
 KEPT = 100
 """How many jobs are remembered."""
 AT_ONCE = 4
 """How many jobs are worked on at a time; others wait."""
+ENDING_SECONDS = 3.0
+"""How long chunks that have begun may take, at the end of the process."""
 
 log = Log("saf.ui")
 
@@ -51,6 +55,7 @@ class Job:
     errors: dict[str, str] = field(default_factory=dict)
     state: State = "waiting"
     stopping: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
 
     @property
     def messages(self) -> int:
@@ -107,15 +112,24 @@ class Jobs:
             for number in over[: max(0, len(self._jobs) - KEPT)]:
                 del self._jobs[number]
         places = {name: broker for name, (broker, _) in about.items()}
-        threading.Thread(
-            target=self._work, args=(job, decision, places), name=f"saf-job-{job.number}"
-        ).start()
+        job.thread = threading.Thread(
+            target=self._work,
+            args=(job, decision, places),
+            name=f"saf-job-{job.number}",
+            daemon=True,
+        )
+        job.thread.start()
         return job
 
     def stop(self) -> None:
-        """Let all stop after the chunks that they are at."""
-        for job in self.all():
+        """Let all stop after the chunks that they are at; wait for these, but not for long."""
+        until = time.monotonic() + ENDING_SECONDS
+        jobs = self.all()
+        for job in jobs:
             job.stopping.set()
+        for job in jobs:
+            if job.thread is not None:
+                job.thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self, job: Job, decision: Decision[Any], places: Mapping[str, Broker]) -> None:
         with self._turns:
@@ -126,9 +140,9 @@ class Jobs:
                 try:
                     self._at(job, decision, name, broker)
                 except Exception as error:
-                    said = error if isinstance(error, SafError) else Unexpected(name, error)
-                    job.errors[name] = str(said)
-                    log.warning("job_failed", job=job.number, broker=name, error=str(said))
+                    known = error if isinstance(error, SafError) else Unexpected(name, error)
+                    job.errors[name] = said = redaction.error(known)
+                    log.warning("job_failed", job=job.number, broker=name, error=said)
             stopped = job.stopping.is_set() and job.messages < job.expected
             job.state = "failed" if job.errors else "cancelled" if stopped else "done"
             job.ended = time.time()

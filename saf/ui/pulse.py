@@ -76,6 +76,7 @@ class Pulse:
         self._over = threading.Event()
         self._looked_at = float("-inf")
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
         self._first = threading.Event()
         self.beat = Beat()
         self.number = 0
@@ -97,17 +98,20 @@ class Pulse:
 
     def start(self) -> None:
         """Begin, if it has not begun."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="saf-ui-pulse", daemon=True)
-            self._thread.start()
+        with self._lock:
+            if self._thread is None and not self._over.is_set():
+                self._thread = threading.Thread(target=self._run, name="saf-ui-pulse", daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
         """Take no more figures."""
         self._over.set()
         self._wanted.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2 * PATIENCE_SECONDS)
-        self._watch.close()
+        self._watch.close()  # which ends its patience
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout=PATIENCE_SECONDS)
 
     def _run(self) -> None:
         while not self._over.is_set():

@@ -1,4 +1,9 @@
-"""Redaction: what nobody sees in headers and bodies, whatever their role."""
+"""Redaction: what nobody sees in headers and bodies, whatever their role.
+
+What ``redact_paths`` name is hidden in JSON. So with any paths, a body that cannot be read as JSON
+is shown only if its content type says that it is something else: half of a JSON document, such as a
+fragment of a large body, has the same secrets in it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from typing import Any
 
 from saf.config import Ui
 from saf.errors import ConfigurationError
+from saf.message import CONTENT_TYPE, FRAGMENT, WHOLE
 from saf.operating.wording import shown
 
 HIDDEN = "••••••"
@@ -17,6 +23,10 @@ QUOTED = re.compile(r"(DETAIL: ).*?(?=$|(?: (?:CONTEXT|HINT|SQLSTATE): [^:]*)+$)
 """Where a database quotes a row, with headers and body, in its error."""
 MOST_BYTES = 64 * 1024
 """How much of a body is shown."""
+LARGEST_BYTES = 1024 * 1024
+"""The largest body of which anything is shown: to hide what is in it, it is read as a whole."""
+JSON = "json"
+"""What is in the name of each content type that has JSON in it, such as application/x-ndjson."""
 
 
 class Redaction:
@@ -56,12 +66,15 @@ class Redaction:
             for name, value in known.items()
         }
 
-    def body(self, body: bytes) -> str:
-        """Return a body as it may be shown: JSON with its lines, text, or how many bytes it has."""
-        from jsonpath.exceptions import JSONPathRecursionError
+    def body(self, body: bytes, headers: str | None) -> str:
+        """Return a body as it may be shown: JSON with its lines, text, or how many bytes it has.
 
+        Args:
+            body: of the message.
+            headers: its headers, as JSON text; None: it has none, or they are not known.
+        """
         try:
-            text = body.decode()
+            text = body.decode("utf-8-sig")  # a BOM is no part of the JSON behind it
         except UnicodeDecodeError:
             return f"{len(body):,} bytes, which are no UTF-8 text"
         try:
@@ -69,21 +82,16 @@ class Redaction:
         except RecursionError:
             return _too_deep(body)
         except ValueError:
-            if self._paths and text.lstrip()[:1] in ("{", "["):
-                return f"{len(body):,} bytes that look like JSON, but are none: not shown"
+            if self._paths and not _is_something_else(headers):
+                return f"{len(body):,} bytes that may be a part of some JSON: not shown"
             return _some(shown(text, lines=True))
         try:
             for path in self._paths:
                 for match in path.finditer(found):
                     found = _without(found, match.parts)
-        except JSONPathRecursionError:
+            return _some(shown(json.dumps(found, indent=2, ensure_ascii=False), lines=True))
+        except RecursionError:
             return _too_deep(body)
-        return _some(shown(json.dumps(found, indent=2, ensure_ascii=False), lines=True))
-
-    def error(self, text: object) -> str:
-        """Return the text of an error, without the row that a database may quote in it."""
-        said = shown("" if text is None else str(text), lines=True)
-        return QUOTED.sub(rf"\1{HIDDEN}", said)
 
     def _is_hidden(self, name: str) -> bool:
         return any(fnmatchcase(name.lower(), pattern) for pattern in self._names)
@@ -102,6 +110,32 @@ def _without(document: Any, parts: Sequence[Any]) -> Any:
     if isinstance(inner, dict | list):
         inner[parts[-1]] = HIDDEN
     return document
+
+
+def error(text: object) -> str:
+    """Return the text of an error, without the row that a database may quote in it."""
+    said = shown("" if text is None else str(text), lines=True)
+    return QUOTED.sub(rf"\1{HIDDEN}", said)
+
+
+def _is_something_else(headers: str | None) -> bool:
+    """Whether headers say that the body is a whole, and no JSON.
+
+    >>> _is_something_else('{"Content-Type": "text/csv"}')
+    True
+    >>> _is_something_else('{"content-type": "application/problem+JSON"}'), _is_something_else(None)
+    (False, False)
+    >>> _is_something_else('{"content-type": "text/csv", "saf-fragment": 2}')
+    False
+    """
+    try:
+        known = json.loads(headers or "{}")
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(known, dict) or FRAGMENT in known or WHOLE in known:
+        return False
+    said = [str(value).lower() for name, value in known.items() if name.lower() == CONTENT_TYPE]
+    return bool(said) and not any(JSON in one for one in said)
 
 
 def _too_deep(body: bytes) -> str:

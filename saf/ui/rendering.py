@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from saf.errors import ranges
 from saf.operating.wording import age, at, counted, shown
-from saf.ui.redaction import Redaction
+from saf.ui.redaction import error
 
 HERE = Path(__file__).parent
 TEMPLATES, STATIC = HERE / "templates", HERE / "static"
@@ -20,7 +20,7 @@ WIDTH, HEIGHT = 120, 28
 NONE = Markup("-")
 
 
-def environment(redaction: Redaction) -> Environment:
+def environment() -> Environment:
     """Return the templates, in which everything is escaped."""
     made = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -38,7 +38,7 @@ def environment(redaction: Redaction) -> Environment:
         "short": short,
         "name": name,
         "text": text,
-        "error": redaction.error,
+        "error": error,
         "sparkline": sparkline,
         "ranges": ranges,
     }

@@ -44,16 +44,16 @@ class Site:
         self.pulse = Pulse(settings, places)
         self.jobs = Jobs()
         self.identities = Identities(settings.destinations)
-        self.environment = environment(self.redaction)
+        self.environment = environment()
         self.examination: Any = None
         self.ending = False
         """Whether what goes on by itself should come to its end."""
 
     def close(self) -> None:
-        """Let jobs stop after their chunks, and ask no broker any more."""
-        self.jobs.stop()
+        """Ask no broker any more, and let jobs stop after their chunks."""
         self.pulse.stop()
         self.brokers.close()
+        self.jobs.stop()
 
 
 LIVE = "sse:tick"

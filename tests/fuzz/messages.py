@@ -107,7 +107,7 @@ def read_body(body: bytes) -> None:
 
 def show(given: tuple[str, bytes]) -> None:
     headers, body = given
-    for text in (*REDACTION.headers(headers).values(), REDACTION.body(body)):
+    for text in (*REDACTION.headers(headers).values(), REDACTION.body(body, headers)):
         text.encode()
 
 

@@ -27,6 +27,7 @@ from tests.programs import BIN, configuration, environment, saf
 from tests.programs import send as send_many
 from tests.receivers import prepare, put
 from tests.scraping import free_port, scrape, series, served, value
+from tests.silence import mute
 from tests.waits import until
 
 WORKER = """
@@ -205,6 +206,39 @@ def test_a_broker_that_hangs_holds_up_no_other_and_is_back_when_it_answers(
             until(lambda: "lock" in watch.down.get("shop", "") or not up())
             connection.execute("ROLLBACK")
         until(lambda: up() == {"shop": 1, "mom": 1})
+        assert watch.down == {}
+    finally:
+        watch.close()
+
+
+def test_brokers_whose_host_drops_packets_hide_none_that_is_healthy(app: Dsn, config: Path) -> None:
+    with mute() as gone:
+        places = {f"gone {n}": Broker(dsn=gone) for n in range(40)}
+        places["shop"] = Broker(dsn=app)
+        watch = Watch(lambda: places, asker(load(config)), patience_seconds=4)
+        try:
+            for _ in range(2):
+                watch._taken_at = float("-inf")
+                page = watch.take()
+                up = {one.labels[0] for one in page if one.metric.name == "saf_up" and one.value}
+                assert up == {"shop"}
+                assert len(watch.down) == 40
+        finally:
+            watch.close()
+
+
+def test_a_broker_that_has_vanished_from_a_fleet_is_not_down_for_ever(
+    app: Dsn, config: Path
+) -> None:
+    gone = Dsn("host=/nonexistent dbname=gone")
+    places = {"shop": Broker(dsn=app), "gone": Broker(dsn=gone)}
+    watch = Watch(lambda: places, asker(load(config)))
+    try:
+        watch.take()
+        assert watch.down.keys() == {"gone"}
+        del places["gone"]
+        watch._taken_at = float("-inf")
+        assert {one.labels[0] for one in watch.take()} == {"shop"}
         assert watch.down == {}
     finally:
         watch.close()

@@ -69,6 +69,49 @@ def test_promtool_accepts_the_rules() -> None:
     assert f"{len(rules())} rules found" in done.stdout
 
 
+def test_dead_letters_from_before_an_outage_are_no_news_and_those_of_meanwhile_are(
+    tmp_path: Path,
+) -> None:
+    """An hour, half an hour without figures, and an hour: which brokers' letters are news then."""
+    here, gone, down = "1x150", "1x60 stale _x29 1x60", "1x60 0x29 1x60"
+    figures = {
+        "same": (gone, "3x60 stale _x29 3x60"),
+        "down": (down, "3x60 stale _x29 3x60"),
+        "less": (gone, "3x60 stale _x29 2x60"),
+        "more": (gone, "3x60 stale _x29 4x60"),
+        "first": (here, "_x93 1x60"),
+        "again": (here, "5x30 stale _x62 2x60"),
+    }
+    series = []
+    for broker, (up, letters) in figures.items():
+        labels = f'broker="{broker}", subscription="billing", reason="rejected"'
+        series.append({"series": f'saf_up{{broker="{broker}"}}', "values": up})
+        series.append({"series": f"saf_dead_letters{{{labels}}}", "values": letters})
+    (rule,) = [one for one in rules() if one["alert"] == "SafDeadLetters"]
+    said = {
+        broker: {"labels": f'{{broker="{broker}", subscription="billing"}}', "value": letters}
+        for broker, letters in (("more", 4), ("first", 1), ("again", 2))
+    }
+    asked = [("95m", [*said.values()]), ("115m", []), ("50m", [])]
+    test = {
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": series,
+                "promql_expr_test": [
+                    {"expr": rule["expr"], "eval_time": at, "exp_samples": found}
+                    for at, found in asked
+                ],
+            }
+        ],
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump(test))
+    done = run([needed("promtool", "prometheus"), "test", "rules", file])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_each_alert_is_on_metrics_that_there_are_and_has_a_runbook() -> None:
     names = [rule["alert"] for rule in rules()]
     assert len({*names}) == len(names)

@@ -20,9 +20,9 @@ from saf.ui.pages import PAGES
 from tests.dashboard import OPERATE, VIEW, Dashboard, dashboard, finished, settings
 from tests.pipeline import connect
 
-PATHS = sorted(path.replace("{number:int}", "1") for path in PAGES)
-FORMS = sorted(p.replace("{number:int}", "1") for p, one in PAGES.items() if one.changes)
-OPERATED = sorted(p.replace("{number:int}", "1") for p, one in PAGES.items() if one.operates)
+PATHS = sorted(path.replace("{number}", "1") for path in PAGES)
+FORMS = sorted(p.replace("{number}", "1") for p, one in PAGES.items() if one.changes)
+OPERATED = sorted(p.replace("{number}", "1") for p, one in PAGES.items() if one.operates)
 
 
 def test_nobody_sees_or_does_anything_without_a_login(there: Dashboard) -> None:
@@ -133,6 +133,25 @@ def test_every_answer_has_the_headers_that_bind_the_browser(there: Dashboard) ->
     assert visitor.get("/dead").headers["cache-control"] == "no-store"
 
 
+def test_an_answer_to_what_failed_unexpectedly_is_bound_too(
+    there: Dashboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visitor = there.client()
+    monkeypatch.setattr(there.site.jobs, "all", lambda: 1 / 0)
+    answer = visitor.get("/jobs")
+    assert (answer.status_code, "division" in answer.text) == (500, False)
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert answer.headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 19, "x", "-1", "1e3"])
+def test_a_job_whose_number_is_none_is_refused(there: Dashboard, number: str) -> None:
+    visitor = there.client()
+    assert visitor.get(f"/jobs/{number}").status_code == 400
+    answer = visitor.form("/", f"/jobs/{number}/cancel", {})
+    assert answer.status_code == 400
+
+
 BY_PROXY = 'user_header = "X-Forwarded-User"\noperators = ["ann"]'
 
 
@@ -151,6 +170,30 @@ def test_a_proxys_user_is_believed_from_the_proxy_alone(app: Dsn, mom: Dsn, tmp_
     elsewhere = BY_PROXY + '\nproxies = ["192.0.2.0/24"]'
     with dashboard(settings(file, {"shop": app}, {"mom": mom}, elsewhere)) as there:
         assert there.client(None).get("/", headers=ann).status_code == 303
+
+
+def test_where_a_header_names_the_visitor_only_known_hosts_are_answered(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    file = tmp_path / "saf.toml"
+    known = BY_PROXY + '\nhosts = ["saf.Example.com"]'
+    with dashboard(settings(file, {"shop": app}, {"mom": mom}, known)) as there:
+        visitor = there.client(None)
+
+        def status(host: str, path: str = "/") -> int:
+            named = {"X-Forwarded-User": "ann", "Host": host}
+            return visitor.get(path, headers=named).status_code
+
+        for host in ("saf.example.com", "SAF.example.com:8400", "localhost:80", "[::1]:8400"):
+            assert status(host) == 200, host
+        for host in ("evil.example", "evil.example:8400", "saf.example.com.evil.example", "[x"):
+            assert status(host) == 421, host
+            assert status(host, "/login") == 421, host
+        refused = visitor.get("/", headers={"Host": "evil.example"})
+        assert "nobody knows this dashboard as 'evil.example': say so in [ui] hosts" in refused.text
+        assert "frame-ancestors 'none'" in refused.headers["content-security-policy"]
+    with dashboard(settings(file, {"shop": app}, {"mom": mom})) as there:
+        assert there.client(None).get("/login", headers={"Host": "any.example"}).status_code == 200
 
 
 BY_HTTPS = {"X-Forwarded-Proto": "https"}
@@ -265,6 +308,7 @@ def test_who_did_what_is_in_the_audit(there: Dashboard, app: Dsn, orders: list[s
         ('tokn = "x"', "unknown setting ui.tokn (did you mean 'token'?)"),
         ('proxies = ["nowhere"]', "ui.proxies"),
         ("bodies = 3", "ui.bodies"),
+        ('hosts = ["https://saf.example.com"]', "a host such as saf.example.com, without scheme"),
     ],
 )
 def test_a_wrong_setting_is_named_and_no_token_is_shown(

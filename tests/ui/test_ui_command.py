@@ -20,8 +20,10 @@ import pytest
 from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn
 from tests import programs
-from tests.dashboard import OPERATE, settings
+from tests.dashboard import OPERATE, Visitor, settings
 from tests.programs import BIN, environment
+from tests.silence import mute
+from tests.ui.dead_letters import letters, many, second_chunk_held
 from tests.waits import until
 
 NOWHERE = Dsn("host=/nonexistent dbname=nowhere")
@@ -55,8 +57,8 @@ def started(*arguments: str | Path, log: Path) -> Iterator[tuple[subprocess.Pope
         process.wait()
 
 
-def logged_in(url: str, token: str = OPERATE) -> httpx.Client:
-    visitor = httpx.Client(base_url=url, timeout=60)
+def logged_in(url: str, token: str = OPERATE) -> Visitor:
+    visitor = Visitor(base_url=url, timeout=60)
 
     def login() -> bool:
         with suppress(httpx.TransportError):
@@ -92,6 +94,36 @@ def test_a_signal_ends_it_although_pages_are_open(
     *said, login = log.read_text().splitlines()
     assert len(said) == 2, "it has said where it is, and that nobody may change"
     assert json.loads(login)["event"] == "login"
+
+
+def test_a_signal_ends_it_although_a_broker_hangs(tmp_path: Path) -> None:
+    file = tmp_path / "saf.toml"
+    with mute() as gone:
+        hangs = Dsn(f"{gone.conninfo} connect_timeout=600")
+        settings(file, {"shop": hangs}, {"mom": hangs})
+        log = tmp_path / "log"
+        with started("ui", "--port", "0", "--config", file, log=log) as (process, url):
+            with closing(logged_in(url)) as visitor:
+                assert "has not answered" in visitor.get("/dead").text
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(ENDS_SECONDS) == 0
+
+
+def test_a_signal_ends_it_although_a_chunk_of_a_job_hangs(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    many(app)
+    file, log = tmp_path / "saf.toml", tmp_path / "log"
+    settings(file, {"shop": app}, {"mom": mom})
+    arguments = ("ui", "--write", "--port", "0", "--config", file)
+    with started(*arguments, log=log) as (process, url), closing(logged_in(url)) as visitor:
+        form = visitor.counted("discard", {"matching": "yes"})
+        with second_chunk_held(app):
+            job = visitor.form("/dead", "/dead/decide", form).url.path
+            until(lambda: "1,000 messages of 2,500" in visitor.get(job).text)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(ENDS_SECONDS) == 0
+    assert letters(app) == 1500, "the chunk that hung was rolled back"
 
 
 def test_a_port_that_is_taken_is_said_in_one_sentence(config: Path) -> None:

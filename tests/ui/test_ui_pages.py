@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import psycopg
 import pytest
+import structlog.testing
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
@@ -31,6 +32,24 @@ from tests.pipeline import bodies, connect, new_member, run, send
 from tests.ui.conftest import ORDER, REFUSE
 from tests.ui.dead_letters import LETTER, letters, many, second_chunk_held
 from tests.waits import until
+
+WAITING = """
+INSERT INTO saf.backoff (subscription_id, destination, kind, subject, shard, next_attempt_at, error,
+                         awaits_handler)
+SELECT subscription_id, '', kind, subject, shard, next_attempt_at, 'no', awaits_handler
+FROM saf.subscription, (VALUES ('key', 'soon', 1, now() + interval '1 h', false),
+                               ('key', 'on a word', 1, timestamptz '9999-01-01Z', false),
+                               ('key', 'undecided', 1, timestamptz '9999-01-01Z', false),
+                               ('key', 'unhandled', 1, timestamptz '9999-01-01Z', true),
+                               ('later', '1', NULL, now() + interval '1 h', false)
+     ) AS v (kind, subject, shard, next_attempt_at, awaits_handler) WHERE name = 'billing'
+"""
+AHEAD = """
+INSERT INTO saf.parked (subscription_id, kind, subject, shard, id, batch, position, to_service,
+                        body)
+SELECT subscription_id, 'ahead', 'a dialog', 1, 1, 1, 1, 'billing', ''
+FROM saf.subscription WHERE name = 'billing'
+"""
 
 READ = sorted(
     path
@@ -183,6 +202,38 @@ def test_what_waits_is_tried_now_on_an_operators_word_and_audited(
     page = visitor.get("/audit").text
     assert "retry-now of 1 lanes" in page
     assert "the route is there now" in page
+
+
+def test_only_lanes_that_would_be_tried_are_counted_before_they_are_retried(
+    there: Dashboard, mom: Dsn
+) -> None:
+    with connect(mom) as store:
+        create_service(store, "billing")
+        store.execute(WAITING)
+        store.execute(AHEAD)
+        store.execute(LETTER.replace("'k'", "'undecided'").replace("'outbox'", "'inbox'")
+                            .replace("'forwarder'", "'billing'"), [1])  # fmt: skip
+    page = there.client().get("/parked/confirm", params={"broker": "mom"}).text
+    assert "</bdi></strong>: 2 lanes<" in page
+    assert "4 lanes more match, and go on waiting" in page
+    page = there.client().get("/parked/confirm", params={"broker": "mom", "lane": "later"}).text
+    assert "Nothing waits that could be tried now" in page
+    assert "1 lane more match" in page
+
+
+def test_a_job_that_fails_shows_and_logs_no_row_that_its_database_quotes(
+    there: Dashboard, app: Dsn, orders: list[str]
+) -> None:
+    with connect(app) as connection:
+        connection.execute("ALTER TABLE saf.parked ADD CONSTRAINT none CHECK (false) NOT VALID")
+    visitor = there.client()
+    form = visitor.counted("retry", {"matching": "yes"})
+    with structlog.testing.capture_logs() as lines:
+        page = finished(visitor, visitor.form("/dead", "/dead/decide", form).url.path)
+    said = page + str(lines)
+    assert said.count("DETAIL") == said.count(f"DETAIL: {HIDDEN}") == 2
+    assert orders[0] not in said
+    assert b"4111".hex() not in said
 
 
 def test_one_message_is_followed_to_its_subscription(

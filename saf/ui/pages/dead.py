@@ -10,9 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import psycopg
 from starlette.responses import Response
 
-from saf.errors import SafError, UsageError
+from saf.errors import UsageError
 from saf.operating import decide
 from saf.operating.bulk import Decision
 from saf.setaside import dead, staying
@@ -62,18 +63,15 @@ def letters(visit: Visit) -> Response:
 def confirm(visit: Visit) -> Response:
     """Count what a decision would be about, and ask why."""
     action, to = _action(visit), visit.given("to")
-    chosen = _chosen(visit)
-    counts: dict[str, Counted] = {}
-    errors: dict[str, SafError] = {}
-    for name, which in chosen.items():
-        answers = visit.site.brokers.ask(
-            lambda connection, which=which: dead.count(  # type: ignore[misc]
-                connection, which, MOST, to=to if action == "redirect" else None
-            ),
-            [name],
-        )
-        counts |= answers.found
-        errors |= answers.errors
+    there = to if action == "redirect" else None
+
+    def count(which: Filter, connection: psycopg.Connection[Any]) -> Counted:
+        return dead.count(connection, which, MOST, to=there)
+
+    answers = visit.site.brokers.ask_each(
+        {name: partial(count, which) for name, which in _chosen(visit).items()}
+    )
+    counts = answers.found
     return visit.page(
         "dead_confirm.html",
         title=action.capitalize(),
@@ -81,7 +79,7 @@ def confirm(visit: Visit) -> Response:
         to=to,
         counts={name: one for name, one in counts.items() if one.messages},
         stays=staying.in_words(one.stays for one in counts.values()),
-        errors=errors,
+        errors=answers.errors,
         wanted=_wanted(visit),
         before=visit.given("before"),
         broker=visit.given("broker"),

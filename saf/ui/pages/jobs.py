@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from saf.errors import UsageError
+from saf.ui.filters import number_of
 from saf.ui.jobs import Job
 from saf.ui.site import Visit
 
@@ -29,8 +30,8 @@ def cancel(visit: Visit) -> Response:
 
 
 def _job(visit: Visit) -> Job:
-    number = visit.request.path_params["number"]
-    if (found := visit.site.jobs.get(number)) is None:
+    number = number_of(visit.request.path_params["number"])
+    if number is None or (found := visit.site.jobs.get(number)) is None:
         raise UsageError(
             f"there is no job {number} in this process; what it has done is in the audit"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from saf.operating import journey
 from saf.operating.stay import Stay, Stored
 from saf.ui.brokers import PATIENCE_SECONDS
 from saf.ui.filters import moment_of
+from saf.ui.redaction import LARGEST_BYTES, Redaction
 from saf.ui.site import Visit
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
@@ -53,14 +54,15 @@ def message(visit: Visit) -> Response:
             seconds=SECONDS,
             look_seconds=LOOK_SECONDS,
         )
-        return found, journey.body(connection, found) if show_body else None
+        if not show_body or found.size is None or found.size > LARGEST_BYTES:
+            return found, None
+        return found, journey.body(connection, found)
 
     answers = visit.site.brokers.ask_each(
         {name: partial(ask, places.get(name, {})) for name in visit.site.brokers.names()}
     )
     stays = {name: there for name, (there, _) in answers.found.items()}
     known = {name: there for name, there in stays.items() if not there.nothing}
-    bodies = [body for _, body in answers.found.values() if body is not None]
     first = next((one.sent or one.stored for one in known.values() if one.sent or one.stored), None)
     redaction = visit.site.redaction
     headers = redaction.headers(first.headers) if first is not None else {}
@@ -76,10 +78,20 @@ def message(visit: Visit) -> Response:
         headers=headers,
         trace=trace_of(headers, visit.site.settings.ui.trace_url),
         conversation=first.conversation_id if first is not None else None,
-        body=redaction.body(bodies[0]) if bodies else None,
+        body=_body(redaction, answers.found.values()),
         show_body=show_body,
         errors=answers.errors,
     )
+
+
+def _body(redaction: Redaction, found: Iterable[tuple[Stay, bytes | None]]) -> str | None:
+    """Return the body as it may be shown; None if no log has it."""
+    for there, body in found:
+        if body is not None and (one := there.sent or there.stored) is not None:
+            return redaction.body(body, one.headers)
+        if there.size is not None and there.size > LARGEST_BYTES:
+            return f"{there.size:,} bytes: more than are shown"
+    return None
 
 
 def _further(

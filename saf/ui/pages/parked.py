@@ -8,6 +8,7 @@ import psycopg
 from starlette.responses import Response
 
 from saf.errors import UsageError
+from saf.operating.due import due
 from saf.setaside.lane import Kind
 from saf.setaside.waiting import Lanes, Waiting, parked, place_at, retry_now
 from saf.ui.site import LIVE, Visit
@@ -41,13 +42,15 @@ def lanes(visit: Visit) -> Response:
 
 def confirm(visit: Visit) -> Response:
     """Say how many lanes would be tried, and ask why."""
-    found, errors = _found(visit)
+    wanted = _wanted(visit)
+    answers = visit.site.brokers.ask(lambda connection: due(connection, wanted), _brokers(visit))
     return visit.page(
         "parked_confirm.html",
         title="Retry now",
-        found={name: one for name, one in found.items() if one.lanes},
-        errors=errors,
-        wanted=_wanted(visit),
+        found={name: one.tried for name, one in answers.found.items() if one.tried},
+        others=sum(one.others for one in answers.found.values()),
+        errors=answers.errors,
+        wanted=wanted,
         broker=visit.given("broker"),
     )
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import psycopg
 from starlette.responses import Response
 
-from saf.errors import SafError, UsageError
+from saf.errors import UsageError
 from saf.operating import decide_parked
 from saf.operating.bulk import Decision
 from saf.setaside import parked_messages, staying
@@ -64,17 +65,14 @@ def messages(visit: Visit) -> Response:
 def confirm(visit: Visit) -> Response:
     """Count what a decision would be about, and ask why."""
     action, to = _action(visit)
-    counts: dict[str, Counted] = {}
-    errors: dict[str, SafError] = {}
-    for name, which in _chosen(visit).items():
-        answers = visit.site.brokers.ask(
-            lambda connection, which=which: parked_messages.count(  # type: ignore[misc]
-                connection, which, MOST, to=to
-            ),
-            [name],
-        )
-        counts |= answers.found
-        errors |= answers.errors
+
+    def count(which: ParkedFilter, connection: psycopg.Connection[Any]) -> Counted:
+        return parked_messages.count(connection, which, MOST, to=to)
+
+    answers = visit.site.brokers.ask_each(
+        {name: partial(count, which) for name, which in _chosen(visit).items()}
+    )
+    counts = answers.found
     matching = visit.given("matching")
     return visit.page(
         "parked_decide.html",
@@ -83,7 +81,7 @@ def confirm(visit: Visit) -> Response:
         to=to,
         counts={name: one for name, one in counts.items() if one.messages},
         stays=staying.in_words(one.stays for one in counts.values()),
-        errors=errors,
+        errors=answers.errors,
         fields=_fields(visit),
         ids=[] if matching else visit.form.get("id", []),
         matching=matching,

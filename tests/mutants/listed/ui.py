@@ -7,6 +7,8 @@ from tests.mutants.mutant import Mutant, mutant
 ACCESS, PAGES, BULK = "ui/test_ui_access.py", "ui/test_ui_pages.py", "contract/test_bulk.py"
 DECIDED = "contract/test_decide_parked.py"
 LOOKS = "unit/test_stretches.py"
+BROKERS, REDACTED = "ui/test_ui_brokers.py", "ui/test_ui_redaction.py"
+COMMAND, QUESTIONS = "ui/test_ui_command.py", "unit/test_questions.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -191,5 +193,97 @@ MUTANTS: list[Mutant] = [
         '            log.warning("login_refused", person=shown(name), address=shown(address))\n',
         "",
         f"{ACCESS}::test_who_logs_in_and_out_and_who_is_refused_is_logged_and_no_token",
+    ),
+    mutant(
+        "who is asked for by any host believes the header that names a user",
+        "saf/ui/guard.py",
+        "if host not in self._hosts and not _is_address(host):",
+        "if not host:",
+        f"{ACCESS}::test_where_a_header_names_the_visitor_only_known_hosts_are_answered",
+    ),
+    mutant(
+        "what failed unexpectedly is answered without the headers that bind the browser",
+        "saf/ui/application.py",
+        "return Guarded(super().build_middleware_stack())",
+        "self.add_middleware(Guarded)\n        return super().build_middleware_stack()",
+        f"{ACCESS}::test_an_answer_to_what_failed_unexpectedly_is_bound_too",
+    ),
+    mutant(
+        "JSON behind a BOM is shown as it is",
+        "saf/ui/redaction.py",
+        'body.decode("utf-8-sig")',
+        "body.decode()",
+        f"{REDACTED}::test_what_paths_name_is_seen_in_no_json_and_no_part_of_any",
+    ),
+    mutant(
+        "a fragment of a large body is shown as it is",
+        "saf/ui/redaction.py",
+        "if not isinstance(known, dict) or FRAGMENT in known or WHOLE in known:",
+        "if not isinstance(known, dict):",
+        f"{REDACTED}::test_what_paths_name_is_seen_in_no_json_and_no_part_of_any",
+    ),
+    mutant(
+        "what does not look like JSON is shown as it is",
+        "saf/ui/redaction.py",
+        "if self._paths and not _is_something_else(headers):",
+        'if self._paths and text.lstrip()[:1] in ("{", "["):',
+        f"{REDACTED}::test_what_paths_name_is_seen_in_no_json_and_no_part_of_any",
+    ),
+    mutant(
+        "JSON that is nested deeply is read, and cannot be written",
+        "saf/ui/redaction.py",
+        "        except RecursionError:\n            return _too_deep(body)\n\n",
+        "        except MemoryError:\n            return _too_deep(body)\n\n",
+        f"{REDACTED}::test_json_is_shown_however_deep_or_it_is_said_that_it_is_too_deep",
+    ),
+    mutant(
+        "a job shows and logs the row that its database quotes",
+        "saf/ui/jobs.py",
+        "redaction.error(known)",
+        "str(known)",
+        f"{PAGES}::test_a_job_that_fails_shows_and_logs_no_row_that_its_database_quotes",
+    ),
+    mutant(
+        "the process does not end before a chunk that hangs",
+        "saf/ui/jobs.py",
+        "            daemon=True,\n",
+        "",
+        f"{COMMAND}::test_a_signal_ends_it_although_a_chunk_of_a_job_hangs",
+    ),
+    mutant(
+        "keys that wait for a decision are counted as if they were tried",
+        "saf/operating/due.py",
+        "AND (kind <> '{Kind.KEY}' OR",
+        "AND (true OR",
+        f"{PAGES}::test_only_lanes_that_would_be_tried_are_counted_before_they_are_retried",
+    ),
+    mutant(
+        "a fleet whose server hangs holds up every page",
+        "saf/operating/places.py",
+        "asked.once.wait(self._left())",
+        "asked.once.wait()",
+        f"{BROKERS}::test_a_fleet_whose_server_hangs_holds_up_no_page_and_hides_no_other_fleet",
+    ),
+    mutant(
+        "a question that hangs keeps its turn",
+        "saf/operating/questions.py",
+        "return sum(now - since < HANGS_SECONDS for since in self._since.values())",
+        "return sum(now >= since for since in self._since.values())",
+        f"{QUESTIONS}::test_those_that_hang_hold_up_no_other",
+    ),
+    mutant(
+        "brokers that were down the last time are asked in the line of the others",
+        "saf/operating/questions.py",
+        "(self._in_doubt if in_doubt else self._trusted)",
+        "(self._trusted)",
+        f"{QUESTIONS}::test_brokers_in_doubt_hold_up_none_that_has_answered_however_many_they_are",
+    ),
+    mutant(
+        "a broker that its fleet no longer lists is down for ever",
+        "saf/operating/watch.py",
+        "for name in self._down.keys() - places.keys():",
+        "for name in self._down.keys() & self._asked.keys():",
+        "integration/test_metrics.py"
+        "::test_a_broker_that_has_vanished_from_a_fleet_is_not_down_for_ever",
     ),
 ]
