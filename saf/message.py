@@ -32,6 +32,8 @@ a row of PostgreSQL's protocol must have less than 1 GB."""
 
 FIRST_MOMENT, LAST_DAY = datetime.min.replace(tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
 """The first time that a log takes, and the first that is too late for it."""
+FIRST_DAY = datetime(1, 1, 2, tzinfo=UTC)
+"""The first time that a session in any time zone can read."""
 OUT_OF_CALENDAR = "is before 0001-01-01 or after 9999-12-30, in UTC"
 """What is wrong with any other time."""
 

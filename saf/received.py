@@ -18,8 +18,12 @@ from saf.message import CONTENT_TYPE, STRICT, VERIFIED_FROM, Exact
 if TYPE_CHECKING:
     from saf.dialogs.dialog import Dialog
 
+FIRST_MOMENT = "timestamptz '0001-01-02 00:00:00+00'"
+"""SQL: the earliest time that Python can read in every time zone of a session."""
+
 # Each column in the form that is cheapest to fetch. A value that is too large is fetched as NULL,
-# and so is the body of its row. Whether a row is ``readable`` is worked out once.
+# and so is the body of its row. Whether a row is ``readable`` is worked out once. Where a session's
+# zone is west of UTC, the first day of year 1 begins before Python's calendar.
 _CHEAP = {
     "message_id": "uuid_send(message_id)",
     "headers": f"CASE WHEN readable OR {HEADERS_READABLE} THEN headers::text END",
@@ -29,6 +33,10 @@ _CHEAP = {
         for name in ("from_service", "to_service", "key", "message_type")
     },
     "source": "CASE WHEN from_initiator IS NOT NULL THEN source END",
+    **{
+        name: f"CASE WHEN {name} < {FIRST_MOMENT} THEN {FIRST_MOMENT} ELSE {name} END AS {name}"
+        for name in ("created_at", "deliver_at", "expires_at")
+    },
 }
 
 READ = ("id", "shard", *COLUMNS, "source")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -23,12 +23,9 @@ from saf.dialogs.dialog import Dialog
 from saf.dialogs.facts import Facts
 from saf.dialogs.lineage import Lineage, read
 from saf.dialogs.statements import COMPARE, ERROR, EXPIRE, FIELDS, HELLO, Code
-from saf.message import LAST_DAY
+from saf.message import FIRST_DAY, LAST_DAY
 from saf.received import Received
 from saf.setaside.isolation import kept
-
-FIRST_DAY = datetime(1, 1, 2, tzinfo=UTC)
-"""When a lifetime may end at the earliest: also a session west of UTC can read that."""
 
 End = tuple[UUID, bool]
 """One end: the id of its conversation, and whether it is the initiator's end."""

@@ -25,6 +25,9 @@ SHORTEST, LONGEST = 24, 64
 TOLERANCE_SECONDS = 300.0
 Body = bytes | bytearray | memoryview
 ID, TIMESTAMP, SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
+LENGTH = 44
+"""How many characters a signature has: the base64 of 32 bytes."""
+NOT_RIGHT = "no signature in it is right"
 
 
 def key_of(secret: str) -> bytes:
@@ -84,6 +87,27 @@ def verify(
     keys = [key_of(one) for one in ([secrets] if isinstance(secrets, str) else secrets)]
     if not keys:
         raise UsageError("without a secret, nothing can be verified")
+    message_id, timestamp, given = stated(headers, tolerance_seconds=tolerance_seconds, now=now)
+    for key in keys:
+        right = base64.b64encode(_signature(message_id, timestamp, body, key))
+        for one in given:
+            # compared as bytes, because a header may hold any character
+            if hmac.compare_digest(right, one.encode(errors="replace")):
+                return message_id
+    raise NotVerified(NOT_RIGHT)
+
+
+def stated(
+    headers: Mapping[str, str],
+    *,
+    tolerance_seconds: float = TOLERANCE_SECONDS,
+    now: float | None = None,
+) -> tuple[str, str, list[str]]:
+    """Return the id, the time and the signatures that headers state; the body may not be there yet.
+
+    Raises:
+        NotVerified: whatever the body is, this is no signature of now.
+    """
     named = {name.lower(): value for name, value in headers.items()}
     missing = [name for name in (ID, TIMESTAMP, SIGNATURE) if not named.get(name)]
     if missing:
@@ -98,14 +122,10 @@ def verify(
             f"no more than {tolerance_seconds:g} s are allowed"
         )
     said = [one.partition(",") for one in named[SIGNATURE].split()]
-    given = [value for version, _, value in said if version == "v1"]
-    for key in keys:
-        right = base64.b64encode(_signature(message_id, timestamp, body, key))
-        for one in given:
-            # compared as bytes, because a header may hold any character
-            if hmac.compare_digest(right, one.encode(errors="replace")):
-                return message_id
-    raise NotVerified("no signature in it is right")
+    given = [value for version, _, value in said if version == "v1" and len(value) == LENGTH]
+    if not given:
+        raise NotVerified(NOT_RIGHT)
+    return message_id, timestamp, given
 
 
 def _signature(message_id: str, timestamp: str, body: Body, key: bytes) -> bytes:

@@ -12,7 +12,9 @@ deliver as the forwarder of any source, for any service; ``sources`` and ``servi
 give each partner an application of its own.
 
 Memory is bounded: at most ``at_once`` requests of ``max_bytes`` are taken at a time; who comes
-beyond that is told to come later.
+beyond that is told to come later. A request has to state a signature of now before it is taken
+(`saf.webhooks.entrance`). Whether that is right shows when its body is there, so a proxy should
+wait for slow bodies, as nginx does by default.
 
 It needs the extra ``forwarder``, and the rights of `saf grant --role forwarder`.
 """
@@ -30,6 +32,7 @@ from saf.errors import MissingExtra, NotVerified, SafError, Unavailable, UsageEr
 from saf.logger import Log
 from saf.signing.webhook import key_of, verify
 from saf.webhooks import asgi
+from saf.webhooks.entrance import Entrance, Full
 
 if TYPE_CHECKING:
     from saf.destinations.https.chunks import Given
@@ -86,42 +89,36 @@ def broker(
         raise MissingExtra("forwarder", "saf.webhooks.broker") from None
     except ValueError:
         raise UsageError("a source is a broker_id, such as `saf status` shows") from None
-    working = 0
+    entrance = Entrance(at_once=at_once, max_bytes=max_bytes, seconds=BODY_SECONDS)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await asgi.live(receive, send, at_end=store.close)
             return
-        status, said = await _bounded(scope, receive)
+        status, said = await _answered(scope, receive)
         length = {"content-type": "application/json", "content-length": str(len(said))}
         await asgi.answer(send, status, length, said)
 
-    async def _bounded(scope: Scope, receive: Receive) -> Answer:
-        nonlocal working
+    async def _answered(scope: Scope, receive: Receive) -> Answer:
         if scope["type"] != "http" or scope["method"] != "POST":
             return store.refuse(405, "unusable", "it is no POST", "deliver by kind https")
-        if working >= at_once:
-            return store.refuse(503, "unavailable", f"{at_once} requests are in hand already")
-        working += 1
         try:
-            body = await asgi.body_of(scope, receive, most=max_bytes, seconds=BODY_SECONDS)
-            headers = asgi.headers_of(scope)
-            # away from the loop: others are served while this one is verified and stored
-            return await asyncio.to_thread(_verified, headers, body)
-        except asgi.TooLarge:
-            return store.refuse(413, "too_large", f"more than {max_bytes:,} bytes at a time")
-        except asgi.Gone:
-            return store.refuse(408, "unavailable", "the request took too long to come")
-        finally:
-            working -= 1
-
-    def _verified(headers: Mapping[str, str], body: bytes) -> Answer:
-        try:
-            verify(headers, body, known)
+            async with entrance.let_in(scope, receive) as (headers, body):
+                # away from the loop: others are served while this one is verified and stored
+                return await asyncio.to_thread(_verified, headers, body)
         except NotVerified as error:
             log.warning("delivery_refused", why=error.why)
             cure = "use the secret of the other end, and let both clocks be right"
             return store.refuse(401, "not_signed", error.why, cure)
+        except Full as error:
+            return store.refuse(503, "unavailable", str(error))
+        except asgi.TooLarge:
+            return store.refuse(413, "too_large", f"more than {max_bytes:,} bytes at a time")
+        except asgi.Gone:
+            return store.refuse(408, "unavailable", "the request took too long to come")
+
+    def _verified(headers: Mapping[str, str], body: bytes) -> Answer:
+        verify(headers, body, known)
         return store.answer(headers.get("content-type", ""), body)
 
     return app
@@ -188,7 +185,7 @@ class _Store:
         if question == wire.KNOWN:
             try:
                 source = UUID(said["source"])
-            except (LookupError, TypeError, AttributeError, ValueError):
+            except wire.UNLIKE:
                 raise wire.NotUnderstood("it does not say of which source") from None
             self._allow(source)
             known = self._at.known("here", source, role="deliver")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -15,6 +15,8 @@ from saf.message import RESERVED_HEADER, STRICT
 PREFIX = "ce-"
 STRUCTURED = "application/cloudevents+json"
 NEEDED = ("id", "source", "type")
+EXACT = ("id", "source")
+"""Attributes that tell one event from another: no character of them may get lost."""
 NOT_CARRIED = (
     "id",
     "type",
@@ -63,9 +65,8 @@ def event(headers: Mapping[str, str], body: bytes) -> Event:
         raise NoEvent(f"{kind} is not understood: send one event, in headers or as JSON")
     else:
         attributes = {
-            name.removeprefix(PREFIX): unquote(value)
-            for name, value in headers.items()
-            if name.startswith(PREFIX)
+            name: unquote(value, errors="surrogateescape" if name in EXACT else "replace")
+            for name, value in _attributes(headers)
         }
         content_type = given
     if attributes.get("specversion") != "1.0":
@@ -73,6 +74,11 @@ def event(headers: Mapping[str, str], body: bytes) -> Event:
     for name in NEEDED:
         if not isinstance(attributes.get(name), str) or not attributes[name]:
             raise NoEvent(f"the event has no {name}")
+    for name in EXACT:
+        try:
+            attributes[name].encode()
+        except UnicodeEncodeError:
+            raise NoEvent(f"the event's {name} is no Unicode text") from None
     key = attributes.get("partitionkey") or attributes.get("subject")
     return Event(
         id=attributes["id"],
@@ -87,6 +93,13 @@ def event(headers: Mapping[str, str], body: bytes) -> Event:
             if name not in NOT_CARRIED and not name.startswith(RESERVED_HEADER)
         },
     )
+
+
+def _attributes(headers: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Give the attributes that are in headers, as they are written there."""
+    for name, value in headers.items():
+        if name.startswith(PREFIX):
+            yield name.removeprefix(PREFIX), value
 
 
 def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str | None]:

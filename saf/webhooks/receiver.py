@@ -3,19 +3,28 @@
     app = saf.webhooks.inbox(engine, "billing", secrets=[secret])      # uvicorn consumers:app
 
 It verifies the signature (`saf.signing.webhook`), and stores the event as a message for the
-service. The event's source and id are remembered in the same transaction, so that an event which is
-sent again, because an answer got lost, is stored once. Two installations that see each other by
-HTTPS alone are connected by it: `saf dispatch` at one, this at the other, exactly once in effect
-and in the order of keys.
+service. The event's id is remembered in the same transaction, so that an event which is sent again,
+because an answer got lost, is stored once. Two installations that see each other by HTTPS alone are
+connected by it: `saf dispatch` at one, this at the other, exactly once in effect and in the order
+of keys.
+
+A signature covers the ``webhook-id``, the time of the request, and the body. So the event's id has
+to be the webhook-id, and an event is known by it alone: a request that is stored cannot be used to
+store another event, whatever else of it is altered. What comes in headers ``ce-…`` beside the id,
+nobody has signed: the source, the type, the key and the time of the event. An event as one JSON
+object is signed as a whole. Senders whose ids are not their webhook-ids need ``signed_ids=False``;
+then an event is known by its source and id.
 
     204    it is stored, now or before
-    400    it is no event of CloudEvents 1.0, or no broker would store it
+    400    it is no event of CloudEvents 1.0, its id is not the one that is signed, or no broker
+           would store it
     401    it is not signed by one of the secrets, or not now
     404    this broker has services, and not this one
     405    it is no POST
     408    it took more than a minute to come
     413    it is larger than ``max_bytes``
-    503    the database does not answer: send it again later
+    503    the database does not answer within 15 s, or ``at_once`` requests are in hand already:
+           send it again later
 
 What is remembered is bounded: with each event that is stored, some older than ``remember_days`` are
 forgotten. It must be longer than a sender goes on trying.
@@ -25,19 +34,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 from uuid import UUID, uuid5
 
 import psycopg
 
+from saf.database import fetch
+from saf.database.bounds import GRACE_SECONDS
+from saf.database.patience import answer_within, shut
 from saf.errors import InvalidMessage, NotVerified, SafError
 from saf.logger import Log
-from saf.message import CONTENT_TYPE, OUT_OF_CALENDAR, Message, encode, in_calendar
+from saf.message import CONTENT_TYPE, FIRST_DAY, LAST_DAY, OUT_OF_CALENDAR, Message, encode
 from saf.receiving.link import connected
 from saf.signing.webhook import key_of, verify
 from saf.webhooks import asgi
+from saf.webhooks.entrance import Entrance, Full
 from saf.webhooks.event import Event, NoEvent, event
 
 if TYPE_CHECKING:
@@ -45,19 +60,32 @@ if TYPE_CHECKING:
     from saf.webhooks.asgi import App, Receive, Scope, Send
 
 MAX_BYTES = 1 << 20
+AT_ONCE = 200
 BODY_SECONDS = 60.0
 """How long the body of a request may take to come, in seconds."""
 REMEMBER_DAYS = 14.0
+STORE_SECONDS = 10.0
+"""How long a statement may take, in seconds. Who waits for its answer waits a little longer."""
 
 EVENTS = UUID("6f3b3a0e-6d2c-5d0b-9a39-0d7b7a2f3c11")
 """The namespace of ids of messages whose event has an id that is no UUID."""
 
+# In the application's sessions too, for this transaction alone
+BOUNDS = """
+SELECT set_config('lock_timeout', '{milliseconds}', true),
+       set_config('statement_timeout', '{milliseconds}', true)
+"""
 # Remembered and stored by one statement: also where each statement is a transaction of its own, an
-# event that is remembered is stored. It waits for a transaction that stores the same event.
+# event that is remembered is stored. It waits for a transaction that stores the same event. At a
+# server whose default is off, a crash could take back what was answered with 204.
 STORE = """
-WITH here AS (
+WITH durable AS MATERIALIZED (
+    SELECT CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
+                THEN set_config('synchronous_commit', 'on', true) END
+), here AS (
     SELECT NOT EXISTS (SELECT FROM saf.service)
         OR EXISTS (SELECT FROM saf.service WHERE name = %(service)s) AS lives
+    FROM durable
 ), new AS (
     INSERT INTO saf.webhook (digest) SELECT %(digest)s::bytea FROM here WHERE lives
     ON CONFLICT DO NOTHING RETURNING digest
@@ -87,7 +115,9 @@ def inbox(
     *,
     secrets: str | Iterable[str],
     max_bytes: int = MAX_BYTES,
+    at_once: int = AT_ONCE,
     remember_days: float = REMEMBER_DAYS,
+    signed_ids: bool = True,
 ) -> App:
     """Return an ASGI application that stores signed events for a service.
 
@@ -96,7 +126,11 @@ def inbox(
         service: whom the messages are for.
         secrets: one or several of Standard Webhooks, any of which may have signed.
         max_bytes: the largest request.
+        at_once: how many requests are taken at a time.
         remember_days: for how long an event that is sent again is recognised.
+        signed_ids: whether an event's id has to be the webhook-id, which is signed, as it is where
+            `saf dispatch` sends. Otherwise, an event is known by its source and id, which nobody
+            has signed if they come in headers.
 
     Raises:
         UsageError: a secret is none.
@@ -105,6 +139,7 @@ def inbox(
     for secret in known:
         key_of(secret)
     seconds = remember_days * 86400
+    entrance = Entrance(at_once=at_once, max_bytes=max_bytes, seconds=BODY_SECONDS)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -118,25 +153,28 @@ def inbox(
         if scope["type"] != "http" or scope["method"] != "POST":
             return 405, "send events by POST"
         try:
-            body = await asgi.body_of(scope, receive, most=max_bytes, seconds=BODY_SECONDS)
+            async with entrance.let_in(scope, receive) as (headers, body):
+                return await _stored(headers, body)
+        except NotVerified as error:
+            log.warning("webhook_refused", service=service, why=error.why)
+            return 401, str(error)
+        except Full as error:
+            return 503, str(error)
         except asgi.TooLarge:
             return 413, f"more than {max_bytes:,} bytes"
         except asgi.Gone:
             return 408, "it took too long"
-        return await _stored(asgi.headers_of(scope), body)
 
     async def _stored(headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
-        try:
-            verify(headers, body, known)
-        except NotVerified as error:
-            log.warning("webhook_refused", service=service, why=error.why)
-            return 401, str(error)
+        signed_id = verify(headers, body, known)
         try:
             one = event(headers, body)
-            stored = await asyncio.to_thread(_store, engine, service, one, seconds)
+            known_by = _known_by(service, one, signed_id if signed_ids else None)
+            async with asyncio.timeout(STORE_SECONDS + GRACE_SECONDS):
+                stored = await asyncio.to_thread(_store, engine, service, one, known_by, seconds)
         except (NoEvent, InvalidMessage) as error:
             return 400, str(error)
-        except (psycopg.Error, SafError, OSError) as error:
+        except _not_stored() as error:
             log.warning("webhook_not_stored", service=service, error=type(error).__name__)
             return 503, "try again later"
         return (204, "") if stored else (404, f"there is no service {service!r} here")
@@ -144,7 +182,31 @@ def inbox(
     return app
 
 
-def _store(engine: Engine, service: str, one: Event, seconds: float) -> bool:
+def _not_stored() -> tuple[type[Exception], ...]:
+    """What an engine raises whose database does not answer."""
+    if "sqlalchemy" not in sys.modules:
+        return psycopg.Error, SafError, OSError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return psycopg.Error, SafError, OSError, SQLAlchemyError
+
+
+def _known_by(service: str, one: Event, signed_id: str | None) -> tuple[str, str, str]:
+    """What tells an event from all others: the id that is signed, or its source and id.
+
+    Raises:
+        NoEvent: its id is not the signed one.
+    """
+    if signed_id is None:
+        return service, one.source, one.id
+    if one.id != signed_id:
+        raise NoEvent("the event's id is not the webhook-id, which is what is signed")
+    return service, "", one.id
+
+
+def _store(
+    engine: Engine, service: str, one: Event, known_by: tuple[str, ...], seconds: float
+) -> bool:
     """Store an event, unless it is stored already; False if the service does not live here."""
     carried = dict(one.headers)
     if one.content_type is not None:
@@ -158,11 +220,9 @@ def _store(engine: Engine, service: str, one: Event, seconds: float) -> bool:
             headers=carried,
         )
     )
-    parts = (service, one.source, one.id)
-    text = "\0".join(parts)
     params = {
         "service": service,
-        "digest": hashlib.sha256(text.encode(errors="replace")).digest(),
+        "digest": hashlib.sha256("\0".join(known_by).encode()).digest(),
         "message_id": _uuid(one),
         "key": row.key,
         "message_type": row.message_type,
@@ -171,9 +231,15 @@ def _store(engine: Engine, service: str, one: Event, seconds: float) -> bool:
         "created_at": _moment(one.headers.get("time")),
         "seconds": seconds,
     }
-    with connected(engine) as link, link.transaction(claims=False):
-        ((lives,),) = link.raw.execute(STORE, params).fetchall()
-        link.raw.execute(FORGET, params)
+    bounds = BOUNDS.format(milliseconds=round(STORE_SECONDS * 1000))
+    with connected(engine) as link:
+        descriptor = link.raw.pgconn.socket
+        with (
+            answer_within(STORE_SECONDS + GRACE_SECONDS, lambda: shut([descriptor])),
+            replace(link, always=bounds).transaction(claims=False),
+        ):
+            ((lives,),) = fetch(link.raw, STORE, params)
+            link.raw.execute(FORGET, params)
     return bool(lives)
 
 
@@ -182,20 +248,23 @@ def _uuid(one: Event) -> UUID:
     try:
         return UUID(one.id)
     except ValueError:
-        return uuid5(EVENTS, f"{one.source}\0{one.id}".encode(errors="replace").decode())
+        return uuid5(EVENTS, f"{one.source}\0{one.id}")
 
 
 def _moment(said: object) -> datetime:
     """When the event happened, as it says itself; now, if it does not.
 
+    A time before the calendar, or on its first day, is what some languages have for none.
+
     Raises:
         NoEvent: it says a time that no log takes.
     """
+    now = datetime.now(UTC)
     try:
-        moment = datetime.fromisoformat(said) if isinstance(said, str) else datetime.now(UTC)
+        moment = datetime.fromisoformat(said) if isinstance(said, str) else now
     except ValueError:
-        return datetime.now(UTC)
+        return now
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-    if not in_calendar(moment):
+    if moment >= LAST_DAY:
         raise NoEvent(f"time: {said} {OUT_OF_CALENDAR}")
-    return moment
+    return moment if moment >= FIRST_DAY else now

@@ -232,3 +232,26 @@ def test_a_body_that_is_not_what_it_says_is_the_handlers_to_find_out(mom: Dsn) -
                 message.json()
             with pytest.raises(saf.UnreadableHeaders):
                 message.headers  # noqa: B018 - it raises
+
+
+@pytest.mark.parametrize("zone", ["America/New_York", "UTC", "Asia/Tokyo"])
+def test_the_first_day_of_the_calendar_holds_nobody_up_whatever_the_time_zone(
+    mom: Dsn, zone: str
+) -> None:
+    """West of UTC it is a day before the calendar, which Python cannot read."""
+    prepare(mom)
+    with connect(mom) as connection:
+        # as in an inbox that has such rows since before they were refused
+        connection.execute("ALTER TABLE saf.inbox DROP CONSTRAINT inbox_in_calendar")
+        connection.execute(f"ALTER DATABASE {mom.database} SET timezone = '{zone}'")
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, body, key, created_at, deliver_at, expires_at) "
+            "SELECT %s, body, 'k', coalesce(a::timestamptz, now()), b::timestamptz, c::timestamptz "
+            "FROM (VALUES ('1'::bytea, %s, NULL, NULL), ('2', NULL, %s, NULL), "
+            "('3', NULL, NULL, %s), ('4', NULL, NULL, NULL)) AS m (body, a, b, c)",
+            [SUBSCRIPTION, *["0001-01-01 00:00:00+00"] * 3],
+        )
+    with saf.receive(mom, SUBSCRIPTION) as delivery:
+        assert [(one.text(), one.created_at.year) for one in delivery][0] == ("1", 1)
+        assert [one.text() for one in delivery] == ["1", "2", "4"]
+    assert dead(mom) == [("3", "expired")]

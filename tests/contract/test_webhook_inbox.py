@@ -6,25 +6,29 @@ import asyncio
 import http.client
 import json
 import random
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from datetime import datetime
+from contextlib import closing, nullcontext, suppress
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID, uuid4
 
 import pytest
+import sqlalchemy as sa
 
 import saf.webhooks
 from saf.broker import services
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.signing.webhook import key_of, sign
+from saf.webhooks import receiver
 from tests.endpoints import Partner, dispatcher, dispatching, program, serving
 from tests.pipeline import connect
 from tests.processes import start
 from tests.receivers import prepare, store
+from tests.silence import Silence
 from tests.waits import until
 
 SECRET = "whsec_" + "c2Vj" * 8
@@ -66,13 +70,15 @@ def send(
     method: str = "POST",
     secret: str = SECRET,
     at: float | None = None,
+    number: str = "",
     **headers: str,
 ) -> tuple[int, str]:
-    """Sign and send an event; return status and text of the answer."""
+    """Sign and send an event, by its id or another number; return status and text of the answer."""
     parts = urlsplit(url)
     given = {**MINIMAL, **{name.replace("_", "-"): value for name, value in headers.items()}}
     given = {name: value for name, value in given.items() if value}
-    signed = sign(str(uuid4()), int(at or time.time()), body, [key_of(secret)])
+    number = number or given.get("ce-id") or MINIMAL["ce-id"]
+    signed = sign(number, int(at or time.time()), body, [key_of(secret)])
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
     connection.request(method, parts.path, body, {**given, **signed})
     answer = connection.getresponse()
@@ -126,6 +132,21 @@ def test_an_event_has_happened_when_it_says(inbox: Dsn, url: str, zone: str) -> 
         assert [one.created_at for one in delivery] == [datetime.fromisoformat(said)]
 
 
+@pytest.mark.parametrize("zone", ["America/New_York", "Asia/Tokyo"])
+@pytest.mark.parametrize(
+    "said", ["0001-01-01T00:00:00Z", "0001-01-01T00:00:00+14:00", "0001-01-01", "yesterday", ""]
+)
+def test_an_event_that_says_no_time_has_happened_now(inbox: Dsn, zone: str, said: str) -> None:
+    with connect(inbox) as connection:
+        connection.execute(f"ALTER DATABASE {inbox.database} SET timezone = '{zone}'")
+    app = saf.webhooks.inbox(inbox, "billing", secrets=SECRET)
+    with serving(Partner(), app) as partner:
+        assert send(partner.url, ce_time=said) == (204, "")
+    with saf.receive(inbox, "billing") as delivery:
+        (one,) = delivery
+        assert timedelta() <= datetime.now(UTC) - one.created_at < timedelta(minutes=1)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -160,7 +181,8 @@ def test_an_event_as_json_is_stored_as_well(inbox: Dsn, url: str) -> None:
         {"data": "7", "datacontenttype": "text/plain", "id": "2"},
         {"data_base64": "Nw==", "id": "3"},
     ):
-        assert send(url, json.dumps({**event, **more}).encode(), **kind) == (204, "")
+        whole = {**event, **more}
+        assert send(url, json.dumps(whole).encode(), number=whole["id"], **kind) == (204, "")
     rows = [(key, body) for key, _, body, _ in stored(inbox)]
     assert rows == [("A-1", '{"total": 7}'), (None, "7"), (None, "7")]
     with connect(inbox) as connection:
@@ -180,15 +202,15 @@ def test_an_event_as_json_is_stored_as_well(inbox: Dsn, url: str) -> None:
         ({"ce_subject": "x" * 2000}, 400, "key: 2,000 bytes are more than 1,024"),
         ({"ce_type": "a%00b"}, 400, "holds a NUL byte"),
         (
-            {"ce_time": "0001-01-01T00:00:00+14:00"},
-            400,
-            "time: 0001-01-01T00:00:00+14:00 is before",
-        ),
-        (
             {"ce_time": "9999-12-30T23:00:00-01:00"},
             400,
-            "time: 9999-12-30T23:00:00-01:00 is before",
+            "time: 9999-12-30T23:00:00-01:00 is after",
         ),
+        ({"number": "8"}, 400, "the event's id is not the webhook-id"),
+        ({**AS_JSON, "body": whole('"data": 1'), "number": "8"}, 400, "id is not the webhook-id"),
+        ({"ce_id": "%ED%A0%80"}, 400, "the event's id is no Unicode text"),
+        ({**AS_JSON, "body": whole('"id": "\\ud800"')}, 400, "the event's id is no Unicode text"),
+        ({**AS_JSON, "body": whole('"source": "\\ud800"')}, 400, "source is no Unicode text"),
         ({**AS_JSON, "body": b"[1]"}, 400, "is no JSON object"),
         ({**AS_JSON, "body": whole('"data": NaN')}, 400, "is no JSON"),
         ({**AS_JSON, "body": whole('"data": 1, "n": 1e400')}, 400, "headers: not JSON"),
@@ -221,11 +243,133 @@ def test_a_body_that_says_no_length_is_bounded_all_the_same(inbox: Dsn, url: str
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
     pieces = iter([bytes(1_000)] * 50)
+    signed = sign("7", int(time.time()), bytes(50_000), [key_of(SECRET)])
     with suppress(ConnectionError):  # it may be answered before all of it was sent
-        connection.request("POST", parts.path, pieces, MINIMAL, encode_chunked=True)
+        connection.request("POST", parts.path, pieces, {**MINIMAL, **signed}, encode_chunked=True)
     assert connection.getresponse().status == 413
     connection.close()
     assert stored(inbox) == []
+
+
+def test_a_request_that_is_altered_stores_no_other_event(inbox: Dsn, url: str) -> None:
+    """Of what comes in headers, Standard Webhooks signs the id alone."""
+    assert send(url, ce_subject="A-1") == (204, "")
+    others: list[dict[str, str]] = [
+        {"ce_source": "/other"},
+        {"ce_type": "Refunded", "ce_subject": "B-2", "ce_time": "2026-01-31T12:00:00Z"},
+        {"content_type": "text/plain"},
+    ]
+    for other in others:
+        assert send(url, **other) == (204, "")
+    assert send(url, ce_id="8", number="7")[0] == 400
+    assert len(stored(inbox)) == 1
+    as_json = {**AS_JSON, "body": whole('"id": "9", "data": 1'), "number": "9"}
+    assert send(url, **as_json) == (204, "")
+    in_headers: dict[str, Any] = {"body": as_json["body"], "number": "9", "ce_id": "9"}
+    assert send(url, **in_headers) == (204, "")
+    assert [body for *_, body, _ in stored(inbox)] == ["7", "1"]
+
+
+def test_where_ids_are_not_the_signed_ones_an_event_is_known_by_its_source_and_id(
+    inbox: Dsn,
+) -> None:
+    app = saf.webhooks.inbox(inbox, "billing", secrets=SECRET, signed_ids=False)
+    with serving(Partner(), app) as partner:
+        for source in ("/shop", "/other", "/shop"):
+            assert send(partner.url, ce_source=source, number=str(uuid4())) == (204, "")
+    assert [headers["source"] for *_, headers in stored(inbox)] == ["/shop", "/other"]
+
+
+@pytest.mark.parametrize("autocommit", [False, True])
+@pytest.mark.parametrize("default", ["off", "local", "on", "remote_apply"])
+def test_an_event_is_durable_before_it_is_answered_whatever_the_default(
+    inbox: Dsn, default: str, autocommit: bool
+) -> None:
+    with connect(inbox) as connection:
+        connection.execute(f"ALTER DATABASE {inbox.database} SET synchronous_commit = {default}")
+        connection.execute("CREATE TABLE seen (setting text)")
+        connection.execute(
+            "CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            "INSERT INTO seen SELECT current_setting('synchronous_commit'); RETURN NULL; END $$"
+        )
+        connection.execute(
+            "CREATE CONSTRAINT TRIGGER note AFTER INSERT ON saf.webhook DEFERRABLE "
+            "INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION note()"
+        )
+    options = {"isolation_level": "AUTOCOMMIT"} if autocommit else {}
+    engine = inbox.engine(**options)
+    app = saf.webhooks.inbox(engine, "billing", secrets=SECRET)
+    with serving(Partner(), app) as partner:
+        assert send(partner.url) == (204, "")
+    engine.dispose()
+    with connect(inbox) as connection:
+        (seen,) = fetch(connection, "SELECT setting FROM seen")
+    assert seen == ("remote_apply" if default == "remote_apply" else "on",)
+
+
+# A database that does not answer
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "STORE_SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_lock_that_is_held_is_answered_with_503_and_what_comes_later_is_stored(
+    inbox: Dsn, url: str
+) -> None:
+    with connect(inbox) as connection, connection.transaction():
+        connection.execute("LOCK TABLE saf.webhook")
+        began = time.monotonic()
+        assert send(url) == (503, "try again later")
+        assert time.monotonic() - began < 5
+    assert send(url) == (204, "")
+    assert len(stored(inbox)) == 1
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_database_whose_machine_has_vanished_is_answered_with_503(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver, "GRACE_SECONDS", 0.5)
+    with Silence(inbox) as between, between.dsn.connect(role="test") as connection:
+        app = saf.webhooks.inbox(lambda: nullcontext(connection), "billing", secrets=SECRET)
+        with serving(Partner(), app) as partner:
+            assert send(partner.url) == (204, "")
+            between.fall()
+            assert send(partner.url, ce_id="8") == (503, "try again later")
+            until(lambda: connection.closed)
+    assert len(stored(inbox)) == 1
+
+
+def test_an_engine_whose_database_is_away_is_answered_with_503() -> None:
+    nowhere = Dsn("host=127.0.0.1 port=1 dbname=nowhere")
+    engines: list[Any] = [
+        nowhere,
+        nowhere.conninfo,
+        nowhere.engine(),
+        sa.create_engine("postgresql+psycopg://127.0.0.1:1/nowhere"),
+    ]
+    for engine in engines:
+        with serving(Partner(), saf.webhooks.inbox(engine, "billing", secrets=SECRET)) as partner:
+            assert send(partner.url) == (503, "try again later")
+
+
+def test_who_comes_while_enough_are_in_hand_is_to_come_later(inbox: Dsn) -> None:
+    app = saf.webhooks.inbox(inbox, "billing", secrets=SECRET, at_once=1)
+    with serving(Partner(), app) as partner:
+        parts = urlsplit(partner.url)
+        signed = sign("7", int(time.time()), b"7", [key_of(SECRET)])
+        unsigned = {**signed, "webhook-signature": "v1,none"}
+        for headers, status in ((unsigned, 204), (signed, 503)):
+            with closing(socket.create_connection((parts.hostname, parts.port))) as slow:
+                said = {**MINIMAL, **headers, "host": "here", "content-length": "1"}
+                lines = [f"POST {parts.path} HTTP/1.1", *(f"{n}: {v}" for n, v in said.items())]
+                slow.sendall("\r\n".join([*lines, "", ""]).encode())
+                until(lambda status=status: send(partner.url, ce_id="8")[0] == status)
+        until(lambda: send(partner.url)[0] == 204)
+    assert len(stored(inbox)) == 2
 
 
 def test_no_event_brings_headers_that_only_saf_writes(inbox: Dsn, url: str) -> None:

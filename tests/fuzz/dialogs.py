@@ -10,7 +10,7 @@ from uuid import UUID
 from hypothesis import strategies as st
 
 from saf.dialogs.assembly import is_fragment, whole
-from saf.dialogs.endpoints import FIRST_DAY, _introduction
+from saf.dialogs.endpoints import _introduction
 from saf.dialogs.fragments import split
 from saf.dialogs.lineage import LARGEST, fork, incarnation, read, said_by
 from saf.dialogs.passing import _error
@@ -18,7 +18,7 @@ from saf.dialogs.set_back import _lineage, _standing
 from saf.dialogs.statements import COMPARE, END, ERROR, HELLO, TIMER
 from saf.dialogs.unsigned import is_harmless
 from saf.errors import UnreadableHeaders
-from saf.message import FRAGMENT, LAST_DAY, LINEAGE, WHOLE
+from saf.message import FIRST_DAY, FRAGMENT, LAST_DAY, LINEAGE, WHOLE
 from saf.received import Received
 from tests.fuzz.messages import message
 from tests.fuzz.target import Target, documents, encoded, values

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
-from saf.database.patience import Waiting, answer_within, shut
+from saf.database.patience import Waiting, answer_within
 from saf.destinations.https import wire
 from saf.destinations.https.refusals import raised
 from saf.destinations.https.wire import NotUnderstood, OtherVersion, Said
@@ -41,13 +41,17 @@ SHOWN = 100
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection whose socket can be cut from the beginning."""
+    """A connection whose socket can be cut from the beginning until `end`.
+
+    `http.client` closes a connection as soon as an answer has said that it is the last one, and
+    goes on reading it. So what is cut is a socket of our own for the same connection.
+    """
 
     def __init__(self, settings: Https, context: ssl.SSLContext | None) -> None:
         at = settings.address
         super().__init__(at.host, at.port)
         self.default_port = 443 if at.tls else 80
-        self.descriptor: int | None = None
+        self._own: socket.socket | None = None
         self._network_seconds = settings.bounds.network_seconds
         self._context = context
 
@@ -55,7 +59,7 @@ class _Connection(http.client.HTTPConnection):
         seconds = self._network_seconds
         one = socket.create_connection((self.host, self.port), timeout=seconds)
         try:
-            self.descriptor = one.fileno()
+            self._own = one.dup()
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -68,14 +72,18 @@ class _Connection(http.client.HTTPConnection):
             raise
         self.sock = one
 
-    def close(self) -> None:
-        self.descriptor = None
-        super().close()
+    def end(self) -> None:
+        """Close it; no answer is read any more."""
+        self.close()
+        own, self._own = self._own, None
+        if own is not None:
+            own.close()
 
     def cut(self) -> None:
         """End what is waited for; called by another thread."""
-        if self.descriptor is not None:
-            shut([self.descriptor])
+        if (own := self._own) is not None:
+            with suppress(OSError):
+                own.shutdown(socket.SHUT_RDWR)
 
     def is_usable(self) -> bool:
         """Whether it is connected, and the other side has not closed it meanwhile."""
@@ -97,7 +105,7 @@ class Link:
 
     def close(self) -> None:
         """Give up the connection."""
-        self._connection.close()
+        self._connection.end()
 
     def identity(self) -> UUID:
         """Ask the broker for its identity."""
@@ -156,7 +164,7 @@ class Link:
         }
         connection = self._connection
         if not connection.is_usable():
-            connection.close()
+            connection.end()
         waiting: Waiting | None = None
         try:
             with answer_within(seconds, connection.cut) as waiting:
@@ -167,15 +175,15 @@ class Link:
                 answer = connection.getresponse()
                 text = answer.read(LARGEST_ANSWER + 1)
         except (OSError, http.client.HTTPException) as error:
-            connection.close()
+            connection.end()
             raise self._translated(error, waiting) from None
         except BaseException:
-            connection.close()
+            connection.end()
             raise
         too_long = len(text) > LARGEST_ANSWER
         breaks_off = waiting.given_up or (answer.length and not too_long)
         if too_long or breaks_off or answer.will_close:
-            connection.close()
+            connection.end()
         if breaks_off:
             raise self._translated(ConnectionResetError("its answer breaks off"), waiting)
         if too_long:
@@ -221,7 +229,7 @@ class Link:
         """Translate the errors of whoever reads an answer."""
         try:
             yield
-        except (LookupError, TypeError, ValueError) as error:
+        except wire.UNLIKE as error:
             if isinstance(error, SafError):
                 raise
             raise Unavailable(

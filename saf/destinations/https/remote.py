@@ -15,7 +15,7 @@ from uuid import UUID
 from saf.destinations import Chunk, Stored
 from saf.destinations.https.chunks import body_of
 from saf.destinations.https.link import Link
-from saf.destinations.https.wire import ARROW, Said, to_marks
+from saf.destinations.https.wire import ARROW, UNLIKE, Said, to_marks
 from saf.destinations.marks import Mark, Place
 from saf.errors import Rejected, Unavailable
 from saf.failpoints import fail_point
@@ -48,7 +48,7 @@ class RemoteInbox:
         try:
             self._identity = UUID(said["identity"])
             self._most = int(said["max_bytes"])
-        except (LookupError, TypeError, ValueError):
+        except UNLIKE:
             raise Unavailable(self.what, "it does not say whose inbox it is") from None
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
@@ -62,7 +62,7 @@ class RemoteInbox:
                 dropped=int(said["dropped"]),
                 marks=to_marks(said["marks"]),
             )
-        except (LookupError, TypeError, ValueError):
+        except UNLIKE:
             raise Unavailable(self.what, "it does not say what it has stored") from None
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
@@ -70,7 +70,7 @@ class RemoteInbox:
         said = self._given(chunk, store=False, exactly_once=False)
         try:
             return to_marks(said["marks"])
-        except (LookupError, TypeError, ValueError):
+        except UNLIKE:
             raise Unavailable(self.what, "it does not say what it has stored") from None
 
     def close(self) -> None:

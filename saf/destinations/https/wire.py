@@ -33,6 +33,9 @@ JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
 IDENTITY, KNOWN, GUARANTEE = "identity", "known", "guarantee"
 """Questions."""
 
+UNLIKE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What a value of another kind than it should be makes whoever looks at it raise."""
+
 Said = Mapping[str, Any]
 """What one side has said."""
 

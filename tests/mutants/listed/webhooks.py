@@ -62,7 +62,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an event of any time is taken",
         RECEIVER,
-        "    if not in_calendar(moment):",
+        "    if moment >= LAST_DAY:",
         "    if False:",
         REFUSED,
     ),
