@@ -13,23 +13,10 @@ from typing import Any
 import psycopg
 
 from saf.database import fetch
-from saf.setaside.lane import Kind
-from saf.setaside.parking import BLOCKED
-from saf.setaside.waiting import ANY, Lanes, parked
+from saf.setaside.waiting import ANY, TRIED, Lanes, parked
 
-# Lanes of messages that are ahead of others have no row here. Dead letters are read once for all
-# keys that wait for a decision.
-TRIED = f"""
-SELECT count(*) FROM saf.backoff b
-WHERE kind <> '{Kind.LATER}' AND NOT awaits_handler
-  AND (kind <> '{Kind.KEY}' OR next_attempt_at < '{BLOCKED}' OR (subscription_id, subject) NOT IN (
-      SELECT subscription_id, coalesce(key, message_id::text) FROM saf.dead_letter))
-  AND (%(destination)s::text IS NULL OR destination = %(destination)s)
-  AND (%(lane)s::text IS NULL OR kind = %(lane)s)
-  AND (%(subject)s::text IS NULL OR subject = %(subject)s)
-  AND (%(subscription)s::text IS NULL OR subscription_id IN (
-      SELECT subscription_id FROM saf.subscription WHERE name = %(subscription)s))
-"""
+# Lanes of messages that are ahead of others have no row here
+COUNT = f"SELECT count(*) FROM saf.backoff WHERE {TRIED}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +30,6 @@ class Due:
 
 def due(connection: psycopg.Connection[Any], lanes: Lanes = ANY) -> Due:
     """Return how many of the lanes would be tried now. Only reads."""
-    ((tried,),) = fetch(connection, TRIED, asdict(lanes))
+    ((tried,),) = fetch(connection, COUNT, asdict(lanes))
     every = parked(connection, 1, lanes=lanes, most=1).lanes
     return Due(tried=tried, others=max(0, every - tried))

@@ -111,22 +111,22 @@ OF_LANES = """
   AND (%(subscription)s::text IS NULL OR subscription_id IN (
       SELECT subscription_id FROM saf.subscription WHERE name = %(subscription)s))
 """
-# What came later than a dead letter would be handled before it
+# What came later than a dead letter would be handled before it. Dead letters are read once for all
 UNDECIDED = f"""
-(next_attempt_at = '{BLOCKED}' AND kind = '{Kind.KEY}' AND NOT awaits_handler AND EXISTS (
-    SELECT FROM saf.dead_letter d
-    WHERE d.subscription_id = b.subscription_id
-      AND coalesce(d.key, d.message_id::text) = b.subject))
+(next_attempt_at = '{BLOCKED}' AND kind = '{Kind.KEY}' AND NOT awaits_handler
+ AND (subscription_id, subject) IN (
+    SELECT subscription_id, coalesce(key, message_id::text) FROM saf.dead_letter))
 """
+TRIED = f"kind <> '{Kind.LATER}' AND NOT awaits_handler AND NOT {UNDECIDED} {OF_LANES}"
+"""SQL: whether `retry_now` makes a lane of saf.backoff due; its parameters are those of `Lanes`."""
 # In the order in which all lock lanes, so that nobody waits in a circle
 RETRY_NOW = f"""
 WITH chosen AS (
-    SELECT subscription_id, {THE_LANE} FROM saf.backoff b
-    WHERE kind <> '{Kind.LATER}' AND NOT awaits_handler AND NOT {UNDECIDED} {OF_LANES}
+    SELECT subscription_id, {THE_LANE} FROM saf.backoff WHERE {TRIED}
     ORDER BY subscription_id, {THE_LANE} FOR UPDATE)
 UPDATE saf.backoff b SET next_attempt_at = now() FROM chosen p WHERE {SAME_LANE}
 """
-COUNT_UNDECIDED = f"SELECT count(*) FROM saf.backoff b WHERE {UNDECIDED} {OF_LANES}"
+COUNT_UNDECIDED = f"SELECT count(*) FROM saf.backoff WHERE {UNDECIDED} {OF_LANES}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ two say to each other.
 
 A request is believed only if it is signed by one of the ``secrets``, now. Whoever has a secret may
 deliver as the forwarder of any source, for any service; ``sources`` and ``services`` limit that. So
-give each partner an application of its own.
+give each partner an application of its own. A source vouches for its own senders alone
+(`saf.webhooks.vouching`).
 
 Memory is bounded: at most ``at_once`` requests of ``max_bytes`` are taken at a time; who comes
 beyond that is told to come later. A request has to state a signature of now before it is taken
@@ -24,6 +25,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -141,8 +143,10 @@ class _Store:
     ) -> None:
         from saf.destinations.https import chunks, refusals, wire
         from saf.destinations.postgresql import Postgresql, inbox
+        from saf.webhooks.vouching import vouched_by
 
         self._chunks, self._refusals, self._wire = chunks, refusals, wire
+        self._vouched_by = vouched_by
         self._at, self._inbox = Postgresql(dsn=dsn), inbox
         self._sources, self._services = sources, services
         self._max_bytes = max_bytes
@@ -198,11 +202,13 @@ class _Store:
 
     def _stored(self, given: Given) -> dict[str, Any]:
         """Store a chunk, or return its marks."""
-        self._allow(given.chunk.source)
+        chunk = given.chunk
+        self._allow(chunk.source)
         with self._an_inbox() as inbox:
             if not given.store:
-                return {"marks": self._wire.of_marks(inbox.marks(given.chunk))}
-            done = inbox.store(given.chunk, exactly_once=given.exactly_once)
+                return {"marks": self._wire.of_marks(inbox.marks(chunk))}
+            chunk = replace(chunk, rows=self._vouched_by(chunk.rows, chunk.source))
+            done = inbox.store(chunk, exactly_once=given.exactly_once)
         return {
             "messages": done.messages,
             "dropped": done.dropped,

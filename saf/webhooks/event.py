@@ -104,7 +104,7 @@ def _attributes(headers: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str | None]:
     try:
-        said = _members(body.decode(json.detect_encoding(body)))
+        said = members(body.decode(json.detect_encoding(body)))
         whole = {name: json.loads(text) for name, text in said.items() if name != "data"}
     except NoEvent:
         raise
@@ -126,10 +126,10 @@ def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str | None]:
     return whole, data.encode(), content_type or "application/json"
 
 
-def _members(text: str) -> dict[str, str]:
+def members(text: str) -> dict[str, str]:
     """The members of a JSON object, each as it is written: reading a number may change it.
 
-    >>> _members('{"id": "1", "data": {"total": 1.50} }')
+    >>> members('{"id": "1", "data": {"total": 1.50} }')
     {'id': '"1"', 'data': '{"total": 1.50}'}
 
     Raises:

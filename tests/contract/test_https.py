@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import http.client
+import json
 import random
 import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -35,6 +37,7 @@ from saf.errors import (
     UsageError,
 )
 from saf.setaside.lane import Kind
+from saf.signing.webhook import key_of, sign
 from saf.testing.forwarder import Forwarder
 from saf.testing.victim import start
 from tests import dialogs
@@ -42,7 +45,7 @@ from tests.broker_server import SECRET, BrokerServer, broker_server
 from tests.certificates import certificate
 from tests.destinations import know, route, send_to
 from tests.dialogs import SHOP, WAREHOUSE
-from tests.endpoints import Partner, listening, serving
+from tests.endpoints import Got, Partner, Reply, listening, serving
 from tests.lossy import Lossy
 from tests.pipeline import (
     Cycle,
@@ -58,6 +61,7 @@ from tests.sizes import sized
 from tests.waits import until
 
 ARROW = b"vnd.apache.arrow"
+HERE = b"6b1a6f8e-7d3f-4b6c-9a53-0f3a7c1e2d4b"
 
 
 @pytest.fixture
@@ -339,6 +343,15 @@ def test_what_is_altered_on_its_way_is_refused(mom: Dsn, partner: BrokerServer) 
         (502, b"Bad Gateway", Unavailable, "answers 502"),
         (429, b"slowly", Unavailable, "answers 429"),
         (413, b"nginx", Rejected, "answers 413"),
+        (200, b'{"version": 1, "identity": 5, "max_bytes": 1}', Unavailable, "whose inbox it is"),
+        (
+            200,
+            b'{"version": 1, "identity": "%s", "max_bytes": 1e999}' % HERE,
+            Unavailable,
+            "whose inbox it is",
+        ),
+        (409, b'{"version": 1, "error": []}', Unavailable, "is not understood"),
+        (409, b'{"version": 1, "error": {"a": 1}}', Unavailable, "is not understood"),
     ],
 )
 def test_nothing_that_another_server_says_is_taken_for_stored(
@@ -356,13 +369,63 @@ def test_nothing_that_another_server_says_is_taken_for_stored(
     assert len(stranger.begun) == 1
 
 
-def test_a_server_that_drips_its_answer_is_waited_for_only_so_long() -> None:
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [
+        (200, b'"messages": 1e999, "dropped": 0, "marks": []'),
+        (200, b'"messages": 1, "dropped": 0, "marks": [["retry", 1e999, [1, 1, null, false]]]'),
+        (200, b'"messages": 1, "dropped": 0, "marks": [["retry", 1, [1, 1, 5, false]]]'),
+        (409, b'"error": "fenced", "shards": [1e999]'),
+        (409, b'"error": "ahead", "shards": [0], "marks": [[0, 0, [1e999, 0, null, true]]]'),
+        (409, b'"error": "behind", "shards": [0], "since": 5, "lower": null'),
+        (409, b'"error": "unknown_service", "services": [], "rows": [1e999]'),
+        (409, b'"error": "unknown_service", "services": [], "rows": [99]'),
+        (409, b'"error": "another_broker", "broker": 1, "others": 5, "rows": []'),
+    ],
+)
+def test_whatever_a_partner_answers_about_a_chunk_no_message_is_to_blame(
+    status: int, answer: bytes
+) -> None:
+    forwarder, stranger = Forwarder(), Partner()
+
+    async def reply(got: Got) -> Reply:
+        if b"identity" in got.body:
+            return 200, {}, b'{"version": 1, "identity": "%s", "max_bytes": 100000}' % HERE
+        return status, {}, b'{"version": 1, %s}' % answer
+
+    stranger.answer = reply
+    with serving(stranger):
+        there = Https(server=stranger.url, secret=SecretStr(SECRET))
+        with (
+            closing(there.open("partner")) as destination,
+            pytest.raises(Unavailable, match=r"not understood|does not say what it has stored"),
+        ):
+            destination.store(forwarder.chunk(forwarder.messages(2)), exactly_once=True)
+
+
+@pytest.mark.parametrize("drips", [True, False])
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n",
+        b"HTTP/1.1 502 Bad Gateway\r\nconnection: close\r\ncontent-length: 100000\r\n\r\n",
+        b"HTTP/1.1 502 Bad Gateway\r\nconnection: close\r\n\r\n",
+        b"HTTP/1.1 502 Bad Gateway\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\n\r\n",
+    ],
+)
+def test_a_server_that_drips_its_answer_is_waited_for_only_so_long(
+    begun: bytes, drips: bool
+) -> None:
     def drip(connection: socket.socket) -> None:
         connection.recv(1 << 16)
-        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n")
-        while True:
-            connection.sendall(b"x")
+        connection.sendall(begun)
+        while drips:
+            connection.sendall(b"1")
             time.sleep(0.05)
+        while connection.recv(1 << 16):
+            pass
 
     with listening(drip) as url:
         there = Https(server=url, secret=SecretStr(SECRET))
@@ -372,6 +435,20 @@ def test_a_server_that_drips_its_answer_is_waited_for_only_so_long() -> None:
             there.identity("partner")
         assert caught.value.hangs
         assert time.monotonic() - began < 10
+
+
+def test_an_answer_that_is_the_last_one_is_read_to_its_end() -> None:
+    def say(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        said = b'{"version": 1, "identity": "%s", "max_bytes": 1}' % HERE
+        connection.sendall(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + said[:9])
+        time.sleep(0.2)
+        connection.sendall(said[9:])
+
+    with listening(say) as url:
+        there = Https(server=url, secret=SecretStr(SECRET))
+        for _ in range(3):
+            assert there.identity("partner") == UUID(HERE.decode())
 
 
 def test_its_certificate_has_to_be_of_those_that_are_trusted(mom: Dsn, tmp_path: Path) -> None:
@@ -439,7 +516,7 @@ def test_what_is_no_chunk_is_not_understood() -> None:
         ("id", None, "a row has no id"),
         ("to_service", None, "a row has no to_service"),
         ("shard", 99, "of shards that are not in its batch"),
-        ("body", pa.array([1, 2], pa.int64()), "it is no chunk"),
+        ("body", pa.array([1, 2], pa.int64()), "its column 'body' is int64"),
         ("message_id", "leave it out", "it has no column 'message_id'"),
     ],
 )
@@ -459,6 +536,61 @@ def test_a_chunk_without_what_it_needs_is_not_understood(
         chunk_of(bytes(body))
 
 
+def stream(rows: pa.Table, **options: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    how = pa.ipc.IpcWriteOptions(**options)
+    with pa.ipc.new_stream(sink, rows.schema, options=how) as writer:
+        writer.write_table(rows)
+    return bytes(sink.getvalue())
+
+
+def test_what_would_take_more_memory_than_it_has_bytes_is_not_understood() -> None:
+    forwarder = Forwarder()
+    body = bytes(body_of(forwarder.chunk(forwarder.messages(8)), store=True, exactly_once=True))
+    rows = pa.ipc.open_stream(body).read_all()
+    assert chunk_of(stream(rows)).chunk.rows.num_rows == 8
+    endless = pa.RecordBatch.from_arrays(
+        [pa.nulls(1 << 30) for _ in TYPES], schema=pa.schema([(name, pa.null()) for name in TYPES])
+    )
+    few = pa.table({"key": rows["key"].dictionary_encode()})
+    old = pa.ipc.MetadataVersion.V4
+    for hostile, says in (
+        (stream(pa.Table.from_batches([endless])), "its column 'id' is null"),
+        (stream(rows.set_column(0, "id", pa.nulls(8))), "its column 'id' is null"),
+        (stream(few), "its column 'key' is dictionary"),
+        (stream(few.rename_columns(["more"])), "more than plain rows"),
+        (stream(rows, compression="zstd"), "more than plain rows"),
+        (stream(rows, compression="lz4"), "more than plain rows"),
+        (stream(rows, compression="lz4", metadata_version=old), "more than plain rows"),
+        (b"", "it is no chunk"),
+    ):
+        with pytest.raises(NotUnderstood, match=says):
+            chunk_of(hostile)
+    with pytest.raises(NotUnderstood, match=r"its rows have .* bytes"):
+        chunk_of(shared(rows))
+
+
+def shared(rows: pa.Table) -> bytes:
+    """A stream in which two columns have their texts where a third one, which is long, has them."""
+    texts = {"key": "x" * 10_000, "headers": "{}", "message_type": "t"}
+    for name, text in texts.items():
+        at = rows.column_names.index(name)
+        rows = rows.set_column(at, name, pa.array([text] * rows.num_rows))
+    body = bytearray(stream(rows.combine_chunks()))
+    _, message = pa.ipc.MessageReader.open_stream(bytes(body))
+    described = bytes(message.metadata)
+    # of each column: validity, then where texts begin, then the texts; each a place and a length
+    sizes = [3 if pa.types.is_binary(t) or pa.types.is_string(t) else 2 for t in rows.schema.types]
+    buffers = dict(zip(rows.column_names, accumulate([0, *sizes]), strict=False))
+    long = described.index((10_000 * rows.num_rows).to_bytes(8, "little"))
+    first = body.index(described) + long - 8 - 16 * (buffers["key"] + 2)
+    begin = first + 16 * (buffers["key"] + 1)
+    for name in ("headers", "message_type"):
+        to = first + 16 * (buffers[name] + 1)
+        body[to : to + 32] = body[begin : begin + 32]
+    return bytes(body)
+
+
 def test_a_chunk_arrives_as_it_was_given() -> None:
     forwarder = Forwarder()
     for lane in (None, Kind.RETRY):
@@ -474,6 +606,66 @@ def test_a_chunk_arrives_as_it_was_given() -> None:
             assert getattr(given.chunk, name) == getattr(chunk, name)
         for name in ("number", "epochs", "opened_at"):
             assert getattr(given.chunk.batch, name) == getattr(chunk.batch, name)
+
+
+# What a partner may say
+
+
+def test_a_partner_vouches_for_its_own_senders_alone(mom: Dsn, partner: BrokerServer) -> None:
+    forwarder = Forwarder()
+
+    def said(broker: object) -> str:
+        return json.dumps({"broker": str(broker), "service": "bank"})
+
+    own, other = said(forwarder.source), said(uuid4())
+    headers = {
+        f'{{"saf-verified-from": {own}}}': "bank",
+        f'{{"saf-verified-from": {other}}}': None,
+        f'{{"saf-verified\\u002dfrom" : {other}, "n": 1.50}}': None,
+        f'{{"saf-verified-from": {own}, "saf-verified-from":{other}}}': None,
+        f'{{"saf-verified-from": {other}, "saf-verified-from":{own}}}': "bank",
+        f'{{"x": {{"saf-verified-from": {other}}}}}': None,
+        '{"saf-verified-from": ["bank"]}': None,
+        '["saf-verified-from"]': None,
+        "{}": None,
+    }
+    rows = [forwarder.message(headers=one) for one in headers]
+    with closing(partner.at().open("partner")) as destination:
+        destination.store(forwarder.chunk(rows), exactly_once=True)
+    with saf.receive(mom, "billing") as delivery:
+        found = [one.verified_from and one.verified_from.service for one in delivery]
+        assert found == list(headers.values())
+        claimed = [one.headers["saf-claimed-from"] for one in list(delivery)[1:4]]
+        assert claimed == [json.loads(other)] * 3
+        assert '"n": 1.50' in str(list(delivery)[2].headers_text)
+
+
+def test_what_may_name_another_brokers_sender_and_cannot_be_read_is_rejected(
+    mom: Dsn, partner: BrokerServer
+) -> None:
+    forwarder = Forwarder()
+    deep = f'{{"saf-verified-from": {"[" * 3000}{"]" * 3000}}}'
+    with closing(partner.at().open("partner")) as destination:
+        chunk = forwarder.chunk([forwarder.message(headers=deep)])
+        with pytest.raises(Rejected, match="headers cannot be read"):
+            destination.store(chunk, exactly_once=True)
+        assert ids(mom) == []
+
+
+def test_slow_requests_without_a_signature_of_now_take_nobodys_place(mom: Dsn) -> None:
+    forwarder = Forwarder()
+    late = sign("one", int(time.time()) - 301, b"", [key_of(SECRET)])
+    none = {**sign("one", int(time.time()), b"", [key_of(SECRET)]), "webhook-signature": "v1,no"}
+    with broker_server(mom, options={"at_once": 1}) as partner, ExitStack() as stack:
+        for headers in ({}, late, none):
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", partner.port)))
+            lines = ["POST /saf HTTP/1.1", "host: here", "content-length: 10"]
+            lines += [f"{name}: {value}" for name, value in headers.items()]
+            slow.sendall("\r\n".join([*lines, "", ""]).encode())
+            assert slow.recv(1 << 16).startswith(b"HTTP/1.1 401")
+        with closing(partner.at().open("partner")) as destination:
+            chunk = forwarder.chunk(forwarder.messages(1))
+            assert destination.store(chunk, exactly_once=True).messages == 1
 
 
 # Two installations

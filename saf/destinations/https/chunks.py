@@ -1,7 +1,9 @@
 """A chunk as the body of a request: a stream of Arrow IPC, with all but its rows in its metadata.
 
 Both sides have columns of the same types (`TYPES`), so that each side may have its own Arrow. What
-comes is not trusted to be what it says: it is checked before any of it is used.
+comes is not trusted to be what it says: it is checked before any of it is used. It takes no more
+memory than the body does: nothing in it is compressed, stands for values elsewhere, or has rows
+without bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from saf.columns import COLUMNS
 from saf.destinations import Chunk
 from saf.destinations.https.refusals import ROW
 from saf.destinations.https.wire import (
+    UNLIKE,
     NotUnderstood,
     moment,
     of_marks,
@@ -30,16 +33,8 @@ from saf.log.cursor import Batch
 from saf.setaside.lane_columns import LANE
 
 METADATA = b"saf"
-REFUSED = (
-    pa.ArrowException,
-    OSError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    OverflowError,
-)
-"""What a value of another kind than it should be makes whoever looks at it raise."""
+REFUSED = (pa.ArrowException, OSError, *UNLIKE)
+"""What a body that is no chunk makes whoever looks at it raise."""
 
 PARKED = {"batch": pa.int64(), "opened_at": MOMENT}
 """What parked messages also have."""
@@ -97,10 +92,9 @@ def chunk_of(body: bytes | bytearray) -> Given:
         NotUnderstood: it is no chunk.
     """
     try:
-        rows = pa.ipc.open_stream(pa.py_buffer(body)).read_all()
-        rows.validate(full=True)
-        said = read((rows.schema.metadata or {})[METADATA])
-        given = _given(said, _typed(rows, messages=bool(said["store"])))
+        rows, metadata = _rows_of(body)
+        said = read(metadata[METADATA])
+        given = _given(said, _whole(rows, messages=bool(said["store"])))
     except NotUnderstood:
         raise
     except REFUSED as error:
@@ -111,11 +105,51 @@ def chunk_of(body: bytes | bytearray) -> Given:
     return given
 
 
-def _typed(rows: pa.Table, *, messages: bool) -> pa.Table:
-    """Return rows with the columns that a chunk has, of the right types, and with `ROW`."""
-    columns: dict[str, Any] = {
-        name: rows[name].cast(type_) for name, type_ in TYPES.items() if name in rows.column_names
-    }
+def _rows_of(body: bytes | bytearray) -> tuple[pa.Table, Mapping[bytes, bytes]]:
+    """Return the rows of a stream, with the columns that a chunk may have, and its metadata."""
+    buffer = pa.py_buffer(body)
+    stream = pa.ipc.open_stream(buffer)
+    columns = [name for name in stream.schema.names if name in TYPES]
+    for name in columns:
+        if stream.schema.field(name).type != TYPES[name]:
+            raise NotUnderstood(f"its column {name!r} is {stream.schema.field(name).type}")
+    for message in pa.ipc.MessageReader.open_stream(buffer):
+        if message.type != "schema" and _may_grow(message.type, bytes(message.metadata)):
+            raise NotUnderstood("it has more than plain rows, such as dictionaries or compression")
+    rows = stream.read_all().select(columns)
+    rows.validate(full=True)
+    if rows.nbytes > len(body):  # columns that share their bytes
+        raise NotUnderstood(f"its rows have {rows.nbytes:,} bytes, and it has {len(body):,}")
+    return rows, stream.schema.metadata or {}
+
+
+MORE, HEADER, COMPRESSION = 4, 2, 3
+"""The numbers of fields in Arrow's Message.fbs: a message's own metadata, in which older versions
+name a compression, and its record batch; and that one's compression."""
+
+
+def _may_grow(kind: str, message: bytes) -> bool:
+    """Whether a message is more than a plain record batch, by its description as a flatbuffer."""
+
+    def number(at: int, size: int, *, signed: bool = False) -> int:
+        return int.from_bytes(message[at : at + size], "little", signed=signed)
+
+    def field(table: int, which: int) -> int:
+        """Return where a field of a table is; 0 if the table has none."""
+        described = table - number(table, 4, signed=True)
+        place = 4 + 2 * which
+        offset = number(described + place, 2) if place < number(described, 2) else 0
+        return offset and table + offset
+
+    root = number(0, 4)
+    at = field(root, HEADER)
+    batch = at + number(at, 4)
+    return kind != "record batch" or bool(field(root, MORE) or field(batch, COMPRESSION))
+
+
+def _whole(rows: pa.Table, *, messages: bool) -> pa.Table:
+    """Return rows that have all that a chunk needs, with `ROW`."""
+    columns: dict[str, Any] = {name: rows[name] for name in rows.column_names}
     needed = {*NEEDED, *(COLUMNS if messages else ())}
     for some in (PARKED, LANES):
         needed |= {*some} if {*some} & columns.keys() else set()

@@ -172,8 +172,8 @@ class Link:
                 # who does not want all of it may have said why
                 with suppress(BrokenPipeError, ConnectionResetError):
                     connection.request("POST", self.settings.address.path, body, headers)
-                answer = connection.getresponse()
-                text = answer.read(LARGEST_ANSWER + 1)
+                with connection.getresponse() as answer:
+                    text = answer.read(LARGEST_ANSWER + 1)
         except (OSError, http.client.HTTPException) as error:
             connection.end()
             raise self._translated(error, waiting) from None

@@ -253,8 +253,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "keys that wait for a decision are counted as if they were tried",
         "saf/operating/due.py",
-        "AND (kind <> '{Kind.KEY}' OR",
-        "AND (true OR",
+        "WHERE {TRIED}",
+        "WHERE NOT awaits_handler",
         f"{PAGES}::test_only_lanes_that_would_be_tried_are_counted_before_they_are_retried",
     ),
     mutant(

@@ -1,0 +1,60 @@
+"""Vouching for senders, at the other end: a source vouches for its own, and for nobody else's.
+
+A forwarder says of a sender that was checked, in a header, by which broker and as which service
+(`saf.engine.vouching`). The broker is always its own source. A partner is not trusted with more: a
+header that names another broker is renamed, as a forwarder renames one that a sender has made up.
+"""
+
+from __future__ import annotations
+
+import json
+from uuid import UUID
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.errors import Rejected
+from saf.message import CLAIMED_FROM, STRICT, VERIFIED_FROM
+from saf.webhooks.event import members
+
+ESCAPED = r"\u00"
+"""How a character of the header's name may be written otherwise."""
+
+
+def vouched_by(rows: pa.Table, source: UUID) -> pa.Table:
+    """Return messages of which no header says that a broker other than ``source`` has checked them.
+
+    Raises:
+        Rejected: headers may say so, and cannot be read.
+    """
+    headers = rows["headers"]
+    may = pc.or_(pc.match_substring(headers, VERIFIED_FROM), pc.match_substring(headers, ESCAPED))
+    suspects = headers.filter(may).unique().to_pylist()  # nearly all of a source have the same
+    renamed = {text: other for text in suspects if (other := _own(text, source)) != text}
+    if not renamed:
+        return rows
+    column = pa.array([renamed.get(text, text) for text in headers.to_pylist()], headers.type)
+    return rows.set_column(rows.schema.get_field_index("headers"), "headers", column)
+
+
+def _own(text: str, source: UUID) -> str:
+    """Return headers in which nobody but ``source`` vouches for the sender.
+
+    >>> one = UUID(int=1)
+    >>> _own('{"n": 1.50, "saf-verified\\u002dfrom": {"broker": "another"}}', one)
+    '{"n": 1.50, "saf-claimed-from": {"broker": "another"}}'
+    >>> _own('{"n": 1.50, "saf-verified-from": {"broker": "%s"}}' % one, one)
+    '{"n": 1.50, "saf-verified-from": {"broker": "00000000-0000-0000-0000-000000000001"}}'
+    """
+    try:
+        said = STRICT.decode(text)
+        if not isinstance(said, dict) or VERIFIED_FROM not in said:
+            return text
+        match said[VERIFIED_FROM]:
+            case {"broker": str(broker)} if broker == str(source):
+                return text
+        whole = members(text)
+    except (ValueError, RecursionError):
+        raise Rejected("the broker", "its headers cannot be read") from None
+    named = {CLAIMED_FROM if name == VERIFIED_FROM else name: whole[name] for name in whole}
+    return f"{{{', '.join(f'{json.dumps(name)}: {value}' for name, value in named.items())}}}"
