@@ -299,6 +299,35 @@ def test_marks_that_somebody_has_written_make_no_dead_letters(
         lake.known("lake", forwarder.source, role="test")
 
 
+def test_a_table_that_is_altered_while_a_task_has_it_is_looked_at_again(
+    lake: Delta, table: Path
+) -> None:
+    forwarder = Forwarder()
+
+    def overwritten(rows: pa.Table, by: str) -> None:
+        write_deltalake(table, rows, mode="overwrite", schema_mode="overwrite", partition_by=[by])
+
+    with closing(lake.open("lake")) as one:
+
+        def stores(count: int) -> int:
+            rows = forwarder.messages(count)
+            return forwarder.learn(one.store(forwarder.chunk(rows), exactly_once=True)).messages
+
+        assert stores(1) == 1
+        there = DeltaTable(table).to_pyarrow_table()
+        overwritten(there.drop_columns(["key"]), "day")
+        assert stores(2) == 2
+        assert "key" in DeltaTable(table).schema().to_arrow().names
+        number = there.set_column(there.column_names.index("key"), "key", pa.array([7]))
+        overwritten(number, "day")
+        with pytest.raises(Refused, match="the column 'key' of its table is"):
+            stores(1)
+        overwritten(there, "to_service")
+        with pytest.raises(Refused, match="partitioned by to_service, not by day"):
+            stores(1)
+        assert len(DeltaTable(table).to_pyarrow_table()) == 1  # it can be read
+
+
 def test_a_table_that_is_gone_is_not_taken_for_a_new_one(
     app: Dsn, lake: Delta, table: Path, tmp_path: Path
 ) -> None:

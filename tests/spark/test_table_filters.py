@@ -83,7 +83,6 @@ def test_the_database_takes_what_it_can_decide(taken: Filter) -> None:
         (GreaterThanOrEqual(("shard",), -(1 << 62)), True),
         (GreaterThan(("shard",), 1 << 62), False),
         (EqualTo(("shard",), 100_000), False),
-        (In(("shard",), ()), False),
     ],
 )
 def test_a_shard_is_compared_with_any_number_by_an_index(

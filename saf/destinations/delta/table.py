@@ -50,6 +50,8 @@ class Opened:
     files: Files
     log: Log
     identity: UUID
+    shape: object
+    """What it was checked for; see `_shape`."""
 
 
 class Table(LakeTable[Opened]):
@@ -96,6 +98,7 @@ class Table(LakeTable[Opened]):
             files=files,
             log=Log(files),
             identity=UUID(table.metadata().configuration[DESTINATION]),
+            shape=_shape(table),
         )
         with self._link.errors():  # a process may have been killed before it did this
             sync(table, files, max(table.version() - RECENT, -1))
@@ -110,7 +113,16 @@ class Table(LakeTable[Opened]):
                     self.close()  # it was set back while this process had it
                     opened = self._ready()
                 opened.table.update_incremental()
+                if _shape(opened.table) != opened.shape:
+                    self.close()  # it was altered while this process had it
+                    opened = self._ready()
                 yield opened
         except Unavailable:
             self.close()
             raise
+
+
+def _shape(table: DeltaTable) -> object:
+    """Return which table it is, with its columns and its partitions."""
+    metadata = table.metadata()
+    return metadata.id, table.schema(), metadata.partition_columns
