@@ -115,7 +115,10 @@ def test_the_doctor_finds_local_routes_that_are_not(folder: Path, app: Dsn) -> N
         connection.execute(f"DROP TRIGGER outbox_local_{route_id} ON saf.outbox".encode())
     (finding,) = local_findings(folder)
     assert "has no trigger at the outbox" in finding.what
-    assert finding.cure.startswith("saf route disable mom --service feeds, and saf route enable")
+    assert finding.cure == (
+        "saf route disable mom --service feeds --broker shop, then "
+        "saf route enable mom --service feeds --broker shop"
+    )
     for change in ("disable", "enable"):
         assert saf("route", change, "mom", "--service", "feeds", cwd=folder).returncode == DONE
     assert local_findings(folder) == []
@@ -405,7 +408,7 @@ def test_the_doctor_finds_routers_without_a_function(folder: Path) -> None:
     found = [one for one in examine(load(folder / "saf.toml")) if one.check == "routes"]
     (wrong,) = [one for one in found if one.severity == "warning"]
     assert "router 'orders' cannot load 'airprts:by_country'" in wrong.what
-    assert wrong.cure.endswith("saf router remove orders")
+    assert wrong.cure.endswith("saf router remove orders --broker shop")
 
 
 def test_the_doctor_finds_routes_that_lead_nowhere(folder: Path, app: Dsn) -> None:
