@@ -17,8 +17,9 @@ from starlette.types import ASGIApp
 
 import saf.ui
 from saf.config import Settings, load
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.ui.site import Site
+from tests.pipeline import connect
 from tests.waits import until
 
 VIEW, OPERATE = "only-looking-around", "correct-horse-battery"
@@ -121,3 +122,12 @@ def finished(visitor: Visitor, job: str, seconds: float = 60) -> str:
             return page
         assert time.monotonic() - began < seconds, "the job does not end"
         time.sleep(0.05)
+
+
+def message_id(app: Dsn, key: str) -> str:
+    """The message id of the message with a key."""
+    with connect(app) as connection:
+        ((found,),) = fetch(
+            connection, "SELECT message_id::text FROM saf.outbox WHERE key = %(key)s", {"key": key}
+        )
+    return str(found)

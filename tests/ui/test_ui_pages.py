@@ -26,7 +26,7 @@ from saf.errors import ConfigurationError
 from saf.log import finding
 from saf.ui.pages import PAGES, message, outbox
 from saf.ui.redaction import HIDDEN
-from tests.dashboard import Dashboard, dashboard, finished, served, settings
+from tests.dashboard import Dashboard, dashboard, finished, message_id, served, settings
 from tests.long_lists import DECISIONS, DIALOGS, FOREIGN, LANES
 from tests.pipeline import bodies, connect, new_member, run, send
 from tests.ui.conftest import ORDER, REFUSE
@@ -56,14 +56,6 @@ READ = sorted(
     for path, one in PAGES.items()
     if not one.changes and "{" not in path and path not in ("/nav", "/dialog")
 )
-
-
-def message_id(app: Dsn, key: str) -> str:
-    with connect(app) as connection:
-        ((found,),) = fetch(
-            connection, "SELECT message_id::text FROM saf.outbox WHERE key = %(key)s", {"key": key}
-        )
-    return str(found)
 
 
 def test_what_is_retried_in_the_browser_arrives(

@@ -10,9 +10,8 @@ import pytest
 from saf.config import Ui
 from saf.database import Dsn
 from saf.ui.redaction import HIDDEN, LARGEST_BYTES, Redaction
-from tests.dashboard import dashboard, settings
+from tests.dashboard import dashboard, message_id, settings
 from tests.pipeline import connect
-from tests.ui.test_ui_pages import message_id
 
 SEND = """
 INSERT INTO saf.outbox (to_service, key, headers, body) VALUES ('billing', %s, %s::jsonb, %s)
