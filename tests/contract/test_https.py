@@ -23,6 +23,7 @@ from pydantic import SecretStr, ValidationError
 
 import saf
 import saf.webhooks
+from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.database.bounds import Bounds
 from saf.destinations.https import Https
@@ -439,7 +440,9 @@ def test_a_server_that_drips_its_answer_is_waited_for_only_so_long(
 
 def test_an_answer_that_is_the_last_one_is_read_to_its_end() -> None:
     def say(connection: socket.socket) -> None:
-        connection.recv(1 << 16)
+        asked = b""
+        while b'"identity"' not in asked:
+            asked += connection.recv(1 << 16)
         said = b'{"version": 1, "identity": "%s", "max_bytes": 1}' % HERE
         connection.sendall(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + said[:9])
         time.sleep(0.2)
@@ -630,6 +633,8 @@ def test_a_partner_vouches_for_its_own_senders_alone(mom: Dsn, partner: BrokerSe
         "{}": None,
     }
     rows = [forwarder.message(headers=one) for one in headers]
+    with connect(mom) as connection:
+        create_service(connection, "billing")
     with closing(partner.at().open("partner")) as destination:
         destination.store(forwarder.chunk(rows), exactly_once=True)
     with saf.receive(mom, "billing") as delivery:
