@@ -26,7 +26,7 @@ def test_a_message_of_an_outbox_is_shown_as_it_would_be_sent_and_stays(
     source: psycopg.Connection[Any], app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
     path = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
-    functions = {"billing": "split", "audit": "number", "broken": "no_id"}
+    functions = {"billing": "split", "audit": "number", "broken": "no_id", "labels": "labelled"}
     tables = [
         f'[[transforms]]\nservice = "{service}"\nfunction = "tests.transforms:{name}"\n'
         for service, name in functions.items()
@@ -45,6 +45,9 @@ def test_a_message_of_an_outbox_is_shown_as_it_would_be_sent_and_stays(
     code, said = tried(tmp_path, "audit", "--body", "no number")
     assert code == 1
     assert "CAST_INVALID_INPUT" in said["dead"]
+    code, said = tried(tmp_path, "labels", "--body", "no JSON")
+    assert code == 1
+    assert "headers that are no JSON object" in said["dead"]
     code, said = tried(tmp_path, "broken", "--body", "1")
     assert code == 75
     assert "gives no column id" in said["waits"]
