@@ -422,7 +422,9 @@ def test_a_server_that_drips_its_answer_is_waited_for_only_so_long(
     def drip(connection: socket.socket) -> None:
         connection.recv(1 << 16)
         connection.sendall(begun)
-        while drips:
+        connection.settimeout(15)  # whoever waits for longer fails, and does not hang
+        end = time.monotonic() + 15
+        while drips and time.monotonic() < end:
             connection.sendall(b"1")
             time.sleep(0.05)
         while connection.recv(1 << 16):

@@ -334,7 +334,11 @@ def test_a_database_whose_machine_has_vanished_is_answered_with_503(
     inbox: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver, "GRACE_SECONDS", 0.5)
-    with Silence(inbox) as between, between.dsn.connect(role="test") as connection:
+    with (
+        Silence(inbox) as between,
+        between.dsn.connect(role="test") as connection,
+        closing(between),
+    ):
         app = saf.webhooks.inbox(lambda: nullcontext(connection), "billing", secrets=SECRET)
         with serving(Partner(), app) as partner:
             assert send(partner.url) == (204, "")

@@ -115,7 +115,7 @@ def test_its_inbox_stores_what_is_sent_to_it(mom: Dsn, monkeypatch: pytest.Monke
     exec(BLOCKS["inbox"], names)  # noqa: S102 - the page's own
     headers = {
         **{"ce-specversion": "1.0", "ce-id": "7", "ce-source": "/shop", "ce-type": "Paid"},
-        **sign("one", int(time.time()), b"{}", [key_of(SECRET)]),
+        **sign("7", int(time.time()), b"{}", [key_of(SECRET)]),
     }
     with serving(Partner(), names["app"]) as partner:
         parts = urlsplit(partner.url)
