@@ -65,8 +65,9 @@ as those of any process: for runs under cron, the databases' metrics say more.
   100 brokers in which nothing happens, scraped every 15 s, it takes 0.4 % of a core, and 1.5 % if
   something is committed between any two scrapes.
 - **A broker that does not answer** has `saf_up` 0 and nothing else. A page waits
-  {PATIENCE_SECONDS:g} s for its brokers, and is complete but for those, also if a host with dozens of brokers drops
-  packets. A fleet whose server does not answer has the brokers that it was last known to have.
+  {PATIENCE_SECONDS:g} s for its brokers, and is complete but for those, also if a host with
+  dozens of brokers drops packets. A fleet whose server does not answer has the brokers that it was
+  last known to have.
 - **Labels** are names that you have given: brokers, destinations, subscriptions, endpoints. There
   is never a key or an id. Of the services, the {SERVICES} of each broker with the most pending
   messages are named, and the others are `{OTHER}`. A process has at most {MOST_SERIES:,} series
