@@ -9,11 +9,11 @@ connected by it: `saf dispatch` at one, this at the other, exactly once in effec
 of keys.
 
 A signature covers the ``webhook-id``, the time of the request, and the body. So the event's id has
-to be the webhook-id, and an event is known by it alone: a request that is stored cannot be used to
-store another event, whatever else of it is altered. What comes in headers ``ce-…`` beside the id,
-nobody has signed: the source, the type, the key and the time of the event. An event as one JSON
-object is signed as a whole. Senders whose ids are not their webhook-ids need ``signed_ids=False``;
-then an event is known by its source and id.
+to be the webhook-id, and is taken once: a request that is stored cannot be used to store another
+event, whatever else of it is altered. What comes in headers ``ce-…`` beside the id, nobody has
+signed: the source, the type, the key and the time of the event. An event as one JSON object is
+signed as a whole. Senders whose ids are not their webhook-ids, or not unique among all senders,
+need ``signed_ids=False``; then an event is known by its source and id.
 
     204    it is stored, now or before
     400    it is no event of CloudEvents 1.0, its id is not the one that is signed, or no broker
@@ -22,6 +22,7 @@ then an event is known by its source and id.
     404    this broker has services, and not this one
     405    it is no POST
     408    it took more than a minute to come
+    409    an event with its id is stored, which came from another source
     413    it is larger than ``max_bytes``
     503    the database does not answer within 15 s, or ``at_once`` requests are in hand already:
            send it again later
@@ -87,8 +88,12 @@ WITH durable AS MATERIALIZED (
         OR EXISTS (SELECT FROM saf.service WHERE name = %(service)s) AS lives
     FROM durable
 ), new AS (
-    INSERT INTO saf.webhook (digest) SELECT %(digest)s::bytea FROM here WHERE lives
+    INSERT INTO saf.webhook (digest) SELECT %(known_by)s::bytea FROM here
+    WHERE lives AND NOT EXISTS (SELECT FROM saf.webhook WHERE digest = %(digest)s)
     ON CONFLICT DO NOTHING RETURNING digest
+), whole AS (
+    INSERT INTO saf.webhook (digest) SELECT %(digest)s::bytea FROM new
+    WHERE %(digest)s::bytea <> %(known_by)s::bytea
 ), stored AS (
     INSERT INTO saf.inbox
         (message_id, to_service, key, message_type, headers, body, created_at)
@@ -98,12 +103,15 @@ WITH durable AS MATERIALIZED (
 )
 SELECT lives FROM here
 """
-# A few with each event, so that there is never much to do; whoever has one in hand goes on with it
+# Of the same event: another one, with its id and of another source, is not remembered
+REMEMBERED = "SELECT EXISTS (SELECT FROM saf.webhook WHERE digest = %(digest)s)"
+# Two digests of each event are remembered. A few more go with each, so that there is never much to
+# do; whoever has one in hand goes on with it.
 FORGET = """
 DELETE FROM saf.webhook WHERE digest = ANY (ARRAY(
     SELECT digest FROM saf.webhook
     WHERE stored_at < now() - make_interval(secs => %(seconds)s)
-    ORDER BY stored_at LIMIT 3 FOR UPDATE SKIP LOCKED))
+    ORDER BY stored_at LIMIT 5 FOR UPDATE SKIP LOCKED))
 """
 
 log = Log("saf.webhooks")
@@ -169,9 +177,15 @@ def inbox(
         signed_id = verify(headers, body, known)
         try:
             one = event(headers, body)
-            known_by = _known_by(service, one, signed_id if signed_ids else None)
+            if signed_ids:
+                _check_id(one, signed_id)
             async with asyncio.timeout(STORE_SECONDS + GRACE_SECONDS):
-                stored = await asyncio.to_thread(_store, engine, service, one, known_by, seconds)
+                stored = await asyncio.to_thread(
+                    _store, engine, service, one, seconds, signed_ids=signed_ids
+                )
+        except _Taken as error:
+            log.warning("webhook_refused", service=service, why=str(error))
+            return 409, str(error)
         except (NoEvent, InvalidMessage) as error:
             return 400, str(error)
         except _not_stored() as error:
@@ -191,23 +205,27 @@ def _not_stored() -> tuple[type[Exception], ...]:
     return psycopg.Error, SafError, OSError, SQLAlchemyError
 
 
-def _known_by(service: str, one: Event, signed_id: str | None) -> tuple[str, str, str]:
-    """What tells an event from all others: the id that is signed, or its source and id.
-
-    Raises:
-        NoEvent: its id is not the signed one.
-    """
-    if signed_id is None:
-        return service, one.source, one.id
+def _check_id(one: Event, signed_id: str) -> None:
+    """Raise NoEvent if an event's id is not the signed one."""
     if one.id != signed_id:
         raise NoEvent("the event's id is not the webhook-id, which is what is signed")
-    return service, "", one.id
+
+
+class _Taken(Exception):
+    """An event with the same id is stored, and is of another source."""
+
+    def __str__(self) -> str:
+        return "an event with this id has come from another source: ids have to be unique"
 
 
 def _store(
-    engine: Engine, service: str, one: Event, known_by: tuple[str, ...], seconds: float
+    engine: Engine, service: str, one: Event, seconds: float, *, signed_ids: bool = True
 ) -> bool:
-    """Store an event, unless it is stored already; False if the service does not live here."""
+    """Store an event, unless it is stored already; False if the service does not live here.
+
+    Raises:
+        _Taken: it is another event with the id of a stored one.
+    """
     carried = dict(one.headers)
     if one.content_type is not None:
         carried[CONTENT_TYPE] = one.content_type
@@ -222,7 +240,8 @@ def _store(
     )
     params = {
         "service": service,
-        "digest": hashlib.sha256("\0".join(known_by).encode()).digest(),
+        "known_by": _digest(service, "" if signed_ids else one.source, one.id),
+        "digest": _digest(service, one.source, one.id),
         "message_id": _uuid(one),
         "key": row.key,
         "message_type": row.message_type,
@@ -239,8 +258,15 @@ def _store(
             replace(link, always=bounds).transaction(claims=False),
         ):
             ((lives,),) = fetch(link.raw, STORE, params)
+            # nothing is written if it is another's id
+            if lives and not fetch(link.raw, REMEMBERED, params)[0][0]:
+                raise _Taken
             link.raw.execute(FORGET, params)
     return bool(lives)
+
+
+def _digest(*parts: str) -> bytes:
+    return hashlib.sha256("\0".join(parts).encode()).digest()
 
 
 def _uuid(one: Event) -> UUID:

@@ -18,6 +18,7 @@ from uuid import UUID, uuid4
 
 import pytest
 import sqlalchemy as sa
+from structlog.testing import capture_logs
 
 import saf.webhooks
 from saf.broker import services
@@ -256,18 +257,22 @@ def test_a_request_that_is_altered_stores_no_other_event(inbox: Dsn, url: str) -
     """Of what comes in headers, Standard Webhooks signs the id alone."""
     assert send(url, ce_subject="A-1") == (204, "")
     others: list[dict[str, Any]] = [
-        {"ce_source": "/other"},
         {"ce_type": "Refunded", "ce_subject": "B-2", "ce_time": "2026-01-31T12:00:00Z"},
         {"content_type": "text/plain"},
     ]
     for other in others:
         assert send(url, **other) == (204, "")
+    with capture_logs() as lines:
+        status, why = send(url, ce_source="/other")
+    assert (status, "from another source" in why) == (409, True)
+    assert [line["event"] for line in lines] == ["webhook_refused"]
     assert send(url, ce_id="8", number="7")[0] == 400
     assert len(stored(inbox)) == 1
     as_json = {**AS_JSON, "body": whole('"id": "9", "data": 1'), "number": "9"}
     assert send(url, **as_json) == (204, "")
     in_headers: dict[str, Any] = {"body": as_json["body"], "number": "9", "ce_id": "9"}
     assert send(url, **in_headers) == (204, "")
+    assert send(url, **in_headers, ce_source="/other")[0] == 409
     assert [body for *_, body, _ in stored(inbox)] == ["7", "1"]
 
 
@@ -304,7 +309,7 @@ def test_an_event_is_durable_before_it_is_answered_whatever_the_default(
         assert send(partner.url) == (204, "")
     engine.dispose()
     with connect(inbox) as connection:
-        (seen,) = fetch(connection, "SELECT setting FROM seen")
+        (seen,) = fetch(connection, "SELECT DISTINCT setting FROM seen")
     assert seen == ("remote_apply" if default == "remote_apply" else "on",)
 
 
@@ -410,7 +415,8 @@ def test_what_is_remembered_is_bounded(inbox: Dsn, url: str) -> None:
     for number in range(10, 15):
         send(url, ce_id=str(number))
     with connect(inbox) as connection:
-        assert fetch(connection, "SELECT count(*) FROM saf.webhook") == [(5,)]
+        # of each event, its id, and the id with its source
+        assert fetch(connection, "SELECT count(*) FROM saf.webhook") == [(10,)]
 
 
 def test_two_installations_are_connected_by_https_alone_exactly_once_and_in_order(

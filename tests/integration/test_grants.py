@@ -703,7 +703,7 @@ def test_a_receiver_dispatches_and_an_operator_looks_after_endpoints(
 def test_an_inbox_behind_a_url_is_a_forwarder(mom: Dsn, granted: Callable[..., Dsn]) -> None:
     event = Event(id="1", source="/", type="t", body=b"", content_type=None, key=None)
     for _ in range(2):
-        assert _store(granted(mom, "forwarder"), "billing", event, ("billing", "", "1"), 60)
+        assert _store(granted(mom, "forwarder"), "billing", event, 60)
     with connect(mom) as connection:
         assert fetch(connection, "SELECT count(*) FROM saf.inbox") == [(1,)]
 

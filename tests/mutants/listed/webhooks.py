@@ -93,8 +93,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an event is known by what nobody has signed",
         RECEIVER,
-        'return service, "", one.id',
-        "return service, one.source, one.id",
+        '_digest(service, "" if signed_ids else one.source, one.id)',
+        "_digest(service, one.source, one.id)",
         f"{INBOX}::test_a_request_that_is_altered_stores_no_other_event",
     ),
     mutant(
@@ -185,14 +185,14 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an event is remembered though its service does not live here",
         RECEIVER,
-        "SELECT %(digest)s::bytea FROM here WHERE lives",
-        "SELECT %(digest)s::bytea FROM here",
+        "    WHERE lives AND NOT EXISTS",
+        "    WHERE NOT EXISTS",
         f"{INBOX}::test_an_event_for_a_service_that_does_not_live_here_is_refused",
     ),
     mutant(
         "what is remembered is never forgotten",
         RECEIVER,
-        "ORDER BY stored_at LIMIT 3 FOR UPDATE SKIP LOCKED",
+        "ORDER BY stored_at LIMIT 5 FOR UPDATE SKIP LOCKED",
         "ORDER BY stored_at LIMIT 0 FOR UPDATE SKIP LOCKED",
         f"{INBOX}::test_what_is_remembered_is_bounded",
     ),
