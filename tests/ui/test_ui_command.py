@@ -114,7 +114,8 @@ def test_a_signal_ends_it_although_a_chunk_of_a_job_hangs(
 ) -> None:
     many(app)
     file, log = tmp_path / "saf.toml", tmp_path / "log"
-    settings(file, {"shop": app}, {"mom": mom})
+    # for longer than the test waits: what hangs does not end by itself
+    settings(file, {"shop": app}, {"mom": mom}, f"[bounds]\nlock_seconds = {2 * ENDS_SECONDS}")
     arguments = ("ui", "--write", "--port", "0", "--config", file)
     with started(*arguments, log=log) as (process, url), closing(logged_in(url)) as visitor:
         form = visitor.counted("discard", {"matching": "yes"})
