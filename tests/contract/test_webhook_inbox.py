@@ -339,17 +339,14 @@ def test_a_database_whose_machine_has_vanished_is_answered_with_503(
     inbox: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver, "GRACE_SECONDS", 0.5)
-    with (
-        Silence(inbox) as between,
-        between.dsn.connect(role="test") as connection,
-        closing(between),
-    ):
+    with Silence(inbox) as between, between.dsn.connect(role="test") as connection:
         app = saf.webhooks.inbox(lambda: nullcontext(connection), "billing", secrets=SECRET)
-        with serving(Partner(), app) as partner:
+        # closed first: a server ends when its requests have
+        with serving(Partner(), app) as partner, closing(between):
             assert send(partner.url) == (204, "")
             between.fall()
             assert send(partner.url, ce_id="8") == (503, "try again later")
-            until(lambda: connection.closed)
+            until(lambda: connection.closed, 20)
     assert len(stored(inbox)) == 1
 
 
