@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 
 from saf.database import fetch
@@ -19,6 +20,7 @@ from saf.engine.source import messages
 from saf.engine.task import Task
 from saf.engine.transforming import RESULT, Evaluated, Transforming
 from saf.engine.work import ForwardingRules, Receipt, Work
+from saf.errors import JobFailed, SafError
 from saf.spark.transforms import parked_of
 from tests.crash.transforms import FUNCTIONS, NOT_DRAWN, TWICE_FROM
 
@@ -39,7 +41,15 @@ def transforming_rules(rules: ForwardingRules, services: Iterable[str]) -> Forwa
 
 
 def run_transforming(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
-    """Run one item of work."""
+    """Run one item of work; a source that is lost meanwhile is a problem of its broker."""
+    try:
+        return _run(number, item, rules)
+    except (SafError, psycopg.Error) as error:
+        kind = JobFailed.__name__
+        return [Receipt(work=number, destination=None, error_kind=kind, error=str(error))]
+
+
+def _run(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
     batches = [*messages(item, rules.max_bytes)]
     parked = parked_of(item, rules)
     found = _results(_parked(item, parked), rules)
