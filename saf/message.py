@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, NoReturn
@@ -71,8 +71,8 @@ STRICT = json.JSONDecoder(parse_int=Number, parse_float=Number, parse_constant=n
 """Reads what is JSON, with numbers of any size, each a `Number`."""
 
 
-def as_json(value: Any) -> str:
-    """A value as JSON, and its numbers as they are written.
+def as_json(value: Any, text: Callable[[str], str] = json.dumps) -> str:
+    """A value as JSON, and its numbers as they are written; ``text`` writes each text.
 
     >>> as_json({"total": Number("1.50"), "note": "1.50"})
     '{"total": 1.50, "note": "1.50"}'
@@ -84,9 +84,11 @@ def as_json(value: Any) -> str:
         case Number():
             return str(value)
         case dict():
-            return f"{{{', '.join(f'{json.dumps(n)}: {as_json(v)}' for n, v in value.items())}}}"
+            return f"{{{', '.join(f'{text(n)}: {as_json(v, text)}' for n, v in value.items())}}}"
         case list():
-            return f"[{', '.join(map(as_json, value))}]"
+            return f"[{', '.join(as_json(one, text) for one in value)}]"
+        case str():
+            return text(value)
         case _:
             return json.dumps(value, allow_nan=False)
 

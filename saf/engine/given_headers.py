@@ -11,14 +11,12 @@ their digits, which a signature covers.
 
 from __future__ import annotations
 
-import json
 from json.encoder import encode_basestring
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.message import STRICT, Number, check_headers
+from saf.message import STRICT, as_json, check_headers
 
 
 def as_written(headers: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -40,7 +38,7 @@ def written(text: str) -> str:
     found = STRICT.decode(text)
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004 - as where it is no JSON
-    said = _json(found)
+    said = as_json(found, _text)
     said.encode()  # a lone surrogate is no text
     check_headers(said)
     return said
@@ -53,17 +51,7 @@ def _written(text: str | None) -> str | None:
         return None
 
 
-def _json(value: Any) -> str:
-    match value:
-        case Number():
-            return str(value)
-        case dict():
-            return f"{{{', '.join(f'{_json(name)}: {_json(one)}' for name, one in value.items())}}}"
-        case list():
-            return f"[{', '.join(map(_json, value))}]"
-        case str() if "\0" in value:
-            raise ValueError("a jsonb holds no NUL")
-        case str():
-            return encode_basestring(value)
-        case _:
-            return json.dumps(value)
+def _text(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a jsonb holds no NUL")
+    return encode_basestring(value)
