@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import psycopg
 import typer
 
+from saf.background import Background
 from saf.cli.console import echo
 from saf.cli.exit_codes import INTERRUPTED
 from saf.config import Broker, Settings
@@ -21,7 +22,6 @@ from saf.database import check_schema, unavailable_if_lost
 from saf.database.pages import Page
 from saf.errors import SafError, SchemaMissing, UsageError
 from saf.fleets import Candidate, Listing
-from saf.forwarding.background import Background
 from saf.operating.places import chosen, everywhere, store, stores
 from saf.routing.matching import Routes
 from saf.routing.routes import current_routes

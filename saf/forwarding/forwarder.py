@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 from threading import Thread
 from typing import TypeVar
 
+from saf.background import Background
 from saf.config import Settings
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Fenced, JobFailed, SafError, Unavailable
 from saf.forwarding import reporting
-from saf.forwarding.background import Background
 from saf.forwarding.broker import SourceBroker
 from saf.forwarding.meter import Meter, Progress
 from saf.forwarding.plan import plan, tasks_within

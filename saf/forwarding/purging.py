@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from functools import partial
 
+from saf.background import Background
 from saf.config import Purge
 from saf.database import Dsn, check_schema, unavailable_if_lost
 from saf.errors import MayNotPurge, SafError, Unexpected
-from saf.forwarding.background import Background
 from saf.forwarding.broker import SourceBroker
 from saf.logger import Log
 from saf.operating.maintenance import count_purged, purge_by_rules

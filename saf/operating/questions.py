@@ -17,6 +17,8 @@ from concurrent.futures import Future, wait
 from threading import Lock, Thread, current_thread
 from typing import Any, TypeVar
 
+from saf.background import fulfil
+
 T = TypeVar("T")
 
 HANGS_SECONDS = 0.5
@@ -99,13 +101,7 @@ class _Line:
 
     def _run(self) -> None:
         while (found := self._next()) is not None:
-            future, action = found
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(action())
-            except BaseException as error:  # it is raised where it is asked for
-                future.set_exception(error)
+            fulfil(*found)
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
         """Return what this thread asks next; None: it ends."""

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+def fulfil(future: Future[T], action: Callable[[], T]) -> None:
+    """Run ``action``, unless its future was cancelled: what comes of it is the future's."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(action())
+    except BaseException as error:  # it is raised where it is asked for
+        future.set_exception(error)
 
 
 class Background:
@@ -33,15 +44,7 @@ class Background:
         """
         future: Future[T] = Future()
 
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(action())
-            except BaseException as error:  # it is raised where it is asked for
-                future.set_exception(error)
-
-        self._todo.put(run)
+        self._todo.put(partial(fulfil, future, action))
         if self._started < self._threads:
             self._started += 1
             Thread(target=self._run, name=self._name, daemon=True).start()
