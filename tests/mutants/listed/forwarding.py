@@ -224,7 +224,7 @@ MUTANTS: list[Mutant] = [
         "saf/operating/maintenance.py",
         "raise MayNotPurge(",
         "raise RuntimeError(",
-        "integration/test_grants.py::test_a_forwarder_that_is_no_purger_does_not_purge_and_warns_of_nothing",
+        "integration/test_granted.py::test_a_forwarder_that_is_no_purger_does_not_purge_and_warns_of_nothing",
     ),
     mutant(
         "items of work share a task",

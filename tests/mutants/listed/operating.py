@@ -24,8 +24,8 @@ MAINTENANCE, BROKERS, ARCHIVE = (
 )
 TABLE_ARCHIVE, ARCHIVES = "saf/destinations/delta/archive.py", "contract/test_archives.py"
 RECONCILING, RECONCILED = "contract/test_reconciling.py", "integration/test_reconcile.py"
-GRANTED, OF_FLEETS, CLI = (
-    "integration/test_grants.py",
+RIGHTS, GRANTING = "integration/test_grants.py", "integration/test_granting.py"
+OF_FLEETS, CLI = (
     "integration/test_fleets.py",
     "integration/test_cli.py",
 )
@@ -153,14 +153,14 @@ MUTANTS: list[Mutant] = [
         GRANTS,
         'GRANT = "GRANT {privileges} ON {table} TO {role}"',
         'GRANT = "GRANT {privileges} ON {table} TO {role} WITH GRANT OPTION"',
-        f"{GRANTED}::test_nobody_can_pass_a_right_on",
+        f"{RIGHTS}::test_nobody_can_pass_a_right_on",
     ),
     mutant(
         "a new duty leaves the rights of the old one",
         GRANTS,
         '    "REVOKE ALL ON ALL TABLES IN SCHEMA saf FROM {role}",\n',
         "",
-        f"{GRANTED}::"
+        f"{GRANTING}::"
         "test_granting_again_changes_nothing_and_another_duty_leaves_nothing_of_the_old_one",
     ),
     mutant(
@@ -168,28 +168,28 @@ MUTANTS: list[Mutant] = [
         GRANTS,
         "    if parts:\n        yield",
         "    if role:\n        yield",
-        f"{GRANTED}::test_revoke_takes_everything_back",
+        f"{GRANTING}::test_revoke_takes_everything_back",
     ),
     mutant(
         "a writer reads the messages",
         GRANTS,
         '{"outbox": {"INSERT": tuple(SENT)}}',
         '{"outbox": {"INSERT": tuple(SENT), "SELECT": WHOLE}}',
-        f"{GRANTED}::test_a_writer_reads_no_message_and_says_nothing_that_is_the_brokers_to_say",
+        f"{RIGHTS}::test_a_writer_reads_no_message_and_says_nothing_that_is_the_brokers_to_say",
     ),
     mutant(
         "a writer says the transaction of its message",
         GRANTS,
         '{"outbox": {"INSERT": tuple(SENT)}}',
         '{"outbox": {"INSERT": WHOLE}}',
-        f"{GRANTED}::test_a_writer_reads_no_message_and_says_nothing_that_is_the_brokers_to_say",
+        f"{RIGHTS}::test_a_writer_reads_no_message_and_says_nothing_that_is_the_brokers_to_say",
     ),
     mutant(
         "two may grant at a time",
         GRANTS,
         "            connection.execute(TAKE_TURN)\n",
         "",
-        f"{GRANTED}::test_grants_at_the_same_time_wait_for_each_other",
+        f"{GRANTING}::test_grants_at_the_same_time_wait_for_each_other",
     ),
     mutant(
         "what is marked of a batch in hand is pending",
@@ -514,7 +514,7 @@ MUTANTS: list[Mutant] = [
         STATUS,
         "sql.SQL(STREAMS if readable else UNREAD_STREAMS)",
         "sql.SQL(STREAMS)",
-        f"{GRANTED}::test_a_forwarder_sees_the_status_of_its_source_without_what_is_in_the_inbox",
+        "integration/test_granted.py::test_a_forwarder_sees_the_status_of_its_source_without_what_is_in_the_inbox",
     ),
     mutant(
         "a driver of SQLAlchemy hides what the environment is to give a dsn",
