@@ -14,6 +14,10 @@ WAITERS = """
 SELECT count(DISTINCT pid) FROM pg_locks
 WHERE NOT granted AND pg_backend_pid() = ANY (pg_blocking_pids(pid))
 """
+BLOCKED = """
+SELECT count(DISTINCT pid) FROM pg_locks JOIN pg_stat_activity USING (pid)
+WHERE NOT granted AND datname = current_database()
+"""
 
 OFTEN_SECONDS = 0.01
 
@@ -30,4 +34,10 @@ def until(condition: Callable[[], Any], seconds: float = 60) -> float:
 def waiters(connection: psycopg.Connection[Any]) -> int:
     """How many sessions wait for what this one has locked."""
     ((count,),) = fetch(connection, WAITERS)
+    return int(count)
+
+
+def blocked(connection: psycopg.Connection[Any]) -> int:
+    """How many sessions of this database wait for a lock, whoever has it."""
+    ((count,),) = fetch(connection, BLOCKED)
     return int(count)

@@ -167,12 +167,12 @@ def test_a_forwarder_waits_for_a_decision_and_delivers_the_rest(
     app: Dsn, mom: Dsn, other: Dsn, parked: list[str]
 ) -> None:
     running = threading.Thread(target=forward, args=(app,), kwargs={"mom": mom, "other": other})
-    with connect(app) as connection, connect(app) as looking:
+    with connect(app) as connection:
         with connection.transaction():
             chosen = ParkedFilter(through=_number(connection, 0))
             assert len(decide_parked.discard(connection, chosen, "")) == 1
             running.start()
-            until(lambda: fetch(looking, "SELECT FROM pg_locks WHERE NOT granted"))
+            until(lambda: waiters(connection))
             assert bodies(mom) == []
         running.join()
     assert bodies(mom) == parked[1:]

@@ -29,6 +29,7 @@ from tests.dialogs import (
 )
 from tests.pipeline import connect
 from tests.receivers import let_keys_be_due
+from tests.waits import blocked, until
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +79,6 @@ def test_a_receiver_waits_for_who_is_ending_the_dialog_and_then_drops_what_came(
     (first,) = receive(mom, WAREHOUSE)
     assert first.dialog is not None
     put(mom, begin_again(app, first), 2, "2")
-    waits = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
-        AND wait_event_type = 'Lock'"
     with (
         ThreadPoolExecutor() as pool,
         connect(mom) as watcher,
@@ -87,8 +86,8 @@ def test_a_receiver_waits_for_who_is_ending_the_dialog_and_then_drops_what_came(
     ):
         first.dialog.end(ending)
         received = pool.submit(receive, mom, WAREHOUSE)
-        while fetch(watcher, waits) == [(0,)]:
-            assert not received.done()
+        until(lambda: blocked(watcher))
+        assert not received.done()
         ending.commit()
         assert received.result(60) == []
 

@@ -20,14 +20,9 @@ from tests.kept import _nothing_stays
 from tests.pipeline import bodies, connect, send
 from tests.programs import configuration
 from tests.ring import in_slot, leave_slot
-from tests.waits import until
+from tests.waits import blocked, until
 
 __all__ = ["_nothing_stays"]
-
-AT_WORK = """
-SELECT count(*) FROM pg_locks
-WHERE NOT granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-"""
 
 
 @pytest.fixture
@@ -83,10 +78,10 @@ def test_forwarding_does_not_wait_for_a_purge_and_a_loop_that_ends_does(
 ) -> None:
     one = forwarder(settings(60), InProcess())
     with connect(app) as connection, purges_held_up(app) as holder, looping(one) as loop:
-        until(lambda: connection.execute(AT_WORK).fetchone() == (1,))
+        until(lambda: blocked(connection) == 1)
         send(connection, "meanwhile")
         until(lambda: bodies(mom) == ["meanwhile"], 20)
-        assert connection.execute(AT_WORK).fetchone() == (1,)
+        assert blocked(connection) == 1
         one.stop()
         loop.join(1)
         assert loop.is_alive()
@@ -102,7 +97,7 @@ def test_a_run_that_waits_for_its_purges_has_left_its_shards_to_others(
         send(connection, "first")
         ending = threading.Thread(target=forwarder(settings(60), InProcess()).drain)
         ending.start()
-        until(lambda: connection.execute(AT_WORK).fetchone() == (1,), 20)
+        until(lambda: blocked(connection) == 1, 20)
         send(connection, "next")
         next_one = forwarder(settings(60), InProcess())
         until(lambda: next_one.cycle() and bodies(mom) == ["first", "next"], 20)

@@ -19,7 +19,7 @@ from tests.distant import Distance
 from tests.driver import InProcess, forwarder, looping
 from tests.kept import _nothing_stays
 from tests.pipeline import bodies, connect, send
-from tests.waits import until
+from tests.waits import blocked, until
 
 __all__ = ["_nothing_stays"]
 
@@ -27,10 +27,6 @@ LEASE = 3.0
 MEMBERS = "SELECT count(*) FROM saf.member"
 STOPPING = "SELECT stopping FROM saf.member"
 LEASE_IS_OVER = "SELECT lease_until < clock_timestamp() FROM saf.member"
-WAITING = """
-SELECT count(*) FROM pg_stat_activity
-WHERE wait_event_type = 'Lock' AND datname = current_database()
-"""
 
 
 @pytest.fixture
@@ -112,5 +108,4 @@ def renewals_held_up(source: psycopg.Connection[Any], app: Dsn) -> Iterator[None
 def waiting(dsn: Dsn) -> int:
     """How many sessions wait for a lock there."""
     with connect(dsn) as connection:
-        ((count,),) = connection.execute(WAITING).fetchall()
-    return int(count)
+        return blocked(connection)

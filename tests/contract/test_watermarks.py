@@ -20,6 +20,7 @@ from saf.engine.work import Work
 from saf.errors import Fenced, Rejected, Unavailable
 from saf.failpoints import arm
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, outlive_lease, send
+from tests.waits import blocked, until
 
 pytestmark = pytest.mark.usefixtures("disarmed")
 
@@ -59,10 +60,7 @@ def test_of_two_that_store_the_same_chunk_at_the_same_time_the_second_stores_not
         threads[0].start()
         first_is_in.wait(30)
         threads[1].start()
-        waits = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
-            AND wait_event_type = 'Lock'"
-        while fetch(connection, waits) == [(0,)]:
-            pass
+        until(lambda: blocked(connection))
         go_on.set()
         for thread in threads:
             thread.join()
