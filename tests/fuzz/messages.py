@@ -16,6 +16,7 @@ from saf.dialogs.contracts import MessageType
 from saf.dialogs.facts import Facts
 from saf.dispatch import envelope
 from saf.dispatch.xmlrpc import XmlRpc
+from saf.engine.given_headers import written
 from saf.errors import SchemaViolation, UnreadableBody, UnreadableHeaders
 from saf.message import STRICT
 from saf.received import READ, Received
@@ -122,13 +123,24 @@ def as_map(text: str) -> None:
     """As Spark reads what PostgreSQL has written: valid JSON in its form."""
     try:
         said = json.loads(text)
-        written = json.dumps(said, ensure_ascii=False)
-        written.encode()
+        rewritten = json.dumps(said, ensure_ascii=False)
+        rewritten.encode()
     except (ValueError, RecursionError):
         return
-    found = members(written)
+    found = members(rewritten)
     assert (found is None) == (not isinstance(said, dict))
     assert found is None or [name for name, _ in found] == [*said]
+
+
+def as_given(text: str) -> None:
+    """As a transform gives headers: what is kept is on one line, and stays as it is."""
+    try:
+        said = written(text)
+    except (ValueError, RecursionError):
+        return
+    assert "\n" not in said
+    assert written(said) == said
+    assert members(said) is not None
 
 
 TARGETS = (
@@ -148,4 +160,5 @@ TARGETS = (
         check=as_event,
     ),
     Target(name="map", given=documents(), check=as_map),
+    Target(name="transform headers", given=documents(*NAMES), check=as_given),
 )
