@@ -48,7 +48,7 @@ def command(
     What an endpoint accepts is marked. Without --loop, it sends what is there and due now. Any
     number of processes share the work. Exit codes: 0 when all is done, or when told to stop.
     Without --loop: 1 if there are new dead letters; 75 if messages wait for another attempt, or an
-    endpoint is down or paused.
+    endpoint is down, disabled or paused.
     """
     settings = load(config)
     signer = load_signer(config) if settings.signing.key_id else None
