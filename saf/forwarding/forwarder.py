@@ -124,6 +124,9 @@ class Forwarder:
                 if 0 < failed_jobs < self.options.attempts:
                     self._pause(self.options.interval_seconds)
                     continue
+                if self._failed_job:
+                    failed_jobs = 0
+                    self._leave_to_another_run()
                 full = self.summary.forwarded - before >= self.options.chunk_rows
                 brokers = self.roster.well()
                 more = full or any(b.resumed or b.unfinished or b.lanes_left for b in brokers)
@@ -482,6 +485,12 @@ class Forwarder:
         if self._failed_job is not None:
             for name in sorted(self._failed_at):
                 self._problem(name, self._failed_job)
+
+    def _leave_to_another_run(self) -> None:
+        """Work with the brokers of a job that fails each time is not tried again in this run."""
+        self._note_failed_job()
+        for name in self._failed_at:
+            self.roster.failed(name)
 
     def _problem(self, broker: str, error: SafError) -> None:
         self._note(broker, type(error).__name__, str(error))

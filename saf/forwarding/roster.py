@@ -65,6 +65,8 @@ class Roster:
         self._identities = Identities(settings.destinations)
         self._ask_at = dict.fromkeys(settings.fleets, 0.0)
         self._listed: dict[str, dict[str, Broker]] = {"": dict(settings.brokers)}
+        self._heard = False
+        """Whether a fleet has answered since brokers were last added and removed."""
         self._visit_at: dict[str, float] = {}
         self._failures: dict[str, int] = {}
         self._sessions: set[str] = set()
@@ -190,12 +192,16 @@ class Roster:
         asked = {f"fleet {name}" for name in self._fleets}
         while not self._threads.finish(asked) and self.once and not self.stopped:
             pass
+        if self._heard:
+            self._heard = False
+            self._enlist()
 
     def _hears(self, fleet: str, listing: Listing) -> None:
+        """Note who belongs to a fleet; who leaves it may be at work until the next cycle."""
         for name, error in listing.problems:
             self._problem(name, error)
         self._listed[fleet] = listing.brokers
-        self._enlist()
+        self._heard = True
 
     def _enlist(self) -> None:
         """Add new brokers, and remove those that have gone or are elsewhere now."""

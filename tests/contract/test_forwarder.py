@@ -13,7 +13,7 @@ import pytest
 from saf.config import Settings, load
 from saf.database import Dsn, fetch
 from saf.engine.work import Receipt, Work
-from saf.errors import Unavailable
+from saf.errors import JobFailed, Unavailable
 from saf.forwarding.broker import LITTLE, SourceBroker
 from saf.forwarding.summary import Summary
 from saf.routing.routes import add_route
@@ -257,6 +257,30 @@ def test_what_a_task_met_is_a_problem_and_decides_the_exit_code(
     summary = forwarder(settings(attempts=1), InProcess()).drain()
     assert [one["kind"] for one in summary.problems] == ["SchemaMismatch"]
     assert summary.exit_code == 2
+
+
+@pytest.mark.timeout(40)
+def test_a_drain_whose_jobs_fail_each_time_ends_and_says_so(
+    app: Dsn, new_broker: NewBroker, settings: Callable[..., Settings]
+) -> None:
+    """The next run forwards what this one has left."""
+
+    def fail(job: int, task: int) -> None:  # noqa: ARG001 - as a runner calls it
+        raise JobFailed("the executors have no such package")
+
+    brokers = {"app": app, "two": new_broker("two")}
+    for dsn in brokers.values():
+        send_many(dsn, 3)
+    context = InProcess(before_task=fail)
+    given = settings(brokers, attempts=3, interval_seconds=0.1)
+    summary = forwarder(given, context).drain()
+    assert len(context.jobs) == 3
+    assert [(one["broker"], one["kind"]) for one in summary.problems] == [
+        ("app", "JobFailed"),
+        ("two", "JobFailed"),
+    ]
+    assert summary.exit_code == 75
+    assert forwarder(given, InProcess()).drain().forwarded == 6
 
 
 def test_a_destination_under_two_names_is_refused(app: Dsn, mom: Dsn, tmp_path: Path) -> None:

@@ -134,6 +134,21 @@ MUTANTS: list[Mutant] = [
         "spark/test_session.py::test_a_driver_ends_whose_jvm_hangs_and_is_somebody_else_s",
     ),
     mutant(
+        "a drain whose jobs fail each time never ends",
+        FORWARD,
+        "                    self._leave_to_another_run()\n",
+        "                    pass\n",
+        f"{FORWARDER}::test_a_drain_whose_jobs_fail_each_time_ends_and_says_so",
+    ),
+    mutant(
+        "a broker that leaves its fleet is let go in the middle of its work",
+        "saf/forwarding/roster.py",
+        "        self._heard = True\n",
+        "        self._enlist()\n",
+        "contract/test_dropped_databases.py::"
+        "test_a_database_that_leaves_its_fleet_while_it_is_at_work_is_let_go_after_it",
+    ),
+    mutant(
         "a loop waits for ever for a Spark that hangs between two cycles",
         FORWARD,
         "            if waited > within:",
