@@ -656,6 +656,23 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         comment="lanes that wait: when they are tried next, shared by all members",
     )
     sa.Table(
+        "taken_out",
+        metadata,
+        sa.Column("subscription_id", sa.Integer),
+        sa.Column("destination", sa.Text),
+        _kind(),
+        *_more_of_lane(),
+        sa.Column("shard", sa.SmallInteger),
+        sa.Column("opened_at", moment, comment="as in saf.parked"),
+        sa.Column("taken_out_at", moment, nullable=False, server_default=now),
+        sa.PrimaryKeyConstraint("subscription_id", *LANE_COLUMNS, "shard", "opened_at"),
+        sa.ForeignKeyConstraint(
+            ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
+        ),
+        comment="what people took out of lanes: it may be stored at the destination, whose answer "
+        "got lost",
+    )
+    sa.Table(
         "dropped",
         metadata,
         sa.Column("subscription_id", sa.Integer, primary_key=True),

@@ -274,6 +274,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "INSERT": WHOLE,
                 "UPDATE": ("batch", "position", "opened_at"),
             },
+            "taken_out": {"SELECT": WHOLE},
             # what transforms have made
             "kept_result": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
             "service": {"SELECT": WHOLE},
@@ -383,6 +384,14 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
             "endpoint": {
                 "INSERT": ("name", "subscription_id", "url", "settings"),
+                "DELETE": WHOLE,
+            },
+            "taken_out": {
+                "SELECT": WHOLE,
+                "INSERT": (
+                    *("subscription_id", "destination", "kind", "subject", "broker"),
+                    *("shard", "opened_at"),
+                ),
                 "DELETE": WHOLE,
             },
             "audit": {"SELECT": WHOLE, "INSERT": ("action", "message_ids", "why", "person")},

@@ -6,8 +6,8 @@ source writes the same mark into saf.acknowledged, in the transaction that moves
 
 So at each contact the two marks are the same, with one exception: the answer for some messages
 never came. Then the destination's mark is higher, and the source still has these messages in hand
-or has parked them. Anything else says that one of the two was set back, by a backup or a failover
-that did not have everything:
+or has parked them, or a person took them out of their lane (`saf.setaside.taken_out`). Anything
+else says that one of the two was set back, by a backup or a failover that did not have everything:
 
     the destination's mark is lower       the destination was set back (`saf.errors.Behind`)
     it is higher, or of another batch     the source was set back (`saf.errors.Ahead`)
@@ -95,8 +95,12 @@ WHERE a.destination = %(destination)s AND a.lane = m.lane AND a.shard = m.shard
 LANES = f"""
 SELECT kind, subject, {BROKER} FROM saf.backoff
 WHERE subscription_id = %(subscription_id)s AND destination = %(name)s
+UNION
+SELECT kind, subject, {BROKER} FROM saf.taken_out
+WHERE subscription_id = %(subscription_id)s AND destination = %(name)s
 """
-# Messages that are still in their lane: if they are stored, no answer has come
+# Messages that are still in their lane, or that a person took out of it: if they are stored, no
+# answer has come
 PARKED = """
 SELECT m.place
 FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(brokers)s::uuid[], %(shards)s::smallint[],
@@ -104,6 +108,11 @@ FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(brokers)s::uuid[], %(shar
     AS m (kind, subject, broker, shard, opened_at, place)
 WHERE EXISTS (
     SELECT FROM saf.parked p
+    WHERE p.subscription_id = %(subscription_id)s AND p.destination = %(name)s
+      AND (p.kind, p.subject, p.broker) = (m.kind, m.subject, m.broker)
+      AND p.shard = m.shard AND p.opened_at = m.opened_at)
+  OR EXISTS (
+    SELECT FROM saf.taken_out p
     WHERE p.subscription_id = %(subscription_id)s AND p.destination = %(name)s
       AND (p.kind, p.subject, p.broker) = (m.kind, m.subject, m.broker)
       AND p.shard = m.shard AND p.opened_at = m.opened_at)
@@ -388,7 +397,7 @@ def not_parked(
     name: str,
     marks: Mapping[Place, Mark],
 ) -> list[Place]:
-    """Return those of a destination's marks for which no message is parked any more.
+    """Return those of a destination's marks for which no message is, or was taken, in their lane.
 
     ``name`` is the destination's. The marks that are left say that the source was set back.
     """

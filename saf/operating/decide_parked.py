@@ -15,8 +15,9 @@ forwarder's or a receiver's at that moment, or not a person's to decide about, s
 (`saf.setaside.staying`).
 
 Whether a parked message has arrived all the same, because a destination stored it and its answer
-got lost, no source knows. It is dropped there as a repeat when it is tried again; but a message
-that is redirected arrives at both destinations then, and one that is discarded has arrived.
+got lost, no source knows (`saf.setaside.taken_out`). It is dropped there as a repeat when it is
+tried again; but a message that is redirected arrives at both destinations then, and one that is
+discarded has arrived.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from saf.dialogs.giving_up import Lost, give_up
 from saf.errors import Unavailable
 from saf.log.cursor import note_taken_out
 from saf.log.shards import failed, newest
-from saf.setaside import backoff, in_hand, parking
+from saf.setaside import backoff, in_hand, parking, taken_out
 from saf.setaside.audit import ONE_AT_A_TIME, audit
 from saf.setaside.lane import NO_BROKER, SAME_LANE, THE_LANE, Kind, Lane
 from saf.setaside.parked_messages import CHOSEN, FREE, REST_SECONDS, RESTING, ParkedFilter
@@ -243,6 +244,8 @@ class _Rows:
         """
         for subscription_id in sorted(self._shards):
             note_taken_out(connection, subscription_id, self._shards[subscription_id])
+        if self._shards:
+            taken_out.note(connection, self.parked_ids)
 
     def check(self) -> None:
         """Take back what took so long that a member may have read a key that became due.

@@ -20,7 +20,7 @@ from saf.operating import decide_parked
 from saf.operating.bulk import in_chunks
 from saf.setaside import audit, parked_messages, waiting
 from saf.setaside.parked_messages import ParkedFilter
-from tests.destinations import NOWHERE, count, know, route, send_to
+from tests.destinations import NOWHERE, AnswerLost, count, know, route, send_to
 from tests.dialogs import ERROR, SHOP, WAREHOUSE, begin, say
 from tests.dialogs import forward as forward_dialogs
 from tests.dialogs import prepare as prepare_dialogs
@@ -117,6 +117,29 @@ def test_what_is_redirected_arrives_elsewhere_in_order_and_once_with_what_was_le
         assert TO_OTHER(connection, ParkedFilter(destination="other"), "") == []
     forward(app, mom=mom, other=other)
     assert (bodies(other), bodies(mom)) == (["s", *parked[:4]], parked[4:])
+    assert count(app, "parked") + count(app, "backoff") == 0
+
+
+@pytest.mark.parametrize("redirected", [False, True])
+def test_a_decision_about_what_has_arrived_is_not_taken_for_a_set_back(
+    redirected: bool, app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The destination has stored it and died before it answered; a person does not wait for it."""
+    with connect(app) as connection:
+        route(connection, "billing", "other")
+        send_to(connection, "billing", "stored")
+        with monkeypatch.context() as patch:
+            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", AnswerLost)
+            forward(app, mom=mom, other=other)
+        assert (count(app, "parked"), bodies(other)) == (1, ["stored"])
+        if redirected:
+            assert len(decide_parked.redirect(connection, ANY, "it is away", to="mom")) == 1
+        else:
+            assert len(decide_parked.discard(connection, ANY, "it is away")) == 1
+        send_to(connection, "billing", "next")
+    forward(app, mom=mom, other=other)
+    assert bodies(other) == ["stored", "next"]
+    assert bodies(mom) == (["stored"] if redirected else [])
     assert count(app, "parked") + count(app, "backoff") == 0
 
 

@@ -24,6 +24,13 @@ SCHEDULE = (
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "what a person took out of a lane is not remembered",
+        "saf/operating/decide_parked.py",
+        "            taken_out.note(connection, self.parked_ids)\n",
+        "            pass\n",
+        f"{DECIDED}::test_a_decision_about_what_has_arrived_is_not_taken_for_a_set_back",
+    ),
+    mutant(
         "a person gives up what another one has let a member take",
         "saf/operating/decide_parked.py",
         "    rows = _held(connection, fetch(connection, LOCKED, params), owned)",
