@@ -622,6 +622,33 @@ def test_a_worker_runs_in_the_applications_own_event_loop(inbox: Dsn) -> None:
     assert unread(inbox) == 0
 
 
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_a_worker_that_is_cancelled_twice_rolls_back_what_its_handlers_were_at(
+    inbox: Dsn, concurrency: int
+) -> None:
+    put(inbox, "a", "b")
+
+    async def main() -> None:
+        waiter = Waiter(inbox, seconds=600, concurrency=concurrency)
+        task = asyncio.create_task(waiter.worker.arun())
+        while waiter.at_once < concurrency:
+            await asyncio.sleep(0.01)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert waiter.calls.total() == concurrency, "no handler is called after that"
+
+    asyncio.run(main())  # it ends with its threads
+    assert effects(inbox) == []
+    assert unread(inbox) == 2
+    waiter = Waiter(inbox)
+    until(lambda: waiter.worker.drain() >= 0 and len(effects(inbox)) == 2)
+    assert unread(inbox) == 0
+    assert dead(inbox) == []
+
+
 def test_a_worker_that_is_told_to_stop_finishes_what_it_is_at_and_puts_the_rest_back(
     inbox: Dsn,
 ) -> None:
