@@ -346,7 +346,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a key overtakes its message that was set aside in the same delivery",
         DELIVERY,
-        "if not self._stopped or message.lane not in self._stopped:",
+        "if not (self._stopped or self._failed) or not self._ends_here(message):",
         "if message:",
         f"{WORKER}::test_a_message_that_fails_waits_with_its_key_and_others_go_on",
     ),
@@ -374,8 +374,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is handled counts though it was set aside",
         DELIVERY,
-        "place not in self._dead and place < self._stopped.get(one.lane, len(self._messages))",
-        "place not in self._dead",
+        "place not in self._dead and not self._is_past(one, place)\n",
+        "place not in self._dead\n",
         f"{RECEIVED}::test_neither_what_is_set_aside_nor_what_is_behind_it_counts_as_handled",
     ),
     mutant(
@@ -580,6 +580,20 @@ MUTANTS: list[Mutant] = [
         'NOT {COMPLETE.format(row="i")}',
         "i.id > c.position",
         f"{RECEIVED}::test_what_is_committed_late_is_left_though_a_batch_in_hand_is_past_its_id",
+    ),
+    mutant(
+        "a key waits for the last of its messages that were set aside",
+        DELIVERY,
+        "        if place > self._stopped.get(message.lane, place):\n",
+        "        if place > len(self._messages):\n",
+        f"{RECEIVED}::test_a_key_waits_for_the_first_of_its_messages_that_were_set_aside",
+    ),
+    mutant(
+        "a handler that was cancelled with its worker has failed",
+        "saf/receiving/event_loop.py",
+        "        except CancelledError:\n            self._refuse_if_cancelled()\n",
+        "        except CancelledError:\n",
+        f"{ASYNC}::test_a_worker_that_is_cancelled_twice_rolls_back_what_its_handlers_were_at",
     ),
     mutant(
         "a message is handled for the first time each time",
