@@ -9,6 +9,7 @@ worker starts for its handlers.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
@@ -72,6 +73,25 @@ class EventLoop:
     def _cancel(self) -> None:
         for task in self._running:
             task.cancel()
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Run a call in a thread. Whoever is cancelled meanwhile waits for its end, which nothing ends.
+
+    The caller may have locked what the call uses.
+    """
+    context = contextvars.copy_context()
+    running = asyncio.get_running_loop().run_in_executor(None, context.run, call)
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        running.exception()
+        raise cancelled
+    return running.result()
 
 
 @contextmanager
