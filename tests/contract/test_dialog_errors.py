@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import saf
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
+from saf.dialogs import giving_up
 from saf.dialogs.conversations import conversations
 from saf.dialogs.giving_up import fail
 from saf.dialogs.statements import Code
@@ -351,6 +353,22 @@ def test_a_body_that_its_schema_cannot_check_fails_its_dialog_and_holds_nobody_u
 
 
 # Poison
+
+
+def test_a_conversation_that_is_purged_while_it_is_to_fail_stops_nobody(
+    app: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialog = begin(app)
+
+    def purged(connection: Any, handle: UUID) -> saf.Dialog:
+        with connect(app) as other:
+            other.execute("DELETE FROM saf.conversation")
+        return saf.open_dialog(connection, handle)
+
+    monkeypatch.setattr(giving_up, "open_dialog", purged)
+    with connect(app) as connection:
+        fail(connection, dialog.conversation_id, False, Code.GIVEN_UP, "given up")
+        assert fetch(connection, "SELECT FROM saf.outbox") == []
 
 
 def test_five_rollbacks_on_one_message_end_its_conversation_with_an_error_and_others_go_on(
