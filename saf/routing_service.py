@@ -36,13 +36,14 @@ import psycopg
 
 from saf.columns import SENT
 from saf.database import backslashes
+from saf.dialogs.arrival import end_too
 from saf.dialogs.endpoints import columns
 from saf.dialogs.passing import begin_partner, partner, pass_on
 from saf.dialogs.statements import END, ERROR, TIMER, Code
 from saf.engine.classifying import as_table
 from saf.engine.matcher import Matcher
 from saf.engine.resolving import MAX_HOPS, Resolver
-from saf.errors import ConfigurationError, DialogEnded, Unavailable, UnreadableHeaders
+from saf.errors import ConfigurationError, Unavailable, UnreadableHeaders
 from saf.message import DEFAULT_MAX_BYTES, SIGNATURE, Number, Row, as_json
 from saf.received import Received
 from saf.receiving.delivery import Delivery
@@ -296,7 +297,6 @@ def _go_on(
     elif other := partner(raw, dialog):
         passed = pass_on(raw, message, dialog, other)
     elif message.message_type in (END, ERROR):
-        with suppress(DialogEnded):  # by its second dialog's end, which was handled before
-            dialog.end(raw)
+        end_too(dialog, raw)  # its second dialog's end may have been handled before
     if not passed:
         delivery.drop(message, Reason.ENDED)

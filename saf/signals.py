@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+BOTH = (signal.SIGTERM, signal.SIGINT)
+
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let the first SIGTERM or SIGINT call ``stop``; a second one ends the process at once.
+    """Let the first SIGTERM or SIGINT call ``stop``; a second one, of either, ends the process.
 
     Only the main thread may handle signals; in another one nothing changes.
     """
@@ -19,13 +21,15 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
         yield
         return
 
-    def handle(number: int, _: FrameType | None) -> None:
+    def handle(_: int, __: FrameType | None) -> None:
         stop()
-        signal.signal(number, signal.default_int_handler)
+        for number in BOTH:
+            signal.signal(number, signal.default_int_handler)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, handle) for number in BOTH}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # Python does not know a handler that was not set from Python
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -26,7 +26,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -52,7 +54,7 @@ from saf.dialogs.giving_up import fail
 from saf.dialogs.set_back import compare, recognise
 from saf.dialogs.statements import COMPARE, END, ERROR, TIMER, Code
 from saf.dialogs.unsigned import is_harmless
-from saf.errors import ContractViolation, SchemaViolation
+from saf.errors import ContractViolation, DialogEnded, SchemaViolation
 from saf.message import DEFAULT_MAX_BYTES
 from saf.received import Received
 from saf.receiving import retries
@@ -240,7 +242,13 @@ class Dialogs(Hook):
         dialog = message.dialog
         if dialog is None or message.message_type not in (END, ERROR, TIMER):
             return None
-        return (lambda _: None) if message.message_type == TIMER else dialog.end
+        return (lambda _: None) if message.message_type == TIMER else partial(end_too, dialog)
+
+
+def end_too(dialog: Dialog, connection: Any) -> None:
+    """End a dialog that the other end has ended or failed, unless this end has ended as well."""
+    with suppress(DialogEnded):
+        dialog.end(connection)
 
 
 def fail_unseen(raw: psycopg.Connection[Any], message: Received) -> None:

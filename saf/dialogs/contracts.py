@@ -16,27 +16,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from threading import Lock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import psycopg
 
 from saf.database import fetch
+from saf.dialogs.schemas import refuse_dead_references, violation
 from saf.errors import (
     ConfigurationError,
-    MissingExtra,
     SchemaViolation,
     TypeNotInContract,
     UsageError,
     WrongDirection,
 )
 from saf.message import MAX_NAME, fits
-
-if TYPE_CHECKING:
-    from jsonschema.exceptions import ValidationError
-    from jsonschema.protocols import Validator
 
 Validation = Literal["none", "empty", "json", "json_schema"]
 Sender = Literal["initiator", "target", "any"]
@@ -117,22 +111,13 @@ class MessageType:
             return
         try:
             value = json.loads(body)
-            worst = self._worst(value)
         except ValueError as error:
             raise SchemaViolation(self.name, "$", f"not JSON: {error}") from None
         except RecursionError as error:
             raise SchemaViolation(self.name, "$", f"too deep: {error}") from None
+        worst = None if self.schema is None else violation(self.schema, value)
         if worst is not None:
-            raise SchemaViolation(self.name, worst.json_path, worst.message)
-
-    def _worst(self, value: Any) -> ValidationError | None:
-        """The worst violation of the schema in a value, if there is one."""
-        if self.schema is None:
-            return None
-        validator = _validator(self.schema)
-        from jsonschema.exceptions import best_match
-
-        return best_match(validator.iter_errors(value))
+            raise SchemaViolation(self.name, *worst)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +198,7 @@ def create_message_type(
         "schema": None if schema is None else json.dumps(schema),
     }
     if schema is not None:
-        _validator(json.dumps(schema))
+        refuse_dead_references(json.dumps(schema))
     with connection.transaction():
         if fetch(connection, CREATE_TYPE, params):
             return True
@@ -291,27 +276,6 @@ def contracts(
         "versions": None if which is None else [version for _, version in which],
     }
     return [Contract.from_row(*row) for row in fetch(connection, CONTRACTS, params)]
-
-
-# Its modules import each other in a circle: a second thread would meet one that is half there
-_IMPORTING = Lock()
-
-
-@lru_cache(maxsize=256)
-def _validator(schema: str) -> Validator:
-    try:
-        with _IMPORTING:
-            from jsonschema.exceptions import SchemaError
-            from jsonschema.validators import validator_for
-    except ModuleNotFoundError:
-        raise MissingExtra("schema", "a message type with a JSON Schema") from None
-    value = json.loads(schema)
-    kind = validator_for(value)
-    try:
-        kind.check_schema(value)
-    except SchemaError as error:
-        raise UsageError(f"no JSON Schema: at {error.json_path}: {error.message}") from None
-    return kind(value)
 
 
 def _check_name(what: str, name: str, version: int) -> None:

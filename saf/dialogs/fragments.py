@@ -68,8 +68,14 @@ def count(length: int, fragment_bytes: int) -> int:
 
 
 def fill(file: Readable, size: int) -> bytes:
-    """Read so many bytes, or up to the end of the file: a pipe may give fewer at a time."""
+    """Read so many bytes, or up to the end of the file: a pipe may give fewer at a time.
+
+    Raises:
+        InvalidMessage: the file gives text.
+    """
     pieces = [file.read(size)]
+    if isinstance(pieces[0], str):
+        raise InvalidMessage("body", "a text file: open it in binary mode")
     missing = size - len(pieces[0])
     while pieces[-1] and missing > 0:
         pieces.append(file.read(missing))

@@ -15,7 +15,7 @@ import psycopg
 from saf.database import fetch
 from saf.dialogs.dialog import open_dialog
 from saf.dialogs.statements import Code
-from saf.errors import UsageError
+from saf.errors import DialogNotFound, UsageError
 from saf.setaside.isolation import of_messages
 from saf.transaction import enter
 
@@ -57,6 +57,8 @@ def fail(
         with connection.transaction():
             for (handle,) in fetch(connection, MET_BY, params):
                 open_dialog(connection, handle).fail(enter(connection), code, text)
+    except DialogNotFound:
+        return  # it was purged meanwhile: nobody waits for the error
     except (psycopg.DatabaseError, UsageError) as error:
         # the error is about the conversation itself: nothing more can be said on it
         if connection.broken or not of_messages(error):

@@ -22,10 +22,9 @@ from saf.failpoints import fail_point
 from saf.outbox import Outbox
 from saf.received import Received
 from saf.receiving import retries
-from saf.receiving.arrival import hook
+from saf.receiving.burying import bury_as_stored, fail_unseen
 from saf.receiving.hand import Reader
 from saf.setaside import backoff, dead, parking
-from saf.setaside.dead import AsStored
 from saf.setaside.isolation import said
 from saf.setaside.lane import NO_BROKER, Kind, Lane
 
@@ -173,16 +172,9 @@ def _set_aside(connection: psycopg.Connection[Any], reader: Reader, marks: Marks
                 for one, reason, error in marks.bury
             ],
         )
-    for table, some in (
-        ("inbox", [one for one in marks.unreadable if one.parked_id is None]),
-        ("parked", [one for one in marks.unreadable if one.parked_id is not None]),
-    ):
-        rows = [AsStored(shard=one.shard, id=one.parked_id or one.id) for one in some]
-        dead.bury_as_stored(connection, reader.subscription_id, table, rows)
-    if reader.converses:
-        given_up = [one for one, reason, _ in marks.bury if reason != "expired"]
-        for one in [*given_up, *marks.unreadable]:
-            hook().fail_unseen(connection, one)
+    bury_as_stored(connection, reader, [(one, None) for one in marks.unreadable])
+    given_up = [one for one, reason, _ in marks.bury if reason != "expired"]
+    fail_unseen(connection, reader, [*given_up, *marks.unreadable])
     if marks.move:
         retries.move(
             connection, [(one, Lane(kind=Kind.KEY, subject=lane)) for one, lane in marks.move]

@@ -79,7 +79,7 @@ class Hook:
     def by_itself(self, message: Received) -> Callable[[Any], object] | None:  # noqa: ARG002 - the hook's signature
         """Return what to do, with a delivery's connection, about a message that has no handler.
 
-        None means nothing: the message becomes a dead letter.
+        None means nothing: the message is set aside as any other that has no handler.
         """
         return None
 

@@ -14,7 +14,6 @@ at the same time, because either the receiver works or the application does.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -25,7 +24,7 @@ import psycopg
 
 from saf.database import Dsn
 from saf.errors import UsageError
-from saf.receiving.event_loop import EventLoop
+from saf.receiving.event_loop import EventLoop, in_thread
 from saf.receiving.link import Link, as_it_was
 
 if TYPE_CHECKING:
@@ -50,9 +49,10 @@ class AsyncConnection(psycopg.AsyncConnection[Any]):
         """Call a function that takes a synchronous connection first, in the same transaction.
 
         So other functions of saf can be called: ``await connection.run_sync(dialog.send, body)``.
+        If the task is cancelled, the call goes on to its end, and then this raises CancelledError.
         """
         async with self.lock:
-            return await asyncio.to_thread(call, self._beside, *args, **options)
+            return await in_thread(partial(call, self._beside, *args, **options))
 
 
 class _Beside(psycopg.Connection[Any]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import psycopg
@@ -10,7 +10,7 @@ import psycopg
 from saf.received import Received
 from saf.receiving import claim
 from saf.receiving.arrival import hook
-from saf.receiving.hand import Hand
+from saf.receiving.hand import Hand, Reader
 from saf.setaside import dead, parking
 from saf.setaside.isolation import said
 
@@ -20,17 +20,22 @@ def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> No
 
     Its conversation ends with an error, and its shard goes past it.
     """
-    gone = bury_as_stored(raw, hand, [(one, said(error)) for one in hand.all])
+    gone = bury_as_stored(raw, hand.reader, [(one, said(error)) for one in hand.all])
     parking.unpark(raw, [number for number in gone if number])
-    if hand.reader.converses:
-        for one in hand.all:
-            hook().fail_unseen(raw, one)
+    fail_unseen(raw, hand.reader, hand.all)
     claim.move(raw, hand)
+
+
+def fail_unseen(raw: psycopg.Connection[Any], reader: Reader, messages: Iterable[Received]) -> None:
+    """End the conversations of messages that cannot be received, unless the reader listens in."""
+    if reader.converses:
+        for one in messages:
+            hook().fail_unseen(raw, one)
 
 
 def bury_as_stored(
     raw: psycopg.Connection[Any],
-    hand: Hand,
+    reader: Reader,
     some: Sequence[tuple[Received, str | None]],
     *,
     reason: str = "rejected",
@@ -53,5 +58,5 @@ def bury_as_stored(
             )
             for place, one, error in places
         ]
-        dead.bury_as_stored(raw, hand.reader.subscription_id, table, rows)
+        dead.bury_as_stored(raw, reader.subscription_id, table, rows)
     return [one.parked_id for one, _ in some]

@@ -2,8 +2,9 @@
 
 Iterating over it gives the messages in order. A message that cannot be handled is set aside with
 `park` (to be tried again), `wait` (for a handler) or `reject` (for a person). The iteration then
-skips the later messages of the same key, which wait behind it. All messages that are not set aside
-count as handled once the transaction commits.
+skips the later messages of the same key, which wait behind it. After a dead letter of a dialog, it
+skips that dialog's later messages, which are dropped, and goes on with others of the key. All
+messages that are not set aside count as handled once the transaction commits.
 
 What a verifier refuses is not in the delivery: it becomes a dead letter, and holds nothing up.
 
@@ -16,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from threading import Event
 from typing import Any, Generic, TypeVar, overload
+from uuid import UUID
 
 import psycopg
 
 from saf.received import Received
 from saf.receiving import claim, retries
 from saf.receiving.arrival import Arrival, hook
-from saf.receiving.burying import bury_as_stored
+from saf.receiving.burying import bury_as_stored, fail_unseen
 from saf.receiving.hand import EXPIRED, LATE, UNREAD, Hand
 from saf.receiving.putting_back import WHY, PutBack
 from saf.receiving.retries import Policy, Suspect, Waiting
@@ -73,7 +75,9 @@ class Delivery(Sequence[Received], Generic[C]):
             self._arrival = hook().arrive(raw, hand.reader, self._messages, self._behind)
             self._messages = self._arrival.messages
         self._stopped: dict[str, int] = {}
-        """For each lane, the place in the delivery from which on its messages are not handled."""
+        """For each lane that waits, the place in the delivery of its first message that does."""
+        self._failed: dict[UUID, int] = {}
+        """For each dialog that has failed, by its handle, the place of its dead letter."""
         self._waiting: dict[str, Waiting] = {}
         self._dead: dict[int, tuple[Received, str, str]] = {}
         """Dead letters by their place in the delivery: the message, the reason and the error."""
@@ -100,9 +104,9 @@ class Delivery(Sequence[Received], Generic[C]):
         return self.still(self._messages)
 
     def still(self, messages: Iterable[Received]) -> Iterator[Received]:
-        """Give those of some messages whose key has not been set aside meanwhile."""
+        """Give those of some messages whose key and dialog have not been set aside meanwhile."""
         for message in messages:
-            if not self._stopped or message.lane not in self._stopped:
+            if not (self._stopped or self._failed) or not self._ends_here(message):
                 if self._stopping is not None and self._ends_before(message):
                     self._back.add(message)
                 else:
@@ -118,15 +122,14 @@ class Delivery(Sequence[Received], Generic[C]):
         if not self._stopped and not self._dead:
             return len(self._messages) - len(self._back)
         return sum(
-            place not in self._dead and place < self._stopped.get(one.lane, len(self._messages))
+            place not in self._dead and not self._is_past(one, place)
             for place, one in enumerate(self._messages)
             if one not in self._back
         )
 
     def is_behind(self, message: Received) -> bool:
-        """Whether this message, or an earlier one of its key, has been set aside."""
-        place = self._stopped.get(message.lane)
-        return place is not None and self._place(message) >= place
+        """Whether this message, or an earlier one of its key or dialog, has been set aside."""
+        return self._ends_here(message) and self._is_past(message, self._place(message))
 
     def park(self, message: Received, error: BaseException | str) -> None:
         """Try this message again later; its key waits. After the last attempt, a dead letter."""
@@ -158,7 +161,8 @@ class Delivery(Sequence[Received], Generic[C]):
         self._dead[place] = (message, reason, said(error))
         self.errors.append((message, error))
         if message.dialog is not None:
-            self._stopped[message.lane] = place
+            dialog = message.dialog.handle
+            self._failed[dialog] = min(place, self._failed.get(dialog, place))
         elif self._policy.block:
             self._stop(message, f"behind a dead letter: {said(error)}", attempts=0)
 
@@ -196,10 +200,9 @@ class Delivery(Sequence[Received], Generic[C]):
         bury += self._dead.values()
         gone = [one.parked_id for one, _ in self._arrival.dropped]
         gone += [one.parked_id for one in self._arrival.done]
-        gone += bury_as_stored(self._raw, hand, self._arrival.refused)
-        gone += bury_as_stored(self._raw, hand, [(one, None) for one in unread])
-        for one in unread:
-            hook().fail_unseen(self._raw, one)
+        gone += bury_as_stored(self._raw, reader, self._arrival.refused)
+        gone += bury_as_stored(self._raw, reader, [(one, None) for one in unread])
+        fail_unseen(self._raw, reader, unread)
         not_taken = self._read([*self._refused])
         gone += bury_refused(self._raw, hand, {one: self._refused[one] for one in not_taken})
         gone += [one.parked_id for one, *_ in bury]
@@ -247,21 +250,20 @@ class Delivery(Sequence[Received], Generic[C]):
         """
         not_received: list[Received] = []
         assert self._hand is not None  # noqa: S101 - there are messages
-        if not (self._stopped or self._hand.late or self._tried):
+        if not (self._stopped or self._failed or self._hand.late or self._tried):
             return not_received
         for place, one in enumerate(self._messages):
-            stopped = self._stopped.get(one.lane) if self._stopped else None
             if self._back.stays(one):
                 if one.parked_id is not None:
                     not_received.append(one)
-            elif stopped is None or place < stopped or place in self._dead:
+            elif place in self._dead or not self._is_past(one, place):
                 gone.append(one.parked_id)
-            elif one.lane in self._waiting:
-                keep.append((one, _lane(Kind.KEY, one.lane)))
-                not_received.append(one)
-            else:  # its dialog has failed with the dead letter before it
+            elif self._has_failed(one, place):
                 gone.append(one.parked_id)
                 self._arrival.dropped.append((one, Reason.ENDED))
+            else:
+                keep.append((one, _lane(Kind.KEY, one.lane)))
+                not_received.append(one)
         return not_received
 
     def _put_back(self, hand: Hand) -> None:
@@ -344,7 +346,10 @@ class Delivery(Sequence[Received], Generic[C]):
         wait: float | None = None,
         awaits_handler: bool = False,
     ) -> None:
-        self._stopped[message.lane] = self._place(message)
+        place = self._place(message)
+        if place > self._stopped.get(message.lane, place):
+            return  # an earlier one is what its key waits for
+        self._stopped[message.lane] = place
         self._waiting[message.lane] = Waiting(
             lane=message.lane,
             shard=message.shard,
@@ -355,9 +360,25 @@ class Delivery(Sequence[Received], Generic[C]):
             message_type=message.message_type if awaits_handler else None,
         )
 
+    def _ends_here(self, message: Received) -> bool:
+        """Whether a message's key waits, or its dialog has failed."""
+        return message.lane in self._stopped or (
+            message.dialog is not None and message.dialog.handle in self._failed
+        )
+
+    def _is_past(self, message: Received, place: int) -> bool:
+        """Whether a message is the one that its key or dialog has ended with, or comes after it."""
+        waits = place >= self._stopped.get(message.lane, place + 1)
+        return waits or self._has_failed(message, place)
+
+    def _has_failed(self, message: Received, place: int) -> bool:
+        """Whether a message's dialog has failed with it, or before."""
+        dialog = message.dialog
+        return dialog is not None and place >= self._failed.get(dialog.handle, place + 1)
+
     def _waits(self, message: Received, place: int) -> bool:
         """Whether a message comes after a waiting one of the same key."""
-        return message.lane in self._waiting and place > self._stopped[message.lane]
+        return place > self._stopped.get(message.lane, place)
 
     def _place(self, message: Received) -> int:
         for place, one in enumerate(self._messages):

@@ -9,9 +9,10 @@ worker starts for its handlers.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -27,13 +28,33 @@ class EventLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._running: set[asyncio.Task[Any]] = set()
+        self._cancelled = False
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine, and return what it returns. Not for the thread of the loop itself."""
         return asyncio.run_coroutine_threadsafe(self._noted(coroutine), self._loop).result()
 
+    def call(self, calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
+        """Call handlers at the same time, each to its end; then raise the first error, if any.
+
+        Once all was cancelled, this calls none and raises asyncio's CancelledError. That is no
+        Exception, so it counts as nobody's failure: it undoes the whole delivery.
+        """
+
+        async def unless_cancelled() -> None:
+            self._refuse_if_cancelled()
+            await all_of(calls)
+
+        self._refuse_if_cancelled()
+        try:
+            self.run(unless_cancelled())
+        except CancelledError:
+            self._refuse_if_cancelled()
+            raise
+
     def cancel(self) -> None:
         """Cancel what runs; whoever waits for it does so until it has ended."""
+        self._cancelled = True
         self._loop.call_soon_threadsafe(self._cancel)
 
     async def _noted(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -45,9 +66,32 @@ class EventLoop:
         finally:
             self._running.discard(task)
 
+    def _refuse_if_cancelled(self) -> None:
+        if self._cancelled:
+            raise asyncio.CancelledError
+
     def _cancel(self) -> None:
         for task in self._running:
             task.cancel()
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Run a call in a thread. Whoever is cancelled meanwhile waits for its end, which nothing ends.
+
+    The caller may have locked what the call uses.
+    """
+    context = contextvars.copy_context()
+    running = asyncio.get_running_loop().run_in_executor(None, context.run, call)
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        running.exception()
+        raise cancelled
+    return running.result()
 
 
 @contextmanager

@@ -46,18 +46,21 @@ class Handlers(dict[str | None, Registered]):
         """
         what, waits = described(message_type), is_async(call)
         if message_type in self:
-            raise UsageError(
-                f"{what} has a handler already: {self[message_type].call.__qualname__}"
-            )
+            raise UsageError(f"{what} has a handler already: {named(self[message_type].call)}")
         check_handler(call, what, "messages" if batch else "message", "connection", may_wait=True)
         for other in self.values():
             if other.waits != waits:
                 raise UsageError(
                     "the handlers of a worker are all async or none of them is: "
-                    f"{other.call.__qualname__} is{' not' * waits} async, and "
-                    f"{call.__qualname__} is{' not' * (not waits)}"
+                    f"{named(other.call)} is{' not' * waits} async, and "
+                    f"{named(call)} is{' not' * (not waits)}"
                 )
         self[message_type] = Registered(call=call, batch=batch, waits=waits)
+
+
+def named(call: Callable[..., object]) -> str:
+    """What an error calls a function: a partial, or an object that can be called, has no name."""
+    return getattr(call, "__qualname__", None) or repr(call)
 
 
 def is_async(call: Callable[..., object]) -> bool:
@@ -78,12 +81,12 @@ def check_handler(
         inspect.signature(call).bind(*arguments)
     except TypeError:
         raise UsageError(
-            f"the handler {call.__qualname__} for {what} takes "
+            f"the handler {named(call)} for {what} takes "
             f"{inspect.signature(call)}: expected ({', '.join(arguments)})"
         ) from None
     if is_async(call) and not may_wait:
         raise UsageError(
-            f"the handler {call.__qualname__} for {what} is async: only those of saf.Worker may be"
+            f"the handler {named(call)} for {what} is async: only those of saf.Worker may be"
         )
 
 

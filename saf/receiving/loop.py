@@ -45,7 +45,7 @@ from saf.receiving.receive import Receiver
 from saf.receiving.retries import Policy
 from saf.receiving.savepoints import Piece, Savepoints
 from saf.receiving.stopping import STOP_SECONDS, Stopping
-from saf.receiving.summary import Summary
+from saf.receiving.summary import SetAside, Summary
 from saf.signing.verifier import Trust
 
 if TYPE_CHECKING:
@@ -141,7 +141,8 @@ class Loop(ABC):
                 for number in range(1 if drain else self.threads)
             )
         if self._failed:
-            raise self._failed.pop()
+            first, self._failed = self._failed[0], []
+            raise first
         return self.summary.handled
 
     def stop(self) -> None:
@@ -233,36 +234,42 @@ class Loop(ABC):
             signer=self.signer,
         )
         receiver.reader = replace(receiver.reader, types=self._taken())
-        yield receiver
-        receiver.forget()
+        try:
+            yield receiver
+        finally:
+            receiver.forget()
 
     def _deliver(self, receiver: Receiver, wait_seconds: float) -> Delivery[Any]:
         """Handle one delivery and return it; it is empty if there was nothing."""
         raw = receiver.link.raw
         began = None
-        with (
-            self._stopping.using(raw),
-            receiver.delivery(wait_seconds, self._stopping.told) as delivery,
-        ):
-            if delivery:
-                began = perf_counter()
-                delivery.until(self._stopping.told)
-                with Savepoints(raw) as work:
-                    self._handle(delivery, work)
-        fail_point("receive_committed")
-        buried = receiver.buried()
-        self.summary.add(delivery, buried)
-        self._report(delivery, buried, began)
+        handled, aside = 0, SetAside()
+        try:
+            with (
+                self._stopping.using(raw),
+                receiver.delivery(wait_seconds, self._stopping.told) as delivery,
+            ):
+                if delivery:
+                    began = perf_counter()
+                    delivery.until(self._stopping.told)
+                    with Savepoints(raw) as work:
+                        self._handle(delivery, work)
+            fail_point("receive_committed")
+            handled, aside = delivery.handled, SetAside(delivery.parked, delivery.buried)
+            if began is not None:
+                observe(RECEIVE_SECONDS, perf_counter() - began, subscription=self.subscription)
+        finally:
+            # what was set aside without being handed out has committed, whatever has failed since
+            self._count(handled, aside + receiver.unseen())
         return delivery
 
-    def _report(self, delivery: Delivery[Any], buried: int, began: float | None) -> None:
-        """Count a delivery that has committed; it had no messages if it has not begun."""
-        if began is not None:
-            observe(RECEIVE_SECONDS, perf_counter() - began, subscription=self.subscription)
+    def _count(self, handled: int, aside: SetAside) -> None:
+        """Count what has become of messages."""
+        self.summary.add(handled, aside)
         for outcome, messages in (
-            ("handled", delivery.handled),
-            ("parked", delivery.parked),
-            ("dead", delivery.buried + buried),
+            ("handled", handled),
+            ("parked", aside.parked),
+            ("dead", aside.buried),
         ):
             if messages:
                 count(RECEIVED, messages, subscription=self.subscription, outcome=outcome)

@@ -65,6 +65,12 @@ def listen_if_it_notifies(connection: psycopg.Connection[Any]) -> bool:
     return bool(on)
 
 
+def forget(connection: psycopg.Connection[Any]) -> None:
+    """Forget what has come so far, before a look for messages: else psycopg keeps all of it."""
+    for _ in connection.notifies(timeout=0):
+        pass
+
+
 def wait(connection: psycopg.Connection[Any], seconds: float, stopping: Event) -> None:
     """Wait outside of a transaction for a notification, for so long, or until told to stop."""
     until = time.monotonic() + seconds

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 from saf.errors import UsageError
 from saf.received import Received
-from saf.receiving.handlers import check_handler, described
+from saf.receiving.handlers import check_handler, described, is_async, named
 
 Handler = Callable[[Any, Received, Any], object]
 H = TypeVar("H", bound=Callable[..., object])
@@ -52,8 +52,8 @@ class Processor:
     but neither commit nor roll it back. If a call raises, what it has written is undone.
 
     Raises:
-        UsageError: when a subclass is defined: two of its methods handle one type, or a method does
-            not take (message, connection).
+        UsageError: when a subclass is defined: two of its methods handle one type, a method does
+            not take (message, connection), or one is async.
     """
 
     key: str
@@ -70,9 +70,12 @@ class Processor:
                 what = described(message_type)
                 there = cls.handlers.get(message_type)
                 if there is not None:
-                    raise UsageError(f"{what} has a handler already: {there.__qualname__}")
+                    raise UsageError(f"{what} has a handler already: {named(there)}")
                 check_handler(method, what, "self", "message", "connection")
                 cls.handlers[message_type] = method
+        for method in (cls.activate, cls.passivate, cls.output):
+            if is_async(method):
+                raise UsageError(f"{named(method)} is async: only handlers of saf.Worker may be")
 
     def activate(self, connection: Any) -> None:
         """Load what is known of the key. Called before the first message, in its transaction.

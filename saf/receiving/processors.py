@@ -186,10 +186,12 @@ class Processors(Loop):
             signer=self.signer,
         )
         receiver.reader = replace(receiver.reader, types=self._taken())
-        yield receiver
-        while self._live:
-            self._passivate(receiver, list(self._live)[: self.max_messages])
-        receiver.forget()
+        try:
+            yield receiver
+            while self._live:
+                self._passivate(receiver, list(self._live)[: self.max_messages])
+        finally:
+            receiver.forget()
 
     def _deliver(self, receiver: Receiver, wait_seconds: float) -> Delivery[Any]:
         self._be_member(receiver)

@@ -39,6 +39,7 @@ from saf.receiving.link import Link, connected
 from saf.receiving.prefetch import Prefetch
 from saf.receiving.quiet import Quiet
 from saf.receiving.retries import Policy
+from saf.receiving.summary import SetAside
 from saf.receiving.trying import NotReceived, Trying, receiving
 from saf.signing.keys import Key
 from saf.signing.signer import Signer
@@ -159,7 +160,7 @@ class Receiver(Trying):
         self.policy = policy
         self.max_messages = max_messages
         self._pauses = Pauses()
-        self._buried = 0
+        self._unseen = SetAside()
         self._prefetch = Prefetch(max_messages)
         if not stays:
             self._prefetch.stop()
@@ -174,17 +175,17 @@ class Receiver(Trying):
             restored.refuse(link.raw)
             found = services.subscription(link.raw, subscription)
             members = [] if beside_members else shards.living(link.raw, found.subscription_id)
+            if members:
+                raise UsageError(
+                    f"processors own the shards of subscription {subscription!r}: "
+                    f"{', '.join(members)}. Stop them, or receive from a subscription of your own"
+                )
             if listen:
                 notify.listen(link.raw)
             self._verifier = None
             if trust is not None:
                 ((broker,),) = fetch(link.raw, BROKER)
                 self._verifier = Verifier(trust=trust, broker=broker)
-        if members:
-            raise UsageError(
-                f"processors own the shards of subscription {subscription!r}: "
-                f"{', '.join(members)}. Stop them, or receive from a subscription of your own"
-            )
         self.reader = Reader(
             subscription_id=found.subscription_id,
             name=found.name,
@@ -202,6 +203,8 @@ class Receiver(Trying):
         # half of the time, first what has failed before: so neither kind holds the other up
         careful_first, vain = _toss(), False
         begun = False
+        if self.listens:
+            notify.forget(self.link.raw)
         while True:
             if begun and stopping.is_set():  # all that was found so far was set aside
                 with self.link.transaction():
@@ -210,7 +213,7 @@ class Receiver(Trying):
             begun, found, troubled = True, None, False
             looks, claims = self._steps()
             try:
-                with self.link.transaction(claims=claims, plans_once=claims):
+                with self._transaction(claims=claims, plans_once=claims):
                     with self.link.planned_once() if claims else nullcontext():
                         if looks:
                             troubled = self._look()
@@ -280,7 +283,7 @@ class Receiver(Trying):
             fail_point("receive_handled")
         delivery.settle()
         if not delivery:
-            self._buried += delivery.buried
+            self._unseen += SetAside(delivery.parked, delivery.buried)
         fail_point("receive_settled")
 
     def _look(self) -> bool:
@@ -315,16 +318,21 @@ class Receiver(Trying):
                 return True
             return self._quiet.lasts(link.raw, self.reader)
 
-    def buried(self) -> int:
-        """How many messages that it did not hand out it has buried since it was asked last."""
-        buried, self._buried = self._buried, 0
-        return buried
+    def unseen(self) -> SetAside:
+        """How many messages that it did not hand out it has set aside since it was asked last."""
+        unseen, self._unseen = self._unseen, SetAside()
+        return unseen
 
     def forget(self) -> None:
-        """Stop listening, because the connection may go back to a pool."""
-        if self.listens and not self.link.raw.closed:
+        """Stop listening, because the connection may go back to a pool; or close it."""
+        if not self.listens or self.link.raw.closed:
+            return
+        try:
             with self.link.transaction():
                 self.link.raw.execute(notify.UNLISTEN)
+        except Exception:
+            # whatever keeps it from being used; what has gone wrong before is for the caller
+            self.link.raw.close()
 
     def _read_ahead(self) -> None:
         """Prefetch messages; what fails because of one of them is for `_claim` to deal with."""

@@ -49,7 +49,7 @@ class Policy:
     """What happens to a message whose handling fails.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or ``permanent`` has what is no exception.
     """
 
     max_attempts: int = 5
@@ -65,6 +65,10 @@ class Policy:
     def __post_init__(self) -> None:
         if self.max_attempts < 1 or self.first_wait_seconds < 0 or self.longest_wait_seconds < 0:
             raise ValueError(f"max_attempts is at least 1, and no wait is negative: {self}")
+        if not isinstance(self.permanent, tuple) or not all(
+            isinstance(one, type) and issubclass(one, BaseException) for one in self.permanent
+        ):
+            raise ValueError(f"permanent: expected a tuple of exceptions, got {self.permanent!r}")
 
     def wait_seconds(self, attempts: int) -> float:
         """How many seconds to wait after so many attempts."""

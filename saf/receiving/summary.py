@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 from saf.errors import SafError, Unavailable
 
-if TYPE_CHECKING:
-    from saf.receiving.delivery import Delivery
-
 FOR_A_PERSON, FOR_LATER = SafError.exit_code, Unavailable.exit_code
 """Exit codes of a run that has left messages for a person, or for a later run."""
+
+
+class SetAside(NamedTuple):
+    """Counts of messages that were set aside.
+
+    >>> SetAside(1, 0) + SetAside(2, 3)
+    SetAside(parked=3, buried=3)
+    """
+
+    parked: int = 0
+    buried: int = 0
+
+    def __add__(self, other: object) -> SetAside:
+        """Add counts."""
+        if not isinstance(other, SetAside):
+            return NotImplemented
+        return SetAside(self.parked + other.parked, self.buried + other.buried)
 
 
 @dataclass(kw_only=True)
@@ -34,12 +48,12 @@ class Summary:
     """The types of messages that had no handler."""
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def add(self, delivery: Delivery[Any], buried: int = 0) -> None:
-        """Count a delivery that has committed, and what was buried before it was handed out."""
+    def add(self, handled: int, aside: SetAside) -> None:
+        """Count messages that were handled, and others that were set aside."""
         with self._counting:
-            self.handled += delivery.handled
-            self.parked += delivery.parked
-            self.buried += delivery.buried + buried
+            self.handled += handled
+            self.parked += aside.parked
+            self.buried += aside.buried
 
     @property
     def exit_code(self) -> int:

@@ -17,10 +17,11 @@ from saf.received import READ, Received
 from saf.receiving import claim, reading, retries
 from saf.receiving.burying import bury_alone
 from saf.receiving.delivery import Delivery
-from saf.receiving.failures import LAST, about
+from saf.receiving.failures import LAST, about, failure
 from saf.receiving.hand import Hand, Reader
 from saf.receiving.link import Link
 from saf.receiving.retries import Policy, Suspect
+from saf.receiving.summary import SetAside
 from saf.setaside.isolation import of_messages
 from saf.signing.verifier import Verifier
 
@@ -50,8 +51,19 @@ class Trying:
     policy: Policy
     max_messages: int
     _verifier: Verifier | None
-    _buried: int
-    """How many messages were buried before they were handed out."""
+    _unseen: SetAside
+    """How many messages were set aside that were not handed out."""
+
+    @contextmanager
+    def _transaction(self, *, claims: bool = True, plans_once: bool = False) -> Iterator[None]:
+        """Run a block in a transaction; what it sets aside counts only if it commits."""
+        before = self._unseen
+        try:
+            with self.link.transaction(claims=claims, plans_once=plans_once):
+                yield
+        except BaseException:
+            self._unseen = before
+            raise
 
     def _count(self) -> Suspect | None:
         """Choose what to try alone, and count the attempt, in a transaction of its own.
@@ -59,7 +71,7 @@ class Trying:
         None if there is nothing to try, or somebody else has it in hand.
         """
         raw, reader = self.link.raw, self.reader
-        with self.link.transaction():
+        with self._transaction():
             suspect = retries.choose(raw, reader)
             if suspect is None:
                 return None
@@ -90,7 +102,7 @@ class Trying:
                             error=error,
                         )
                     last.settle()
-                    self._buried += last.buried
+                    self._unseen += SetAside(last.parked, last.buried)
                 return suspect
             retries.count(raw, reader, suspect.lane or "", suspect.attempts, self.policy)
             claim.move(raw, hand)
@@ -111,7 +123,7 @@ class Trying:
                 if not hand.all:
                     shard.allowance = None
                 first.settle()
-                self._buried += first.buried
+                self._unseen += SetAside(first.parked, first.buried)
                 return suspect
             # if its attempt failed, this message was in it; otherwise another receiver's attempt
             # failed
@@ -136,14 +148,14 @@ class Trying:
             if self.link.raw.broken or not of_messages(error) or not hand.all:
                 raise
             bury_alone(self.link.raw, hand, error)
-            self._buried += len(hand.all)
+            self._unseen += SetAside(buried=len(hand.all))
 
     @contextmanager
     def _tried(self, suspect: Suspect) -> Iterator[Delivery[Any]]:
         """Give a delivery of a suspect alone. If its block fails, note the error afterwards."""
         raw = self.link.raw
         try:
-            with self.link.transaction():
+            with self._transaction():
                 hand = claim.claim_shard(raw, self.reader, suspect.shard, self.max_messages)
                 if hand is None:
                     if suspect.lane is not None:
@@ -172,8 +184,9 @@ class Trying:
 
     def _note(self, suspect: Suspect, error: Exception) -> None:
         """Store the error of a failed attempt; after the last one, make a dead letter at once."""
-        with self.link.transaction():
-            hand = claim.claim_shard(self.link.raw, self.reader, suspect.shard, 1)
+        raw = self.link.raw
+        with self._transaction():
+            hand = claim.claim_shard(raw, self.reader, suspect.shard, 1)
             if hand is None:
                 return
             hand.shards[suspect.shard].allowance = (
@@ -183,8 +196,15 @@ class Trying:
             with self._alone(hand):
                 delivery = self._read_lane(hand, suspect, suspect.attempts, limit=1)
                 for message in delivery:
+                    if self.policy.gives_up(message.attempt, cause):
+                        log.error(
+                            "dead_letter",
+                            subscription=self.reader.name,
+                            **failure(cause, message, self.policy, raw),
+                        )
                     delivery.park(message, cause)
                 delivery.settle()
+                self._unseen += SetAside(delivery.parked, delivery.buried)
 
     def _read_lane(
         self, hand: Hand, suspect: Suspect, number: int, limit: int | None = None

@@ -56,5 +56,5 @@ def bury_refused(raw: psycopg.Connection[Any], hand: Hand, some: Refused) -> lis
         )
     for reason in sorted({refusal.reason for refusal in some.values()}):
         errors = [(one, why.error) for one, why in some.items() if why.reason == reason]
-        gone += bury_as_stored(raw, hand, errors, reason=reason)
+        gone += bury_as_stored(raw, hand.reader, errors, reason=reason)
     return gone

@@ -41,7 +41,7 @@ from saf.errors import UsageError
 from saf.received import Received
 from saf.receiving.async_link import aconnected
 from saf.receiving.delivery import Delivery
-from saf.receiving.event_loop import EventLoop, all_of, own_loop
+from saf.receiving.event_loop import EventLoop, own_loop
 from saf.receiving.failures import exception
 from saf.receiving.grouping import runs, waves
 from saf.receiving.handlers import Handlers, Registered
@@ -127,14 +127,14 @@ class Worker(Loop):
         """Run as `run` does, with handlers in the event loop of this task.
 
         If the task is cancelled, the worker stops in order, and then this raises CancelledError.
-        Signals are left to the application.
+        If it is cancelled again meanwhile, this raises at once. Its handlers are cancelled, too,
+        and their deliveries are rolled back. Signals are left to the application.
 
         Raises:
             ConfigurationError, UsageError, Refused, StopTimeout, Unavailable: as `run`.
         """
         loop = EventLoop(asyncio.get_running_loop())
-        self._event_loop = loop if self._handlers.are_async else None
-        running = asyncio.ensure_future(asyncio.to_thread(self.run, drain=drain))
+        running = asyncio.ensure_future(asyncio.to_thread(self._run_in, loop, drain=drain))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -144,7 +144,6 @@ class Worker(Loop):
             raise
         finally:
             loop.cancel()
-            self._event_loop = None
 
     def handler(self, message_type: str | None = None) -> Callable[[H], H]:
         """Register a function of (message, connection) for a type; None is for all other types.
@@ -168,6 +167,16 @@ class Worker(Loop):
                 f"concurrency ({self.concurrency}) is for handlers that are async def: for others, "
                 "say how many threads"
             )
+
+    def _run_in(self, loop: EventLoop, *, drain: bool) -> int:
+        """Run with async handlers in this event loop, for as long as any thread may call one."""
+        if self._handlers.are_async:
+            self._event_loop = loop
+        try:
+            return self.run(drain=drain)
+        finally:
+            if self._event_loop is loop:
+                self._event_loop = None
 
     @contextmanager
     def _equipped(self) -> Iterator[None]:
@@ -260,7 +269,7 @@ class Worker(Loop):
         else:
             call = handler.call_for(message, delivery.connection)
             call = watched(call, self.subscription, [message], waits=handler.waits)
-            if self._event_loop is not None:
+            if handler.waits:
                 call = partial(self._do, call)
             self._one(delivery, work, message, call)
 
@@ -281,11 +290,14 @@ class Worker(Loop):
 
     def _do(self, *calls: Callable[[], Any]) -> None:
         """Call handlers: in the event loop at the same time, or here."""
-        if self._event_loop is None:
+        if not self._handlers.are_async:
             for call in calls:
                 call()
+        elif self._event_loop is None:
+            # gone without this thread, whose delivery must be undone: so this is no Exception
+            raise asyncio.CancelledError
         else:
-            self._event_loop.run(all_of(calls))
+            self._event_loop.call(calls)
 
     def _register(self, message_type: str | None, *, batch: bool) -> Callable[[H], H]:
         def register(call: H) -> H:

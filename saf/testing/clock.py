@@ -5,7 +5,7 @@ everything that saf has stored has happened an hour earlier, and is due an hour 
 
     outbox, inbox           created_at, deliver_at, expires_at; the inbox also received_at
     parked, dead_letter     created_at, deliver_at, expires_at
-    backoff                 next_attempt_at, since; not where a person or a handler is waited for
+    backoff                 since; next_attempt_at, unless a person or a handler is waited for
     member                  joined_at, lease_until
     conversation            created_at, changed_at, expires_at
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from saf.database import fetch
 from saf.errors import MissingExtra, UsageError
-from saf.receiving.link import connected
 from saf.setaside.lane import THE_LANE, Kind
 from saf.testing.databases import Database
 
@@ -158,7 +157,7 @@ def _forward(cycle: Cycle) -> list[Receipt]:
 
 def _refuse_elsewhere(worker: Loop, databases: list[Database]) -> None:
     """Refuse a worker of the application that was made for its real database."""
-    with connected(worker.engine) as link:
+    with worker._equipped(), worker._connected() as link:
         name = link.raw.info.dbname
     if name not in [database.dsn.database for database in databases]:
         raise UsageError(

@@ -210,6 +210,33 @@ def test_a_connection_is_given_back_as_it_was(inbox: Dsn) -> None:
     assert effects(inbox) == [str(number) for number in range(12)]
 
 
+def test_a_call_that_is_cancelled_keeps_its_connection_until_its_thread_has_ended(
+    inbox: Dsn,
+) -> None:
+    put(inbox, "1")
+    begun, ended = threading.Event(), threading.Event()
+
+    def slowly(connection: psycopg.Connection[Any]) -> None:
+        begun.set()
+        connection.execute("SELECT pg_sleep(0.3)")
+        ended.set()
+
+    async def main() -> None:
+        async with saf.areceive(inbox, SUBSCRIPTION) as delivery:
+            task = asyncio.create_task(delivery.connection.run_sync(slowly))
+            await asyncio.to_thread(begun.wait)
+            for _ in range(2):
+                task.cancel()
+                await asyncio.sleep(0)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert ended.is_set()
+            await aeffect(delivery.connection, delivery[0])
+
+    asyncio.run(main())
+    assert effects(inbox) == ["1"]
+
+
 @pytest.mark.parametrize("kind", ["dsn", "callable"])
 def test_to_commit_inside_of_a_block_is_refused_and_a_savepoint_is_not(
     inbox: Dsn, kind: str
@@ -620,6 +647,33 @@ def test_a_worker_runs_in_the_applications_own_event_loop(inbox: Dsn) -> None:
     asyncio.run(main())
     assert effects(inbox)[-1] == "drained"
     assert unread(inbox) == 0
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_a_worker_that_is_cancelled_twice_rolls_back_what_its_handlers_were_at(
+    inbox: Dsn, concurrency: int
+) -> None:
+    put(inbox, "a", "b")
+
+    async def main() -> None:
+        waiter = Waiter(inbox, seconds=600, concurrency=concurrency)
+        task = asyncio.create_task(waiter.worker.arun())
+        while waiter.at_once < concurrency:
+            await asyncio.sleep(0.01)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert waiter.calls.total() == concurrency, "no handler is called after that"
+
+    asyncio.run(main())  # it ends with its threads
+    assert effects(inbox) == []
+    assert unread(inbox) == 2
+    waiter = Waiter(inbox)
+    until(lambda: waiter.worker.drain() >= 0 and len(effects(inbox)) == 2)
+    assert unread(inbox) == 0
+    assert dead(inbox) == []
 
 
 def test_a_worker_that_is_told_to_stop_finishes_what_it_is_at_and_puts_the_rest_back(

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import saf
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
+from saf.dialogs import giving_up
 from saf.dialogs.conversations import conversations
 from saf.dialogs.giving_up import fail
 from saf.dialogs.statements import Code
@@ -288,6 +290,19 @@ def test_a_version_never_changes_and_a_dialog_keeps_the_one_that_it_began_with(a
             {"name": "a", "validation": "json_schema", "schema": {"type": "number!"}},
             r"no JSON Schema: at \$\.type",
         ),
+        *(
+            (
+                {"name": "a", "validation": "json_schema", "schema": schema},
+                "no JSON Schema: it refers to '.*', which is not there",
+            )
+            for schema in (
+                {"$ref": "#/$defs/nothing"},
+                {"$ref": "#/type/0x", "type": "object"},
+                {"$ref": "http://[nowhere"},
+                {"properties": {"a": {"items": {"$ref": "https://example.invalid/schema"}}}},
+                {"$id": "https://example.invalid/a", "$defs": {"b": {"$dynamicRef": "#c"}}},
+            )
+        ),
     ],
 )
 def test_a_message_type_that_cannot_be_is_refused(
@@ -297,7 +312,65 @@ def test_a_message_type_that_cannot_be_is_refused(
         saf.create_message_type(connection, **definition)
 
 
+def test_a_schema_may_refer_to_itself_and_to_the_drafts_of_json_schema(app: Dsn) -> None:
+    schema = {
+        "$id": "https://example.invalid/tree",
+        "properties": {
+            "nodes": {"items": {"$ref": "tree"}},
+            "name": {"$ref": "#/$defs/name"},
+            "schema": {"$ref": "https://json-schema.org/draft/2020-12/schema"},
+        },
+        "$defs": {"name": {"type": "string"}},
+    }
+    with connect(app) as connection:
+        saf.create_message_type(connection, "tree", validation="json_schema", schema=schema)
+        saf.create_contract(connection, "trees", {"tree": "any"})
+    dialog = begin(app, contract="trees")
+    with app.connect(role="test") as connection:
+        dialog.send(connection, {"nodes": [{"name": "a"}]}, message_type="tree")
+        with pytest.raises(SchemaViolation, match=r"nodes\[0\]\.name"):
+            dialog.send(connection, {"nodes": [{"name": 1}]}, message_type="tree")
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [('{"$ref": "#/nowhere"}', b"1"), ('{"multipleOf": 0.5}', b"1e400")],
+    ids=["a reference to nothing", "a number that no computer divides"],
+)
+def test_a_body_that_its_schema_cannot_check_fails_its_dialog_and_holds_nobody_up(
+    app: Dsn, mom: Dsn, schema: str, body: bytes
+) -> None:
+    """The schema was written before it was refused, or by somebody else."""
+    with connect(mom) as connection:
+        connection.execute("UPDATE saf.message_type SET schema = %s WHERE name = 'order'", [schema])
+    dialog = begin(app, contract="ordering")
+    hello = '{"saf-dialog": {"contract": "ordering", "version": 1}}'
+    put(mom, dialog, 1, body, message_type="order", headers=hello)
+    put(mom, begin(app), 1, "other", key=str(dialog.conversation_id))
+    assert sorted(said(receive(mom, WAREHOUSE))) == ["other", ERROR]
+    ((rejected, reason),) = dead(mom)
+    assert (rejected.encode(), reason) == (body, "rejected")
+    with connect(mom) as connection:
+        assert "cannot be checked" in str(fetch(connection, "SELECT error FROM saf.dead_letter"))
+
+
 # Poison
+
+
+def test_a_conversation_that_is_purged_while_it_is_to_fail_stops_nobody(
+    app: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialog = begin(app)
+
+    def purged(connection: Any, handle: UUID) -> saf.Dialog:
+        with connect(app) as other:
+            other.execute("DELETE FROM saf.conversation")
+        return saf.open_dialog(connection, handle)
+
+    monkeypatch.setattr(giving_up, "open_dialog", purged)
+    with connect(app) as connection:
+        fail(connection, dialog.conversation_id, False, Code.GIVEN_UP, "given up")
+        assert fetch(connection, "SELECT FROM saf.outbox") == []
 
 
 def test_five_rollbacks_on_one_message_end_its_conversation_with_an_error_and_others_go_on(
@@ -362,6 +435,25 @@ def test_a_worker_ends_what_the_other_end_has_ended_and_gives_up_what_nobody_han
     assert sorted(states(app)) == ["closed", "closed", "error"]
 
 
+def test_the_end_of_a_dialog_that_a_handler_has_ended_in_the_same_delivery_fails_nothing(
+    app: Dsn, mom: Dsn
+) -> None:
+    worker = saf.Worker(mom, WAREHOUSE)
+
+    @worker.handler("note")
+    def note(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+        assert message.dialog is not None
+        message.dialog.end(connection)
+
+    dialog = begin(app)
+    put(mom, dialog, 1, message_type="note")
+    put(mom, dialog, 2, message_type=END)
+    assert worker.drain() == 2
+    assert states(mom) == ["closed"]
+    with connect(mom) as connection:
+        assert fetch(connection, "SELECT FROM saf.backoff") == []
+
+
 def test_an_error_whose_own_handling_fails_is_a_dead_letter_and_no_further_error(
     app: Dsn, mom: Dsn
 ) -> None:
@@ -394,6 +486,38 @@ def test_what_comes_after_a_dead_letter_of_its_dialog_counts_as_dropped_also_if_
     with connect(mom) as connection:
         counted = [(one.reason, one.messages) for one in dropped(connection)]
     assert counted == [("ended", 3)]
+
+
+def test_a_dead_letter_of_a_dialog_takes_nothing_else_of_its_key_with_it(
+    app: Dsn, mom: Dsn
+) -> None:
+    """A router that names a key gives it to several dialogs, and to other messages."""
+    bad, good = begin(app), begin(app)
+    for number in (1, 2):
+        put(mom, bad, number, f"bad {number}", key="C-1")
+        put(mom, good, number, f"good {number}", key="C-1")
+    with connect(mom) as connection:
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, key, body) VALUES (%s, 'C-1', 'alone')", [WAREHOUSE]
+        )
+    given: list[str] = []
+    with saf.receive(mom, WAREHOUSE) as delivery:
+        for message in delivery:
+            given.append(message.text())
+            if message.text() == "bad 1":
+                delivery.reject(message, "cannot")
+            elif message.text() == "good 2":
+                delivery.park(message, "not yet")
+    assert given == ["bad 1", "good 1", "good 2"]
+    assert (delivery.handled, delivery.parked) == (1, 2)
+    let_keys_be_due(mom)
+    received = said(receive(mom, WAREHOUSE))
+    received.remove(ERROR)
+    assert received == ["good 2", "alone"]
+    assert dead(mom) == [("bad 1", "failed")]
+    with connect(mom) as connection:
+        counted = [(one.reason, one.messages) for one in dropped(connection)]
+    assert counted == [("ended", 1)]
 
 
 def test_an_end_that_has_failed_hears_so_though_the_other_ends_error_comes_with_it(

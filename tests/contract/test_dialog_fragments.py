@@ -124,6 +124,15 @@ def test_a_body_is_cut_where_a_fragment_is_full_and_is_received_as_it_was(
             message.open().read()
 
 
+@pytest.mark.parametrize("text", ["", "grün", "as long as 100 fragments"])
+def test_a_file_of_text_is_refused_before_any_of_it_is_sent(app: Dsn, text: str) -> None:
+    dialog = begin(app)
+    with app.connect(role="test") as connection:
+        with pytest.raises(InvalidMessage, match="a text file: open it in binary mode"):
+            dialog.send(connection, io.StringIO(text), fragment_bytes=4)
+        assert fetch(connection, "SELECT FROM saf.outbox") == []
+
+
 def test_text_and_json_are_what_they_were_and_a_small_body_is_one_message(
     app: Dsn, mom: Dsn
 ) -> None:

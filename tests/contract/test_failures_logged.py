@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,32 @@ def test_sqlalchemys_parameters_are_not_logged(inbox: Dsn) -> None:
     engine.dispose()
     assert "DivisionByZero" in one["error"]
     assert "4111" not in str(one)
+
+
+def test_a_message_with_which_nothing_commits_is_logged_and_counted_as_a_dead_letter(
+    inbox: Dsn,
+) -> None:
+    with connect(inbox) as connection:
+        connection.execute("CREATE TABLE once (body text UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+        connection.execute("INSERT INTO once VALUES ('x')")
+    put(inbox, "x", key="k")
+    worker = saf.Worker(inbox, SUBSCRIPTION, policy=saf.Policy(max_attempts=2))
+
+    @worker.handler()
+    def handle(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+        connection.execute("INSERT INTO once VALUES (%s)", [message.text()])
+
+    with capture_logs() as logs:
+        for _ in range(6):
+            with suppress(psycopg.errors.UniqueViolation):
+                worker.drain()
+            let_keys_be_due(inbox)
+    (one,) = logs
+    assert (one["log_level"], one["event"], one["key"]) == ("error", "dead_letter", "k")
+    assert one["attempt"] == "2 of 2"
+    assert one["error"].startswith("UniqueViolation")
+    assert dead(inbox) == [("x", "failed")]
+    assert (worker.summary.handled, worker.summary.buried) == (0, 1)
 
 
 def test_a_message_whose_last_attempt_ended_its_process_is_logged_too(inbox: Dsn) -> None:

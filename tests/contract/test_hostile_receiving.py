@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 import saf
+from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
 from saf.dialogs.statements import Code
 from saf.setaside import dead as dead_letters
@@ -194,6 +195,22 @@ def test_a_conversation_with_a_message_that_cannot_be_received_fails_at_both_end
     dialogs.forward(app, mom)
     (error,) = dialogs.receive(app, dialogs.SHOP)
     assert (error.message_type, error.json()["code"]) == ("saf/error", Code.QUARANTINED)
+
+
+def test_who_listens_in_ends_no_dialog_that_has_a_message_which_cannot_be_received(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialogs.prepare(app, mom)
+    unbounded(mom)
+    with connect(mom) as connection:
+        create_subscription(connection, "audit", service=dialogs.WAREHOUSE)
+    dialog = dialogs.begin(app, "one")
+    dialogs.forward(app, mom)
+    dialogs.receive(mom, dialogs.WAREHOUSE)
+    dialogs.put(mom, dialog, 2, body=b"hostile", headers=f"[{','.join(['1e100000'] * 10_000)}]")
+    assert dialogs.said(dialogs.receive(mom, "audit")) == ["one"]
+    assert dead(mom) == [("hostile", "over_size")]
+    assert dialogs.states(mom) == ["conversing"]
 
 
 def test_who_begins_a_dialog_that_cannot_be_received_gets_an_error(app: Dsn, mom: Dsn) -> None:

@@ -13,6 +13,8 @@ import saf
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
 from saf.receiving import notify
+from saf.receiving.link import connected
+from saf.receiving.receive import Receiver
 from saf.testing.databases import Database
 from tests.pipeline import connect, forward, send
 from tests.programs import configuration
@@ -92,6 +94,45 @@ def test_a_connection_goes_back_to_its_pool_without_listening(inbox: Dsn) -> Non
     with engine.connect() as connection:
         assert connection.scalars(sa.text("SELECT pg_listening_channels()")).all() == []
     engine.dispose()
+
+
+def test_a_connection_goes_back_without_listening_though_its_worker_has_failed(inbox: Dsn) -> None:
+    engine = Database(dsn=inbox).engine
+    worker = saf.Worker(engine, SUBSCRIPTION, listen=True)
+
+    @worker.handler()
+    def handle(_: object, __: object) -> None:
+        raise SystemExit
+
+    put(inbox, "1")
+    with pytest.raises(SystemExit):
+        worker.drain()
+    with engine.connect() as connection:
+        assert connection.scalars(sa.text("SELECT pg_listening_channels()")).all() == []
+    engine.dispose()
+
+
+def test_a_receiver_that_is_never_idle_keeps_no_notifications(inbox: Dsn) -> None:
+    with connected(inbox) as link:
+        receiver = Receiver(link, SUBSCRIPTION, saf.Policy(), 1, listen=True)
+        for number in range(20):
+            put(inbox, str(number))
+            with receiver.delivery() as delivery:
+                assert len(delivery) == 1
+        assert len(link.raw._notifies_backlog or ()) < 3
+
+
+def test_of_several_threads_that_fail_alike_the_next_run_hears_nothing(inbox: Dsn) -> None:
+    with connect(inbox) as connection:
+        notify.switch(connection, False)
+    worker = saf.Worker(inbox, SUBSCRIPTION, listen=True, threads=3)
+    worker.handler()(lambda *_: None)
+    with pytest.raises(ConfigurationError, match="notifies nobody"):
+        worker.run()
+    with connect(inbox) as connection:
+        notify.switch(connection, True)
+    put(inbox, "1")
+    assert worker.run(drain=True) == 1
 
 
 def test_an_inbox_notifies_nobody_unless_it_is_told_to(mom: Dsn) -> None:

@@ -623,6 +623,11 @@ def test_a_class_or_a_number_that_will_not_do_is_refused_by_name(inbox: Dsn) -> 
             @saf.handles()
             def one(self, message: object) -> None: ...
 
+    with pytest.raises(UsageError, match=r"Waits\.passivate is async"):
+
+        class Waits(saf.Processor):
+            async def passivate(self, connection: object) -> None: ...  # type: ignore[override]
+
     with pytest.raises(UsageError, match="with parentheses"):
         saf.handles(len)  # type: ignore[arg-type]
 

@@ -486,6 +486,19 @@ def test_neither_what_is_set_aside_nor_what_is_behind_it_counts_as_handled(inbox
         assert delivery.handled == 1
 
 
+@pytest.mark.parametrize("order", [(0, 2), (2, 0)])
+def test_a_key_waits_for_the_first_of_its_messages_that_were_set_aside(
+    inbox: Dsn, order: tuple[int, int]
+) -> None:
+    put(inbox, "1", "2", "3", key="k")
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        for place in order:
+            delivery.park(delivery[place], "not yet")
+    assert (delivery.handled, delivery.parked) == (0, 3)
+    let_keys_be_due(inbox)
+    assert receive_all(inbox) == ["1", "2", "3"]
+
+
 def test_an_expired_message_is_a_dead_letter(inbox: Dsn) -> None:
     put(inbox, "too late", key="k", expires_at=datetime.now(UTC) - timedelta(seconds=1))
     put(inbox, "in time", key="k", expires_at=datetime.now(UTC) + timedelta(hours=1))

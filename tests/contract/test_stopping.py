@@ -382,3 +382,30 @@ def test_a_stop_is_heard_while_all_that_is_there_is_set_aside(inbox: Dsn, column
 def test_a_stop_timeout_below_zero_is_refused(inbox: Dsn) -> None:
     with pytest.raises(UsageError, match="stop_timeout: -1 s is less than 0"):
         saf.Worker(inbox, SUBSCRIPTION, stop_timeout=-1)
+
+
+TWICE = """
+import os, signal
+from saf.signals import stop_on_signals
+
+with stop_on_signals(lambda: print("told")):
+    os.kill(os.getpid(), signal.{first})
+    os.kill(os.getpid(), signal.{second})
+    print("goes on")
+"""
+
+
+@pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
+def test_a_second_signal_ends_the_process_at_once_whichever_it_is(first: str, second: str) -> None:
+    code = TWICE.format(first=first, second=second)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "told\n"
+    assert "KeyboardInterrupt" in done.stderr

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,30 @@ def test_a_handler_that_would_end_its_thread_is_undone_and_the_message_comes_aga
     with pytest.raises(Unexpected, match=type(end).__name__):
         worker.run(drain=True)
     assert effects(inbox) == ["1"]
+
+
+def test_what_parks_behind_a_key_that_waits_counts_though_no_handler_sees_it(inbox: Dsn) -> None:
+    put(inbox, "1", key="k")
+    Picky(inbox, "1").worker.drain()
+    put(inbox, "2", "3", key="k")
+    worker = Picky(inbox).worker
+    assert worker.drain() == 0
+    assert (worker.summary.parked, worker.summary.exit_code) == (2, 75)
+
+
+@pytest.mark.parametrize("permanent", [[ValueError], ValueError, ("ValueError",)])
+def test_what_is_permanent_is_a_tuple_of_exceptions(permanent: Any) -> None:
+    with pytest.raises(ValueError, match="permanent: expected a tuple of exceptions, got"):
+        saf.Policy(permanent=permanent)
+
+
+def test_a_handler_that_has_no_name_is_refused_as_any_other(inbox: Dsn) -> None:
+    worker = saf.Worker(inbox, SUBSCRIPTION)
+    with pytest.raises(UsageError, match=r"the handler functools\.partial.* takes \(\*, key"):
+        worker.handler("A")(partial(sorted, []))
+    worker.handler("A")(partial(lambda *_: None))
+    with pytest.raises(UsageError, match=r"'A' has a handler already: functools\.partial"):
+        worker.handler("A")(effect)
 
 
 def test_a_permanent_exception_is_not_tried_again(inbox: Dsn) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from unittest.mock import ANY
 
 import psycopg
 import pytest
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import create_async_engine
 
 import saf
 from saf.broker import services
@@ -26,7 +28,7 @@ from saf.testing.clock import MOVED, let_time_pass
 from saf.testing.databases import PREFIX, Databases, embedded_server
 from tests import expiring
 from tests.pipeline import Cycle, connect, forwarding_rules
-from tests.programs import ROOT, activated, environment
+from tests.programs import ROOT, activated, environment, url
 from tests.receivers import dead
 
 PAGE = (ROOT / "docs" / "testing.md").read_text()
@@ -424,6 +426,28 @@ def test_what_is_delayed_or_has_expired_is_no_failure(billing: Database) -> None
 def test_a_worker_of_another_database_is_refused(billing: Database, mom: Dsn) -> None:
     with pytest.raises(UsageError, match=r"'billing' receives from database .*_mom', which has no"):
         Drain(billing)(worker(Database(mom)))
+
+
+@pytest.mark.parametrize("kind", ["an engine of SQLAlchemy", "a pool"])
+def test_a_worker_with_async_handlers_may_have_what_gives_connections_of_asyncio(
+    billing: Database, kind: str
+) -> None:
+    @asynccontextmanager
+    async def pool() -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+        async with await psycopg.AsyncConnection.connect(billing.dsn.conninfo) as connection:
+            yield connection
+
+    engine = create_async_engine(url(billing.dsn), poolclass=sa.NullPool)
+    made = saf.Worker(pool if kind == "a pool" else engine, "billing")
+    handled: list[str] = []
+
+    @made.handler()
+    async def handle(message: saf.Received, _: object) -> None:
+        handled.append(message.text())
+
+    send(billing, "one")
+    assert Drain(billing)(made).handled == 1
+    assert handled == ["one"]
 
 
 def test_routes_lead_to_the_databases_that_they_name(

@@ -65,6 +65,50 @@ MUTANTS: list[Mutant] = [
         f"{ERRORS}::test_a_version_never_changes_and_a_dialog_keeps_the_one_that_it_began_with",
     ),
     mutant(
+        "a body that its schema cannot check holds its shard up",
+        "saf/dialogs/schemas.py",
+        "    except Exception as error:\n",
+        "    except KeyError as error:\n",
+        f"{ERRORS}::test_a_body_that_its_schema_cannot_check_fails_its_dialog_and_holds_nobody_up",
+    ),
+    mutant(
+        "a schema may refer to what is not there",
+        "saf/dialogs/schemas.py",
+        "    for inner in resource.subresources():\n",
+        "    for inner in ():\n",
+        f"{ERRORS}::test_a_message_type_that_cannot_be_is_refused",
+    ),
+    mutant(
+        "a file of text is sent by its characters",
+        "saf/dialogs/fragments.py",
+        "    if isinstance(pieces[0], str):\n",
+        "    if pieces[0] is None:\n",
+        f"{FRAGMENTS}::test_a_file_of_text_is_refused_before_any_of_it_is_sent",
+    ),
+    mutant(
+        "an End fails if its dialog was ended in the same delivery",
+        ARRIVAL,
+        "    with suppress(DialogEnded):\n",
+        "    with suppress(KeyError):\n",
+        f"{ERRORS}::"
+        "test_the_end_of_a_dialog_that_a_handler_has_ended_in_the_same_delivery_fails_nothing",
+    ),
+    mutant(
+        "who listens in ends dialogs of others",
+        "saf/receiving/burying.py",
+        "    if reader.converses:\n",
+        "    if reader.name:\n",
+        "contract/test_hostile_receiving.py"
+        "::test_who_listens_in_ends_no_dialog_that_has_a_message_which_cannot_be_received",
+    ),
+    mutant(
+        "a dead letter of a dialog stops its key, which other dialogs have as well",
+        "saf/receiving/delivery.py",
+        "            message.dialog is not None and message.dialog.handle in self._failed\n",
+        "            bool(self._failed)\n",
+        f"{ERRORS}::test_a_dead_letter_of_a_dialog_takes_nothing_else_of_its_key_with_it",
+    ),
+    mutant(
         "what comes with a dead letter of its dialog is not counted",
         "saf/receiving/delivery.py",
         "                self._arrival.dropped.append((one, Reason.ENDED))\n",

@@ -28,10 +28,11 @@ RECEIVED, WORKER, OF_PROCESSORS = (
     "contract/test_worker.py",
     "contract/test_processors.py",
 )
-STOPPING, UNHANDLED, LOGGED = (
+STOPPING, UNHANDLED, LOGGED, NOTIFIED = (
     "contract/test_stopping.py",
     "contract/test_unhandled.py",
     "contract/test_failures_logged.py",
+    "contract/test_notify.py",
 )
 BLOCKED = (
     f"{WORKER}::test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_decided"
@@ -346,7 +347,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a key overtakes its message that was set aside in the same delivery",
         DELIVERY,
-        "if not self._stopped or message.lane not in self._stopped:",
+        "if not (self._stopped or self._failed) or not self._ends_here(message):",
         "if message:",
         f"{WORKER}::test_a_message_that_fails_waits_with_its_key_and_others_go_on",
     ),
@@ -374,8 +375,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is handled counts though it was set aside",
         DELIVERY,
-        "place not in self._dead and place < self._stopped.get(one.lane, len(self._messages))",
-        "place not in self._dead",
+        "place not in self._dead and not self._is_past(one, place)\n",
+        "place not in self._dead\n",
         f"{RECEIVED}::test_neither_what_is_set_aside_nor_what_is_behind_it_counts_as_handled",
     ),
     mutant(
@@ -580,6 +581,80 @@ MUTANTS: list[Mutant] = [
         'NOT {COMPLETE.format(row="i")}',
         "i.id > c.position",
         f"{RECEIVED}::test_what_is_committed_late_is_left_though_a_batch_in_hand_is_past_its_id",
+    ),
+    mutant(
+        "a key waits for the last of its messages that were set aside",
+        DELIVERY,
+        "        if place > self._stopped.get(message.lane, place):\n",
+        "        if place > len(self._messages):\n",
+        f"{RECEIVED}::test_a_key_waits_for_the_first_of_its_messages_that_were_set_aside",
+    ),
+    mutant(
+        "a handler that was cancelled with its worker has failed",
+        "saf/receiving/event_loop.py",
+        "        except CancelledError:\n            self._refuse_if_cancelled()\n",
+        "        except CancelledError:\n",
+        f"{ASYNC}::test_a_worker_that_is_cancelled_twice_rolls_back_what_its_handlers_were_at",
+    ),
+    mutant(
+        "a connection goes back to its pool listening if its worker fails",
+        LOOP,
+        "        finally:\n            receiver.forget()\n",
+        "        finally:\n            pass\n",
+        f"{NOTIFIED}::test_a_connection_goes_back_without_listening_though_its_worker_has_failed",
+    ),
+    mutant(
+        "a receiver that is never idle keeps all notifications",
+        RECEIVE,
+        "            notify.forget(self.link.raw)\n",
+        "            pass\n",
+        f"{NOTIFIED}::test_a_receiver_that_is_never_idle_keeps_no_notifications",
+    ),
+    mutant(
+        "a run fails with the error of one before",
+        LOOP,
+        "            first, self._failed = self._failed[0], []\n",
+        "            first = self._failed.pop()\n",
+        f"{NOTIFIED}::test_of_several_threads_that_fail_alike_the_next_run_hears_nothing",
+    ),
+    mutant(
+        "who is cancelled lets go of a connection that a thread still uses",
+        "saf/receiving/event_loop.py",
+        "    while not running.done():\n",
+        "    while cancelled is None and not running.done():\n",
+        f"{ASYNC}::test_a_call_that_is_cancelled_keeps_its_connection_until_its_thread_has_ended",
+    ),
+    mutant(
+        "what parks behind a key that waits counts only if a handler gets something else",
+        RECEIVE,
+        "            self._unseen += SetAside(delivery.parked, delivery.buried)\n",
+        "            self._unseen += SetAside(0, delivery.buried)\n",
+        f"{WORKER}::test_what_parks_behind_a_key_that_waits_counts_though_no_handler_sees_it",
+    ),
+    mutant(
+        "what was buried before a delivery failed is not counted",
+        LOOP,
+        "            self._count(handled, aside + receiver.unseen())\n",
+        "            self._count(handled, aside)\n",
+        f"{LOGGED}::"
+        "test_a_message_with_which_nothing_commits_is_logged_and_counted_as_a_dead_letter",
+    ),
+    mutant(
+        "a dead letter of what never commits is not logged",
+        "saf/receiving/trying.py",
+        "                    if self.policy.gives_up(message.attempt, cause):\n",
+        "                    if not message:\n",
+        f"{LOGGED}::"
+        "test_a_message_with_which_nothing_commits_is_logged_and_counted_as_a_dead_letter",
+    ),
+    mutant(
+        "a second signal ends a process only if it is the same as the first",
+        "saf/signals.py",
+        "    def handle(_: int, __: FrameType | None) -> None:\n        stop()\n"
+        "        for number in BOTH:\n",
+        "    def handle(told: int, __: FrameType | None) -> None:\n        stop()\n"
+        "        for number in (told,):\n",
+        f"{STOPPING}::test_a_second_signal_ends_the_process_at_once_whichever_it_is",
     ),
     mutant(
         "a message is handled for the first time each time",
