@@ -101,6 +101,6 @@ class Following:
         self._known = found.endpoints
         problems = {str(one) for one in found.problems}
         for problem in problems - self._logged:
-            log.warning("endpoint_not_found", detail=problem)
+            log.warning("endpoints_not_read", detail=problem)
         self._logged = problems
         return found
