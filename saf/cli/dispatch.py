@@ -7,17 +7,16 @@ from typing import Annotated
 
 import typer
 
-from saf.cli.brokers import Config, stores
+from saf.cli.brokers import Config
 from saf.cli.console import echo
 from saf.cli.metrics import Listen, Push, Textfile, published
-from saf.config import Settings, did_you_mean, load, load_signer
-from saf.database import check_schema, unavailable_if_lost
+from saf.config import Settings, load, load_signer
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.running import run
 from saf.dispatch.settings import Endpoint
-from saf.dispatch.stored import stored
-from saf.errors import ConfigurationError
+from saf.operating.endpoints import Following, find
 from saf.receiving.stopping import STOP_SECONDS
+from saf.receiving.summary import FOR_A_PERSON, FOR_LATER
 
 Names = Annotated[
     list[str] | None,
@@ -59,39 +58,41 @@ def command(
             for name, one in some.items()
         ]
 
-    dispatchers = made(chosen(settings, names or []))
-    find = (lambda: made(endpoints(settings))) if loop and not names else None
+    following = Following(settings)
+    problems = []
+    if names:
+        dispatchers = made(chosen(settings, names))
+    else:
+        found = following.find()
+        dispatchers, problems = made(found.chosen([])), found.problems
+    again = (lambda: made(following.find().endpoints)) if loop and not names else None
     with published(
         listen=metrics, textfile=metrics_textfile, push=metrics_push, job="saf-dispatch"
     ):
-        run(dispatchers, drain=not loop, find=find)
-    codes = set()
-    for one in dispatchers:
-        echo(f"{one.name}: {one.summary}")
-        codes.add(one.exit_code)
-    code = next((code for code in (1, 75) if code in codes), 0)
-    if code and not loop:
+        try:
+            run(dispatchers, drain=not loop, find=again)
+        finally:
+            for one in dispatchers:
+                echo(f"{one.name}: {one.summary}")
+    if loop:
+        return
+    codes = {one.exit_code for one in dispatchers}
+    if FOR_A_PERSON not in codes and problems:
+        raise problems[0]
+    if code := next((code for code in (FOR_A_PERSON, FOR_LATER) if code in codes), 0):
         raise typer.Exit(code)
 
 
 def chosen(settings: Settings, names: list[str]) -> dict[str, Endpoint]:
-    """The endpoints of these names, of saf.toml and of the brokers; without names, all.
+    """The endpoints of these names, of saf.toml and of the brokers.
 
     Raises:
-        ConfigurationError: there is none, or none of that name, or one of them is wrong.
+        ConfigurationError: there is none of that name, or it is wrong.
         Unavailable: a broker does not answer that may have them.
     """
-    if names and set(names) <= set(settings.endpoints):
+    if set(names) <= set(settings.endpoints):
         return {name: settings.endpoints[name] for name in names}
-    found = endpoints(settings)
-    if not found:
-        raise ConfigurationError(
-            "there is no endpoint: say [endpoints.NAME] in saf.toml, or saf endpoint add"
-        )
-    for name in names:
-        if name not in found:
-            raise ConfigurationError(f"there is no endpoint {name!r}{did_you_mean(name, found)}")
-    return {name: found[name] for name in names or found}
+    return find(settings).chosen(names)
 
 
 def endpoints(settings: Settings) -> dict[str, Endpoint]:
@@ -101,17 +102,7 @@ def endpoints(settings: Settings) -> dict[str, Endpoint]:
         ConfigurationError: one of them is wrong, or there are two of a name.
         Unavailable: a broker does not answer.
     """
-    found = dict(settings.endpoints)
-    for where, broker in stores(settings, None).items():
-        with unavailable_if_lost(f"broker {where!r}"):
-            connection = broker.dsn.connect(role="endpoint", autocommit=True)
-            with connection:
-                check_schema(connection)
-                there = stored(connection, where, settings.dispatch.networks)
-        for name, one in there.items():
-            if name in found:
-                raise ConfigurationError(
-                    f"there are two endpoints {name!r}: one of them is in broker {where!r}"
-                )
-            found[name] = one
-    return found
+    found = find(settings)
+    if found.problems:
+        raise found.problems[0]
+    return found.endpoints

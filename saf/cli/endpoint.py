@@ -21,13 +21,15 @@ from saf.cli.dispatch import chosen, endpoints
 from saf.cli.listing import Listing
 from saf.config import Settings, load
 from saf.database import check_schema, unavailable_if_lost
-from saf.dispatch import history, stored
+from saf.dispatch import envelope, history, stored
 from saf.dispatch.answers import Answer, Meaning
 from saf.dispatch.condition import Book
 from saf.dispatch.envelope import Request
 from saf.dispatch.http import Client
-from saf.dispatch.settings import Endpoint
-from saf.errors import SafError
+from saf.dispatch.settings import Endpoint, without_query
+from saf.errors import SafError, UsageError
+from saf.message import CONTENT_TYPE
+from saf.received import READ, Received
 
 app = typer.Typer(no_args_is_help=True, help="Endpoints: where `saf dispatch` sends messages.")
 
@@ -132,6 +134,7 @@ def show(name: Name, config: Config = None, as_json: AsJson = False) -> None:
     settings = load(config)
     (one,) = chosen(settings, [name]).values()
     row = {**one.model_dump(mode="json"), **_row(settings, name, one)}
+    row |= {key: without_query(row[key]) for key in ("token_url", "proxy") if row[key]}
     if as_json:
         echo(json.dumps(row, default=str))
         return
@@ -177,9 +180,12 @@ def history_(
 def send_test(name: Name, config: Config = None) -> None:
     """Send one event of the type saf.test.
 
-    No message stands for it. What came of it is said.
+    It has the form of the endpoint's mode; calls are refused. No message stands for it. What came
+    of it is said.
     """
     (one,) = chosen(load(config), [name]).values()
+    if one.mode in ("soap", "xmlrpc"):
+        raise UsageError(f"endpoint {name!r} is called by {one.mode}: a test would do what it does")
     answer = asyncio.run(_test(one))
     if answer.meaning is not Meaning.DONE:
         raise SafError(f"endpoint {name!r}: {answer.error}, after {answer.seconds:.3f} s")
@@ -239,15 +245,24 @@ def _subscription(connection: psycopg.Connection[Any], name: str, endpoint: Endp
 
 
 async def _test(endpoint: Endpoint) -> Answer:
-    number = str(uuid4())
-    headers = {
-        "ce-specversion": "1.0",
-        "ce-id": number,
-        "ce-source": endpoint.source or "/saf/",
-        "ce-type": "saf.test",
-        "ce-time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}",
-        "Content-Type": "application/json",
-        "Idempotency-Key": number,
-    }
     async with Client(endpoint) as client:
-        return await client.post(Request(message_id=number, headers=headers, body=b"{}"))
+        return await client.post(_test_request(endpoint))
+
+
+def _test_request(endpoint: Endpoint) -> Request:
+    """The request that a message of the type saf.test and without data becomes.
+
+    Raises:
+        UnreadableBody: the endpoint's template names data.
+    """
+    columns = {
+        "message_id": uuid4().bytes,
+        "message_type": "saf.test",
+        "created_at": datetime.now(UTC),
+        "headers": json.dumps({CONTENT_TYPE: "application/json"}),
+        "body": b"{}",
+    }
+    message = Received(tuple(columns.get(name) for name in READ))
+    if endpoint.mode == "batch":
+        return envelope.together({message.message_id: envelope.event(message, endpoint)})
+    return envelope.request(message, endpoint)

@@ -108,7 +108,7 @@ def published(
     fails then, that is logged, because what the block has done is done.
 
     Raises:
-        UsageError: it cannot be served at ``listen``, or packages are missing.
+        UsageError: ``listen`` or ``push`` is no address for it, or packages are missing.
         ConfigurationError: the file cannot be written.
     """
     if listen is None and textfile is None and push is None:
@@ -122,6 +122,7 @@ def published(
         prometheus.write(store.samples, textfile)
         ends.append(_writing(store, textfile))
     if push is not None:
+        prometheus.check_gateway(push)
         prometheus.registry(store.samples)
         ends.append(lambda: prometheus.push(store.samples, push, job))
     try:

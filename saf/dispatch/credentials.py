@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import ssl
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import pydantic
 
@@ -41,8 +41,19 @@ def hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
     of_all = (authorization(endpoint), of_client(endpoint), of_proxy(endpoint))
     said = [one.partition(" ")[2] for headers in of_all for one in headers.values()]
     queries = [urlsplit(one).query for one in (endpoint.url, endpoint.token_url or "")]
-    found += [(one, HIDDEN) for one in (*said, *queries) if one]
+    values = [value for query in queries for value in values_of(query)]
+    found += [(one, HIDDEN) for one in (*said, *queries, *values)]
     return [(one, shown) for one, shown in found if len(one) >= SHORTEST]
+
+
+def values_of(query: str) -> list[str]:
+    """The values in the query of a URL, as they are written there and as they are meant.
+
+    >>> values_of("key=a%2Fb&page=2&flag")
+    ['a%2Fb', '2', 'a/b', '2']
+    """
+    written = [value for one in query.split("&") if (value := one.partition("=")[2])]
+    return [*written, *(value for _, value in parse_qsl(query))]
 
 
 def authorization(endpoint: Endpoint) -> dict[str, str]:

@@ -29,6 +29,7 @@ import psycopg
 
 from saf.broker import restored, services
 from saf.database import Dsn, check_schema, unavailable_if_lost
+from saf.dispatch import source
 from saf.dispatch.http import Client
 from saf.dispatch.session import Session
 from saf.dispatch.settings import Endpoint
@@ -84,9 +85,9 @@ class Dispatcher:
 
         Raises:
             ConfigurationError: there is no such subscription.
-            UsageError: what is there cannot be dispatched.
+            UsageError: what is there cannot be dispatched, or a drain lacks a right.
             Refused: the database does not let this login in.
-            Unavailable: a drain's database does not answer.
+            Unavailable: a drain's database does not answer, or somebody holds a lock for too long.
         """
         while not stopping.is_set():
             try:
@@ -98,7 +99,8 @@ class Dispatcher:
             except Exception as error:
                 # whatever went wrong, what was not marked comes again
                 if drain:
-                    raise
+                    with unavailable_if_lost(self._what):
+                        raise
                 told = exception(error)
                 if isinstance(error, (SafError, psycopg.Error)):
                     del told["stack"]
@@ -133,7 +135,10 @@ class Dispatcher:
                 )
                 try:
                     await session.run(stopping, drain=drain, stop_seconds=self.stop_seconds)
-                    self._held_up = not session.judge.condition.sends
+                    self._held_up = not session.judge.condition.sends or (
+                        drain
+                        and await loop.run_in_executor(thread, source.any_waits, connection, reader)
+                    )
                 except psycopg.OperationalError as error:
                     if connection.closed:
                         raise Unavailable(self._what, str(error).splitlines()[0]) from error

@@ -126,9 +126,14 @@ class Client:
         """A text on one line, and without what nobody may see: an endpoint may repeat it."""
         if not text:
             return ""
-        for secret, shown in self._hidden:
-            text = text.replace(secret, shown)
+        text = self._without_secrets(text)
         return " ".join(kept(text).split())
+
+    def _without_secrets(self, text: str) -> str:
+        """A text without what nobody may see; the longest first, as one may be part of another."""
+        for secret, shown in sorted(self._hidden, key=lambda one: len(one[0]), reverse=True):
+            text = text.replace(secret, shown)
+        return text
 
     def _understand(self, status: int, body: bytes) -> tuple[Meaning, str]:
         """What an answer means, and what is wrong with it."""
@@ -136,7 +141,9 @@ class Client:
             return Meaning.FAILED, fault
         meaning = meaning_of(status, rejects=self.endpoint.client_errors == "reject")
         if meaning is not Meaning.DONE:
-            return meaning, said_by(status, body)
+            # a secret may lie across the end of what is kept: it goes before the rest is cut off
+            said = self._without_secrets(body.decode(errors="replace"))
+            return meaning, said_by(status, said)
         if self.endpoint.reply and len(body) > replies.MOST:
             return Meaning.FAILED, f"its answer has more than {replies.MOST:,} bytes: no reply"
         return meaning, ""
@@ -156,13 +163,13 @@ class Client:
         )
 
 
-def said_by(status: int, head: bytes) -> str:
+def said_by(status: int, text: str) -> str:
     """An answer in words: its status and its first bytes.
 
-    >>> said_by(503, b"down for maintenance"), said_by(500, b"")
+    >>> said_by(503, "down for maintenance"), said_by(500, "")
     ('HTTP 503: down for maintenance', 'HTTP 500')
     """
-    words = head[:KEPT].decode(errors="replace")
+    words = text.encode()[:KEPT].decode(errors="replace")
     return f"HTTP {status}: {words}" if words.strip() else f"HTTP {status}"
 
 

@@ -18,17 +18,17 @@ from saf.dispatch.answers import Answer, Meaning
 from saf.dispatch.breaker import Breaker
 from saf.dispatch.condition import Book, Condition
 from saf.dispatch.settings import Endpoint
+from saf.dispatch.source import TALKS
 from saf.dispatch.talking import Outcome
 from saf.dispatch.window import Window
 from saf.errors import InvalidMessage
 from saf.logger import Log
 from saf.received import Received
+from saf.receiving.failures import about
 from saf.receiving.retries import Waiting
 
 UP = (Meaning.DONE, Meaning.REJECTED, Meaning.FAILED)
 """The answers of an endpoint that is up."""
-
-TALKS = "messages of dialogs are sent with reply = true only; or let a worker handle them"
 
 log = Log("saf.dispatch")
 
@@ -222,9 +222,7 @@ class Judge:
         say(
             event,
             endpoint=self.name,
-            message_id=str(message.message_id),
-            key=message.key,
-            message_type=message.message_type,
+            **about(message),
             attempt=f"{message.attempt} of {self.endpoint.attempts}",
             error=answer.error,
             **more,

@@ -57,8 +57,8 @@ RETURNING c.shard
 REMEMBER = """
 INSERT INTO saf.dispatched AS d (subscription_id, shard, batch, ids)
 SELECT %(subscription_id)s, shard, batch, ids
-FROM unnest(%(shard)s::smallint[], %(batch)s::bigint[], %(position)s::bigint[],
-            %(ids)s::int8multirange[]) AS m (shard, batch, position, ids)
+FROM unnest(%(shard)s::smallint[], %(batch)s::bigint[], %(ids)s::int8multirange[])
+    AS m (shard, batch, ids)
 ON CONFLICT (subscription_id, shard) DO UPDATE SET
     batch = excluded.batch,
     ids = CASE WHEN d.batch = excluded.batch THEN d.ids + excluded.ids ELSE excluded.ids END

@@ -138,9 +138,10 @@ class ReadAhead:
             "max_bytes": (MAX_BYTES - window.bytes) // 2,
         }
         lanes, late = window.known_lanes, window.known_late
+        takes_all = self._endpoint.reply or not reader.converses
         due = await self._ask(
             lambda connection: source.due_lanes(
-                connection, reader, shards, lanes, awaited=self._endpoint.reply, **limits
+                connection, reader, shards, lanes, awaited=takes_all, **limits
             )
         )
         for lane in due:

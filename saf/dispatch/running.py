@@ -21,7 +21,7 @@ FIND_SECONDS = 5.0
 """How often to look which endpoints there are."""
 
 AGAIN_SECONDS = 60.0
-"""After how long an endpoint that was found and could not go on is tried again."""
+"""After how long an endpoint that could not go on is tried again."""
 
 Find = Callable[[], Sequence[Dispatcher]]
 
@@ -34,9 +34,10 @@ def run(
     """Run dispatchers side by side until SIGTERM or SIGINT; with ``drain``, until all have drained.
 
     With ``find``, those that it gives run too, from the time when it gives them until it does not.
+    A dispatcher that cannot go on stops no other one; unless they drain, it is tried again later.
 
     Raises:
-        SafError: one of the dispatchers that were given cannot go on; the others were stopped.
+        SafError: without ``find``, all have ended, and one of them because it could not go on.
     """
     with _runner() as runner:
         runner.run(_Running(dispatchers, drain=drain, find=find).run())
@@ -57,12 +58,13 @@ class _Running:
     ) -> None:
         self._given = dispatchers
         self._drain = drain
-        self._find = find
+        self._follows = find is not None
+        self._find = find or (lambda: dispatchers)
         self._told = asyncio.Event()
         self._at_work: dict[str, tuple[Dispatcher, asyncio.Event, asyncio.Task[None]]] = {}
         self._ending: list[asyncio.Task[None]] = []
-        self._failed_at: dict[str, float] = {}
-        """The endpoints that were found and could not go on, and since when."""
+        self._failed: dict[str, tuple[float, SafError | psycopg.Error]] = {}
+        """The endpoints that could not go on: since when, and why."""
         self._problem = ""
 
     async def run(self) -> None:
@@ -73,45 +75,46 @@ class _Running:
 
         with stop_on_signals(stop):
             for dispatcher in self._given:
-                self._begin(dispatcher, given=True)
+                self._begin(dispatcher)
             told = asyncio.create_task(self._told.wait())
             find_at = time.monotonic() + FIND_SECONDS
-            while not self._told.is_set() and (self._find or self._busy()):
-                left = max(0.0, find_at - time.monotonic()) if self._find else None
+            while not self._told.is_set() and (self._follows or self._busy()):
+                left = None if self._drain else max(0.0, find_at - time.monotonic())
                 waited = {told, *self._busy()}
                 await asyncio.wait(waited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if self._find and time.monotonic() >= find_at:
+                if not self._drain and time.monotonic() >= find_at:
                     await self._look(self._find)
                     find_at = time.monotonic() + FIND_SECONDS
+            problems = [] if self._told.is_set() else [error for _, error in self._failed.values()]
             told.cancel()
             for name in [*self._at_work]:
                 self._end(name)
             ended = await asyncio.gather(*self._ending, return_exceptions=True)
-        for error in ended:
-            if isinstance(error, BaseException):
-                raise error
+        errors = [*(one for one in ended if one is not None), *problems]
+        if errors:
+            raise errors[0]
 
     def _busy(self) -> list[asyncio.Task[None]]:
         return [task for _, _, task in self._at_work.values() if not task.done()]
 
-    def _begin(self, dispatcher: Dispatcher, *, given: bool) -> None:
+    def _begin(self, dispatcher: Dispatcher) -> None:
         stopping = asyncio.Event()
-        task = asyncio.create_task(self._work(dispatcher, stopping, given=given))
+        task = asyncio.create_task(self._work(dispatcher, stopping))
         self._at_work[dispatcher.name] = (dispatcher, stopping, task)
 
-    async def _work(self, dispatcher: Dispatcher, stopping: asyncio.Event, *, given: bool) -> None:
-        """Run a dispatcher. Without one that was given, nothing goes on; others may fail."""
+    async def _work(self, dispatcher: Dispatcher, stopping: asyncio.Event) -> None:
+        """Run a dispatcher. If its endpoint is at fault, or its database, the others go on."""
         try:
             await dispatcher.run(stopping, drain=self._drain)
-        except BaseException as error:
-            if given or not isinstance(error, SafError):
-                self._told.set()
-                raise
+        except (SafError, psycopg.Error) as error:
             log.warning("endpoint_not_dispatched", endpoint=dispatcher.name, detail=str(error))
-            self._failed_at[dispatcher.name] = time.monotonic()
+            self._failed[dispatcher.name] = time.monotonic(), error
+        except BaseException:
+            self._told.set()
+            raise
 
     def _end(self, name: str) -> None:
-        self._failed_at.pop(name, None)
+        self._failed.pop(name, None)
         _, stopping, task = self._at_work.pop(name)
         stopping.set()
         self._ending.append(task)
@@ -126,7 +129,7 @@ class _Running:
             self._problem = str(error)
             return
         self._problem = ""
-        for name, failed_at in [*self._failed_at.items()]:
+        for name, (failed_at, _) in [*self._failed.items()]:
             if time.monotonic() - failed_at > AGAIN_SECONDS:
                 self._end(name)  # it begins anew below
         for name, (dispatcher, _, _) in [*self._at_work.items()]:
@@ -136,4 +139,4 @@ class _Running:
         for name, dispatcher in found.items():
             if name not in self._at_work:
                 log.info("endpoint_begins", endpoint=name)
-                self._begin(dispatcher, given=False)
+                self._begin(dispatcher)

@@ -1,8 +1,8 @@
 """Sending: which requests are in flight, and with which messages.
 
-At most ``max_in_flight`` requests are in flight, and as many messages may be answered and not
-marked. So a dispatcher that is killed leaves no more than twice that many messages which the
-endpoint gets again. `saf.dispatch.judging` says what an answer does.
+At most ``max_in_flight`` requests are in flight, and as many messages as they may hold may be
+answered and not marked. So a dispatcher that is killed leaves no more than twice that many messages
+which the endpoint gets again. `saf.dispatch.judging` says what an answer does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 from saf.dispatch import envelope, replies
 from saf.dispatch.answers import Answer, Meaning
@@ -24,6 +25,7 @@ from saf.failpoints import fail_point
 from saf.metrics.declared import ANSWERS, DISPATCH_SECONDS, IN_FLIGHT
 from saf.metrics.process import count, observe
 from saf.received import Received
+from saf.setaside.expired import EXPIRED
 from saf.setaside.isolation import of_messages, said
 from saf.tracing.spans import dispatching
 
@@ -57,6 +59,8 @@ class Sender:
         """What a request has raised, which is nobody's fault but saf's."""
         self.stopping = False
         """Whether to send nothing more."""
+        self.clock_ahead = timedelta()
+        """How far the database's clock, by which messages expire, is ahead of this machine's."""
         self.bucket = Bucket(per_second=per_second(endpoint.rate)) if endpoint.rate else None
         self._apart = (
             Apart(seconds=1 / per_second(each)) if (each := endpoint.rate_per_key) else None
@@ -82,14 +86,15 @@ class Sender:
     def start(self) -> None:
         """Send as many messages as may be in flight."""
         most = self.endpoint.max_in_flight * self.endpoint.messages
-        window = self.window
+        window, requests = self.window, self.requests
         while (
             self._judge.condition.sends
             and not self.stopping
+            and len(requests) < self.endpoint.max_in_flight
             and window.in_flight < most
             and window.in_flight + window.unmarked < 2 * most
             and window.anything_ready
-            and (message := window.next()) is not None
+            and (message := self._next()) is not None
         ):
             if self._rests(message):
                 continue
@@ -97,6 +102,17 @@ class Sender:
                 window.put_back(message)
                 break
             self._take(message, *self._others(message))
+
+    def _next(self) -> Received | None:
+        """The next message to send; those before it that have expired are dead letters."""
+        while (message := self.window.next()) is not None and self._has_expired(message):
+            self.window.reject(message, "expired", EXPIRED)
+            self._tell()
+        return message
+
+    def _has_expired(self, message: Received) -> bool:
+        at = message.expires_at
+        return at is not None and at <= datetime.now(UTC) + self.clock_ahead
 
     def _others(self, message: Received) -> list[Received]:
         """More messages, to be sent by one request together with a message."""
@@ -106,12 +122,13 @@ class Sender:
         size = message.size
         while len(others) + 1 < self.endpoint.messages and size < BATCH_BYTES:
             of_key = self.endpoint.batch_of == "key"
-            one = self.window.next_of(message) if of_key else self.window.next()
+            one = self.window.next_of(message) if of_key else self._next()
             if one is None:
                 break
             if self._rests(one):
                 continue
-            if not self._may_be_together(one) or not self._within_rate():
+            apart = of_key and self._has_expired(one)  # a dead letter once it is its key's first
+            if apart or not self._may_be_together(one) or not self._within_rate():
                 self.window.put_back(one)
                 break
             others.append(one)
@@ -200,7 +217,7 @@ class Sender:
 
     def send_probe(self) -> None:
         """Send one message to see whether the endpoint is up; some cannot be sent."""
-        while self.probe is None and (message := self.window.next()) is not None:
+        while self.probe is None and (message := self._next()) is not None:
             self.probe = message
             self._take(message)
 
@@ -222,6 +239,8 @@ class Sender:
                 self._judge.probed(messages[0], answer)
             else:
                 self._judge.answered(messages[0], answer)
+        if (this := asyncio.current_task()) is not None:
+            self.requests.discard(this)  # it has ended, and the next one has its place
         self.start()
         self._tell()
 

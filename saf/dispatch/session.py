@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import psycopg
@@ -108,15 +109,13 @@ class Session:
     @property
     def _drained(self) -> bool:
         window = self.window
-        nothing_moves = not window.in_flight and not window.unmarked and not self.judge.to_write
-        return nothing_moves and (
-            not self.judge.condition.sends
-            or (
-                not self._ahead.found
-                and not window.anything_ready
-                and not window.resting
-                and not self._ahead.unread()
-            )
+        if window.in_flight or window.unmarked or self.judge.to_write:
+            return False
+        condition = self.judge.condition
+        if not condition.sends and not condition.probe_due:
+            return True
+        return not (
+            self._ahead.found or window.anything_ready or window.resting or self._ahead.unread()
         )
 
     # A turn
@@ -131,11 +130,15 @@ class Session:
         if talks:
             # what came of their dialogs before is written
             await self._talk(talks)
-        if time.monotonic() >= self._look_at:
+        looks = time.monotonic() >= self._look_at
+        if looks:
             await self._look()
             self._look_at = time.monotonic() + LOOK_SECONDS
         if self._ahead.hungry:
             await self._ahead.fill()
+        if looks:
+            # a drain's first turn has nothing to send as a probe before it has read
+            await self._probe()
         self.sender.start()
 
     async def _write(self) -> None:
@@ -182,8 +185,9 @@ class Session:
 
     async def _look(self) -> None:
         """Look how the endpoint is, and take up shards or pass them on."""
-        sender, judge, number = self.sender, self.judge, self.reader.subscription_id
+        judge, number = self.judge, self.reader.subscription_id
         judge.hear(await self._ask(lambda connection: condition.condition(connection, number)))
+        self.sender.clock_ahead = await self._ask(source.clock_ahead)
         # while shards are to leave, the reason for it may go, and nothing else tells of that
         leaving = bool(self.window.leaving) or not self.window.shards
         if leaving or not await self._ask(self._member.settled):
@@ -192,11 +196,17 @@ class Session:
             self._trim_at = time.monotonic() + TRIM_SECONDS
             await self._ask(self._book.trim)
             self._ahead.listens = await self._ask(notify.listen_if_it_notifies)
-        if judge.condition.probe_due and sender.probe is None and self.window.anything_ready:
-            seconds = self.endpoint.timeout_seconds + PROBE_SECONDS
-            taken = await self._ask(lambda connection: self._book.probe(connection, seconds))
-            if taken is not None:
-                sender.send_probe()
+
+    async def _probe(self) -> None:
+        """Send a probe if one is due and nobody else has taken it."""
+        sender, condition = self.sender, self.judge.condition
+        if not condition.probe_due or sender.probe is not None or not self.window.anything_ready:
+            return
+        seconds = self.endpoint.timeout_seconds + PROBE_SECONDS
+        self.judge.condition = replace(condition, probe_in=seconds)  # it is taken, by whomever
+        taken = await self._ask(lambda connection: self._book.probe(connection, seconds))
+        if taken is not None:
+            sender.send_probe()
 
     async def _balance(self) -> None:
         """Shards that are too many go as soon as nothing of them is in flight."""

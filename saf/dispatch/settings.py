@@ -224,7 +224,7 @@ class Endpoint(BaseModel):
     @property
     def shown(self) -> str:
         """The URL without its query, which may hold a secret."""
-        return urlsplit(self.url)._replace(query="", fragment="").geturl()
+        return without_query(self.url)
 
     def wait_seconds(self, failures: int) -> float:
         """How long to wait after so many failures in a row.
@@ -240,6 +240,15 @@ class Endpoint(BaseModel):
         if self.schedule == "webhook":
             return WEBHOOK_SECONDS[min(nth, len(WEBHOOK_SECONDS)) - 1]
         return parking.wait_seconds(nth)
+
+
+def without_query(url: str) -> str:
+    """A URL without its query, which may hold a secret.
+
+    >>> without_query("https://login.example.com/token?key=abc")
+    'https://login.example.com/token'
+    """
+    return urlsplit(url)._replace(query="", fragment="").geturl()
 
 
 Endpoints = Mapping[str, Endpoint]

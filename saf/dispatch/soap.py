@@ -20,6 +20,9 @@ from saf.received import Received
 
 UNKNOWN = "the answer is no SOAP"
 
+EMPTY = (201, 202, 204)
+"""The statuses whose answer may be empty, whatever the operation returns."""
+
 
 class Soap(Call):
     """One operation.
@@ -80,18 +83,28 @@ class Soap(Call):
 
     def fault(self, status: int, body: bytes) -> str | None:
         """What is wrong, by the answer to a call."""
+        accepted = status // 100 == 2  # noqa: PLR2004 - as HTTP counts
+        if not body and (status in EMPTY or (accepted and self._returns_nothing)):
+            return None
         try:
             self._returned(status, body)
         except self._faults.Fault as problem:
             return f"fault {problem.code}: {problem.message}"
         except Exception:  # whatever an answer makes zeep raise
-            return UNKNOWN if status // 100 == 2 else None  # noqa: PLR2004 - as HTTP counts
+            return UNKNOWN if accepted and not self._returns_nothing else None
         return None
 
     def result(self, body: bytes) -> bytes:
         """What the call has returned, as JSON."""
+        if self._returns_nothing:
+            return b"null"
         returned = self._as_json(self._returned(200, body), dict)
         return json.dumps(returned, default=str).encode()
+
+    @property
+    def _returns_nothing(self) -> bool:
+        """Whether the operation has no output, so that its answer says only that it was called."""
+        return self._operation.output is None
 
     def _returned(self, status: int, body: bytes) -> Any:
         answer = SimpleNamespace(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -22,12 +23,19 @@ from saf.received import EXPRESSIONS, ID, READ, SHARD, WITH_READABLE, Received
 from saf.receiving.claim import NEW
 from saf.receiving.hand import EXPIRED, LATE, UNREAD, Reader
 from saf.receiving.reading import FATE, IN_BATCH, SINCE
+from saf.setaside import expired
 from saf.setaside.lane import Kind
+from saf.setaside.parking import BLOCKED
+
+TALKS = "messages of dialogs are sent with reply = true only; or let a worker handle them"
+"""The error of a lane that a dispatcher leaves to a worker."""
 
 LANE_MESSAGES = 20
 """How many messages of a lane that is due are read at once."""
 
 ALL_SHARDS = "SELECT shards FROM saf.broker"
+
+CLOCK = "SELECT clock_timestamp()"
 
 OWNED = f"""
 SELECT c.shard, c.epoch, c.batch, c.done::text, c.open::text, c.position,
@@ -80,12 +88,23 @@ WHERE before < %(bytes)s
 ORDER BY place, id
 """
 
+# A key that a worker has left waiting for a handler is sent, unless a message of a dialog is first
 DUE = f"""
-SELECT subject, shard, attempts, error FROM saf.backoff
+SELECT subject, shard, attempts, error FROM saf.backoff b
 WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'
   AND shard = ANY (%(shards)s) AND subject <> ALL (%(in_memory)s)
-  AND (next_attempt_at <= now() OR %(awaited)s AND awaits_handler)
+  AND (next_attempt_at <= now() OR awaits_handler AND (%(awaited)s
+       OR error IS DISTINCT FROM '{TALKS}' AND (
+           SELECT from_initiator FROM saf.parked p
+           WHERE p.subscription_id = b.subscription_id AND p.destination = ''
+             AND p.kind = '{Kind.KEY}' AND p.subject = b.subject
+           ORDER BY p.id LIMIT 1) IS NULL))
 ORDER BY next_attempt_at LIMIT %(limit)s
+"""
+ANY_WAITS = f"""
+SELECT EXISTS (SELECT FROM saf.backoff
+               WHERE subscription_id = %(subscription_id)s AND destination = ''
+                 AND kind = '{Kind.KEY}' AND next_attempt_at < timestamptz '{BLOCKED}')
 """
 READ_LANES = f"""
 SELECT * FROM (
@@ -130,6 +149,13 @@ ORDER BY deliver_at, id
 def all_shards(connection: psycopg.Connection[Any]) -> int:
     """How many shards the broker has."""
     return int(fetch(connection, ALL_SHARDS)[0][0])
+
+
+def clock_ahead(connection: psycopg.Connection[Any]) -> timedelta:
+    """How far the database's clock is ahead of this machine's; its answer's way takes off a bit."""
+    ((there,),) = fetch(connection, CLOCK)
+    ahead: timedelta = there - datetime.now(UTC)
+    return ahead
 
 
 def owned(connection: psycopg.Connection[Any], reader: Reader) -> list[InHand]:
@@ -193,11 +219,7 @@ def take(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
         message, fate = Received(row), row[width]
         if fate == LATE:
             window.postpone(message)
-        elif fate == EXPIRED:
-            window.bury(message, "expired", "expires_at has passed")
-        elif fate == UNREAD:
-            window.bury(message, "over_size", None)
-        else:
+        elif not _is_buried(window, message, fate):
             window.add(message, behind=row[width + 1])
 
 
@@ -212,11 +234,9 @@ def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
     for number, row in enumerate(lane.rows):
         attempts = lane.attempts if number == 0 else 0
         message, fate = Received(row, row[width + 1], attempts + 1), row[width]
-        if fate == EXPIRED:
-            window.bury(message, "expired", "expires_at has passed")
-        elif fate == UNREAD:
-            window.bury(message, "over_size", None)
-        elif attempts >= max_attempts:
+        if _is_buried(window, message, fate):
+            continue
+        if attempts >= max_attempts:
             window.bury(message, "failed", lane.error)
         else:
             some.append(message)
@@ -228,10 +248,19 @@ def take_late(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
     width = len(READ)
     for row in rows:
         message, fate = Received(row, row[width + 2]), row[width]
-        if fate == EXPIRED:
-            window.bury(message, "expired", "expires_at has passed")
-        else:
+        if not _is_buried(window, message, fate):
             window.add_late(message, behind=row[width + 1])
+
+
+def _is_buried(window: Window, message: Received, fate: int) -> bool:
+    """Whether a message that was read can never be sent; then it is a dead letter."""
+    if fate == EXPIRED:
+        window.bury(message, "expired", expired.EXPIRED)
+    elif fate == UNREAD:
+        window.bury(message, "over_size", None)
+    else:
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +288,8 @@ def due_lanes(
 ) -> list[DueLane]:
     """Return lanes whose time has come, and that are not in memory.
 
-    With ``awaited``, also those that wait for somebody who takes messages of dialogs.
+    With ``awaited``, also those that wait for somebody who takes messages of dialogs. Other lanes
+    that wait for a handler are due in any case.
     """
     params = {
         **_of(reader),
@@ -281,6 +311,11 @@ def due_lanes(
         for place, (subject, shard, attempts, error) in enumerate(found, start=1)
         if place in rows
     ]
+
+
+def any_waits(connection: psycopg.Connection[Any], reader: Reader) -> bool:
+    """Whether a message waits for another attempt."""
+    return bool(fetch(connection, ANY_WAITS, _of(reader))[0][0])
 
 
 def due_late(

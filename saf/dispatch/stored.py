@@ -22,6 +22,7 @@ from psycopg.types.json import Jsonb
 
 from saf.broker import services
 from saf.database import fetch
+from saf.dispatch.condition import Book
 from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError, UsageError
 
@@ -56,7 +57,7 @@ LIST = """
 SELECT e.name, s.name, e.url, e.settings
 FROM saf.endpoint e JOIN saf.subscription s USING (subscription_id) ORDER BY e.name
 """
-REMOVE = "DELETE FROM saf.endpoint WHERE name = %(name)s RETURNING name"
+REMOVE = "DELETE FROM saf.endpoint WHERE name = %(name)s RETURNING name, subscription_id"
 
 
 def add(
@@ -133,36 +134,46 @@ def check(name: str, url: str, settings: Mapping[str, Any]) -> None:
 
 def stored(
     connection: psycopg.Connection[Any], broker: str, networks: Iterable[str] = ()
-) -> dict[str, Endpoint]:
+) -> dict[str, Endpoint | ConfigurationError]:
     """The endpoints of a broker, by name; ``broker`` is its name in saf.toml.
 
-    Raises:
-        ConfigurationError: one of them is wrong, or an environment variable is missing.
+    In place of one that is wrong, or lacks an environment variable, there is the error.
     """
-    found = {}
+    found: dict[str, Endpoint | ConfigurationError] = {}
     for name, subscription, url, settings in listed(connection):
-        check(name, url, settings)
-        for variable in _variables(settings):
-            if variable not in os.environ:
-                raise ConfigurationError(
-                    f"endpoint {name!r} of broker {broker!r} needs the environment variable "
-                    f"{variable}, which is not set"
-                )
-        known = {key: value for key, value in settings.items() if key not in SECRETS}
-        for key in SECRETS & set(settings):
-            value = settings[key]
-            known[key] = (
-                [os.environ[one] for one in value] if key == "secrets" else os.environ[value]
-            )
-        known |= {"broker": broker, "subscription": subscription}
-        known |= {"public_only": True, "networks": tuple(networks)}
-        found[name] = _made(name, url, known)
+        try:
+            check(name, url, settings)
+            known = _with_secrets(name, broker, settings)
+            known |= {"broker": broker, "subscription": subscription}
+            known |= {"public_only": True, "networks": tuple(networks)}
+            found[name] = _made(name, url, known)
+        except ConfigurationError as error:
+            found[name] = error
     return found
 
 
+def _with_secrets(name: str, broker: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with the values of environment variables in place of their names."""
+    for variable in _variables(settings):
+        if variable not in os.environ:
+            raise ConfigurationError(
+                f"endpoint {name!r} of broker {broker!r} needs the environment variable "
+                f"{variable}, which is not set"
+            )
+    known = {key: value for key, value in settings.items() if key not in SECRETS}
+    for key in SECRETS & set(settings):
+        value = settings[key]
+        known[key] = [os.environ[one] for one in value] if key == "secrets" else os.environ[value]
+    return known
+
+
 def remove(connection: psycopg.Connection[Any], name: str) -> bool:
-    """Remove an endpoint; its messages wait. Return whether there was one."""
-    return bool(fetch(connection, REMOVE, {"name": name}))
+    """Remove an endpoint, and how it is; its messages wait. Return whether there was one."""
+    with connection.transaction():
+        gone = fetch(connection, REMOVE, {"name": name})
+        for endpoint, number in gone:
+            Book(subscription_id=number, endpoint=endpoint).resume(connection)
+    return bool(gone)
 
 
 def _variables(settings: Mapping[str, Any]) -> list[Any]:

@@ -113,6 +113,8 @@ class Window:
             self._new.unreadable.append(message)
         else:
             self._new.bury.append((message, reason, error))
+        if message.parked_id is not None:
+            self._new.timed.add(message.shard)  # perhaps the last one that waited for its time
         self._complete(message, self._read(message))
 
     def add_parked(self, lane: str, shard: int, messages: Iterable[Received]) -> None:
@@ -235,7 +237,8 @@ class Window:
     def count(self, lanes: Iterable[Waiting]) -> None:
         """Let lanes that wait already have other attempts."""
         for one in lanes:
-            if one.lane not in self.lanes and one.shard in self.shards:
+            owned = one.shard in self.shards and one.shard not in self.leaving
+            if owned and one.lane not in self.lanes:
                 self._new.waiting[one.lane] = one
                 self._touch(one.shard)
 

@@ -7,9 +7,11 @@ beside its place and renamed, so nobody ever reads half of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from http.client import HTTPException
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from saf.errors import ConfigurationError, MissingExtra, Unavailable, UsageError
 from saf.metrics.declared import Metric
@@ -126,19 +128,43 @@ def write(take: Take, file: Path) -> None:
         ) from None
 
 
+def check_gateway(gateway: str) -> None:
+    """Whether metrics can be pushed to an address.
+
+    >>> check_gateway("localhost:9091"), check_gateway("https://push.example.com/prefix")
+    (None, None)
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        parts = urlsplit(gateway if "://" in gateway else f"http://{gateway}")
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_one = False
+    if not is_one or not gateway.isascii() or not gateway.isprintable() or " " in gateway:
+        raise UsageError(
+            f"metrics to {gateway!r}: expected HOST:PORT or a URL, such as "
+            "http://pushgateway.example.com:9091"
+        )
+
+
 def push(take: Take, gateway: str, job: str) -> None:
     """Push the samples to a pushgateway, in place of those that the job has pushed before.
 
     Raises:
+        UsageError: it is no address of one.
         Unavailable: it does not answer.
     """
+    check_gateway(gateway)
     there = registry(take)
     from prometheus_client import push_to_gateway
 
     try:
         push_to_gateway(gateway, job=job, registry=there, timeout=PUSH_SECONDS)
-    except OSError as error:
-        raise Unavailable(f"pushgateway {gateway}", str(error)) from None
+    except (OSError, HTTPException) as error:
+        said = str(error) or type(error).__name__
+        raise Unavailable(f"pushgateway {gateway}", said) from None
 
 
 def _family(metric: Metric, samples: Iterable[Sample]) -> Family:

@@ -55,13 +55,17 @@ CASE WHEN from_initiator IS NOT NULL AND sequence IS NOT NULL AND %(converses)s
           AND headers -> '{FRAGMENT}' IS NOT NULL
      THEN ''::bytea WHEN readable THEN body END
 """
+# Of a batch that a dispatcher has left open, endpoints have answered messages beyond the position
 READ_LOG = f"""
 SELECT m.* FROM unnest(%(shards)s::smallint[], %(open)s::pg_snapshot[]) AS h (shard, open)
 JOIN {IN_HAND} AS c USING (shard)
+LEFT JOIN saf.dispatched d ON c.open IS NOT NULL AND d.subscription_id = c.subscription_id
+    AND d.shard = c.shard AND d.batch = c.batch
 CROSS JOIN LATERAL (
     SELECT {expressions(body=BODY)}, {FATE} AS fate, octet_length(body) AS size
     FROM (SELECT {WITH_READABLE} FROM ({SINCE}) AS since
           WHERE {IN_BATCH.format(open="h.open")} AND id > c.position
+            AND (id <@ d.ids) IS NOT TRUE
           ORDER BY id LIMIT %(limit)s) AS since
     ORDER BY id
 ) AS m

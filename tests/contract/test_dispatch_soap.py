@@ -97,6 +97,44 @@ def test_a_page_is_no_answer_to_a_call(inbox: Dsn, partner: Partner, wsdl: Path)
     assert waiting(inbox) == ["c"]
 
 
+@pytest.mark.parametrize("status", [201, 202, 204])
+def test_an_answer_without_a_body_says_that_the_call_was_taken(
+    inbox: Dsn, partner: Partner, wsdl: Path, status: int
+) -> None:
+    partner.always(status)
+    put(inbox, '["B-2", 1]', key="c", from_service="shop")
+    more = {"mode": "soap", "wsdl": wsdl, "operation": "BookOrder", "reply": True}
+    done = dispatch(inbox, partner, **more)
+    assert (done.summary.handled, done.exit_code) == (1, 0)
+    with connect(inbox) as connection:
+        assert fetch(connection, "SELECT FROM saf.outbox") == []
+
+
+@pytest.mark.parametrize("body", [b"", envelope("")], ids=["no body", "an envelope"])
+def test_an_operation_without_output_is_done_by_any_answer_but_a_fault(
+    inbox: Dsn, partner: Partner, wsdl: Path, body: bytes
+) -> None:
+    one_way = WSDL.replace('<output message="t:Told"/>', "")
+    wsdl.write_text(one_way.replace('<output><soap:body use="literal"/></output>', ""))
+    more = {"mode": "soap", "wsdl": wsdl, "operation": "BookOrder", "reply": True}
+    partner.always(200, body)
+    put(inbox, '["B-2", 1]', key="c", from_service="shop")
+    assert dispatch(inbox, partner, **more).exit_code == 0
+    partner.always(500, fault("no such order"))
+    put(inbox, '["B-3", 1]', key="d", from_service="shop")
+    assert dispatch(inbox, partner, **more).exit_code == 75
+    assert waiting(inbox) == ["d"]
+
+
+def test_an_answer_of_200_without_a_body_is_none_where_something_is_returned(
+    inbox: Dsn, partner: Partner, wsdl: Path
+) -> None:
+    partner.always(200)
+    put(inbox, '["B-2", 1]', key="c")
+    dispatch(inbox, partner, mode="soap", wsdl=wsdl, operation="BookOrder")
+    assert waiting(inbox) == ["c"]
+
+
 @pytest.mark.parametrize(
     ("change", "operation", "says"),
     [

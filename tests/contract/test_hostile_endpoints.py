@@ -182,6 +182,21 @@ def test_an_answer_that_repeats_a_secret_is_kept_without_it() -> None:
     assert "othersecret" not in repr(endpoint)
 
 
+@pytest.mark.parametrize("before", [0, 180, 190, 195, 199])
+def test_a_secret_across_the_end_of_what_is_kept_is_not_kept_in_part(before: int) -> None:
+    with serving(Partner()) as partner:
+        partner.always(400, b"x" * before + b"verysecret" + b"y" * 100)
+        answer = post(Endpoint.model_validate({"url": partner.url, "bearer": "verysecret"}))
+    assert answer.error == f"HTTP 400: {('x' * before + '***' + 'y' * 100)[:200]}"
+
+
+def test_an_answer_that_repeats_one_value_of_the_query_is_kept_without_it() -> None:
+    with serving(Partner()) as partner:
+        partner.always(400, b"no key other/secret or other%2Fsecret on page 2")
+        answer = post(Endpoint(url=f"{partner.url}?key=other%2Fsecret&page=2"))
+    assert answer.error == "HTTP 400: no key *** or *** on page 2"
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "2130706433"])
 def test_the_guard_refuses_an_address_inside_however_it_is_written(host: str) -> None:
     with serving(Partner()) as partner:

@@ -13,8 +13,9 @@ import pytest
 
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
+from saf.dispatch import stored
 from saf.webhooks import verify
-from tests.endpoints import Partner, serving
+from tests.endpoints import Partner, serving, state
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, configuration, environment, saf
 from tests.receivers import dead, prepare, put
@@ -177,6 +178,90 @@ def test_a_test_says_what_the_endpoint_answers_and_no_output_has_its_query(
     for command in (["list"], ["list", "--json"], ["show", "billing"], ["test", "billing"]):
         done = saf("endpoint", *command, "--config", config)
         assert "verysecret" not in done.stdout + done.stderr
+
+
+def test_a_test_has_the_form_of_the_endpoint_and_calls_nothing(
+    config: Path, partner: Partner
+) -> None:
+    text = config.read_text()
+    for more, content_type in (
+        ('mode = "structured"', "application/cloudevents+json"),
+        ('mode = "batch"', "application/cloudevents-batch+json"),
+        ('mode = "plain"\ntemplate = \'{"is": {{type}}}\'', "application/json"),
+    ):
+        config.write_text(f"{text}{more}\n")
+        assert saf("endpoint", "test", "billing", "--config", config).returncode == 0
+        got = partner.accepted[-1]
+        assert got.headers["content-type"].startswith(content_type)
+        assert b'"saf.test"' in got.body
+    config.write_text(f'{text}mode = "xmlrpc"\nmethod = "book"\n')
+    done = saf("endpoint", "test", "billing", "--config", config)
+    assert (done.returncode, "is called by xmlrpc" in done.stderr) == (2, True)
+    assert len(partner.begun) == 3
+
+
+def test_show_says_no_query_of_a_token_url(config: Path) -> None:
+    oauth = 'token_url = "https://login.example.com/token?key=verysecret"\n'
+    oauth += 'client_id = "shop"\nclient_secret = "verysecret"\n'
+    config.write_text(config.read_text() + oauth)
+    for command in (["show", "billing"], ["show", "billing", "--json"]):
+        done = saf("endpoint", *command, "--config", config)
+        assert "https://login.example.com/token" in done.stdout
+        assert "verysecret" not in done.stdout
+
+
+@pytest.mark.parametrize("wrong", ["a variable", "a broker", "a name"])
+def test_an_endpoint_or_broker_at_fault_holds_up_no_other_endpoint(
+    app: Dsn, inbox: Dsn, partner: Partner, tmp_path: Path, wrong: str
+) -> None:
+    gone = {"gone": Dsn("host=127.0.0.1 port=1 dbname=gone")} if wrong == "a broker" else {}
+    there = {"mom": inbox, **gone}
+    config = configuration(tmp_path / "saf.toml", {"shop": app}, there)
+    text = f'[endpoints.billing]\nurl = "{partner.url}"\nbroker = "mom"\n'
+    config.write_text(config.read_text() + text)
+    if wrong != "a broker":
+        with connect(inbox) as connection:
+            create_service(connection, "other")
+            stored.add(
+                connection,
+                "billing" if wrong == "a name" else "other",
+                partner.url,
+                subscription="other",
+                settings={"secrets": ["SAF_ENDPOINT_NONE"]} if wrong == "a variable" else {},
+            )
+    put(inbox, "1", key="a")
+    done = saf("dispatch", "--config", config)
+    assert partner.by_key() == {"a": [1]}
+    assert done.stdout.startswith("billing: handled 1 message\n")
+    assert done.returncode == (75 if wrong == "a broker" else 2)
+    put(inbox, "2", key="a")
+    with subprocess.Popen(
+        [BIN / "saf", "dispatch", "--loop", "--config", config], env=environment(), cwd=ROOT
+    ) as loop:
+        try:
+            until(lambda: len(partner.accepted) == 2)
+        finally:
+            loop.send_signal(signal.SIGTERM)
+    assert loop.returncode == 0
+
+
+def test_an_endpoint_that_is_added_again_begins_anew(
+    config: Path, inbox: Dsn, partner: Partner
+) -> None:
+    config.write_text(
+        config.read_text().partition("[endpoints.billing]")[0]
+        + '[dispatch]\nnetworks = ["127.0.0.0/8"]\n'
+    )
+    add = ("endpoint", "add", "billing", "--url", partner.url, "--config", config)
+    assert saf(*add).returncode == 0
+    partner.always(410)
+    put(inbox, "1", key="a")
+    assert saf("dispatch", "--config", config).returncode == 75
+    assert saf("endpoint", "remove", "billing", "--config", config).returncode == 0
+    assert state(inbox) == "closed"
+    assert saf(*add).returncode == 0
+    partner.answer = None
+    assert saf("dispatch", "--config", config).returncode == 0
 
 
 def test_a_loop_that_is_told_to_stop_finishes_what_is_in_flight(

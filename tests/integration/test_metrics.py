@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from saf.dispatch.condition import Book
 from saf.operating.figures import asker
 from saf.operating.watch import Watch
 from saf.routing.routes import add_route
-from tests.endpoints import Partner, serving
+from tests.endpoints import Partner, listening, serving
 from tests.pipeline import connect, forward, new_member, send
 from tests.programs import BIN, configuration, environment, saf
 from tests.programs import send as send_many
@@ -388,6 +389,25 @@ def test_what_a_run_did_is_pushed_and_a_gateway_that_is_gone_fails_no_run(
     done = saf("forward", "--metrics-push", url, "--config", config)
     assert done.returncode == 0
     assert "metrics_not_published" in done.stderr
+
+
+def test_a_push_to_what_is_no_gateway_is_said_in_one_line(config: Path) -> None:
+    for wrong in ("http://", "ftp://x", "localhost:port", "http://ü.example.com", "a b"):
+        for command in (("forward", "--metrics-push", wrong), ("metrics", "--push", wrong)):
+            done = saf(*command, "--config", config)
+            assert done.returncode == 2, command
+            assert done.stderr == (
+                f"saf: metrics to {wrong!r}: expected HOST:PORT or a URL, such as "
+                "http://pushgateway.example.com:9091\n"
+            )
+
+    def talk_nonsense(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(b"220 mail.example.com ESMTP\r\n")
+
+    with listening(talk_nonsense) as url:
+        done = saf("forward", "--metrics-push", url, "--config", config)
+    assert (done.returncode, "metrics_not_published" in done.stderr) == (0, True)
 
 
 def test_workers_serve_what_they_have_handled_each_at_a_port_of_its_own(

@@ -1,0 +1,106 @@
+"""The endpoints there are: those of saf.toml and of brokers, and what is wrong with some.
+
+An endpoint that is wrong, or a broker that does not answer, says nothing about the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from saf.config import Settings, did_you_mean
+from saf.database import check_schema, unavailable_if_lost
+from saf.dispatch.settings import Endpoint
+from saf.dispatch.stored import stored
+from saf.errors import ConfigurationError, SafError
+from saf.logger import Log
+from saf.operating.places import stores
+
+log = Log("saf.dispatch")
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What was found."""
+
+    endpoints: dict[str, Endpoint]
+    """Those that can be dispatched, by name."""
+    wrong: dict[str, SafError] = field(default_factory=dict)
+    """What is wrong with others, by name."""
+    unread: list[SafError] = field(default_factory=list)
+    """Why brokers could not be asked."""
+
+    @property
+    def problems(self) -> list[SafError]:
+        """Everything that is wrong."""
+        return [*self.unread, *self.wrong.values()]
+
+    def chosen(self, names: Sequence[str]) -> dict[str, Endpoint]:
+        """The endpoints of these names; without names, all that can be dispatched.
+
+        Raises:
+            ConfigurationError: there is none, or none of that name, or it is wrong.
+            Unavailable: a broker does not answer that may have it.
+        """
+        missing = [name for name in names if name not in self.endpoints or name in self.wrong]
+        for name in missing:
+            if problem := self.wrong.get(name) or next(iter(self.unread), None):
+                raise problem
+        if not self.endpoints:
+            raise next(iter(self.problems), None) or ConfigurationError(
+                "there is no endpoint: say [endpoints.NAME] in saf.toml, or saf endpoint add"
+            )
+        for name in missing:
+            raise ConfigurationError(
+                f"there is no endpoint {name!r}{did_you_mean(name, self.endpoints)}"
+            )
+        return {name: self.endpoints[name] for name in names or self.endpoints}
+
+
+def find(settings: Settings, known: Mapping[str, Endpoint] | None = None) -> Found:
+    """Find the endpoints of saf.toml and of the brokers.
+
+    While a broker cannot be asked, those of ``known`` that it had are taken to be there.
+    """
+    found = Found(endpoints=dict(settings.endpoints))
+    for where, broker in stores(settings, None).items():
+        try:
+            with unavailable_if_lost(f"broker {where!r}"):
+                connection = broker.dsn.connect(role="endpoint", autocommit=True)
+                with connection:
+                    check_schema(connection)
+                    there = stored(connection, where, settings.dispatch.networks)
+        except SafError as error:
+            found.unread.append(error)
+            had = {name: one for name, one in (known or {}).items() if one.broker == where}
+            found.endpoints = had | found.endpoints
+            continue
+        for name, one in there.items():
+            if name in found.endpoints:
+                found.wrong[name] = ConfigurationError(
+                    f"there are two endpoints {name!r}: one of them is in broker {where!r}"
+                )
+            elif isinstance(one, SafError):
+                found.wrong[name] = one
+            else:
+                found.endpoints[name] = one
+    return found
+
+
+class Following:
+    """Finds the endpoints again and again, and logs a problem when it begins."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._known: dict[str, Endpoint] = {}
+        self._logged: set[str] = set()
+
+    def find(self) -> Found:
+        """Find what there is now."""
+        found = find(self._settings, self._known)
+        self._known = found.endpoints
+        problems = {str(one) for one in found.problems}
+        for problem in problems - self._logged:
+            log.warning("endpoints_not_read", detail=problem)
+        self._logged = problems
+        return found
