@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from uuid import UUID
 
 import pytest
 
@@ -184,6 +185,68 @@ def test_what_was_stored_before_its_service_went_is_not_parked_for_it(
     assert bodies(other) == ["stored", "known", "not yet"]
 
 
+@pytest.mark.parametrize("crashed", [False, True])
+def test_what_was_stored_before_others_had_to_wait_for_their_service_is_no_alarm(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch, crashed: bool
+) -> None:
+    with connect(app) as connection, connect(other) as store:
+        route(connection, "shipping", "other")
+        route(connection, "billing", "other")
+        send_to(connection, "shipping", "stored", key="k")
+        if crashed:  # the batch is read again, with a message more in its chunk
+            send_to(connection, "shipping", "not yet", key="k")
+            arm("mom_commit", crash)
+            with (
+                Cycle(app, forwarding_rules("exactly_once", 1, mom=mom, other=other)) as cycle,
+                pytest.raises(Crash),
+            ):
+                cycle.run()
+            connection.execute("DELETE FROM saf.member")
+        else:
+            with monkeypatch.context() as patch:
+                patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", AnswerLost)
+                run(app, mom=mom, other=other)
+            send_to(connection, "shipping", "not yet", key="k")
+            run(app, mom=mom, other=other)
+        assert bodies(other) == ["stored"]
+        store.execute("INSERT INTO saf.service VALUES ('billing')")
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+        kinds = connection.execute("SELECT kind FROM saf.parked").fetchall()
+        assert kinds == [("service",)]
+
+        send_to(connection, "billing", "known", key="k")
+        assert run(app, mom=mom, other=other) == []
+        assert bodies(other) == ["stored", "known"]
+        store.execute("INSERT INTO saf.service VALUES ('shipping')")
+        let_time_pass(app)
+        assert run(app, mom=mom, other=other) == []
+    assert bodies(other) == ["stored", "known", "not yet"]
+
+
+def test_what_was_stored_before_others_had_to_wait_for_their_broker_is_no_alarm(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        send_to(connection, "shipping", "stored", key="k")
+        with monkeypatch.context() as patch:
+            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", AnswerLost)
+            run(app, mom=mom, other=other)
+        send_to(connection, "shipping", "elsewhere", key="k", to_broker=UUID(int=7))
+        let_time_pass(app)
+        connection.execute(NOT_SOON, [[]])
+        run_unknowing(app, mom=mom, other=other)
+        let_time_pass(app)
+        run_unknowing(app, mom=mom, other=other)
+        kinds = connection.execute("SELECT kind FROM saf.parked").fetchall()
+        assert kinds == [("route",)]
+
+        send_to(connection, "shipping", "later", key="k")
+        assert run(app, mom=mom, other=other) == []
+    assert bodies(other) == ["stored", "later"]
+
+
 # What waited longest may find its way last: nothing that went before it takes it for stored
 
 
@@ -241,6 +304,13 @@ def test_what_its_router_could_not_resolve_arrives_after_what_waited_for_a_route
         run_routed(app, mom)
     assert bodies(mom) == ["2", "1"]
     assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def run_unknowing(app: Dsn, **destinations: Dsn) -> None:
+    """A run of a forwarder that has not learned who its destinations are."""
+    with without_default(app, **destinations) as cycle:
+        cycle.broker.identities = None
+        cycle.run()
 
 
 def run_routed(app: Dsn, mom: Dsn) -> None:
