@@ -77,6 +77,8 @@ class Storing:
         name = part.destination
         part = self._without_dialogs(self._bury_unsuited(part, set_aside), set_aside)
         set_aside.write_ahead(self.source_session)
+        if not (part.rows.num_rows or part.main):
+            return  # of no lane; in its own lane, a destination fences the owner before
         behind = self.lanes.services(name) if part.main else frozenset()
         chunk = replace(self._chunk(part), behind=behind)
         if part.rows.num_rows and not chunk.rows.num_rows:

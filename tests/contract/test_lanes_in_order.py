@@ -308,7 +308,7 @@ def test_what_its_router_could_not_resolve_arrives_after_what_waited_for_a_route
 
 def run_unknowing(app: Dsn, **destinations: Dsn) -> None:
     """A run of a forwarder that has not learned who its destinations are."""
-    with without_default(app, **destinations) as cycle:
+    with without_default(app, 100, **destinations) as cycle:
         cycle.broker.identities = None
         cycle.run()
 

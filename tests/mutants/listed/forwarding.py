@@ -383,6 +383,14 @@ MUTANTS: list[Mutant] = [
         UNKNOWN,
     ),
     mutant(
+        "a destination is asked to store nothing, of no lane",
+        STORING,
+        "if not (part.rows.num_rows or part.main):",
+        "if False:",
+        "contract/test_hostile_in_lanes.py::"
+        "test_what_is_retried_and_still_too_large_is_dead_again_while_its_destination_is_down",
+    ),
+    mutant(
         "two names of one broker share its watermark",
         "saf/engine/destination_sessions.py",
         "if known == identity:",
