@@ -7,13 +7,15 @@ from uuid import UUID
 
 import pytest
 
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.destinations import Chunk, Stored
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.errors import Unavailable
 from saf.failpoints import arm
 from saf.log.shards import shard_of
 from saf.operating import decide
+from saf.repair.replay import replay
+from saf.routing.matching import Route, Routes
 from saf.routing.routers import add_router
 from saf.setaside.dead import Filter
 from tests.destinations import NOWHERE, AnswerLost, count, route, run, send_to
@@ -117,6 +119,44 @@ def test_what_waits_for_its_destination_goes_after_what_waits_for_its_service_si
             let_time_pass(app)
         run(app, mom=mom, other=other)
     assert bodies(other) == ["1", "2", "3"]
+    assert count(app, "parked") == count(app, "backoff") == 0
+
+
+class DownForTheFirst(PostgresInbox):
+    """A destination that answers, but not for the first message."""
+
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+        if "1" in chunk.rows["body"].cast("string").to_pylist():
+            raise Unavailable("destination 'other'", "it was down")
+        return super().store(chunk, exactly_once=exactly_once)
+
+
+@pytest.mark.parametrize("due", [["main"], ["main", "replay"]])
+def test_what_is_parked_goes_after_a_replay_that_has_failed(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch, due: list[str]
+) -> None:
+    with connect(app) as connection, connect(other) as store:
+        route(connection, "shipping", "other")
+        send_to(connection, "shipping", "1", key="k")
+        run(app, mom=mom, other=other)
+        store.execute("DELETE FROM saf.inbox")
+        lost = fetch(connection, "SELECT shard, id FROM saf.outbox")
+        replay(connection, lost, Routes(routes=(Route(destination="other"),)), "")
+        run(app, mom=mom, other=NOWHERE)
+        send_to(connection, "shipping", "2", key="k")
+        run(app, mom=mom, other=NOWHERE)
+        kinds = connection.execute("SELECT kind FROM saf.parked ORDER BY id").fetchall()
+        assert kinds == [("replay",), ("main",)]
+
+        connection.execute(NOT_SOON, [due])
+        connection.execute(SOON, [due])
+        with monkeypatch.context() as patch:
+            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", DownForTheFirst)
+            run(app, mom=mom, other=other)
+        assert bodies(other) == []
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+    assert bodies(other) == ["1", "2"]
     assert count(app, "parked") == count(app, "backoff") == 0
 
 

@@ -70,6 +70,13 @@ MUTANTS: list[Mutant] = [
         "test_what_has_expired_waits_while_its_destination_does_not_say_whether_it_has_it",
     ),
     mutant(
+        "parked messages go although a replay before them has failed",
+        RELEASING,
+        "if main in lanes and replay in self.lanes.held:",
+        "if False:",
+        "contract/test_lanes_in_order.py::test_what_is_parked_goes_after_a_replay_that_has_failed",
+    ),
+    mutant(
         "what a person has parked again forgets the quality of its route",
         RELEASING,
         "pc.coalesce(qualities, by_route, pa.scalar(default))",
