@@ -326,6 +326,29 @@ def test_of_what_is_retried_together_each_goes_when_it_has_a_route(app: Dsn, mom
     assert bodies(mom) == ["billing", "billing", "shipping", "shipping"]
 
 
+def test_what_is_retried_says_for_which_service_it_has_no_way(app: Dsn, mom: Dsn) -> None:
+    def why() -> list[str]:
+        return [error for (error,) in fetch(connection, "SELECT error FROM saf.backoff")]
+
+    with connect(app) as connection:
+        add_router(connection, "departures", "python", "nowhere.to_be:imported")
+        for service in ("shipping", "departures"):
+            send_to(connection, service, service, key="k", expires_at=datetime.now(UTC))
+        run_routed(app, mom)
+        for service, said in (
+            ("shipping", "no route for service 'shipping'"),
+            ("departures", "router 'departures'"),
+        ):
+            assert len(decide.retry(connection, Filter(service=service), "wanted after all")) == 1
+            run_routed(app, mom)
+            (error,) = why()
+            assert said in error
+            route(connection, service, "mom")
+            let_time_pass(app)
+            run_routed(app, mom)
+    assert bodies(mom) == ["shipping"]
+
+
 def test_what_its_router_could_not_resolve_arrives_after_what_waited_for_a_route_meanwhile(
     app: Dsn, mom: Dsn
 ) -> None:
