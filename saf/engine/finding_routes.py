@@ -34,6 +34,7 @@ from saf.setaside.lane_columns import (
     either,
     found_lanes,
     in_lanes,
+    lanes_of,
     route_lanes,
 )
 from saf.setaside.parking import ADDRESS
@@ -49,6 +50,8 @@ class FindingRoutes:
     transforming: Transforming
     _untransformed: bool = field(init=False, default=False)
     """Whether there are messages that have no result of their router's transform yet."""
+    _left: dict[Lane, Lane] = field(init=False, default_factory=dict)
+    """For each lane of messages that are sent again, what the first that is left would wait in."""
 
     def find(self, lanes: Sequence[Lane]) -> set[Lane]:
         """Move messages that waited for a route to where routes lead now; return to which lanes."""
@@ -57,6 +60,7 @@ class FindingRoutes:
         found: set[Lane] = set()
         led = self._led(lanes)
         in_time, self._untransformed = True, False
+        self._left.clear()
         needed = (
             [*selected(self.parked.rules.max_bytes)] if self.resolver else ["id", "shard", *ADDRESS]
         )
@@ -103,7 +107,8 @@ class FindingRoutes:
         here = self.parked.source_session(
             lambda s: parking.occupied(s, self.parked.work.batch, lanes)
         )
-        self.parked.postpone({lane: self.resolver.obstacle(lane) for lane in lanes if lane in here})
+        obstacle = self.resolver.obstacle
+        self.parked.postpone({lane: obstacle(self._left.get(lane, lane)) for lane in here})
         self.parked.lanes.untried.update(lane for lane in lanes if lane not in here)
 
     def _find_routes(self, found: set[Lane], rows: pa.Table) -> None:
@@ -122,8 +127,20 @@ class FindingRoutes:
             set_aside.bury(some, "", "unresolved", error)
             self.parked.settle(some, set_aside)
         routed = self.matcher.route(resolution.rows)
-        routed = routed.filter(routed["route"].is_valid())
+        there = routed["route"].is_valid()
+        self._note_left(resolution.waiting)
+        self._note_left(routed.filter(pc.invert(there)))
+        routed = routed.filter(there)
         found |= self._move(share(routed, self.matcher.matches, self.parked.source_session.choose))
+
+    def _note_left(self, rows: pa.Table | None) -> None:
+        """Note for which service a message waits whose lane does not say so."""
+        if rows is None:
+            return
+        for kind in (Kind.RETRY, Kind.REPLAY):
+            mine = rows.filter(pc.equal(rows[KIND], str(kind))).slice(0, 1)
+            for lane in lanes_of(route_lanes(mine))[0]:
+                self._left.setdefault(Lane(kind=kind), lane)
 
     def _transformed(self, rows: pa.Table) -> pa.Table:
         """Return messages before the first that has to wait for the transform of its router.

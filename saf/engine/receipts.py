@@ -29,12 +29,9 @@ class Receipts:
         receipt.chunk_seconds.add(seconds)
         receipt.chunk_messages.add(rows)
 
-    def delivered(self, destination: str, rows: pa.Table, left: pa.Table | None = None) -> None:
-        """Note that a destination has these rows now, but for those of them that are ``left``."""
-        services = _by_service(rows)
-        if left is not None:
-            services -= _by_service(left)
-        add_services(self.of(destination).services, services)
+    def delivered(self, destination: str, rows: pa.Table) -> None:
+        """Note that a destination has these rows now."""
+        add_services(self.of(destination).services, _by_service(rows))
 
     def __iter__(self) -> Iterator[Receipt]:
         return iter(self._by_destination.values())

@@ -140,6 +140,10 @@ class Releasing:
         if destination not in self.rules.qualities:
             return dict.fromkeys(lanes, nowhere(destination))
         main = Lane(destination=destination)
+        replay = Lane(destination=destination, kind=Kind.REPLAY)
+        if main in lanes and replay in self.lanes.held:
+            held = self._held({replay})
+            return {main: _behind(main, replay, held[replay])} if replay in held else {}
         of_services = [one for one in lanes if one.kind in (Kind.SERVICE, Kind.FOUND_ROUTE)]
         if main in self.lanes.held:
             return {lane: _behind(lane, main, self.lanes.held[main]) for lane in of_services}

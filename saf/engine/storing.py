@@ -77,6 +77,8 @@ class Storing:
         name = part.destination
         part = self._without_dialogs(self._bury_unsuited(part, set_aside), set_aside)
         set_aside.write_ahead(self.source_session)
+        if not (part.rows.num_rows or part.main):
+            return  # of no lane; in its own lane, a destination fences the owner before
         behind = self.lanes.services(name) if part.main else frozenset()
         chunk = replace(self._chunk(part), behind=behind)
         if part.rows.num_rows and not chunk.rows.num_rows:
@@ -250,9 +252,9 @@ class Storing:
     def _store_own(self, part: Part, set_aside: SetAside, error: AnotherBroker) -> None:
         """Store the rest of a part with messages for other brokers: these wait for a route."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
-        mine, others = _told_apart(error)
+        _, others = _told_apart(error)
         self._let_wait(others, set_aside, error)
-        self._store_rest(part, mine, set_aside, error.rows)
+        self._store_rest(part, others, set_aside)
 
     def _let_wait(self, rows: pa.Table, set_aside: SetAside, error: SafError) -> None:
         """Let messages wait for a route, as messages without a route do."""
@@ -293,14 +295,15 @@ class Storing:
             set_aside.wait(staying)
         if going.rows.num_rows:
             set_aside.move(going)
-        self._store_rest(part, error.rows.filter(pc.invert(unknown)), set_aside, error.rows)
+        self._store_rest(part, rows, set_aside)
 
-    def _store_rest(self, part: Part, rest: pa.Table, set_aside: SetAside, fresh: pa.Table) -> None:
-        """Store those of the ``fresh`` rows of a part that a destination has not refused."""
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
-        if dropped := part.rows.num_rows - fresh.num_rows:
-            self.receipts.of(part.destination).dropped += dropped
-            self.receipts.delivered(part.destination, part.rows, left=fresh)
+    def _store_rest(self, part: Part, refused: pa.Table, set_aside: SetAside) -> None:
+        """Store those rows of a part that its destination has not refused.
+
+        What it has stored before is among them: it drops this again, and answers with the marks
+        that the source has to acknowledge.
+        """
+        rest = inputs_of(part.rows, refused, but=True)
         if rest.num_rows:
             self.store(replace(part, rows=rest), set_aside)
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from saf.database import Dsn
 from saf.destinations import Chunk, Stored
+from saf.destinations.postgresql import Postgresql
 from saf.destinations.postgresql.inbox import PostgresInbox
+from saf.operating import decide
 from saf.routing.routers import add_router
+from saf.setaside.dead import Filter
 from tests.destinations import NOWHERE, count
 from tests.hostile import LONG_KEY, dead, send, unbounded
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, run
+from tests.pipeline import Cycle, bodies, connect, forward, forwarding_rules, let_time_pass, run
 
 HOSTILE = b"hostile"
 
@@ -129,3 +134,25 @@ def test_what_an_attempt_before_has_moved_is_not_sent_from_there_as_well(
     assert sorted(bodies(mom)) == [f"{s} {n}" for s in ("billing", "stock") for n in range(3)]
     assert dead(app) == [("hostile", "rejected")]
     assert left(app) == (0, 0)
+
+
+class Small(Postgresql):
+    """A destination that takes small bodies only."""
+
+    capabilities = replace(Postgresql.capabilities, largest_body=10)
+
+
+def test_what_is_retried_and_still_too_large_is_dead_again_while_its_destination_is_down(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection:
+        send(connection, "larger than ten bytes")
+        forward(app, mom=Small(dsn=mom))
+        assert dead(app) == [("larger than ten bytes", "rejected")]
+        assert len(decide.retry(connection, Filter(), "try it")) == 1
+        assert (dead(app), count(app, "parked")) == ([], 1)
+    forward(app, mom=Small(dsn=NOWHERE))
+    assert dead(app) == [("larger than ten bytes", "rejected")]
+    assert count(app, "parked") == 0
+    forward(app, mom=Small(dsn=mom))
+    assert (bodies(mom), left(app)) == ([], (0, 0))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from uuid import UUID
 
 import pytest
 
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.destinations import Chunk, Stored
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.errors import Unavailable
 from saf.failpoints import arm
 from saf.log.shards import shard_of
 from saf.operating import decide
+from saf.repair.replay import replay
+from saf.routing.matching import Route, Routes
 from saf.routing.routers import add_router
 from saf.setaside.dead import Filter
 from tests.destinations import NOWHERE, AnswerLost, count, route, run, send_to
@@ -119,6 +122,44 @@ def test_what_waits_for_its_destination_goes_after_what_waits_for_its_service_si
     assert count(app, "parked") == count(app, "backoff") == 0
 
 
+class DownForTheFirst(PostgresInbox):
+    """A destination that answers, but not for the first message."""
+
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+        if "1" in chunk.rows["body"].cast("string").to_pylist():
+            raise Unavailable("destination 'other'", "it was down")
+        return super().store(chunk, exactly_once=exactly_once)
+
+
+@pytest.mark.parametrize("due", [["main"], ["main", "replay"]])
+def test_what_is_parked_goes_after_a_replay_that_has_failed(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch, due: list[str]
+) -> None:
+    with connect(app) as connection, connect(other) as store:
+        route(connection, "shipping", "other")
+        send_to(connection, "shipping", "1", key="k")
+        run(app, mom=mom, other=other)
+        store.execute("DELETE FROM saf.inbox")
+        lost = fetch(connection, "SELECT shard, id FROM saf.outbox")
+        replay(connection, lost, Routes(routes=(Route(destination="other"),)), "")
+        run(app, mom=mom, other=NOWHERE)
+        send_to(connection, "shipping", "2", key="k")
+        run(app, mom=mom, other=NOWHERE)
+        kinds = connection.execute("SELECT kind FROM saf.parked ORDER BY id").fetchall()
+        assert kinds == [("replay",), ("main",)]
+
+        connection.execute(NOT_SOON, [due])
+        connection.execute(SOON, [due])
+        with monkeypatch.context() as patch:
+            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", DownForTheFirst)
+            run(app, mom=mom, other=other)
+        assert bodies(other) == []
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+    assert bodies(other) == ["1", "2"]
+    assert count(app, "parked") == count(app, "backoff") == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("destination", "kind"), [("", "route"), ("other", "service"), ("other", "found_route")]
@@ -184,6 +225,68 @@ def test_what_was_stored_before_its_service_went_is_not_parked_for_it(
     assert bodies(other) == ["stored", "known", "not yet"]
 
 
+@pytest.mark.parametrize("crashed", [False, True])
+def test_what_was_stored_before_others_had_to_wait_for_their_service_is_no_alarm(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch, crashed: bool
+) -> None:
+    with connect(app) as connection, connect(other) as store:
+        route(connection, "shipping", "other")
+        route(connection, "billing", "other")
+        send_to(connection, "shipping", "stored", key="k")
+        if crashed:  # the batch is read again, with a message more in its chunk
+            send_to(connection, "shipping", "not yet", key="k")
+            arm("mom_commit", crash)
+            with (
+                Cycle(app, forwarding_rules("exactly_once", 1, mom=mom, other=other)) as cycle,
+                pytest.raises(Crash),
+            ):
+                cycle.run()
+            connection.execute("DELETE FROM saf.member")
+        else:
+            with monkeypatch.context() as patch:
+                patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", AnswerLost)
+                run(app, mom=mom, other=other)
+            send_to(connection, "shipping", "not yet", key="k")
+            run(app, mom=mom, other=other)
+        assert bodies(other) == ["stored"]
+        store.execute("INSERT INTO saf.service VALUES ('billing')")
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+        kinds = connection.execute("SELECT kind FROM saf.parked").fetchall()
+        assert kinds == [("service",)]
+
+        send_to(connection, "billing", "known", key="k")
+        assert run(app, mom=mom, other=other) == []
+        assert bodies(other) == ["stored", "known"]
+        store.execute("INSERT INTO saf.service VALUES ('shipping')")
+        let_time_pass(app)
+        assert run(app, mom=mom, other=other) == []
+    assert bodies(other) == ["stored", "known", "not yet"]
+
+
+def test_what_was_stored_before_others_had_to_wait_for_their_broker_is_no_alarm(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        send_to(connection, "shipping", "stored", key="k")
+        with monkeypatch.context() as patch:
+            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", AnswerLost)
+            run(app, mom=mom, other=other)
+        send_to(connection, "shipping", "elsewhere", key="k", to_broker=UUID(int=7))
+        let_time_pass(app)
+        connection.execute(NOT_SOON, [[]])
+        run_unknowing(app, mom=mom, other=other)
+        let_time_pass(app)
+        run_unknowing(app, mom=mom, other=other)
+        kinds = connection.execute("SELECT kind FROM saf.parked").fetchall()
+        assert kinds == [("route",)]
+
+        send_to(connection, "shipping", "later", key="k")
+        assert run(app, mom=mom, other=other) == []
+    assert bodies(other) == ["stored", "later"]
+
+
 # What waited longest may find its way last: nothing that went before it takes it for stored
 
 
@@ -223,6 +326,29 @@ def test_of_what_is_retried_together_each_goes_when_it_has_a_route(app: Dsn, mom
     assert bodies(mom) == ["billing", "billing", "shipping", "shipping"]
 
 
+def test_what_is_retried_says_for_which_service_it_has_no_way(app: Dsn, mom: Dsn) -> None:
+    def why() -> list[str]:
+        return [error for (error,) in fetch(connection, "SELECT error FROM saf.backoff")]
+
+    with connect(app) as connection:
+        add_router(connection, "departures", "python", "nowhere.to_be:imported")
+        for service in ("shipping", "departures"):
+            send_to(connection, service, service, key="k", expires_at=datetime.now(UTC))
+        run_routed(app, mom)
+        for service, said in (
+            ("shipping", "no route for service 'shipping'"),
+            ("departures", "router 'departures'"),
+        ):
+            assert len(decide.retry(connection, Filter(service=service), "wanted after all")) == 1
+            run_routed(app, mom)
+            (error,) = why()
+            assert said in error
+            route(connection, service, "mom")
+            let_time_pass(app)
+            run_routed(app, mom)
+    assert bodies(mom) == ["shipping"]
+
+
 def test_what_its_router_could_not_resolve_arrives_after_what_waited_for_a_route_meanwhile(
     app: Dsn, mom: Dsn
 ) -> None:
@@ -241,6 +367,13 @@ def test_what_its_router_could_not_resolve_arrives_after_what_waited_for_a_route
         run_routed(app, mom)
     assert bodies(mom) == ["2", "1"]
     assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def run_unknowing(app: Dsn, **destinations: Dsn) -> None:
+    """A run of a forwarder that has not learned who its destinations are."""
+    with without_default(app, 100, **destinations) as cycle:
+        cycle.broker.identities = None
+        cycle.run()
 
 
 def run_routed(app: Dsn, mom: Dsn) -> None:

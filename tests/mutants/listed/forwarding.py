@@ -398,6 +398,14 @@ MUTANTS: list[Mutant] = [
         UNKNOWN,
     ),
     mutant(
+        "a destination is asked to store nothing, of no lane",
+        STORING,
+        "if not (part.rows.num_rows or part.main):",
+        "if False:",
+        "contract/test_hostile_in_lanes.py::"
+        "test_what_is_retried_and_still_too_large_is_dead_again_while_its_destination_is_down",
+    ),
+    mutant(
         "two names of one broker share its watermark",
         "saf/engine/destination_sessions.py",
         "if known == identity:",
@@ -441,17 +449,28 @@ MUTANTS: list[Mutant] = [
         SUMMED,
     ),
     mutant(
-        "what an earlier run had stored beside unknown services is not counted by service",
+        "what an earlier run had stored beside unknown services is neither counted nor remembered",
         STORING,
-        "            self.receipts.delivered(part.destination, part.rows, left=fresh)\n",
-        "",
+        "self._store_rest(part, rows, set_aside)",
+        "self._store_rest(replace(part, rows=error.rows), rows, set_aside)",
         COUNTED,
+        "contract/test_lanes_in_order.py::"
+        "test_what_was_stored_before_others_had_to_wait_for_their_service_is_no_alarm",
+    ),
+    mutant(
+        "what had been stored beside messages for another broker is not remembered",
+        STORING,
+        "self._store_rest(part, others, set_aside)",
+        "self._store_rest(replace(part, rows=error.rows), others, set_aside)",
+        "contract/test_lanes_in_order.py::"
+        "test_what_was_stored_before_others_had_to_wait_for_their_broker_is_no_alarm",
     ),
     mutant(
         "messages that wait for a service count as delivered",
         STORING,
-        "part.rows, left=fresh)",
-        "part.rows)",
+        "        rest = inputs_of(part.rows, refused, but=True)\n",
+        "        self.receipts.delivered(part.destination or '', refused)\n"
+        "        rest = inputs_of(part.rows, refused, but=True)\n",
         COUNTED,
     ),
     mutant(

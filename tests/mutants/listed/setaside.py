@@ -77,6 +77,29 @@ MUTANTS: list[Mutant] = [
         "test_what_has_expired_waits_while_its_destination_does_not_say_whether_it_has_it",
     ),
     mutant(
+        "what is sent again does not say for which service it has no route",
+        "saf/engine/finding_routes.py",
+        "obstacle(self._left.get(lane, lane))",
+        "obstacle(lane)",
+        "contract/test_lanes_in_order.py::"
+        "test_what_is_retried_says_for_which_service_it_has_no_way",
+    ),
+    mutant(
+        "the problem of a router is not told of what is sent again",
+        "saf/engine/finding_routes.py",
+        "        self._note_left(resolution.waiting)\n",
+        "",
+        "contract/test_lanes_in_order.py::"
+        "test_what_is_retried_says_for_which_service_it_has_no_way",
+    ),
+    mutant(
+        "parked messages go although a replay before them has failed",
+        RELEASING,
+        "if main in lanes and replay in self.lanes.held:",
+        "if False:",
+        "contract/test_lanes_in_order.py::test_what_is_parked_goes_after_a_replay_that_has_failed",
+    ),
+    mutant(
         "what a person has parked again forgets the quality of its route",
         RELEASING,
         "pc.coalesce(qualities, by_route, pa.scalar(default))",
