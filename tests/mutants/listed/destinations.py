@@ -30,6 +30,13 @@ MUTANTS: list[Mutant] = [
         "contract/test_jsonl.py::test_a_destination_that_cannot_say_which_it_is_makes_no_dead_letters",
     ),
     mutant(
+        "a broker that is being restored in place makes dead letters",
+        INBOX,
+        "        if not found:\n",
+        "        if False:\n",
+        f"{WATERMARKS}::test_a_destination_whose_broker_is_being_restored_in_place_is_unavailable_and_rejects_nothing",
+    ),
+    mutant(
         "a state of a folder that is damaged makes dead letters",
         "saf/destinations/jsonl/state.py",
         "        with readable(what, str(file), CURE):\n",
