@@ -475,8 +475,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a message that no queue takes is stored, for all that is said",
         "saf/destinations/rabbitmq/server.py",
-        "        if sending.returned:\n",
-        "        if sending.returned and False:\n",
+        "        if returned:\n",
+        "        if returned and False:\n",
         f"{QUEUES}::test_what_no_queue_takes_is_a_dead_letter_and_its_neighbours_are_there_once",
     ),
     mutant(
@@ -485,6 +485,20 @@ MUTANTS: list[Mutant] = [
         "            self._there.update({ids[place] for place in there} - error.returned)\n",
         "",
         f"{QUEUES}::test_what_no_queue_takes_is_a_dead_letter_and_its_neighbours_are_there_once",
+    ),
+    mutant(
+        "what a queue has taken before it was full is sent again",
+        "saf/destinations/rabbitmq/queues.py",
+        "except NotAll as error:",
+        "except NotTaken as error:",
+        f"{QUEUES}::test_what_a_queue_takes_of_a_chunk_that_it_refuses_in_part_is_not_sent_again",
+    ),
+    mutant(
+        "later messages overtake one that a queue has refused",
+        "saf/destinations/rabbitmq/server.py",
+        "            sending.full = True\n",
+        "",
+        f"{QUEUES}::test_no_message_overtakes_one_that_a_full_queue_refuses_if_one_goes_at_a_time",
     ),
     mutant(
         "messages are gone with their server",
