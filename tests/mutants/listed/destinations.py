@@ -627,7 +627,14 @@ MUTANTS: list[Mutant] = [
         STREAMS,
         "        if have < wanted:",
         "        if have < 0:",
-        f"{REDIS}::test_what_is_not_on_enough_replicas_does_not_count_as_stored",
+        f"{REDIS}::test_nothing_is_stored_while_too_few_replicas_follow",
+    ),
+    mutant(
+        "a chunk is stored again and again while no replica follows",
+        STREAMS,
+        '            self._wait_for_replicas(connection, "what was there before the messages")\n',
+        "",
+        f"{REDIS}::test_nothing_is_stored_while_too_few_replicas_follow",
     ),
     mutant(
         "replicas are waited for without a write",
