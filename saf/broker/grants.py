@@ -195,6 +195,13 @@ PURGING: Rights = {
 ROUTE = ("service", "broker", "destination", "quality", "enabled", "expires_at", "comment", "local")
 ROUTER = ("service", "kind", "expression", "once_per", "mode", "enabled", "comment")
 
+# To remember what a destination has stored; one statement writes new marks and moves others
+ACKNOWLEDGING = {
+    "SELECT": WHOLE,
+    "INSERT": WHOLE,
+    "UPDATE": ("batch", "position", "opened_at"),
+}
+
 # To let keys choose among the routes that share, and to remember what routers have resolved
 CHOOSING: Rights = {
     "route_choice": {
@@ -269,11 +276,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                     *("opened_at", "acknowledged", "set_aside_at"),
                 ),
             },
-            "acknowledged": {
-                "SELECT": WHOLE,
-                "INSERT": WHOLE,
-                "UPDATE": ("batch", "position", "opened_at"),
-            },
+            "acknowledged": ACKNOWLEDGING,
             "taken_out": {"SELECT": WHOLE},
             # what transforms have made
             "kept_result": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
@@ -362,7 +365,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "member": {"SELECT": WHOLE},
             "watermark": {"SELECT": WHOLE},
             # to repair a destination that was set back
-            "acknowledged": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
+            "acknowledged": {**ACKNOWLEDGING, "DELETE": WHOLE},
             "broker": {"UPDATE": ("incarnation",)},
             "conversation": {"UPDATE": ("lineage",)},
             "route": {"SELECT": WHOLE, "INSERT": ROUTE, "UPDATE": ROUTE, "DELETE": WHOLE},
@@ -384,6 +387,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
             "endpoint": {
                 "INSERT": ("name", "subscription_id", "url", "settings"),
+                "UPDATE": ("subscription_id", "url", "settings"),
                 "DELETE": WHOLE,
             },
             "taken_out": {

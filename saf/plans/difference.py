@@ -8,7 +8,7 @@ whole or not at all, and only if the difference is still the one that was shown.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import psycopg
@@ -40,12 +40,12 @@ class Change:
 
     def details(self) -> Iterator[str]:
         """The values that will be set, and what they were."""
-        for field, wanted in (self.wanted or {}).items():
-            there = (self.there or {}).get(field)
-            if self.there is None and _is_worth_saying(field, wanted):
-                yield f"{field} {_said(wanted)}"
-            elif self.there is not None and field in self.there and there != wanted:
-                yield f"{field} {_said(wanted)}, was {_said(there)}"
+        for name, wanted in (self.wanted or {}).items():
+            there = (self.there or {}).get(name)
+            if self.there is None and _is_worth_saying(name, wanted):
+                yield f"{name} {_said(wanted)}"
+            elif self.there is not None and name in self.there and there != wanted:
+                yield f"{name} {_said(wanted)}, was {_said(there)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,9 @@ class Difference:
     """In the order in which they are made."""
     kept: tuple[tuple[Table, Key], ...]
     """What is there, is not named, and stays."""
-    refused: Mapping[str, int]
+    refused: Mapping[str, int] = field(compare=False)
     """If the broker gets its first services: the others, whose messages will wait at their sources,
-    and how many the inbox holds."""
+    and how many the inbox holds; where messages come in, these numbers rise all the time."""
     any_again: bool
     """Whether the broker loses its last service, and stores messages for any."""
     only_senders: bool
@@ -128,7 +128,8 @@ def apply(
         UsageError: whatever a change raises; nothing is changed.
     """
     with connection.transaction():
-        if difference(connection, wanted, prune=prune) != shown:
+        now = difference(connection, wanted, prune=prune)
+        if now != shown or now.refused.keys() != shown.refused.keys():
             raise ConfigurationError(
                 "somebody else has changed it meanwhile: nothing was done, so say it again"
             )

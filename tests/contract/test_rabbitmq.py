@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from pydantic import SecretStr
@@ -157,13 +158,18 @@ def test_a_server_that_hangs_is_unavailable(queue: Queues) -> None:
         assert caught.value.hangs
 
 
+def limit(queue: Queues, length: int) -> None:
+    """Let a queue refuse messages beyond so many."""
+    with queue.channel() as channel:
+        channel.queue_delete("billing")
+        arguments = {"x-max-length": length, "x-overflow": "reject-publish"}
+        channel.queue_declare("billing", durable=True, arguments=arguments)
+
+
 def test_a_queue_that_is_full_lets_messages_wait_and_loses_none(
     app: Dsn, queue: Queues, events: Rabbitmq
 ) -> None:
-    with queue.channel() as channel:
-        channel.queue_delete("billing")
-        full = {"x-max-length": 2, "x-overflow": "reject-publish"}
-        channel.queue_declare("billing", durable=True, arguments=full)
+    limit(queue, 2)
     send_numbers(app, 0, 1)
     forward(app, chunk_rows=10, events=events)
     send_numbers(app, 2)
@@ -177,16 +183,62 @@ def test_a_queue_that_is_full_lets_messages_wait_and_loses_none(
     assert texts(queue) == ["2"]
 
 
+def test_what_a_queue_takes_of_a_chunk_that_it_refuses_in_part_is_not_sent_again(
+    queue: Queues, events: Rabbitmq
+) -> None:
+    limit(queue, 5)
+    forwarder = Forwarder()
+    rows = forwarder.messages(20)
+    got: list[UUID] = []
+    with closing(events.open("events")) as destination, queue.channel() as channel:
+        for _ in range(3):
+            with pytest.raises(Unavailable, match="it has refused messages"):
+                destination.store(forwarder.chunk(rows), exactly_once=False)
+            got += ids(queue)
+            channel.queue_purge("billing")
+        assert destination.store(forwarder.chunk(rows), exactly_once=False).messages == 20
+    assert got + ids(queue) == [row["message_id"] for row in rows]
+
+
+def test_no_message_overtakes_one_that_a_full_queue_refuses_if_one_goes_at_a_time(
+    queue: Queues,
+) -> None:
+    limit(queue, 1)
+    settings = Rabbitmq(server=queue.address, step_rows=1)
+    forwarder = Forwarder()
+    rows = forwarder.messages(100, key="k")
+    got: list[str] = []
+    full = threading.Event()
+
+    def work() -> None:
+        with queue.channel() as channel:
+            while len(got) < len(rows) and not full.wait(0.001):
+                method, properties, _ = channel.basic_get("billing", auto_ack=True)
+                if method is not None:
+                    got.append(properties.message_id)
+
+    worker = threading.Thread(target=work)
+    with closing(settings.open("events")) as destination:
+        worker.start()
+        try:
+            for _ in range(1000):
+                with suppress(Unavailable):
+                    destination.store(forwarder.chunk(rows), exactly_once=False)
+                    break
+            until(lambda: len(got) == len(rows), seconds=10)
+        finally:
+            full.set()
+            worker.join()
+    assert got == [str(row["message_id"]) for row in rows]
+
+
 def test_what_a_full_queue_refused_is_not_there_when_a_later_message_is_too_large(
     tmp_path: Path,
 ) -> None:
     with rabbitmq_server(tmp_path / "rabbitmq", max_message_size="100000") as server:
         queue = Queues(server=server)
-        with queue.channel() as channel:
-            full = {"x-max-length": 1, "x-overflow": "reject-publish"}
-            channel.queue_declare("billing", durable=True, arguments=full)
-        # so few at once that the others are answered before the last one goes
-        settings = Rabbitmq(server=queue.address, step_rows=2)
+        limit(queue, 1)
+        settings = Rabbitmq(server=queue.address)  # so many at once that the last one goes, too
         forwarder = Forwarder()
         filling, *small = forwarder.messages(8)
         (large,) = forwarder.messages(1, body=b"x" * 200_000)

@@ -9,6 +9,7 @@ from uuid import UUID
 
 import pyarrow as pa
 import pytest
+from psycopg.types.json import Jsonb
 
 from saf.database import Dsn, fetch
 from saf.database.bounds import Bounds
@@ -198,3 +199,29 @@ def test_a_task_that_lags_behind_its_twin_sets_no_mark_back(app: Dsn) -> None:
         for mark in (third, second):
             acknowledge(connection, destination, {here: mark}, known)
         assert acknowledged(connection, destination, [here])[here].number == (1, 3)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_destination_whose_broker_is_being_restored_in_place_is_unavailable_and_rejects_nothing(
+    app: Dsn, mom: Dsn, kept: bool
+) -> None:
+    """`pg_restore --clean` makes the tables before it fills them, each in a transaction."""
+    with connect(app) as connection, connect(mom) as store:
+        for number in range(3):
+            send(connection, str(number))
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
+            (work,) = cycle.open()
+            inbox = PostgresInbox("mom", mom)
+            if kept:
+                inbox.connect()
+            ((columns,),) = fetch(store, "SELECT to_jsonb(b) FROM saf.broker b")
+            store.execute("DELETE FROM saf.broker")
+            with pytest.raises(Unavailable, match=r"saf\.broker has no row"):
+                inbox.store(chunk_of(work), exactly_once=True)
+            store.execute(
+                "INSERT INTO saf.broker SELECT (jsonb_populate_record(NULL::saf.broker, %s)).*",
+                [Jsonb(columns)],
+            )
+            assert inbox.store(chunk_of(work), exactly_once=True).messages == 3
+            inbox.close()
+    assert bodies(mom) == ["0", "1", "2"]

@@ -323,6 +323,23 @@ def test_what_somebody_has_changed_since_it_was_shown_is_not_overrun(
         assert [one.name for one in services.services(connection)] == ["billing"]
 
 
+def test_a_store_gets_its_first_services_while_messages_for_others_come_in(
+    folder: Path, mom: Dsn
+) -> None:
+    wanted = read(folder / "plan.toml").brokers["mom"].entries()
+    more = "INSERT INTO saf.inbox (to_service, body) VALUES (%s, '')"
+    with connect(mom) as connection:
+        connection.execute(more, ["shipping"])
+        shown = difference(connection, wanted, prune=False)
+        connection.execute(more, ["returns"])
+        with pytest.raises(ConfigurationError, match="nothing was done"):
+            apply(connection, wanted, shown, prune=False, discard=False)
+        shown = difference(connection, wanted, prune=False)
+        connection.execute(more, ["shipping"])
+        apply(connection, wanted, shown, prune=False, discard=False)
+        assert "billing" in [one.name for one in services.services(connection)]
+
+
 def test_what_cannot_be_changed_is_named_before_anything_is_done(folder: Path) -> None:
     applied(folder)
     plan = folder / "plan.toml"

@@ -36,11 +36,13 @@ from saf.operating.identity import identity
 from saf.operating.members import memberships
 from saf.operating.status import broker_status
 from saf.receiving.inbox import inbox_status
+from saf.repair.send_again import send_again
 from saf.routing.routers import add_router
 from saf.routing.routes import (
     NOTHING,
     add_route,
     add_topic,
+    current_routes,
     enable_route,
     remove_route,
     remove_topic,
@@ -55,7 +57,15 @@ from saf.webhooks.receiver import _store
 from tests import dialogs
 from tests.endpoints import Got, Partner, Reply, serving
 from tests.hub import DEPARTURES, Hub
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
+from tests.pipeline import (
+    Cycle,
+    bodies,
+    connect,
+    forwarding_rules,
+    let_time_pass,
+    send,
+    stores,
+)
 from tests.programs import configuration
 from tests.programs import saf as run_saf
 from tests.ring import in_slot, leave_slot
@@ -462,6 +472,44 @@ def test_an_operator_sees_the_state_of_things_and_mends_routes_and_what_was_set_
         assert decide.retry(connection, dead.Filter(), "the cause is mended") == [found.message_id]
         connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
         connection.execute("DELETE FROM saf.parked")
+
+
+@every_postgresql
+def test_an_operator_repairs_a_store_that_was_set_back(
+    app: Dsn, mom: Dsn, backup: Callable[[Dsn], Dsn], granted: Callable[..., Dsn]
+) -> None:
+    def cycle(store: Dsn) -> None:
+        with Cycle(app, forwarding_rules(mom=store)) as one:
+            one.run()
+
+    older = backup(mom)
+    with connect(app) as connection:
+        for number in range(3):
+            send(connection, str(number))
+    cycle(mom)
+    done = send_again(
+        "app",
+        granted(app, "operator"),
+        stores(mom=granted(older, "operator")),
+        lambda source: current_routes(source, "mom"),
+        retention_seconds=3600,
+    )
+    assert done is not None
+    assert done.set_back == ("mom",)
+    let_time_pass(app)
+    cycle(older)
+    assert sorted(bodies(older)) == ["0", "1", "2"]
+
+
+@every_postgresql
+def test_an_operator_puts_an_endpoint_of_a_plan_and_changes_it(
+    mom: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    with connect(granted(mom, "operator")) as connection:
+        services.create_service(connection, "billing")
+        for url in ("https://one.example.com", "https://two.example.com"):
+            stored.put(connection, "partner", url, subscription="billing", settings={})
+            assert stored.listed(connection) == [("partner", "billing", url, {})]
 
 
 # A right that is missing

@@ -213,9 +213,8 @@ class PostgresInbox:
     ) -> tuple[set[str], list[tuple[Any, ...]]]:
         """Return the services, and the rows of the watermarks, which are locked now."""
         locked = sql.SQL(LOCK).format(**values)
-        ((revision, identity, restored, _, services, *columns),) = cursor.ask(
-            _text(CONTACT, {"locked": locked})
-        )
+        contact = cursor.ask(_text(CONTACT, {"locked": locked}))
+        revision, identity, restored, _, services, *columns = self._of_broker(contact)
         self._is(self._meets(revision, identity, restored))
         return set(services), list(zip(*(column or () for column in columns), strict=True))
 
@@ -292,7 +291,7 @@ class PostgresInbox:
         try:
             with connection.cursor() as cursor:
                 try:
-                    ((revision, identity, restored, _),) = cursor.ask(MEET)
+                    revision, identity, restored, _ = self._of_broker(cursor.ask(MEET))
                 except adbc.Error as error:
                     if meaning(error.sqlstate) is Meaning.INCOMPLETE:
                         connection.rollback()
@@ -304,6 +303,13 @@ class PostgresInbox:
             connections.drop(connection)
             raise
         return connection
+
+    def _of_broker(self, found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Return what was found of the one row of saf.broker: a restore in place fills it last."""
+        if not found:
+            reason = "its table saf.broker has no row. Wait until its restore has ended"
+            raise Unavailable(f"destination {self.name!r}", reason)
+        return found[0]
 
     def _meets(self, revision: str, identity: str, restored: bool) -> UUID:
         """Return whose inbox it is, unless nothing must be stored in it now."""

@@ -6,7 +6,8 @@ again; ``message-id`` tells a consumer.
 
 A message that has no queue, or is too large, is known only when it was sent, so its neighbours are
 there already when the chunk is rejected. While the forwarder looks for it, by halving the chunk,
-those that were confirmed are not sent again.
+those that were confirmed are not sent again. Nor are those that a queue has taken before it was
+full, while the same task tries the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from saf.destinations.mapping import mapped
 from saf.destinations.marks import Mark, Place
 from saf.destinations.places import not_for
 from saf.destinations.rabbitmq.properties import EVENTS, check, properties
-from saf.destinations.rabbitmq.server import Channel, NotTaken, errors, open_channel
+from saf.destinations.rabbitmq.server import Channel, NotAll, NotTaken, errors, open_channel
 from saf.errors import Rejected, Unavailable
 from saf.failpoints import fail_point
 
@@ -41,7 +42,7 @@ class Queues:
         self.settings = settings
         self._channel: Channel | None = None
         self._there: set[str] = set()
-        """Ids of messages of a rejected chunk that are there."""
+        """Ids of messages that are there, of a chunk that was rejected or refused in part."""
 
     def identity(self) -> UUID:
         """Return what follows from the address."""
@@ -104,11 +105,13 @@ class Queues:
         try:
             with errors(self.what, self.settings):
                 yield channel
-        except NotTaken as error:
+        except NotAll as error:
             there = np.flatnonzero(error.there).tolist()
             self._there.update({ids[place] for place in there} - error.returned)
             self.close()
-            raise Rejected(self.what, str(error)) from None
+            if isinstance(error, NotTaken):
+                raise Rejected(self.what, str(error)) from None
+            raise Unavailable(self.what, f"{self.settings.server}: {error}") from None
         except Unavailable:
             self.close()
             raise

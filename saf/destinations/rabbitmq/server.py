@@ -53,8 +53,8 @@ class Properties(pika.BasicProperties):  # type: ignore[misc] # it has no types
         return [self.encoded]
 
 
-class NotTaken(Exception):
-    """The server will not take one of some messages, now or later; it has others of them."""
+class NotAll(Exception):
+    """The server has only some of the messages that it was given."""
 
     def __init__(self, reason: str, there: npt.NDArray[np.bool_], returned: set[str]) -> None:
         super().__init__(reason)
@@ -62,6 +62,14 @@ class NotTaken(Exception):
         """For each message, whether it was confirmed."""
         self.returned = returned
         """The ids of those that have no queue, which are confirmed too."""
+
+
+class NotTaken(NotAll):
+    """It will not take one of the others, now or later."""
+
+
+class NotNow(NotAll):
+    """A queue refuses the others, and may take them later."""
 
 
 class Channel:
@@ -112,36 +120,55 @@ class Channel:
     ) -> None:
         """Publish messages, and wait until all are confirmed.
 
+        A queue that is full refuses messages, and may have taken later ones. So none is given after
+        one was refused. What is not there is published again, in its order, and fewer at a time, as
+        long as some of it is taken.
+
         Raises:
             NotTaken: one of them has no queue, or is too large.
+            NotNow: a queue refuses whatever is not there.
         """
-        sending = self._sending = _Sending(before=self._tag, count=len(bodies))
-        exchange, most = self._settings.exchange, self._settings.step_rows
+        there, returned, reason = np.zeros(len(bodies), bool), set[str](), ""
+        most = self._settings.step_rows
+        while not there.all():
+            left = np.flatnonzero(~there)
+            sending = self._sending = _Sending(before=self._tag, count=len(left), most=most)
+            try:
+                self._send(sending, ((topics[n], properties[n], bodies[n]) for n in left.tolist()))
+            except ChannelClosedByBroker as error:
+                if error.reply_code != NOT_MET:
+                    raise
+                there[left] = sending.taken
+                raise NotTaken(error.reply_text, there, returned | sending.returned) from None
+            there[left] = sending.taken
+            returned, reason = returned | sending.returned, sending.reason or reason
+            taken = int(sending.taken.sum())
+            if not taken:
+                why = "a queue is full, or cannot write: it has refused messages"
+                raise NotNow(why, there, returned)
+            most = min(most, 2 * taken)
+        if returned:
+            raise NotTaken(reason, there, returned)
+
+    def _send(self, sending: _Sending, given: Iterator[tuple[str, bytes, bytes]]) -> None:
+        """Give messages to the server until one is refused, and wait for all answers."""
+        exchange = self._settings.exchange
         publish, ioloop = self._channel.basic_publish, self._connection.ioloop
-        given = iter(zip(topics, properties, bodies, strict=True))
 
         def more() -> None:
-            if self._sending is not sending or self._error is not None:
+            if self._sending is not sending or self._error is not None or sending.full:
                 return
-            for topic, said, body in islice(given, min(AT_ONCE, most - sending.on_their_way)):
+            room = min(AT_ONCE, sending.most - sending.on_their_way)
+            for topic, said, body in islice(given, room):
                 self._tag += 1
                 sending.on_their_way += 1
                 publish(exchange, topic, body, Properties(said), mandatory=True)
             if self._error is None and self._tag < sending.before + sending.count:
-                ioloop.call_later(0 if sending.on_their_way < most else PAUSE_SECONDS, more)
+                ioloop.call_later(0 if sending.on_their_way < sending.most else PAUSE_SECONDS, more)
 
         more()
-        try:
-            while not sending.answered.all():
-                self._wait(self._settings.bounds.statement_seconds)
-        except ChannelClosedByBroker as error:
-            if error.reply_code != NOT_MET:
-                raise
-            raise NotTaken(error.reply_text, sending.taken, sending.returned) from None
-        if sending.refused.any():
-            raise ConnectionError("a queue is full, or cannot write: it has refused messages")
-        if sending.returned:
-            raise NotTaken(sending.reason, sending.taken, sending.returned)
+        while not sending.over:
+            self._wait(self._settings.bounds.statement_seconds)
 
     def close(self) -> None:
         """Give up the connection."""
@@ -179,11 +206,12 @@ class Channel:
         new = ~sending.answered[first:last]
         if said.INDEX == NACK:
             sending.refused[first:last] |= new
+            sending.full = True
         sending.on_their_way -= int(new.sum())
         sending.answered[first:last] = True
         while sending.first < sending.count and sending.answered[sending.first]:
             sending.first += 1
-        if sending.first == sending.count:
+        if sending.over:
             self._connection.ioloop.stop()
 
     def _returned(self, _: object, method: Any, properties: Any, __: object) -> None:
@@ -230,9 +258,13 @@ class _Sending:
     before: int
     """The number of the message before them."""
     count: int
+    most: int
+    """So many may be on their way."""
     on_their_way: int = 0
     first: int = 0
     """The first one that is not confirmed."""
+    full: bool = False
+    """Whether a queue has refused one."""
     reason: str = ""
     returned: set[str] = field(default_factory=set)
     answered: npt.NDArray[np.bool_] = field(init=False)
@@ -242,6 +274,11 @@ class _Sending:
     def __post_init__(self) -> None:
         self.answered = np.zeros(self.count, bool)
         self.refused = np.zeros(self.count, bool)
+
+    @property
+    def over(self) -> bool:
+        """Whether all that were given are answered, and no other one is given."""
+        return self.first == self.count or (self.full and not self.on_their_way)
 
     @property
     def taken(self) -> npt.NDArray[np.bool_]:

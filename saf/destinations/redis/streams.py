@@ -103,6 +103,8 @@ class Streams(Stepwise[Link]):
             answers.append((waiting.popleft(), connection.read_response() == STORED))
 
         try:
+            # a chunk that is stored and not waited for comes again, and at least once means twice
+            self._wait_for_replicas(connection, "what was there before the messages")
             for step in steps:
                 connection.send_packed_command(self._command(source, step))
                 waiting.append(step.count)
@@ -111,7 +113,7 @@ class Streams(Stepwise[Link]):
             while waiting:
                 answered()
             if answers[-1][1]:
-                self._wait_for_replicas(connection)
+                self._wait_for_replicas(connection, "the messages")
         except BaseException:
             connection.disconnect()  # answers may be under way
             raise
@@ -131,7 +133,7 @@ class Streams(Stepwise[Link]):
             step.what,
         )
 
-    def _wait_for_replicas(self, connection: Any) -> None:
+    def _wait_for_replicas(self, connection: Any, what: str) -> None:
         """Wait until the replicas have all that the server had when this was called.
 
         A server waits for what the connection itself has written last: since Redis 7.2, a command
@@ -152,5 +154,5 @@ class Streams(Stepwise[Link]):
         have = connection.read_response()
         if have < wanted:
             raise Unavailable(
-                self.what, f"{have} of {wanted} replicas have the messages after {seconds:g} s"
+                self.what, f"{have} of {wanted} replicas have {what} after {seconds:g} s"
             )

@@ -30,6 +30,13 @@ MUTANTS: list[Mutant] = [
         "contract/test_jsonl.py::test_a_destination_that_cannot_say_which_it_is_makes_no_dead_letters",
     ),
     mutant(
+        "a broker that is being restored in place makes dead letters",
+        INBOX,
+        "        if not found:\n",
+        "        if False:\n",
+        f"{WATERMARKS}::test_a_destination_whose_broker_is_being_restored_in_place_is_unavailable_and_rejects_nothing",
+    ),
+    mutant(
         "a state of a folder that is damaged makes dead letters",
         "saf/destinations/jsonl/state.py",
         "        with readable(what, str(file), CURE):\n",
@@ -468,8 +475,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a message that no queue takes is stored, for all that is said",
         "saf/destinations/rabbitmq/server.py",
-        "        if sending.returned:\n",
-        "        if sending.returned and False:\n",
+        "        if returned:\n",
+        "        if returned and False:\n",
         f"{QUEUES}::test_what_no_queue_takes_is_a_dead_letter_and_its_neighbours_are_there_once",
     ),
     mutant(
@@ -478,6 +485,20 @@ MUTANTS: list[Mutant] = [
         "            self._there.update({ids[place] for place in there} - error.returned)\n",
         "",
         f"{QUEUES}::test_what_no_queue_takes_is_a_dead_letter_and_its_neighbours_are_there_once",
+    ),
+    mutant(
+        "what a queue has taken before it was full is sent again",
+        "saf/destinations/rabbitmq/queues.py",
+        "except NotAll as error:",
+        "except NotTaken as error:",
+        f"{QUEUES}::test_what_a_queue_takes_of_a_chunk_that_it_refuses_in_part_is_not_sent_again",
+    ),
+    mutant(
+        "later messages overtake one that a queue has refused",
+        "saf/destinations/rabbitmq/server.py",
+        "            sending.full = True\n",
+        "",
+        f"{QUEUES}::test_no_message_overtakes_one_that_a_full_queue_refuses_if_one_goes_at_a_time",
     ),
     mutant(
         "messages are gone with their server",
@@ -606,7 +627,14 @@ MUTANTS: list[Mutant] = [
         STREAMS,
         "        if have < wanted:",
         "        if have < 0:",
-        f"{REDIS}::test_what_is_not_on_enough_replicas_does_not_count_as_stored",
+        f"{REDIS}::test_nothing_is_stored_while_too_few_replicas_follow",
+    ),
+    mutant(
+        "a chunk is stored again and again while no replica follows",
+        STREAMS,
+        '            self._wait_for_replicas(connection, "what was there before the messages")\n',
+        "",
+        f"{REDIS}::test_nothing_is_stored_while_too_few_replicas_follow",
     ),
     mutant(
         "replicas are waited for without a write",

@@ -164,6 +164,13 @@ MUTANTS: list[Mutant] = [
         "test_granting_again_changes_nothing_and_another_duty_leaves_nothing_of_the_old_one",
     ),
     mutant(
+        "an operator may not repair a store that was set back",
+        GRANTS,
+        '{**ACKNOWLEDGING, "DELETE": WHOLE}',
+        '{"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE}',
+        "integration/test_granted.py::test_an_operator_repairs_a_store_that_was_set_back",
+    ),
+    mutant(
         "who has no duty may use the schema",
         GRANTS,
         "    if parts:\n        yield",
