@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
+from typing import Any
 
 import psycopg
 import pytest
@@ -29,7 +30,7 @@ REFRESH_SECONDS = 0.2
 
 @contextmanager
 def in_a_loop(
-    fleet: Fleet, mom: Dsn, tasks: Runner | None = None, **options: float
+    fleet: Fleet, mom: Dsn, tasks: Runner | None = None, **options: Any
 ) -> Iterator[forwarder.Forwarder]:
     """A forwarder of a fleet, until the end; ``summary`` is of its last cycle."""
     settings = Settings(
