@@ -76,7 +76,7 @@ def refuse_dead_references(schema: str) -> None:
     for reference, resolver in _references(root, REGISTRY.resolver_with_root(root)):
         try:
             resolver.lookup(reference)
-        except Unresolvable:
+        except (Unresolvable, LookupError, TypeError, ValueError):
             raise UsageError(
                 f"no JSON Schema: it refers to {reference!r}, which is not there: put it into the "
                 "schema itself, below $defs"

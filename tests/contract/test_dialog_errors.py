@@ -297,6 +297,7 @@ def test_a_version_never_changes_and_a_dialog_keeps_the_one_that_it_began_with(a
             )
             for schema in (
                 {"$ref": "#/$defs/nothing"},
+                {"$ref": "#/type/0x", "type": "object"},
                 {"properties": {"a": {"items": {"$ref": "https://example.invalid/schema"}}}},
                 {"$id": "https://example.invalid/a", "$defs": {"b": {"$dynamicRef": "#c"}}},
             )
