@@ -25,6 +25,7 @@ from saf.dispatch import history, stored
 from saf.dispatch.condition import Book
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.running import run as run_dispatchers
+from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError
 from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.runner import InProcess
@@ -216,6 +217,7 @@ def test_a_receiver_dispatches_and_an_operator_looks_after_endpoints(
         with connect(login) as there:
             networks = ["127.0.0.0/8"]
             (endpoint,) = stored.stored(there, "mom", networks).values()
+        assert isinstance(endpoint, Endpoint)
         dispatched = Dispatcher("partner", endpoint, login)
         run_dispatchers([dispatched], drain=True)
         assert dispatched.summary.handled == 1
