@@ -13,7 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +27,7 @@ import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 from structlog.testing import capture_logs
 
+import saf
 from saf.broker.services import create_services, subscription
 from saf.cli.dispatch import endpoints
 from saf.config import load
@@ -32,15 +35,17 @@ from saf.database import Dsn, fetch
 from saf.dispatch import marking, read_ahead, running, source
 from saf.dispatch.condition import Book
 from saf.dispatch.dispatcher import Dispatcher
+from saf.dispatch.progress import InHand
 from saf.dispatch.session import LOOK_SECONDS
 from saf.dispatch.settings import Endpoint
 from saf.dispatch.window import Window
-from saf.errors import Fenced, Unavailable
+from saf.errors import ConfigurationError, Fenced, Unavailable
 from saf.log.shards import Member
 from saf.operating.decide import retry
 from saf.receiving import notify
 from saf.receiving.hand import Reader
 from saf.receiving.inbox import inbox_status
+from saf.receiving.retries import Waiting
 from saf.setaside.dead import Filter
 from tests.endpoints import (
     Got,
@@ -55,10 +60,19 @@ from tests.endpoints import (
     serving,
     state,
 )
+from tests.hostile import unbounded
 from tests.pipeline import connect, outlive_lease
 from tests.processes import start
 from tests.programs import configuration
-from tests.receivers import SUBSCRIPTION, dead, prepare, put, store, waiting
+from tests.receivers import (
+    SUBSCRIPTION,
+    dead,
+    keys_of_one_shard,
+    prepare,
+    put,
+    store,
+    waiting,
+)
 from tests.sizes import sized
 from tests.waits import until
 
@@ -884,6 +898,239 @@ def test_of_all_dispatchers_one_sends_a_probe_and_an_endpoint_down_for_long_is_d
         partner.answer = None
         until(lambda: len(partner.accepted) == 200)
         assert len(partner.begun) > sent
+
+
+def test_a_run_without_loop_sends_a_probe_once_it_is_due_and_goes_on_if_it_is_accepted(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.always(503)
+    store(inbox, keys=10, each=2)
+    assert dispatch(inbox, partner, breaker_failures=2, max_in_flight=1).exit_code == 75
+    assert state(inbox) == "open"
+    sent = len(partner.begun)
+    assert dispatch(inbox, partner, max_in_flight=1).exit_code == 75
+    assert len(partner.begun) == sent
+    let_probes_be_due(inbox)
+    assert dispatch(inbox, partner, max_in_flight=1).exit_code == 75
+    assert (len(partner.begun), state(inbox)) == (sent + 1, "open")
+    partner.answer = None
+    let_probes_be_due(inbox)
+    let_lanes_be_due(inbox)
+    assert dispatch(inbox, partner, max_in_flight=1).exit_code == 0
+    assert state(inbox) == "closed"
+    assert partner.by_key() == {f"k{k}": [1, 2] for k in range(1, 11)}
+
+
+def test_a_probe_is_sent_though_what_is_read_before_it_waits_for_its_time(
+    inbox: Dsn, partner: Partner
+) -> None:
+    delayed, plain = keys_of_one_shard(2)
+    put(inbox, *["0"] * 25, key=delayed, deliver_at="2999-01-01")
+    put(inbox, "1", key=plain)
+    with connect(inbox) as connection:
+        number = subscription(connection, SUBSCRIPTION).subscription_id
+        Book(subscription_id=number, endpoint="partner").down(connection, "HTTP 503", 0.0)
+    assert dispatch(inbox, partner, max_in_flight=1).exit_code == 0
+    assert partner.by_key() == {plain: [1]}
+    assert state(inbox) == "closed"
+
+
+def test_a_worker_that_takes_over_handles_only_what_no_endpoint_has_answered(
+    inbox: Dsn, partner: Partner
+) -> None:
+    slow, accepts, rejects, fails = keys_of_one_shard(4)
+    answers: dict[str | None, Reply] = {rejects: (422, {}, b"no"), fails: (503, {}, b"")}
+
+    async def answer(got: Got) -> Reply:
+        if got.key == slow:
+            await asyncio.sleep(60)
+        return answers.get(got.key, (204, {}, b""))
+
+    partner.answer = answer
+    for number, key in enumerate((slow, accepts, rejects, fails, slow)):
+        put(inbox, str(number), key=key)
+    one = dispatcher(inbox, partner, timeout_seconds=60)
+    one.stop_seconds = 0.0
+    with dispatching(one):
+        until(lambda: unread(inbox) == 2)
+    assert out_of_order(inbox) > 0
+    assert (len(dead(inbox)), waiting(inbox)) == (1, [fails])
+    put(inbox, "5", key=accepts)
+    handled = []
+    worker = saf.Worker(inbox, SUBSCRIPTION)
+
+    @worker.handler()
+    def handle(message: saf.Received, _: object) -> None:
+        handled.append(message.text())
+
+    worker.drain()
+    assert sorted(handled) == ["0", "4", "5"]
+    assert (len(dead(inbox)), waiting(inbox), unfinished(inbox)) == (1, [fails], 0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"mode": "batch"}, {"mode": "batch", "batch_of": "key"}],
+    ids=["alone", "of keys", "of a key"],
+)
+def test_a_message_that_expires_in_memory_is_not_sent(
+    inbox: Dsn, partner: Partner, more: dict[str, Any]
+) -> None:
+    soon = datetime.now(UTC) + timedelta(seconds=2)
+    partner.after(2.5)
+    put(inbox, "1", key="a")
+    with dispatching(dispatcher(inbox, partner, max_in_flight=1, **more)):
+        until(lambda: len(partner.begun) == 1)
+        put(inbox, "2", "3", key="a", expires_at=soon)
+        put(inbox, "4", key="b", expires_at=soon)
+        put(inbox, "5", key="b")
+        until(lambda: unfinished(inbox) == 0 and unread(inbox) == 0, 30)
+    assert sorted(dead(inbox)) == [("2", "expired"), ("3", "expired"), ("4", "expired")]
+    sent = [[one.get_data() for one in batch(got)] if more else [got.body] for got in partner.begun]
+    assert sent == [[b"1"], [b"5"]]
+
+
+def test_an_expired_message_is_no_probe(inbox: Dsn, partner: Partner) -> None:
+    partner.always(503)
+    put(inbox, "1", key="a", expires_at=datetime.now(UTC) + timedelta(seconds=2))
+    put(inbox, "2", key="b")
+    with dispatching(dispatcher(inbox, partner, breaker_failures=1, max_in_flight=1)):
+        until(lambda: state(inbox) == "open")
+        sent = len(partner.begun)
+        time.sleep(2)
+        let_probes_be_due(inbox)
+        until(lambda: len(partner.begun) > sent)
+    assert partner.begun[-1].body == b"2"
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_dispatcher_that_cannot_go_on_stops_no_other_one(
+    inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch, loop: bool
+) -> None:
+    monkeypatch.setattr(running, "FIND_SECONDS", 0.1)
+    partner.after(1)
+    put(inbox, "1", "2", "3", key="a")
+    none = Dispatcher("none", Endpoint(url=partner.url), inbox)
+
+    def stop() -> None:
+        until(lambda: len(partner.accepted) == 3, 20)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as threads:
+        if loop:
+            stopping = threads.submit(stop)
+            running.run([none, dispatcher(inbox, partner)])
+            stopping.result()
+        else:
+            with pytest.raises(ConfigurationError, match="none"):
+                running.run([none, dispatcher(inbox, partner)], drain=True)
+    assert partner.by_key() == {"a": [1, 2, 3]}
+
+
+def test_a_run_without_loop_that_meets_a_lock_is_unavailable(inbox: Dsn, partner: Partner) -> None:
+    there = replace(inbox, bounds=replace(inbox.bounds, lock_seconds=0.5))
+    one = dispatcher(there, partner)
+    one.lease_seconds = 1.5  # a lock is waited for no longer
+    for table in ("member", "cursor", "breaker"):
+        with connect(inbox) as holder, holder.transaction():
+            holder.execute(f"LOCK TABLE saf.{table} IN ACCESS EXCLUSIVE MODE")
+            with pytest.raises(Unavailable, match=r"(lock|statement) timeout"):
+                running.run([one], drain=True)
+
+
+def test_messages_of_a_batch_that_is_refused_are_as_many_requests_as_may_be_in_flight(
+    inbox: Dsn, partner: Partner
+) -> None:
+    async def answer(got: Got) -> Reply:
+        if len(batch(got)) > 1:
+            return 422, {}, b"too many"
+        await asyncio.sleep(0.4)
+        return 204, {}, b""
+
+    partner.answer = answer
+    store(inbox, keys=8, each=1)
+    # a request that waits for a connection would have no time left
+    one = {"max_in_flight": 1, "timeout_seconds": 1.5}
+    done = dispatch(inbox, partner, mode="batch", **one)
+    assert (done.summary.handled, done.exit_code) == (8, 0)
+    assert partner.most_in_flight == 1
+
+
+def test_a_key_that_a_worker_has_left_for_a_handler_is_sent(inbox: Dsn, partner: Partner) -> None:
+    put(inbox, "1", "2", key="a", message_type="OrderPlaced")
+    worker = saf.Worker(inbox, SUBSCRIPTION)
+
+    @worker.handler("OrderPaid")
+    def handle(message: saf.Received, _: object) -> None:
+        raise AssertionError(message)
+
+    with suppress(saf.SafError):
+        worker.drain()
+    assert waiting(inbox) == ["a"]
+    assert dispatch(inbox, partner).exit_code == 0
+    assert partner.by_key() == {"a": [1, 2]}
+    assert waiting(inbox) == []
+
+
+def test_a_later_run_says_too_that_messages_wait_for_another_attempt(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.always(503)
+    put(inbox, "1", key="a")
+    assert dispatch(inbox, partner).exit_code == 75
+    assert dispatch(inbox, partner).exit_code == 75
+    partner.answer = None
+    let_lanes_be_due(inbox)
+    assert dispatch(inbox, partner).exit_code == 0
+
+
+def test_a_delayed_message_that_expires_leaves_no_lane_behind(inbox: Dsn, partner: Partner) -> None:
+    put(inbox, "1", key="a", deliver_at="2999-01-01", expires_at="2999-01-02")
+    dispatch(inbox, partner)
+    with connect(inbox) as connection:
+        connection.execute("UPDATE saf.parked SET deliver_at = now(), expires_at = now()")
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
+    dispatch(inbox, partner)
+    assert dead(inbox) == [("1", "expired")]
+    with connect(inbox) as connection:
+        assert fetch(connection, "SELECT kind, subject FROM saf.backoff") == []
+
+
+def test_a_delayed_message_that_is_too_large_to_be_read_is_a_dead_letter(
+    inbox: Dsn, partner: Partner
+) -> None:
+    unbounded(inbox)
+    put(inbox, "1", key="a", deliver_at="2999-01-01")
+    put(inbox, "2", key="a")
+    dispatch(inbox, partner)
+    with connect(inbox) as connection:
+        connection.execute(
+            "UPDATE saf.parked SET deliver_at = now(), message_type = repeat('x', 100000)"
+        )
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
+    assert dispatch(inbox, partner).exit_code == 1
+    assert dead(inbox) == [("1", "over_size")]
+    assert partner.by_key() == {"a": [2]}
+
+
+def test_what_is_logged_of_a_message_names_its_trace(inbox: Dsn, partner: Partner) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = json.dumps({"traceparent": f"00-{trace}-b7ad6b7169203331-01"})
+    put(inbox, "1", key="a", headers=headers)
+    partner.always(422)
+    with capture_logs() as lines:
+        dispatch(inbox, partner)
+    (line,) = [line for line in lines if line["event"] == "dead_letter"]
+    assert (line["key"], line["trace_id"]) == ("a", trace)
+
+
+def test_a_success_while_shards_leave_counts_no_attempt_in_them() -> None:
+    window = Window()
+    window.own([InHand(shard=1, epoch=1, batch=1, done="1:1:", open=None, position=0)])
+    window.leaving = frozenset({1})
+    window.count([Waiting(lane="a", shard=1, attempts=1, error="HTTP 503")])
+    assert window.busy() == set()
+    assert window.own([]) == [1]
 
 
 def test_retry_after_is_honoured(inbox: Dsn, partner: Partner) -> None:

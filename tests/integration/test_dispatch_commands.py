@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,17 +220,17 @@ def test_an_endpoint_or_broker_at_fault_holds_up_no_other_endpoint(
     there = {"mom": inbox, **gone}
     config = configuration(tmp_path / "saf.toml", {"shop": app}, there)
     text = f'[endpoints.billing]\nurl = "{partner.url}"\nbroker = "mom"\n'
+    lacks: dict[str, Any] = {"secrets": ["SAF_ENDPOINT_NONE"]}
+    with connect(inbox) as connection:
+        create_service(connection, "other")
+        add = partial(stored.add, connection, url=partner.url)
+        if wrong == "a name":
+            add("billing", subscription="other", settings={})
+        if wrong == "a variable":
+            add("a", subscription="other", settings=lacks)
+            add("billing", settings={})
+            text = '[dispatch]\nnetworks = ["127.0.0.0/8"]\n'
     config.write_text(config.read_text() + text)
-    if wrong != "a broker":
-        with connect(inbox) as connection:
-            create_service(connection, "other")
-            stored.add(
-                connection,
-                "billing" if wrong == "a name" else "other",
-                partner.url,
-                subscription="other",
-                settings={"secrets": ["SAF_ENDPOINT_NONE"]} if wrong == "a variable" else {},
-            )
     put(inbox, "1", key="a")
     done = saf("dispatch", "--config", config)
     assert partner.by_key() == {"a": [1]}
