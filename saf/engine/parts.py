@@ -1,10 +1,10 @@
 """Parts of a chunk: which of its messages go where, and which wait in a lane.
 
-Pure: it takes rows and rules, and returns parts. All messages that go to one destination in the same
-quality of service are one part, whatever routes they took, because the marks there say that a whole
-chunk is stored, and each quality has marks of its own. Each part is in order; messages of one key
-that are in different parts are not. A topic's message is in the part of each of its destinations,
-and in each it waits, or is set aside, by itself.
+Pure: it takes rows and rules, and returns parts. All messages that go to one destination in the
+same quality of service are one part, whatever routes they took, because the marks there say that a
+whole chunk is stored, and each quality has marks of its own. Each part is in order; messages of one
+key that are in different parts are not. A topic's message is in the part of each of its
+destinations, and in each it waits, or is set aside, by itself.
 """
 
 from __future__ import annotations
