@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from uuid import UUID
 
 import pytest
 
@@ -264,29 +263,6 @@ def test_what_was_stored_before_others_had_to_wait_for_their_service_is_no_alarm
     assert bodies(other) == ["stored", "known", "not yet"]
 
 
-def test_what_was_stored_before_others_had_to_wait_for_their_broker_is_no_alarm(
-    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with connect(app) as connection:
-        route(connection, "shipping", "other")
-        send_to(connection, "shipping", "stored", key="k")
-        with monkeypatch.context() as patch:
-            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", AnswerLost)
-            run(app, mom=mom, other=other)
-        send_to(connection, "shipping", "elsewhere", key="k", to_broker=UUID(int=7))
-        let_time_pass(app)
-        connection.execute(NOT_SOON, [[]])
-        run_unknowing(app, mom=mom, other=other)
-        let_time_pass(app)
-        run_unknowing(app, mom=mom, other=other)
-        kinds = connection.execute("SELECT kind FROM saf.parked").fetchall()
-        assert kinds == [("route",)]
-
-        send_to(connection, "shipping", "later", key="k")
-        assert run(app, mom=mom, other=other) == []
-    assert bodies(other) == ["stored", "later"]
-
-
 # What waited longest may find its way last: nothing that went before it takes it for stored
 
 
@@ -367,13 +343,6 @@ def test_what_its_router_could_not_resolve_arrives_after_what_waited_for_a_route
         run_routed(app, mom)
     assert bodies(mom) == ["2", "1"]
     assert count(app, "parked") == count(app, "backoff") == 0
-
-
-def run_unknowing(app: Dsn, **destinations: Dsn) -> None:
-    """A run of a forwarder that has not learned who its destinations are."""
-    with without_default(app, 100, **destinations) as cycle:
-        cycle.broker.identities = None
-        cycle.run()
 
 
 def run_routed(app: Dsn, mom: Dsn) -> None:

@@ -458,14 +458,6 @@ MUTANTS: list[Mutant] = [
         "test_what_was_stored_before_others_had_to_wait_for_their_service_is_no_alarm",
     ),
     mutant(
-        "what had been stored beside messages for another broker is not remembered",
-        STORING,
-        "self._store_rest(part, others, set_aside)",
-        "self._store_rest(replace(part, rows=error.rows), others, set_aside)",
-        "contract/test_lanes_in_order.py::"
-        "test_what_was_stored_before_others_had_to_wait_for_their_broker_is_no_alarm",
-    ),
-    mutant(
         "messages that wait for a service count as delivered",
         STORING,
         "        rest = inputs_of(part.rows, refused, but=True)\n",
