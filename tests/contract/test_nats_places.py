@@ -22,6 +22,7 @@ from tests.certificates import certificate
 from tests.nats_server import NatsServer, nats_server
 from tests.queue_suite import ids
 from tests.redis_server import free_port
+from tests.silent import silent_host
 from tests.waits import until
 
 
@@ -164,6 +165,19 @@ def test_a_cluster_goes_on_without_one_of_its_servers(cluster: list[NatsServer])
             return []
 
     until(lambda: arrived() == [row["message_id"] for row in rows])
+
+
+def test_a_host_that_is_stopped_before_it_greets_leaves_its_turn_to_the_next_one(
+    tmp_path: Path,
+) -> None:
+    forwarder = Forwarder()
+    rows = forwarder.messages(3)
+    with nats_server(tmp_path / "nats") as one, silent_host() as port:
+        there = f"nats://127.0.0.1:{port},127.0.0.1:{one.port}"
+        events = Nats(server=there).bounded(Bounds(network_seconds=0.5))
+        with closing(events.open("events")) as destination:
+            destination.store(forwarder.chunk(rows), exactly_once=True)
+        assert ids(one) == [row["message_id"] for row in rows]
 
 
 def test_what_its_settings_give_is_said_with_the_setting_that_gives_more(tmp_path: Path) -> None:

@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from saf.database.bounds import Bounds
 from saf.destinations.rabbitmq_stream import RabbitmqStream
 from saf.errors import Refused, Unavailable
 from saf.testing.forwarder import Forwarder
 from tests.certificates import signed
 from tests.programs import ROOT
 from tests.queue_suite import ids
-from tests.rabbitmq_server import rabbitmq_server
+from tests.rabbitmq_server import RabbitmqServer, rabbitmq_server
 from tests.redis_server import free_port
+from tests.silent import silent_host
 
 PAGE = (ROOT / "docs" / "destinations.md").read_text()
 (RIGHTS,) = re.findall(
@@ -137,3 +139,16 @@ def test_what_is_no_address_is_named() -> None:
         RabbitmqStream(server="rabbitmq-stream://rabbit", ca_file=Path("ca.pem"))
     with pytest.raises(ValueError, match="are given together"):
         RabbitmqStream(server="rabbitmq-stream+tls://rabbit", key_file=Path("key.pem"))
+
+
+def test_a_host_that_is_stopped_before_it_greets_leaves_its_turn_to_the_next_one(
+    rabbitmq: RabbitmqServer,
+) -> None:
+    forwarder = Forwarder()
+    rows = forwarder.messages(3)
+    with silent_host() as port:
+        there = f"rabbitmq-stream://127.0.0.1:{port},127.0.0.1:{rabbitmq.port}"
+        events = RabbitmqStream(server=there).bounded(Bounds(network_seconds=0.5))
+        with closing(events.open("events")) as destination:
+            destination.store(forwarder.chunk(rows), exactly_once=True)
+        assert ids(rabbitmq) == [row["message_id"] for row in rows]

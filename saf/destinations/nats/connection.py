@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
-import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from saf.destinations.hosts import connect, context_of, first_of
 from saf.destinations.nats import login
 
 if TYPE_CHECKING:
@@ -68,7 +67,12 @@ class Connection:
     """One connection; not safe to use from several threads."""
 
     def __init__(self, name: str, settings: Nats) -> None:
-        self._socket, self.host = _connected(settings)
+        hosts = settings.address.hosts
+        first_of(hosts, lambda host, port: self._open(host, port, name, settings))
+
+    def _open(self, host: str, port: int, name: str, settings: Nats) -> None:
+        self.host = host
+        self._socket = connect(host, port, settings.bounds.network_seconds)
         self._file = self._socket.makefile("rb")
         try:
             self._greet(name, settings)
@@ -80,7 +84,8 @@ class Connection:
         self.info: dict[str, Any] = json.loads(self._line("INFO"))
         if settings.address.tls or self.info.get("tls_required"):
             self._file.close()
-            self._socket = _secured(self._socket, self.host, settings)
+            context = context_of(settings)
+            self._socket = context.wrap_socket(self._socket, server_hostname=self.host)
             self._file = self._socket.makefile("rb")
         said = {
             "verbose": False,
@@ -191,27 +196,3 @@ def published(
     head = b"%b\r\n%b\r\n" % (VERSION_LINE, lines)
     size = len(head) + len(body)
     return b"HPUB %b %d %d\r\n%b%b\r\n" % (to.encode(), len(head), size, head, body)
-
-
-def _connected(settings: Nats) -> tuple[socket.socket, str]:
-    """Connect to the first host that answers."""
-    seconds = settings.bounds.network_seconds
-    for place, (host, port) in enumerate(settings.address.hosts, start=1):
-        try:
-            one = socket.create_connection((host, port), timeout=seconds)
-        except OSError:
-            if place == len(settings.address.hosts):
-                raise
-            continue
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
-        return one, host
-    raise AssertionError("an address has hosts")
-
-
-def _secured(one: socket.socket, host: str, settings: Nats) -> socket.socket:
-    context = ssl.create_default_context(cafile=settings.ca_file)
-    if settings.certificate_file is not None:
-        context.load_cert_chain(settings.certificate_file, settings.key_file)
-    return context.wrap_socket(one, server_hostname=host)

@@ -7,14 +7,13 @@ at once, and only counts the confirmations. Any node of a cluster takes messages
 from __future__ import annotations
 
 import itertools
-import socket
-import ssl
 import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
+from saf.destinations.hosts import connect, context_of, first_of
 from saf.destinations.rabbitmq_stream.protocol import (
     ANSWER,
     FIRST,
@@ -53,13 +52,20 @@ class Connection:
 
     def __init__(self, settings: RabbitmqStream) -> None:
         self._settings = settings
-        self._socket, self.host = _connected(settings)
+        first_of(settings.address.hosts, self._open)
+
+    def _open(self, host: str, port: int) -> None:
+        settings, self.host = self._settings, host
+        self._socket = connect(host, port, settings.bounds.network_seconds)
         self._numbers = itertools.count(1)
         self._read = bytearray()
         self._chunks: deque[Chunk] = deque()
         self.confirmed = 0
         """How many messages the server has confirmed so far."""
         try:
+            if settings.address.tls:
+                context = context_of(settings)
+                self._socket = context.wrap_socket(self._socket, server_hostname=host)
             self._greet(settings)
         except BaseException:
             self.close()
@@ -263,28 +269,3 @@ class Connection:
         found = bytes(self._read[:count])
         del self._read[:count]
         return found
-
-
-def _connected(settings: RabbitmqStream) -> tuple[socket.socket, str]:
-    """Connect to the first host that answers."""
-    seconds = settings.bounds.network_seconds
-    address = settings.address
-    for place, (host, port) in enumerate(address.hosts, start=1):
-        try:
-            one = socket.create_connection((host, port), timeout=seconds)
-        except OSError:
-            if place == len(address.hosts):
-                raise
-            continue
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
-        return (_secured(one, host, settings) if address.tls else one), host
-    raise AssertionError("an address has hosts")
-
-
-def _secured(one: socket.socket, host: str, settings: RabbitmqStream) -> socket.socket:
-    context = ssl.create_default_context(cafile=settings.ca_file)
-    if settings.certificate_file is not None:
-        context.load_cert_chain(settings.certificate_file, settings.key_file)
-    return context.wrap_socket(one, server_hostname=host)

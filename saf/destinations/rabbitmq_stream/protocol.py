@@ -14,7 +14,7 @@ from enum import IntEnum
 VERSION = 1
 ANSWER = 0x8000
 """Answers have the number of their command with this bit."""
-OK, NO_STREAM, STREAM_THERE, NOT_AVAILABLE, NO_OFFSET = 1, 2, 5, 6, 19
+OK, NO_STREAM, STREAM_THERE, NO_OFFSET = 1, 2, 5, 19
 LOGINS = (8, 9, 11, 12)
 DENIED, NOT_MET = 16, 17
 CODES = {
@@ -33,8 +33,8 @@ CODES = {
 }
 """What a code of an answer means."""
 
-FIRST, LAST = struct.pack(">H", 1), struct.pack(">H", 2)
-"""Where a stream is read from: its beginning; its last chunk."""
+FIRST = struct.pack(">H", 1)
+"""Where a stream is read from: its beginning."""
 
 
 def at(number: int) -> bytes:

@@ -501,6 +501,13 @@ MUTANTS: list[Mutant] = [
         f"{QUEUES}::test_no_message_overtakes_one_that_a_full_queue_refuses_if_one_goes_at_a_time",
     ),
     mutant(
+        "a host that accepts and does not greet holds up a healthy cluster",
+        "saf/destinations/hosts.py",
+        "        except OSError:\n            continue\n",
+        "        except ConnectionRefusedError:\n            continue\n",
+        "contract/test_nats_places.py::test_a_host_that_is_stopped_before_it_greets_leaves_its_turn_to_the_next_one",
+    ),
+    mutant(
         "messages are gone with their server",
         "saf/destinations/rabbitmq/properties.py",
         'PERSISTENT = b"\\2"',
