@@ -124,8 +124,10 @@ def add_senders(
         psycopg.errors.LockNotAvailable: transactions that use the outbox do not end.
     """
     for name in (from_service, *to_services):
-        if name is not None and (not name or "\0" in name or not fits(name, MAX_NAME)):
-            raise UsageError(f"{name!r} is no service's name: 1 to {MAX_NAME} bytes of UTF-8")
+        if name is not None and not (name and name.isprintable() and fits(name, MAX_NAME)):
+            raise UsageError(
+                f"{name!r} is no service's name: 1 to {MAX_NAME} bytes of printable characters"
+            )
     params = {"role": role, "from_service": from_service, "to_services": [*to_services]}
     with connection.transaction():
         connection.execute(grants.TAKE_TURN)

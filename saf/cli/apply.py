@@ -98,9 +98,7 @@ def export(config: Config = None, broker: Where = None) -> None:
     They are the brokers and destinations of saf.toml, or one of them.
     """
     round_ = Round(everywhere(load(config), broker))
-    found = round_.visit(
-        "export", lambda connection, _: (broker_id(connection), listed(connection))
-    )
+    found = round_.visit("export", lambda connection, _: _listed(connection))
     for line in _exported(found):
         echo(line)
     round_.finish(say=True)
@@ -191,18 +189,24 @@ def _as_dict(one: Difference) -> dict[str, Any]:
     }
 
 
-def _exported(found: Mapping[str, tuple[str, Mapping[str, Entries]]]) -> Iterator[str]:
+def _listed(connection: psycopg.Connection[Any]) -> tuple[str, Entries, dict[str, Any]]:
+    """A broker's identity, the rights of its roles, and its plan as tables."""
+    entries = listed(connection)
+    return broker_id(connection), entries["grants"], as_tables(_kinds_only(entries))
+
+
+def _exported(found: Mapping[str, tuple[str, Entries, dict[str, Any]]]) -> Iterator[str]:
     yield from HEADER
     yield ""
     names: dict[str, str] = {}
-    for name, (identity, entries) in found.items():
+    for name, (identity, grants, tables) in found.items():
         if (other := names.setdefault(identity, name)) != name:
             yield from (f"# {name} is the same broker as {other}", "")
             continue
-        for role, values in entries["grants"].items():
+        for role, values in grants.items():
             if OTHER in values["kinds"]:
                 yield f"# {name}: role {role[0]} has rights that no kind of `saf grant` gives"
-        yield from document({"brokers": {name: as_tables(_kinds_only(entries))}})
+        yield from document({"brokers": {name: tables}})
 
 
 def _kinds_only(entries: Mapping[str, Entries]) -> BrokerPlan:

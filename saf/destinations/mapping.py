@@ -22,7 +22,8 @@ all messages have the same ones, once; if each has a trace of its own, at each m
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from string import Formatter
@@ -190,6 +191,20 @@ def mapped(
         which=which,
         body=body,
     )
+
+
+def texts_of(headers: Iterable[tuple[str | bytes, bytes | None]]) -> dict[str, str]:
+    r"""Return the headers that are texts, as saf's are; others write what they like beside them.
+
+    >>> texts_of([(b"saf-id", b"7"), (b"\xff", b"8"), ("a", b"\xff"), ("b", None)])
+    {'saf-id': '7'}
+    """
+    found = {}
+    for name, value in headers:
+        with suppress(UnicodeDecodeError):
+            if value is not None:
+                found[name if isinstance(name, str) else name.decode()] = value.decode()
+    return found
 
 
 def said_of(headers: Mapping[str, str], body: bytes, prefix: str) -> Mapping[str, str]:

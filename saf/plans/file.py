@@ -209,14 +209,19 @@ def check(plan: Plan, settings: Settings) -> None:
 
 
 def broker_plan(entries: Mapping[str, Entries]) -> BrokerPlan:
-    """A broker's plan with these entries; the inverse of `BrokerPlan.entries`."""
-    return BrokerPlan(
-        **{
-            table.name: table.written(entries[table.name])
-            for table in TABLES
-            if table.name in entries
-        }
-    )
+    """A broker's plan with these entries; the inverse of `BrokerPlan.entries`.
+
+    Raises:
+        ConfigurationError: it has what no plan can say; the error names it.
+    """
+    said = {
+        table.name: table.written(entries[table.name]) for table in TABLES if table.name in entries
+    }
+    try:
+        return BrokerPlan(**said)
+    except pydantic.ValidationError as error:
+        problems = "; ".join(map(_explained, error.errors()))
+        raise ConfigurationError(f"a plan cannot say what is there: {problems}") from None
 
 
 def as_tables(plan: BrokerPlan) -> dict[str, Any]:

@@ -140,6 +140,19 @@ def test_what_was_stored_twice_is_found(app: Dsn, queue: NatsServer, events: Nat
     assert found.counts == {"duplicate": 1}
 
 
+def test_what_others_write_into_its_stream_is_passed_over(
+    app: Dsn, queue: NatsServer, events: Nats
+) -> None:
+    send_numbers(app, *range(5))
+    forward(app, chunk_rows=3, events=events)
+    with queue.connected() as connection:
+        head = b"NATS/1.0\r\nno-text: \xff\r\n\r\n"
+        connection.write(b"HPUB saf.billing %d %d\r\n%b7\r\n" % (len(head), len(head) + 1, head))
+    until(lambda: len(texts(queue)) == 6)
+    found = reconcile("app", app, {"events": events}, retention_seconds=WEEK)
+    assert (found.same, found.unread) == (True, {})
+
+
 def test_there_may_be_more_lanes_than_a_batch_has_room_for(queue: NatsServer, events: Nats) -> None:
     forwarder = Forwarder()
     rows = forwarder.messages(1_500)

@@ -16,6 +16,7 @@ from pydantic import SecretStr
 
 from saf.database.bounds import Bounds
 from saf.destinations.nats import Nats, login
+from saf.destinations.nats.connection import Connection
 from saf.errors import Refused, Unavailable
 from saf.testing.forwarder import Forwarder
 from tests.certificates import certificate
@@ -178,6 +179,23 @@ def test_a_host_that_is_stopped_before_it_greets_leaves_its_turn_to_the_next_one
         with closing(events.open("events")) as destination:
             destination.store(forwarder.chunk(rows), exactly_once=True)
         assert ids(one) == [row["message_id"] for row in rows]
+
+
+@pytest.mark.timeout(30)
+def test_a_server_that_pings_and_does_not_answer_is_not_waited_for_without_end(
+    tmp_path: Path,
+) -> None:
+    with nats_server(tmp_path / "nats", ping_interval='"300ms"') as server:
+        bounds = Bounds(network_seconds=1, statement_seconds=1)
+        events = Nats(server=server.address).bounded(bounds)
+        with (
+            closing(Connection("events", events)) as silent,
+            closing(Connection("events", events)) as asking,
+        ):
+            silent.write(b"SUB silent 2\r\nPING\r\n")
+            silent._line("PONG")
+            with pytest.raises(TimeoutError):
+                asking.request("silent")
 
 
 def test_what_its_settings_give_is_said_with_the_setting_that_gives_more(tmp_path: Path) -> None:

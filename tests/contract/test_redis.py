@@ -177,6 +177,16 @@ def test_it_is_compared_like_an_inbox(app: Dsn, queue: RedisServer, events: Redi
     assert found.counts == {"duplicate": 1}
 
 
+def test_what_others_write_into_its_streams_is_passed_over(
+    app: Dsn, queue: RedisServer, events: Redis
+) -> None:
+    send_numbers(app, *range(5))
+    forward(app, chunk_rows=3, events=events)
+    queue.client().xadd("{saf}:billing", {b"\xff": b"no text", b"saf-source": b"\xfe"})
+    found = reconcile("app", app, {"events": events}, retention_seconds=WEEK)
+    assert (found.same, found.unread) == (True, {})
+
+
 def test_what_was_trimmed_is_not_taken_for_lost(
     app: Dsn, queue: RedisServer, events: Redis
 ) -> None:

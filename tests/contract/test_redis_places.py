@@ -11,6 +11,7 @@ from uuid import UUID
 
 import pytest
 import redis
+from pydantic import SecretStr
 
 from saf.destinations.redis import Redis
 from saf.errors import Refused, Unavailable
@@ -84,6 +85,37 @@ def test_a_cluster_that_cannot_be_reached_or_is_asked_as_one_server_says_so(
         )
         with pytest.raises(Refused, match=r"Say redis\+cluster:// in saf\.toml"):
             named.identity("events")
+
+
+def test_in_a_cluster_the_rights_that_the_page_lists_are_enough_and_one_that_lacks_is_named(
+    tmp_path: Path,
+) -> None:
+    rows = Forwarder().messages(1)
+    with ExitStack() as stack:
+        events, other = by_cluster(stack, tmp_path)
+        given = {"username": "saf", "password": SecretStr("secret")}
+        events = events.model_copy(update=given)
+        nodes = [other, client_of(events)]
+        for node in nodes:
+            node.execute_command(*acl().split())
+        with pytest.raises(Refused, match="ACL SETUSER"):
+            events.identity("events")
+        for node in nodes:
+            node.execute_command("ACL", "SETUSER", "saf", "+cluster|slots")
+        with closing(events.open("events")) as destination:
+            stored = destination.store(Forwarder().chunk(rows), exactly_once=True)
+        assert stored.messages == 1
+
+
+def client_of(events: Redis) -> Any:
+    """Of the node that it names, as the administrator."""
+    return redis.Redis(port=int(events.server.rpartition(":")[2]), decode_responses=True)
+
+
+def acl() -> str:
+    """The rights in docs/destinations.md."""
+    page = Path(__file__).parents[2] / "docs" / "destinations.md"
+    return page.read_text().partition("<!-- test: acl -->\n```text\n")[2].partition("\n")[0]
 
 
 def by_socket(stack: ExitStack, folder: Path) -> tuple[Redis, Any]:

@@ -393,6 +393,19 @@ def test_rights_that_no_kind_gives_are_said_and_set_right(
         assert granted(connection)[name] == ("writer",)
 
 
+def test_what_no_plan_can_say_is_a_problem_of_its_broker(folder: Path, app: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute(
+            "INSERT INTO saf.sender (role, from_service) VALUES (current_user, E'a\\tb')"
+        )
+    done = saf("export", cwd=folder)
+    assert done.returncode == USAGE
+    assert "[brokers.mom]" in done.stdout
+    assert "shop" in done.stderr
+    assert "senders.0.from_service: a name has 1 to" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_it_asks_on_a_terminal_of_80_columns_and_no_line_is_longer(folder: Path, mom: Dsn) -> None:
     for answer, created in (("n\n", []), ("y\n", ["billing", "orders"])):
         said = on_a_terminal("apply", "plan.toml", "--broker", "mom", answer=answer, cwd=folder)

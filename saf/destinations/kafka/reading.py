@@ -15,7 +15,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from saf.destinations.kafka.client import HARMLESS, settings_of
 from saf.destinations.kafka.server import Link, connected
 from saf.destinations.kafka.wire import EVENTS
-from saf.destinations.mapping import held_of, said_of, source_of
+from saf.destinations.mapping import held_of, said_of, source_of, texts_of
 from saf.destinations.reading import Reading
 from saf.destinations.tables import HELD, TableReading
 from saf.destinations.written import known_of
@@ -128,10 +128,4 @@ def _messages(
 
 def _said(message: Any) -> Mapping[str, str]:
     """Return what is said of a message."""
-    said: dict[str, str] = {}
-    for name, value in message.headers() or ():
-        try:
-            said[name] = value.decode()
-        except (AttributeError, UnicodeDecodeError):  # null, or not saf's
-            continue
-    return said_of(said, message.value() or b"", EVENTS)
+    return said_of(texts_of(message.headers() or ()), message.value() or b"", EVENTS)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from saf.destinations.hosts import connect, context_of, first_of
+from saf.destinations.mapping import texts_of
 from saf.destinations.nats import login
 
 if TYPE_CHECKING:
@@ -47,10 +50,10 @@ class Received:
         return self.head[len(VERSION_LINE) :].split(b"\r\n", 1)[0].strip().decode()[:3]
 
     def headers(self) -> dict[str, str]:
-        """The headers, one value each."""
+        """The headers that are texts, one value each."""
         lines = self.head.split(b"\r\n")[1:]
-        pairs = (line.decode().partition(":") for line in lines if line)
-        return {name: value.strip() for name, _, value in pairs}
+        pairs = (line.partition(b":") for line in lines if line)
+        return texts_of((name, value.strip()) for name, _, value in pairs)
 
     def of(self, subject: str) -> Received:
         """Return it, as the answer of who listens to a subject.
@@ -169,7 +172,12 @@ class Connection:
         return Received(subject=words[0], head=data[:head], body=data[head:size])
 
     def _line(self, *wanted: str) -> str:
-        """Return what follows one of some words, answering to others."""
+        """Return what follows one of some words, answering to others.
+
+        Raises:
+            TimeoutError: nothing else came for as long as the socket waits for a byte, or longer.
+        """
+        until = time.monotonic() + (self._socket.gettimeout() or math.inf)
         while True:
             line = self._file.readline()
             if not line.endswith(b"\n"):
@@ -180,6 +188,8 @@ class Connection:
                 raise NatsError(rest.strip("'"))
             if word == "PING":
                 self.write(b"PONG\r\n")
+                if time.monotonic() > until:
+                    raise TimeoutError("the server is there, and does not answer")
             if word in wanted:
                 self._headed = word == "HMSG"
                 return rest

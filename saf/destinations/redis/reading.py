@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations.mapping import held_of, said_of, source_of
+from saf.destinations.mapping import held_of, said_of, source_of, texts_of
 from saf.destinations.reading import Reading
 from saf.destinations.redis import keys
 from saf.destinations.redis.server import Link, connected
@@ -91,8 +91,7 @@ class Moment:
         while entries := self._link.client.xrange(key, first, end, count=AT_ONCE):
             for _, fields in entries:
                 body = fields.pop(BODY.encode(), b"")
-                headers = {name.decode(): value.decode() for name, value in fields.items()}
-                yield said_of(headers, body, EVENTS)
+                yield said_of(texts_of(fields.items()), body, EVENTS)
             first = f"({entries[-1][0].decode()}"
 
 

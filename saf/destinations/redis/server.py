@@ -157,8 +157,7 @@ def errors(what: str, settings: Redis) -> Iterator[None]:
 
 def translated(what: str, settings: Redis, error: Exception) -> SafError:
     """Return the error that a client's error means."""
-    if isinstance(error, RedisClusterException) and isinstance(error.__cause__, RedisError):
-        error = error.__cause__
+    error = _refusal(error)
     said = settings.redact(str(error)) or type(error).__name__
     code = said.split(" ")[0]
     if isinstance(error, redis.AuthenticationError):
@@ -176,6 +175,16 @@ def translated(what: str, settings: Redis, error: Exception) -> SafError:
     unavailable = Unavailable(what, f"{settings.server}: {said}")
     unavailable.hangs = isinstance(error, redis.TimeoutError)
     return unavailable
+
+
+def _refusal(error: Exception) -> Exception:
+    """What a node has said, where a client of a cluster says something else of it."""
+    inner: BaseException | None = error
+    while isinstance(inner, RedisClusterException):
+        inner = inner.__cause__ or inner.__context__
+        if isinstance(inner, redis.exceptions.NoPermissionError):
+            return inner
+    return error.__cause__ if isinstance(error.__cause__, RedisError) else error
 
 
 def _client(settings: Redis) -> Any:

@@ -23,6 +23,30 @@ REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "what others write into a stream ends a comparison",
+        "saf/destinations/mapping.py",
+        "        with suppress(UnicodeDecodeError):",
+        "        with suppress(KeyError):",
+        "contract/test_redis.py::test_what_others_write_into_its_streams_is_passed_over",
+        "contract/test_nats.py::test_what_others_write_into_its_stream_is_passed_over",
+    ),
+    mutant(
+        "a server of NATS that pings is waited for without end",
+        "saf/destinations/nats/connection.py",
+        "                if time.monotonic() > until:",
+        "                if False:",
+        "contract/test_nats_places.py::"
+        "test_a_server_that_pings_and_does_not_answer_is_not_waited_for_without_end",
+    ),
+    mutant(
+        "a right that lacks in a cluster of Redis is taken for a server that is away",
+        "saf/destinations/redis/server.py",
+        "        if isinstance(inner, redis.exceptions.NoPermissionError):",
+        "        if False:",
+        "contract/test_redis_places.py::"
+        "test_in_a_cluster_the_rights_that_the_page_lists_are_enough_and_one_that_lacks_is_named",
+    ),
+    mutant(
         "a destination that cannot say which it is makes dead letters",
         "saf/engine/destination_sessions.py",
         "if isinstance(error, SafError) or not of_messages(error):",

@@ -10,6 +10,13 @@ APPLIED, SERVED = "integration/test_apply.py", "integration/test_services.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "what no plan can say of one broker ends the export of all",
+        "saf/plans/file.py",
+        'raise ConfigurationError(f"a plan cannot say what is there: {problems}") from None',
+        "raise",
+        "integration/test_apply.py::test_what_no_plan_can_say_is_a_problem_of_its_broker",
+    ),
+    mutant(
         "what a plan does not name goes without --prune",
         DIFFERENCE,
         "if key not in mine and prune and table.remove is not None:",
