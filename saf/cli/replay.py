@@ -99,6 +99,11 @@ def in_words(sent: Sent, *, dry_run: bool = False) -> str:
         )
     if sent.set_back and not dry_run:
         words += f"; {', '.join(sent.set_back)} had been set back, and may go on"
+    if sent.blind:
+        words += (
+            f"; {', '.join(sent.blind)} cannot be read back: all that was sent there since then "
+            "goes again, and what is still there arrives twice"
+        )
     if sent.not_compared:
         since, until = sent.not_compared
         when = f"between {since.isoformat()} and" if since else "before"
@@ -107,9 +112,10 @@ def in_words(sent: Sent, *, dry_run: bool = False) -> str:
             "have been purged; if it was not, say saf replay with an earlier --since"
         )
     for name, count in sent.uncertain.items():
+        copies = f"{counted(count, 'copy', 'copies')} of topics"
         words += (
-            f"; {counted(count, 'copy', 'copies')} of topics may be lost at {name}, and not sent "
-            "again: it is not known whether it had them"
+            f"; {counted(count, 'message') if name in sent.blind else copies} may be lost at "
+            f"{name}, and not sent again: it is not known whether it had them"
         )
     for name, why in sent.unread.items():
         words += f"; nothing to {name}, which was not compared: {why}"

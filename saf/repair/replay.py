@@ -11,7 +11,7 @@ destinations. What was purged from the outbox meanwhile cannot be sent again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -79,6 +79,7 @@ def replay(
     why: str,
     *,
     copies: Sequence[Copy] = (),
+    only: Collection[str] | None = None,
     dry_run: bool = False,
 ) -> dict[str, list[UUID]]:
     """Hand messages, as (shard, id), to the forwarder again; return their ids by destination.
@@ -86,7 +87,8 @@ def replay(
     They go where the routes lead now; a topic's message goes to all of its destinations. Messages
     that no route leads anywhere are left out. For messages of a router the forwarder finds out
     where they go; until then they are for no destination, which is the empty name. ``copies`` go to
-    the destinations that they name. ``why`` is for the audit. With ``dry_run``, nothing is written.
+    the destinations that they name. With ``only``, no other destinations get anything. ``why`` is
+    for the audit. With ``dry_run``, nothing is written.
     """
     known = {(copy.shard, copy.id): copy for copy in copies}
     places = sorted([*lost, *known])
@@ -97,6 +99,8 @@ def replay(
         for begin in range(0, len(places), CHUNK):
             found = _found(connection, places[begin : begin + CHUNK], routes, known)
             for destination, messages in found.items():
+                if only is not None and destination not in only:
+                    continue
                 message_ids = [one[2] for one in messages]
                 sent[destination] += message_ids
                 if not dry_run:

@@ -14,6 +14,9 @@ at the source, and in no destination; or, of a topic, no longer in this one. Thr
 Everything may run meanwhile, because nobody stores in a destination that is behind. Repairs take
 turns, so that two people who repair at once send each message once.
 
+A destination that cannot be read back does not say what it lacks. If somebody says since when, all
+that was sent to it since then is sent again (`saf.repair.blind`).
+
 It cannot send again what was purged from the outbox since; it says so, with the range that was
 compared. For topics, the limits of `saf.repair.reconcile.copies` hold.
 """
@@ -39,6 +42,7 @@ from saf.dialogs.monolog_gaps import SentMonolog, sent_monologs, subscribers_set
 from saf.dialogs.monologs import received_monologs
 from saf.errors import CannotReadBack, UsageError
 from saf.log.shards import shard_of
+from saf.repair.blind import everything_sent
 from saf.repair.incarnation import raise_incarnation
 from saf.repair.reconcile import lost
 from saf.repair.reconcile.outcome import Range
@@ -74,6 +78,9 @@ class Sent:
     nobody knows whether it had them, so they are not sent again."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """The destinations that cannot be read back, and so get nothing again, each with the reason."""
+    blind: tuple[str, ...] = ()
+    """Of those that had been set back, the ones that cannot be read back: they get again whatever
+    was sent to them since then, and what they still have twice."""
 
 
 def send_again(
@@ -100,7 +107,8 @@ def send_again(
         routes: returns where messages go now, given a connection to the source.
         retention_seconds: every purge of either side has kept messages at least so long.
         since: send again messages with this created_at or a later one; by default, see
-            `saf.repair.reconcile`.
+            `saf.repair.reconcile`. To a destination that was set back and cannot be read back, all
+            of them.
         until: send again messages with an earlier created_at than this; not if a destination was
             set back, because it would go on without what it has lost of a later time.
         why: the reason, for the audit.
@@ -111,8 +119,8 @@ def send_again(
         Unavailable: one of the databases does not answer.
         Restored: one of them is to be rebased first.
         UsageError: a role may not do it, or a destination was set back and there is an ``until``.
-        CannotReadBack: a destination was set back, and does not say what it holds; the others
-            are repaired.
+        CannotReadBack: a destination was set back, and does not say what it holds, and there is
+            no ``since``; the others are repaired.
     """
     with ExitStack() as stack:
         connection = stack.enter_context(_connected(f"broker {name!r}", source))
@@ -135,8 +143,12 @@ def send_again(
                 since=since, until=until, retention_seconds=retention_seconds, routes=routes,
             )  # fmt: skip
             stuck = [one for one in behind if one in found.unread]
-            for one in stuck:
+            blind = stuck if since is not None else []
+            for one in () if blind else stuck:
                 del behind[one]
+            unknown: list[tuple[int, int]] = []
+            if blind and since is not None:
+                unknown = everything_sent(name, source, blind, routes, since)
             if not dry_run:
                 for one in behind.keys() & brokers.keys():
                     _raise_incarnation(brokers[one])
@@ -145,6 +157,9 @@ def send_again(
                     connection, found.messages, routes(connection), why,
                     copies=found.copies, dry_run=dry_run,
                 )  # fmt: skip
+                unsure = replay(
+                    connection, unknown, routes(connection), why, only=blind, dry_run=dry_run
+                )
                 for one, differ in () if dry_run else behind.items():
                     adopt(connection, known[one].destination, known[one].marks, differ.behind)
                     retry_now(connection, one)
@@ -166,19 +181,25 @@ def send_again(
                             connection, known[one].destination, spoken, heard,
                             is_behind=lacking.is_behind, may_lack=lacking.may_lack,
                         )  # fmt: skip
-    if stuck and not dry_run:
+    if stuck and not blind and not dry_run:
         raise CannotReadBack(
             stuck[0],
             f"{found.unread[stuck[0]]}. It was set back, and what it has lost is not known, so "
-            "nothing is sent to it again; other destinations are repaired",
+            "nothing is sent to it again; other destinations are repaired. Say `saf replay "
+            "--since` with a time before its backup: then all that was sent to it since goes "
+            "again, and what it still has arrives twice",
         )
+    left = len(unknown) - len({*chain(*unsure.values())})
     return Sent(
-        by_destination=sent,
+        by_destination={
+            one: [*sent.get(one, ()), *unsure.get(one, ())] for one in {**sent, **unsure}
+        },
         set_back=tuple(behind),
         not_compared=_gap(found.range, known, behind),
         unrouted=len(found.messages) + len(found.copies) - len({*chain(*sent.values())}),
-        uncertain=found.uncertain,
-        unread=found.unread,
+        uncertain={**found.uncertain, **(dict.fromkeys(blind, left) if left else {})},
+        unread={one: why for one, why in found.unread.items() if one not in blind},
+        blind=tuple(blind),
     )
 
 

@@ -24,12 +24,14 @@ from pydantic import SecretStr, ValidationError
 import saf
 import saf.webhooks
 from saf.broker.services import create_service
+from saf.cli.replay import in_words
 from saf.database import Dsn, fetch
 from saf.database.bounds import Bounds
 from saf.destinations.https import Https
 from saf.destinations.https.chunks import TYPES, body_of, chunk_of
 from saf.destinations.https.wire import NotUnderstood
 from saf.errors import (
+    CannotReadBack,
     Fenced,
     Refused,
     Rejected,
@@ -37,6 +39,8 @@ from saf.errors import (
     UnknownService,
     UsageError,
 )
+from saf.repair.send_again import Sent, send_again
+from saf.routing.routes import current_routes
 from saf.setaside.lane import Kind
 from saf.signing.webhook import key_of, sign
 from saf.testing.forwarder import Forwarder
@@ -57,6 +61,7 @@ from tests.pipeline import (
     forwarding_rules,
     let_time_pass,
     send,
+    stores,
 )
 from tests.sizes import sized
 from tests.waits import until
@@ -204,6 +209,47 @@ def test_it_is_the_broker_that_a_dsn_leads_to_so_that_one_may_take_the_others_pl
 
 
 # What waits, and what is refused
+
+
+def test_one_that_was_set_back_gets_all_again_that_was_sent_since_a_time_that_a_person_says(
+    app: Dsn, mom: Dsn, other: Dsn, partner: BrokerServer
+) -> None:
+    there = {"partner": partner.at(), **stores(other=other)}
+
+    def again(**options: Any) -> Sent:
+        sent = send_again("app", app, there, current_routes, retention_seconds=86400, **options)
+        assert sent is not None
+        return sent
+
+    with connect(app) as connection, connect(mom) as owner:
+        route(connection, "shipping", "other")
+        route(connection, "billing", "partner")
+        for number in range(3):
+            send_to(connection, "billing", str(number))
+            send_to(connection, "shipping", f"s{number}")
+            forward(app, partner=partner.at(), other=other)
+        ((second,),) = fetch(
+            connection,
+            "SELECT created_at FROM saf.outbox WHERE to_service = 'billing' \
+            ORDER BY id OFFSET 1 LIMIT 1",
+        )
+        owner.execute("DELETE FROM saf.inbox WHERE body <> '0'")
+        owner.execute("UPDATE saf.watermark SET batch = 1, position = 1")
+        send_to(connection, "billing", "3")
+    assert "does not have any more what it has acknowledged" in errors(app, partner.at())[0]
+    with pytest.raises(CannotReadBack, match="saf replay --since"):
+        again()
+    tried = again(since=second, dry_run=True)
+    assert ([len(ids) for ids in tried.by_destination.values()], tried.blind) == ([2], ("partner",))
+    sent = again(since=second)
+    assert (sent.set_back, sent.blind, sent.uncertain) == (("partner",), ("partner",), {})
+    assert "partner cannot be read back" in in_words(sent)
+    let_time_pass(app)
+    forward(app, partner=partner.at(), other=other)
+    assert bodies(mom) == ["0", "1", "2", "3"]
+    assert bodies(other) == ["s0", "s1", "s2"]
+    # nobody was set back any more, so nothing is sent blindly
+    assert again(since=second, only_if_set_back=False).blind == ()
 
 
 def test_while_it_is_down_messages_are_parked_in_order_and_others_go_on(

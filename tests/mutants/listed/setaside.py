@@ -62,6 +62,22 @@ MUTANTS: list[Mutant] = [
         "contract/test_replay.py::test_ctrl_c_ends_a_replay_that_waits_for_another_one",
     ),
     mutant(
+        "a destination that was set back and cannot be read back stays refused for ever",
+        "saf/repair/send_again.py",
+        "            blind = stuck if since is not None else []",
+        "            blind: list[str] = []",
+        "contract/test_https.py::test_one_that_was_set_back_gets_all_again_that_was_sent_since_a_time_"
+        "that_a_person_says",
+    ),
+    mutant(
+        "what a destination may have lost, and nobody knows, is not sent again",
+        "saf/repair/blind.py",
+        'if one.state == "complete" and may_be_there.may_have(one)',
+        'if one.state == "pending" and may_be_there.may_have(one)',
+        "contract/test_https.py::test_one_that_was_set_back_gets_all_again_that_was_sent_since_a_time_"
+        "that_a_person_says",
+    ),
+    mutant(
         "a replay of a range lets a store go on that was set back",
         "saf/repair/send_again.py",
         "            if behind and until is not None:",
