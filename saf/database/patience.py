@@ -8,6 +8,7 @@ call that has waited too long. The library then says that the connection was los
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -85,8 +86,9 @@ class _Watch:
             with self._lock:
                 # under the lock: a call that has been answered meanwhile keeps its connection
                 for one in [one for one in self._waiting if one.until < now]:
-                    self._waiting.discard(one)
-                    one.give_up()
+                    with suppress(OSError):  # no file descriptor is left: the next look tries again
+                        one.give_up()
+                        self._waiting.discard(one)
                 if not self._waiting:
                     self._some.clear()
 
@@ -115,10 +117,18 @@ def quiet_seconds(thread: int) -> float:
 
 
 def shut(descriptors: Iterable[int]) -> None:
-    """Cut connections by their sockets; the library still closes these itself."""
+    """Cut connections by their sockets; the library still closes these itself.
+
+    Raises:
+        OSError: this process has no file descriptor left for it.
+    """
     for descriptor in descriptors:
-        with suppress(OSError), _same(descriptor) as same:
-            same.shutdown(socket.SHUT_RDWR)
+        try:
+            with _same(descriptor) as same:
+                same.shutdown(socket.SHUT_RDWR)
+        except OSError as error:  # otherwise it is closed already
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
 
 
 def hung_up(descriptors: Iterable[int]) -> bool:

@@ -23,6 +23,14 @@ REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a wait that could not be ended for want of descriptors goes on for ever",
+        "saf/database/patience.py",
+        "            if error.errno in (errno.EMFILE, errno.ENFILE):",
+        "            if False:",
+        "unit/test_patience.py::"
+        "test_a_wait_that_cannot_be_ended_for_want_of_descriptors_is_ended_later",
+    ),
+    mutant(
         "what others write into a stream ends a comparison",
         "saf/destinations/mapping.py",
         "        with suppress(UnicodeDecodeError):",
