@@ -83,6 +83,25 @@ def test_each_message_is_persistent_and_has_its_id_and_content_type(
     assert first.headers["n"] == "1"
 
 
+def test_an_exchange_is_another_destination_with_other_routing_keys(
+    app: Dsn, queue: Queues, events: Rabbitmq
+) -> None:
+    audit = events.model_copy(update={"topic": "audit"})
+    with queue.channel() as channel:
+        channel.queue_declare("audit", durable=True)
+    with connect(app) as connection:
+        route(connection, "billing", "events")
+        route(connection, "shipping", "audit")
+        send_to(connection, "billing", "1")
+        send_to(connection, "shipping", "2")
+    done = forward(app, chunk_rows=100, events=events, audit=audit)
+    assert [one.error for one in done if one.error] == []
+    assert [body for service in ("billing", "audit") for _, body in queue.messages(service)] == [
+        b"1",
+        b"2",
+    ]
+
+
 @pytest.mark.parametrize("stored", [0, 500])
 def test_a_server_that_is_killed_while_it_stores_has_all_messages_in_the_end(
     queue: Queues, events: Rabbitmq, stored: int

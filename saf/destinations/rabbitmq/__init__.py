@@ -106,8 +106,11 @@ class Rabbitmq(QueueSettings):
         import saf.destinations.rabbitmq.queues  # noqa: F401 - to have it imported
 
     def identity(self, name: str) -> UUID:  # noqa: ARG002 - its server keeps none
-        """Return what follows from the address: nothing is kept at the server that could say it."""
-        return uuid5(NAMESPACE_URL, f"{self.server}#{self.exchange}")
+        """Return what follows from the address: nothing is kept at the server that could say it.
+
+        An exchange may be several destinations, whose messages have other routing keys.
+        """
+        return uuid5(NAMESPACE_URL, f"{self.server}#{self.exchange}#{self.topic}")
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
         """Raise what the server would be refused for; see `DestinationSettings.problems`."""
