@@ -14,11 +14,11 @@ from typing import Annotated, Any, TypeVar
 import psycopg
 import typer
 
-from saf.background import Background
 from saf.cli.console import echo
 from saf.cli.exit_codes import INTERRUPTED
 from saf.config import Broker, Settings
 from saf.database import check_schema, unavailable_if_lost
+from saf.database.background import Background
 from saf.database.pages import Page
 from saf.errors import SafError, SchemaMissing, UsageError
 from saf.fleets import Candidate, Listing

@@ -144,7 +144,7 @@ def run(
 
 def end(spark: SparkRunner | ConnectRunner) -> None:
     """End Spark, and do not wait for one that hangs: nothing is left for it to do."""
-    from saf.background import Background
+    from saf.database.background import Background
 
     stopping = Background(1, "saf-stop").submit(spark.stop)
     if wait([stopping], timeout=STOP_SECONDS).not_done:

@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from threading import Thread
 from typing import TypeVar
 
-from saf.background import Background
 from saf.config import Settings
+from saf.database.background import Background
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Fenced, JobFailed, SafError, Unavailable
 from saf.forwarding import reporting

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from functools import partial
 
-from saf.background import Background
 from saf.config import Purge
 from saf.database import Dsn, check_schema, unavailable_if_lost
+from saf.database.background import Background
 from saf.errors import MayNotPurge, SafError, Unexpected
 from saf.forwarding.broker import SourceBroker
 from saf.logger import Log

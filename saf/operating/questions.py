@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from threading import Lock, Thread, current_thread
 from typing import Any, TypeVar
 
-from saf.background import fulfil
+from saf.database.background import fulfil
 
 T = TypeVar("T")
 

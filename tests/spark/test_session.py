@@ -193,7 +193,7 @@ def test_a_driver_ends_whose_jvm_hangs_and_is_somebody_else_s(shared_cache: Path
     # by spark-submit, say: it has started the driver
     others = "session._launched = None\n"
     job = """
-from saf.background import Background
+from saf.database.background import Background
 Background(1, "job").submit(lambda: spark.parallelize(range(1000)).count())
 """
     abandon = "runner.abandon()\nrunner.stop()\nprint(java[0].pid)\n"

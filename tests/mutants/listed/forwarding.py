@@ -128,7 +128,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the end of a process waits for a call that hangs",
-        "saf/background.py",
+        "saf/database/background.py",
         "daemon=True",
         "daemon=False",
         "spark/test_session.py::test_a_driver_ends_whose_jvm_hangs_and_is_somebody_else_s",
