@@ -120,7 +120,8 @@ class Releasing:
         """Deliver what some lanes of a destination hold of these shards."""
         blocked = self._blocked(destination, lanes)
         self.parked.postpone(blocked)
-        left, tried = set(lanes) - blocked.keys(), set[Lane]()
+        free, tried = set(lanes) - blocked.keys(), set[Lane]()
+        left = free - self._behind_replay(destination, free)
         for rows in self._parked(destination, left):
             if tried and self.parked.over:
                 self.parked.succeed(tried & left)
@@ -140,10 +141,6 @@ class Releasing:
         if destination not in self.rules.qualities:
             return dict.fromkeys(lanes, nowhere(destination))
         main = Lane(destination=destination)
-        replay = Lane(destination=destination, kind=Kind.REPLAY)
-        if main in lanes and replay in self.lanes.held:
-            held = self._held({replay})
-            return {main: _behind(main, replay, held[replay])} if replay in held else {}
         of_services = [one for one in lanes if one.kind in (Kind.SERVICE, Kind.FOUND_ROUTE)]
         if main in self.lanes.held:
             return {lane: _behind(lane, main, self.lanes.held[main]) for lane in of_services}
@@ -156,6 +153,24 @@ class Releasing:
             for lane, older in known_by.items()
             if older in held
         }
+
+    def _behind_replay(self, destination: str, lanes: Collection[Lane]) -> set[Lane]:
+        """Let a destination's own lane wait for what is sent again; return which lanes wait.
+
+        A replay that has failed goes first at its next attempt. One that the open batch has not
+        passed yet goes in the next cycle, and nothing is amiss.
+        """
+        main = Lane(destination=destination)
+        replay = Lane(destination=destination, kind=Kind.REPLAY)
+        if main not in lanes or replay not in self.lanes.held or not self._held({replay}):
+            return set()
+        subscription_id = self.work.batch.subscription_id
+        for one in self.source_session(lambda s: backoff.named(s, subscription_id, {replay})):
+            if one.due:
+                self.parked.hold([main], one.error)
+            else:
+                self.parked.postpone({main: _behind(main, replay, one.error)})
+        return {main}
 
     def _held(self, lanes: Collection[Lane]) -> Mapping[Lane, str]:
         batch = self.work.batch

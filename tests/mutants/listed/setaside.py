@@ -111,9 +111,17 @@ MUTANTS: list[Mutant] = [
     mutant(
         "parked messages go although a replay before them has failed",
         RELEASING,
-        "if main in lanes and replay in self.lanes.held:",
-        "if False:",
+        "        return {main}\n",
+        "        return set()\n",
         "contract/test_lanes_in_order.py::test_what_is_parked_goes_after_a_replay_that_has_failed",
+    ),
+    mutant(
+        "what is sent again is taken for failed while the open batch has not passed it",
+        "saf/engine/releasing.py",
+        "            if one.due:\n",
+        "            if False:\n",
+        "contract/test_jsonl.py::"
+        "test_a_folder_that_was_set_back_is_refused_and_gets_again_what_it_has_lost",
     ),
     mutant(
         "what a person has parked again forgets the quality of its route",
