@@ -233,7 +233,8 @@ def check_text(field: str, text: object, longest: int) -> None:
     if not isinstance(text, str):
         raise InvalidMessage(field, f"expected str, got {type(text).__name__}")
     if not text:
-        raise InvalidMessage(field, "is empty")
+        instead = "" if field == "service" else "; where there is none, say None, in SQL NULL"
+        raise InvalidMessage(field, f"is empty{instead}")
     if not fits(text, longest):
         size = len(text.encode(errors="surrogatepass"))
         raise InvalidMessage(field, f"{size:,} bytes are more than {longest:,}")

@@ -83,7 +83,8 @@ def _to_table(spark: SparkSession, dsn_from: str, log: str, folder: Path) -> Str
 def _to_outbox(spark: SparkSession, folder: Path) -> StreamingQuery:
     """All that the application sends, sent once more from another database."""
     read = _read(spark, "STREAM_APP", "outbox", "copies")
-    messages = read.selectExpr("'copies' AS service", "key", "text AS body")
+    # whoever writes by INSERT may have written an empty key, which a DataFrame may not send
+    messages = read.selectExpr("'copies' AS service", "nullif(key, '') AS key", "text AS body")
     write = messages.writeStream.format("saf").option("dsn_from", "STREAM_OTHER")
     return _begin(write, folder / "checkpoint-copies")
 
