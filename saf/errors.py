@@ -63,9 +63,14 @@ NAMED = 10
 
 
 class SafError(Exception):
-    """Anything that saf raises on purpose."""
+    """Anything that saf raises on purpose.
+
+    ``stored``: what a destination that keeps no marks has stored of a chunk although it raised
+    this, as a table of Arrow; None if it has stored nothing, or nobody knows.
+    """
 
     exit_code = 1
+    stored: Any = None
 
 
 class UsageError(SafError):

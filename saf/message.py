@@ -18,6 +18,7 @@ from saf.errors import InvalidMessage
 from saf.sending.encoding import Encoder
 from saf.tracing.carried import with_context
 
+EMPTY = "is empty; where there is none, say None, in SQL NULL"
 MAX_NAME = 255
 """Longest service or message type, in bytes of UTF-8."""
 MAX_KEY = 1024
@@ -233,8 +234,7 @@ def check_text(field: str, text: object, longest: int) -> None:
     if not isinstance(text, str):
         raise InvalidMessage(field, f"expected str, got {type(text).__name__}")
     if not text:
-        instead = "" if field == "service" else "; where there is none, say None, in SQL NULL"
-        raise InvalidMessage(field, f"is empty{instead}")
+        raise InvalidMessage(field, "is empty" if field == "service" else EMPTY)
     if not fits(text, longest):
         size = len(text.encode(errors="surrogatepass"))
         raise InvalidMessage(field, f"{size:,} bytes are more than {longest:,}")

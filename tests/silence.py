@@ -49,7 +49,14 @@ class Silence(Relay):
 
 
 @contextmanager
-def mute() -> Iterator[Dsn]:
-    """A database whose host takes hundreds of connections, and never says anything."""
+def silent_host() -> Iterator[int]:
+    """Give the port of a host that takes hundreds of connections, and never says anything."""
     with socket.create_server(("127.0.0.1", 0), backlog=1000) as listening:
-        yield Dsn(f"host=127.0.0.1 port={listening.getsockname()[1]} dbname=mute")
+        yield int(listening.getsockname()[1])
+
+
+@contextmanager
+def mute() -> Iterator[Dsn]:
+    """A database at such a host."""
+    with silent_host() as port:
+        yield Dsn(f"host=127.0.0.1 port={port} dbname=mute")

@@ -60,8 +60,14 @@ def command(
     done = round_.each(again)
     if as_json:
         message_ids = {name: texts(sent) for name, sent in done.items()}
-        left = {name: left_out(sent) for name, sent in done.items()}
-        echo(json.dumps({"message_ids": message_ids, "left_out": left, "errors": round_.errors()}))
+        found = {
+            "message_ids": message_ids,
+            "set_back": {name: sent.set_back for name, sent in done.items()},
+            "blind": {name: sent.blind for name, sent in done.items()},
+            "left_out": {name: left_out(sent) for name, sent in done.items()},
+            "errors": round_.errors(),
+        }
+        echo(json.dumps(found))
     else:
         for name, sent in done.items():
             echo(f"{name}: {in_words(sent, dry_run=dry_run)}")

@@ -103,7 +103,8 @@ class Destination(Protocol):
 
         A kind that cannot store so much at once stores it in steps, in its order, each one with the
         marks after it. If it raises in between, what is stored is what the marks say. It refuses
-        and rejects before the first step.
+        and rejects before the first step. A kind without marks that takes only some of a chunk
+        says which ones, as `SafError.stored`: they are not given again.
         """
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:

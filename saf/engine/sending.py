@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import psycopg
 
 from saf.engine.destination_sessions import obstacle
 from saf.engine.earlier_task import EarlierTask
@@ -23,7 +26,7 @@ from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing
 from saf.engine.work import ForwardingRules, Work
 from saf.errors import SafError
-from saf.log.cursor import attempt, attempted
+from saf.log.cursor import advance, attempt, attempted
 from saf.routing.matching import AT_MOST_ONCE
 from saf.setaside import backoff
 from saf.setaside.lane import Lane
@@ -93,11 +96,24 @@ class Sending:
         return obstacle(self.rules, part.destination, part.quality)
 
     def _stay_open(self, set_aside: SetAside) -> None:
-        """Raise, instead of parking, if the only destination is down."""
+        """Raise, instead of parking, if the only destination is down.
+
+        What it has stored of the chunk before is done: the position moves past it. Where that is
+        not possible, because something before it waits, all that waits is parked.
+        """
         alone = Lane(destination=self.work.alone or "")
-        if alone in set_aside.failed:
-            error, subscription_id = set_aside.failed[alone], self.work.batch.subscription_id
-            self.source_session(
-                lambda source: backoff.postpone(source, subscription_id, {alone: str(error)})
-            )
-            raise error
+        if alone not in set_aside.failed:
+            return
+        error, batch = set_aside.failed[alone], self.work.batch
+        taken, first = set_aside.taken, set_aside.waits_from()
+        if taken and (first is None or taken > first):
+            return
+
+        def stay(source: psycopg.Connection[Any]) -> None:
+            if taken and first is not None:
+                advance(source, batch, first - 1)
+            moving = [alone] if taken else []
+            backoff.postpone(source, batch.subscription_id, {alone: str(error)}, moving)
+
+        self.source_session(stay)
+        raise error

@@ -58,6 +58,8 @@ class SetAside:
     failed: dict[Lane, SafError] = field(default_factory=dict)
     down: set[str] = field(default_factory=set)
     """Destinations that do not answer."""
+    taken: int = 0
+    """The greatest number of a message that is done, though others of its chunk were refused."""
     opened: set[Lane] = field(default_factory=set)
     parked: list[Part] = field(default_factory=list)
     dead: list[tuple[pa.Table, str, str, str]] = field(default_factory=list)
@@ -83,6 +85,18 @@ class SetAside:
 
     def __bool__(self) -> bool:
         return bool(self.failed or self.opened or self._left_out or self.ahead)
+
+    def take(self, rows: pa.Table) -> None:
+        """Note messages that are done, at a destination that has refused others of their chunk."""
+        if rows.num_rows:
+            self.taken = max(self.taken, int(pc.max(rows[self._number]).as_py()))
+
+    def waits_from(self) -> int | None:
+        """Return the first id that waits, if all other messages of a new chunk are done."""
+        if self.dead or self.unread or self._left_out or self.opened:
+            return None
+        waiting = [part.rows["id"] for part in self.parked if part.rows.num_rows]
+        return min((int(pc.min(ids).as_py()) for ids in waiting), default=None)
 
     def wait(self, part: Part) -> None:
         """Park messages in their lanes, or let them stay there."""
@@ -276,7 +290,8 @@ class SetAside:
 
     def _postpone(self, source: psycopg.Connection[Any]) -> None:
         failed = {lane: str(error) for lane, error in self.failed.items()}
-        backoff.postpone(source, self.work.batch.subscription_id, failed)
+        moving = [lane for lane, error in self.failed.items() if error.stored is not None]
+        backoff.postpone(source, self.work.batch.subscription_id, failed, moving)
 
     def _bury(self, source: psycopg.Connection[Any]) -> None:
         subscription_id = self.work.batch.subscription_id

@@ -90,6 +90,7 @@ class Storing:
                 self.rules.attempts, lambda: self.destinations.store(part, chunk)
             )
         except REFUSES as error:
+            part = self._without_stored(part, set_aside, error, perf_counter() - began)
             self._wait(part, set_aside, error)
         except AnotherBroker as error:
             part = self._leave_out(part, chunk, set_aside)
@@ -105,6 +106,7 @@ class Storing:
             self.source_session(lambda source: lock_cursors(source, self.work.batch))
             raise Ahead(f"destination {name!r}", error.shards) from None
         except Rejected as error:
+            part = self._without_stored(part, set_aside, error, perf_counter() - began)
             self._store_halves(part, set_aside, error)
         else:
             part = self._leave_out(part, chunk, set_aside)
@@ -138,6 +140,7 @@ class Storing:
             if isinstance(error, TO_REPAIR):
                 self.to_repair = error
             self.receipts.of(name).down |= isinstance(error, REFUSES)
+            part = self._without_stored(part, set_aside, error, perf_counter() - began)
             set_aside.bury(part.rows, name, "unavailable", str(error))
         else:
             self._note(part, stored.messages, perf_counter() - began)
@@ -153,6 +156,17 @@ class Storing:
         new = set_aside.leave_out(left, part.destination)
         self.receipts.of(part.destination).left_out += new
         return replace(part, rows=inputs_of(part.rows, chunk.rows))
+
+    def _without_stored(
+        self, part: Part, set_aside: SetAside, error: SafError, seconds: float
+    ) -> Part:
+        """A part without what its destination has stored of it although it raised."""
+        if error.stored is None:
+            return part
+        there = inputs_of(part.rows, error.stored)
+        set_aside.take(there)
+        self._note(replace(part, rows=there), there.num_rows, seconds)
+        return replace(part, rows=inputs_of(part.rows, error.stored, but=True))
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:
         """Note that a part was given to its destination, which had not stored so many of it."""

@@ -317,11 +317,6 @@ def new_rows(
     return count
 
 
-def anything_new(connection: psycopg.Connection[Any], log: str, member: Member) -> bool:
-    """Whether opening a batch now would find rows. Reads only."""
-    return new_rows(connection, log, owned(connection, log, member).idle, most=1) > 0
-
-
 def has_more_than(connection: psycopg.Connection[Any], batch: Batch, rows: int) -> bool:
     """Whether the batch has more than so many rows left; reads no more rows than that."""
     query = f"SELECT count(*) FROM ({batch.rows(['id'])} LIMIT {int(rows) + 1}) AS few"

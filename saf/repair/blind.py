@@ -1,28 +1,96 @@
 """What goes again to a destination that was set back and cannot be read back.
 
 Nobody knows what it has lost. So somebody has to say since when, and all that was sent to it since
-then goes again; what it still has, it gets twice. Messages whose way now leads elsewhere, or that
-a router has found a way for, may be lost there too: they are counted.
+then goes again; what it still has, it gets twice. What is set aside for it has not been sent. Of a
+topic's message, that may be so for one destination only, and the others get their copies again.
+
+Some messages may be lost there too, and are counted: those whose way now leads elsewhere, or that a
+router has found a way for, and copies of a topic's messages that somebody has discarded, because an
+audit does not say for which destination.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from datetime import datetime
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from heapq import merge
+from itertools import groupby
+from operator import itemgetter
 
 from saf.database import Dsn
 from saf.destinations.reading import Entry
 from saf.log.side import in_order
-from saf.repair.reconcile.comparing import SENT
-from saf.repair.reconcile.copies import RoutesOf
+from saf.repair.reconcile.comparing import DISCARDED, SENT, SET_ASIDE
+from saf.repair.reconcile.copies import RoutesOf, copied_to
 from saf.repair.reconcile.sides import read_both
-from saf.repair.reconcile.unread import unread_of
+from saf.repair.reconcile.unread import Unread, unread_of
+from saf.repair.replay import Copy
+from saf.routing.matching import Routes
+
+NOW = "SELECT clock_timestamp()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blind:
+    """What some destinations may have got since a time."""
+
+    destinations: Collection[str]
+    messages: list[tuple[int, int]] = field(default_factory=list)
+    """As (shard, id)."""
+    copies: list[Copy] = field(default_factory=list)
+    """Of topics' messages that are set aside for other destinations."""
+    uncertain: Counter[str] = field(default_factory=Counter)
+    """For each destination, how many copies it may have got, of messages that were discarded."""
+    purged: datetime | None = None
+    """What was sent earlier may have been purged, and does not go again."""
+
+    def add(self, entries: Sequence[Entry], routes: Routes, may_be_there: Unread) -> None:
+        """Add the message of some rows, which are all that have its id."""
+        discarded = any(one.state == "discarded" for one in entries)
+        for one in entries:
+            if one.state not in ("complete", "aside") or not may_be_there.may_have(one):
+                continue
+            held = {
+                each.where
+                for each in entries
+                if each.state == "set_aside" and (each.shard, each.id) == (one.shard, one.id)
+            }
+            if one.state == "complete":
+                self.messages.append((one.shard, one.id))
+            elif "" not in held:
+                self._add_aside(one, held, routes, discarded=discarded)
+
+    def _add_aside(
+        self, one: Entry, held: Collection[str], routes: Routes, *, discarded: bool
+    ) -> None:
+        """Add a message that is set aside for some destinations, or was discarded."""
+        if any(router.service == one.service for router in routes.routers):
+            if not {*self.destinations} <= {*held}:
+                self.messages.append((one.shard, one.id))
+            return
+        ways = copied_to(routes, one.service, one.broker)
+        mine = tuple(way for way in ways if way in self.destinations and way not in held)
+        if len(ways) < 2 or not mine:  # noqa: PLR2004 - the only one has not got it
+            return
+        if discarded:
+            self.uncertain.update(mine)
+            return
+        address = (one.service, one.broker, one.key)
+        self.copies.append(Copy(shard=one.shard, id=one.id, destinations=mine, address=address))
 
 
 def everything_sent(
-    name: str, source: Dsn, destinations: Collection[str], routes: RoutesOf, since: datetime
-) -> list[tuple[int, int]]:
-    """Return the messages that these destinations may have got since then, as (shard, id).
+    name: str,
+    source: Dsn,
+    destinations: Collection[str],
+    routes: RoutesOf,
+    *,
+    since: datetime,
+    retention_seconds: float,
+) -> Blind:
+    """Return the messages that these destinations may have got since then.
 
     Args:
         name: the source's name, for people.
@@ -30,17 +98,26 @@ def everything_sent(
         destinations: their names.
         routes: returns where messages go now, given a connection to the source.
         since: with this created_at or a later one.
+        retention_seconds: every purge has kept messages at least so long.
 
     Raises:
         Unavailable: the source does not answer.
         UsageError: a role may not read.
     """
-    with read_both(name, source, {}, since=since, until=None, retention_seconds=0) as both:
-        may_be_there = unread_of(both.source.connection, destinations, routes)
-        shards = list(range(both.what.shards))
-        sent = both.source.stream(in_order(SENT, shards, state="state"), both.params)
-        return [
-            (one.shard, one.id)
-            for one in map(Entry._make, sent)
-            if one.state == "complete" and may_be_there.may_have(one)
-        ]
+    with read_both(
+        name, source, {}, since=since, until=None, retention_seconds=retention_seconds
+    ) as both:
+        here, shards = both.source, list(range(both.what.shards))
+        ((now,),) = here.fetch(NOW, {})
+        kept = now - timedelta(seconds=retention_seconds)
+        found = Blind(
+            destinations=destinations,
+            purged=kept if since < kept and here.may_be_purged() else None,
+        )
+        may_be_there = unread_of(here.connection, destinations, routes)
+        current = routes(here.connection)
+        sent = here.stream(in_order(SENT, shards, state="state"), both.params)
+        aside = (here.stream(query, both.params) for query in (SET_ASIDE, DISCARDED))
+        for _, rows in groupby(merge(sent, *aside, key=itemgetter(0)), key=itemgetter(0)):
+            found.add([Entry._make(row) for row in rows], current, may_be_there)
+    return found

@@ -23,6 +23,7 @@ compared. For topics, the limits of `saf.repair.reconcile.copies` hold.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ from saf.dialogs.monolog_gaps import SentMonolog, sent_monologs, subscribers_set
 from saf.dialogs.monologs import received_monologs
 from saf.errors import CannotReadBack, UsageError
 from saf.log.shards import shard_of
-from saf.repair.blind import everything_sent
+from saf.repair.blind import Blind, everything_sent
 from saf.repair.incarnation import raise_incarnation
 from saf.repair.reconcile import lost
 from saf.repair.reconcile.outcome import Range
@@ -146,9 +147,12 @@ def send_again(
             blind = stuck if since is not None else []
             for one in () if blind else stuck:
                 del behind[one]
-            unknown: list[tuple[int, int]] = []
+            unknown = Blind(destinations=blind)
             if blind and since is not None:
-                unknown = everything_sent(name, source, blind, routes, since)
+                unknown = everything_sent(
+                    name, source, blind, routes,
+                    since=since, retention_seconds=retention_seconds,
+                )  # fmt: skip
             if not dry_run:
                 for one in behind.keys() & brokers.keys():
                     _raise_incarnation(brokers[one])
@@ -158,46 +162,27 @@ def send_again(
                     copies=found.copies, dry_run=dry_run,
                 )  # fmt: skip
                 unsure = replay(
-                    connection, unknown, routes(connection), why, only=blind, dry_run=dry_run
-                )
-                for one, differ in () if dry_run else behind.items():
-                    adopt(connection, known[one].destination, known[one].marks, differ.behind)
-                    retry_now(connection, one)
+                    connection, unknown.messages, routes(connection), why,
+                    copies=unknown.copies, only=blind, dry_run=dry_run,
+                )  # fmt: skip
                 if behind and not dry_run:
-                    compare(connection)
-                    ((source_id, shards),) = fetch(connection, SOURCE)
-                    for one in behind.keys() & brokers.keys():
-                        lacking = _Lacking(
-                            destination=one,
-                            shards=shards,
-                            reached=reached(known[one].marks, behind[one].behind),
-                            compared=found.range.since,
-                            retention=timedelta(seconds=retention_seconds),
-                            routes=routes(connection),
-                        )
-                        spoken = sent_monologs(connection, one)
-                        heard = received_monologs(brokers[one], source_id)
-                        subscribers_set_back(
-                            connection, known[one].destination, spoken, heard,
-                            is_behind=lacking.is_behind, may_lack=lacking.may_lack,
-                        )  # fmt: skip
+                    _let_go_on(connection, behind, known)
+                    _let_subscribers_know(
+                        connection, brokers, behind, known, routes(connection),
+                        compared=found.range.since, retention_seconds=retention_seconds,
+                    )  # fmt: skip
     if stuck and not blind and not dry_run:
-        raise CannotReadBack(
-            stuck[0],
-            f"{found.unread[stuck[0]]}. It was set back, and what it has lost is not known, so "
-            "nothing is sent to it again; other destinations are repaired. Say `saf replay "
-            "--since` with a time before its backup: then all that was sent to it since goes "
-            "again, and what it still has arrives twice",
-        )
-    left = len(unknown) - len({*chain(*unsure.values())})
+        raise _stays_refused(stuck[0], found.unread[stuck[0]])
+    left = len(unknown.messages) + len(unknown.copies) - len({*chain(*unsure.values())})
+    uncertain = unknown.uncertain + Counter(dict.fromkeys(blind, left))
     return Sent(
         by_destination={
             one: [*sent.get(one, ()), *unsure.get(one, ())] for one in {**sent, **unsure}
         },
         set_back=tuple(behind),
-        not_compared=_gap(found.range, known, behind),
+        not_compared=_gap(found.range, known, behind, unknown.purged),
         unrouted=len(found.messages) + len(found.copies) - len({*chain(*sent.values())}),
-        uncertain={**found.uncertain, **(dict.fromkeys(blind, left) if left else {})},
+        uncertain={**found.uncertain, **uncertain},
         unread={one: why for one, why in found.unread.items() if one not in blind},
         blind=tuple(blind),
     )
@@ -221,6 +206,57 @@ def _behind(
     return known, behind
 
 
+def _let_go_on(
+    connection: psycopg.Connection[Any],
+    behind: Mapping[str, SetBack],
+    known: Mapping[str, Known],
+) -> None:
+    """Let destinations that were set back go on, in the caller's transaction."""
+    for one, differ in behind.items():
+        adopt(connection, known[one].destination, known[one].marks, differ.behind)
+        retry_now(connection, one)
+    compare(connection)
+
+
+def _let_subscribers_know(
+    connection: psycopg.Connection[Any],
+    brokers: Mapping[str, psycopg.Connection[Any]],
+    behind: Mapping[str, SetBack],
+    known: Mapping[str, Known],
+    routes: Routes,
+    *,
+    compared: datetime | None,
+    retention_seconds: float,
+) -> None:
+    """Tell subscribers at brokers that were set back which monologs they lack something of."""
+    ((source_id, shards),) = fetch(connection, SOURCE)
+    for one in behind.keys() & brokers.keys():
+        lacking = _Lacking(
+            destination=one,
+            shards=shards,
+            reached=reached(known[one].marks, behind[one].behind),
+            compared=compared,
+            retention=timedelta(seconds=retention_seconds),
+            routes=routes,
+        )
+        spoken = sent_monologs(connection, one)
+        heard = received_monologs(brokers[one], source_id)
+        subscribers_set_back(
+            connection, known[one].destination, spoken, heard,
+            is_behind=lacking.is_behind, may_lack=lacking.may_lack,
+        )  # fmt: skip
+
+
+def _stays_refused(name: str, why: str) -> CannotReadBack:
+    return CannotReadBack(
+        name,
+        f"{why}. It was set back, and what it has lost is not known, so nothing is sent to it "
+        "again; other destinations are repaired. Say `saf replay --since` with a time at which "
+        "the oldest transaction of its backup's time had not begun: then all that was sent to it "
+        "since goes again, and what it still has arrives twice",
+    )
+
+
 def _raise_incarnation(store: psycopg.Connection[Any]) -> None:
     with store.transaction():
         store.execute(SILENCE)
@@ -228,9 +264,12 @@ def _raise_incarnation(store: psycopg.Connection[Any]) -> None:
 
 
 def _gap(
-    span: Range, known: Mapping[str, Known], behind: Mapping[str, SetBack]
+    span: Range,
+    known: Mapping[str, Known],
+    behind: Mapping[str, SetBack],
+    purged: datetime | None,
 ) -> tuple[datetime | None, datetime] | None:
-    """Return which messages a destination may have lost that were not compared."""
+    """Return which messages a destination may have lost that were not compared, or are purged."""
     oldest = [
         moment
         for one, differ in behind.items()
@@ -239,7 +278,8 @@ def _gap(
     if span.since is None or not oldest:
         return None
     since = None if None in oldest else min(filter(None, oldest))
-    return (since, span.since) if since is None or since < span.since else None
+    until = purged or span.since
+    return (since, until) if since is None or since < until else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,6 +160,12 @@ SELECT FROM saf.backoff
 WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
 ORDER BY {THE_LANE} FOR UPDATE
 """
+# Of lanes that are due, as in `POSTPONE`, which follows
+START_AGAIN = f"""
+UPDATE saf.backoff SET attempts = 0
+WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
+  AND next_attempt_at <= now()
+"""
 FORGET = f"""
 DELETE FROM saf.backoff b
 WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
@@ -314,9 +320,18 @@ def held(
 
 
 def postpone(
-    connection: psycopg.Connection[Any], subscription_id: int, failed: Mapping[Lane, str]
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    failed: Mapping[Lane, str],
+    moving: Collection[Lane] = (),
 ) -> None:
-    """Note that attempts at lanes have failed, with their errors. Call it in a transaction."""
+    """Note that attempts at lanes have failed, with their errors. Call it in a transaction.
+
+    Of those that are ``moving``, something has gone nevertheless: they do not wait ever longer.
+    """
+    if moving:
+        connection.execute(LOCK, _params(subscription_id, moving))
+        connection.execute(START_AGAIN, _params(subscription_id, moving))
     if failed:
         params = _params(subscription_id, failed) | {"errors": list(failed.values())}
         connection.execute(POSTPONE, params | {"waits": _waits()})

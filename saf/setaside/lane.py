@@ -123,15 +123,10 @@ class Lane:
         return waiting if self.kind == Kind.MAIN else f"{waiting}, {what}"
 
 
-def route_lane(service: str, broker: UUID | None) -> Lane:
-    """The lane in which messages wait for a route."""
-    return Lane(kind=Kind.ROUTE, subject=service, broker=broker)
-
-
 def found_lane(destination: str, lane: Lane) -> Lane:
     """The lane that messages of a lane without a destination go to when they have found a route.
 
-    >>> found_lane("mom", route_lane("billing", None)).kind
+    >>> found_lane("mom", Lane(kind=Kind.ROUTE, subject="billing")).kind
     <Kind.FOUND_ROUTE: 'found_route'>
     """
     return Lane(

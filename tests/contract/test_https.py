@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,19 @@ from saf.errors import (
     UnknownService,
     UsageError,
 )
+from saf.log.ring import purge
+from saf.operating.decide_parked import discard
 from saf.repair.send_again import Sent, send_again
-from saf.routing.routes import current_routes
+from saf.routing.routes import add_topic, current_routes
 from saf.setaside.lane import Kind
+from saf.setaside.parked_messages import ParkedFilter
 from saf.signing.webhook import key_of, sign
 from saf.testing.forwarder import Forwarder
 from saf.testing.victim import start
 from tests import dialogs
 from tests.broker_server import SECRET, BrokerServer, broker_server
 from tests.certificates import certificate
-from tests.destinations import know, route, send_to
+from tests.destinations import NOWHERE, know, route, send_to
 from tests.dialogs import SHOP, WAREHOUSE
 from tests.endpoints import Got, Partner, Reply, listening, serving
 from tests.lossy import Lossy
@@ -63,6 +67,7 @@ from tests.pipeline import (
     send,
     stores,
 )
+from tests.ring import leave_slot
 from tests.sizes import sized
 from tests.waits import until
 
@@ -250,6 +255,64 @@ def test_one_that_was_set_back_gets_all_again_that_was_sent_since_a_time_that_a_
     assert bodies(other) == ["s0", "s1", "s2"]
     # nobody was set back any more, so nothing is sent blindly
     assert again(since=second, only_if_set_back=False).blind == ()
+
+
+@pytest.mark.parametrize("discarded", [False, True])
+def test_one_that_was_set_back_gets_a_topics_messages_again_that_wait_for_others(
+    app: Dsn, mom: Dsn, other: Dsn, partner: BrokerServer, discarded: bool
+) -> None:
+    there = {"partner": partner.at(), **stores(other=other)}
+    with connect(app) as connection, connect(mom) as owner:
+        add_topic(connection, "prices")
+        for name in there:
+            route(connection, "prices", name)
+        send_to(connection, "prices", "0")
+        forward(app, partner=partner.at(), other=other)
+        ((since,),) = fetch(connection, "SELECT now()")
+        for number in (1, 2):
+            send_to(connection, "prices", str(number))
+            forward(app, partner=partner.at(), other=NOWHERE)
+        if discarded:
+            assert len(discard(connection, ParkedFilter(destination="other"), "away")) == 2
+        owner.execute("DELETE FROM saf.inbox WHERE body <> '0'")
+        owner.execute("UPDATE saf.watermark SET batch = 1, position = 1")
+    sent = send_again("app", app, there, current_routes, since=since, retention_seconds=86400)
+    assert sent is not None
+    assert (sent.blind, sent.uncertain) == (("partner",), {"partner": 2} if discarded else {})
+    for _ in range(2):
+        let_time_pass(app)
+        forward(app, partner=partner.at(), other=other)
+    expected = (["0"], ["0"]) if discarded else (["0", "1", "2"], ["0", "1", "2"])
+    assert (bodies(mom), bodies(other)) == expected
+
+
+def test_one_that_was_set_back_to_before_what_was_purged_since_says_which_time_is_missing(
+    app: Dsn, mom: Dsn, partner: BrokerServer
+) -> None:
+    there = {"partner": partner.at()}
+    with connect(app) as connection, connect(mom) as owner:
+        for number in range(2):
+            send(connection, str(number), key="k")
+            forward(app, partner=partner.at())
+        ((oldest, now),) = fetch(
+            connection, "SELECT min(created_at), clock_timestamp() FROM saf.outbox"
+        )
+        leave_slot(connection)
+        purge(connection, "outbox", retention_seconds=0.0)
+        owner.execute("DELETE FROM saf.inbox")
+        owner.execute(
+            "UPDATE saf.watermark "
+            "SET batch = 0, position = 0, opened_at = opened_at - interval '3 days'"
+        )
+    long_ago = oldest - timedelta(days=3)
+    sent = send_again("app", app, there, current_routes, since=long_ago, retention_seconds=86400)
+    assert sent is not None
+    assert sent.not_compared is not None
+    since, until_ = sent.not_compared
+    assert since is not None
+    assert abs(oldest - timedelta(days=3) - since) < timedelta(minutes=5)
+    assert abs(now - timedelta(days=1) - until_) < timedelta(minutes=5)
+    assert "it may have been purged" in in_words(sent)
 
 
 def test_while_it_is_down_messages_are_parked_in_order_and_others_go_on(

@@ -23,7 +23,7 @@ from tests.certificates import certificate
 from tests.nats_server import NatsServer, nats_server
 from tests.queue_suite import ids
 from tests.redis_server import free_port
-from tests.silent import silent_host
+from tests.silence import silent_host
 from tests.waits import until
 
 

@@ -163,6 +163,24 @@ def test_after_a_lost_answer_messages_come_again_and_none_is_missing(queue: Queu
     assert list(dict.fromkeys(there[-300:])) == [row["message_id"] for row in rows]
 
 
+def test_what_was_confirmed_before_the_connection_broke_is_not_sent_again(queue: Queues) -> None:
+    forwarder = Forwarder()
+    rows = forwarder.messages(300)
+    rows[150]["body"] = b"from here on, nobody hears an answer"
+    with Lossy(queue.port) as proxy:
+        at = Rabbitmq(server=f"amqp://127.0.0.1:{proxy.port}", step_rows=10)
+        with closing(at.open("events")) as destination:
+            proxy.lose_answers_to(b"from here on")
+            with pytest.raises(Unavailable) as caught:
+                destination.store(forwarder.chunk(rows), exactly_once=False)
+            proxy.lose_answers_to(b"")
+            destination.store(forwarder.chunk(rows), exactly_once=False)
+    there = ids(queue)
+    assert caught.value.stored.num_rows > 100
+    assert list(dict.fromkeys(there)) == [row["message_id"] for row in rows]
+    assert len(there) <= 320
+
+
 def test_a_server_that_hangs_is_unavailable(queue: Queues) -> None:
     events = Rabbitmq(server=queue.address).bounded(Bounds(statement_seconds=0.5))
     forwarder = Forwarder()
@@ -217,6 +235,106 @@ def test_what_a_queue_takes_of_a_chunk_that_it_refuses_in_part_is_not_sent_again
             channel.queue_purge("billing")
         assert destination.store(forwarder.chunk(rows), exactly_once=False).messages == 20
     assert got + ids(queue) == [row["message_id"] for row in rows]
+
+
+def test_a_queue_that_takes_less_than_a_chunk_gets_each_message_once_run_by_run(
+    app: Dsn, queue: Queues, events: Rabbitmq
+) -> None:
+    limit(queue, 2)
+    send_numbers(app, *range(7))
+    got, complaints = list[str](), 0
+    for _ in range(4):
+        complaints += len(errors(app, events))
+        got += texts(queue)
+        with queue.channel() as channel:
+            channel.queue_purge("billing")
+        let_time_pass(app)
+    assert (got, complaints) == ([str(number) for number in range(7)], 3)
+
+
+def test_queues_get_each_message_once_while_another_one_of_their_destination_is_full(
+    app: Dsn, queue: Queues, events: Rabbitmq
+) -> None:
+    limit(queue, 1)
+    with connect(app) as connection:
+        for number in range(6):
+            send_to(connection, ("billing", "shipping")[number % 2], str(number))
+    billed = list[str]()
+    for _ in range(3):
+        forward(app, chunk_rows=10, events=events)
+        billed += texts(queue)
+        with queue.channel() as channel:
+            channel.queue_purge("billing")
+        let_time_pass(app)
+    assert (billed, texts(queue, "shipping")) == (["0", "2", "4"], ["1", "3", "5"])
+
+
+def test_two_messages_that_say_the_same_id_both_come_although_the_queue_was_full(
+    app: Dsn, queue: Queues, events: Rabbitmq
+) -> None:
+    limit(queue, 1)
+    with connect(app) as connection:
+        connection.execute(
+            "INSERT INTO saf.outbox (message_id, to_service, key, body) "
+            "SELECT gen_random_uuid(), 'billing', 'k', 'first'"
+        )
+        connection.execute(
+            "INSERT INTO saf.outbox (message_id, to_service, key, body) "
+            "SELECT message_id, 'billing', 'k', 'second' FROM saf.outbox"
+        )
+    forward(app, chunk_rows=10, events=events)
+    got = texts(queue)
+    with queue.channel() as channel:
+        channel.queue_purge("billing")
+    let_time_pass(app)
+    forward(app, chunk_rows=10, events=events)
+    assert got + texts(queue) == ["first", "second"]
+
+
+def test_what_a_full_queue_has_taken_at_most_once_is_no_dead_letter(
+    app: Dsn, queue: Queues, events: Rabbitmq
+) -> None:
+    limit(queue, 2)
+    send_numbers(app, *range(5))
+    forward(app, chunk_rows=10, events=Rabbitmq(server=events.server, quality="at_most_once"))
+    with connect(app) as connection:
+        dead = fetch(connection, "SELECT convert_from(body, 'UTF8') FROM saf.dead_letter")
+    assert (texts(queue), sorted(dead)) == (["0", "1"], [("2",), ("3",), ("4",)])
+
+
+def test_beside_a_message_that_no_queue_takes_a_full_queue_gets_each_one_once(
+    app: Dsn, queue: Queues, events: Rabbitmq
+) -> None:
+    limit(queue, 2)
+    with connect(app) as connection:
+        for number, service in enumerate(("billing", "nobody", "billing", "billing")):
+            send_to(connection, service, str(number))
+    forward(app, chunk_rows=10, events=events)
+    got = texts(queue)
+    with queue.channel() as channel:
+        channel.queue_purge("billing")
+    let_time_pass(app)
+    forward(app, chunk_rows=10, events=events)
+    with connect(app) as connection:
+        dead = fetch(connection, "SELECT convert_from(body, 'UTF8') FROM saf.dead_letter")
+    assert (got, texts(queue), dead) == (["0", "2"], ["3"], [("1",)])
+
+
+def test_a_queue_that_keeps_taking_some_is_tried_again_soon(
+    app: Dsn, queue: Queues, events: Rabbitmq
+) -> None:
+    limit(queue, 1)
+    send_numbers(app, *range(4))
+    attempts = list[int]()
+    for taken in (True, True, False, False):
+        forward(app, chunk_rows=10, events=events)
+        with connect(app) as connection:
+            attempts += [one for (one,) in fetch(connection, "SELECT attempts FROM saf.backoff")]
+        if taken:
+            with queue.channel() as channel:
+                channel.queue_purge("billing")
+        let_time_pass(app)
+    assert attempts == [1, 1, 1, 2]
 
 
 def test_no_message_overtakes_one_that_a_full_queue_refuses_if_one_goes_at_a_time(

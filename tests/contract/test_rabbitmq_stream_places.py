@@ -19,7 +19,7 @@ from tests.programs import ROOT
 from tests.queue_suite import ids
 from tests.rabbitmq_server import RabbitmqServer, rabbitmq_server
 from tests.redis_server import free_port
-from tests.silent import silent_host
+from tests.silence import silent_host
 
 PAGE = (ROOT / "docs" / "destinations.md").read_text()
 (RIGHTS,) = re.findall(

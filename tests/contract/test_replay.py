@@ -85,8 +85,9 @@ def test_the_command_sends_again_what_reconcile_says_is_lost_and_nothing_else(
 
     done = saf("replay", "--dry-run", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    would = json.loads(done.stdout)["message_ids"]["app"]["mom"]
-    assert sorted(would) == lost
+    would = json.loads(done.stdout)
+    assert sorted(would["message_ids"]["app"]["mom"]) == lost
+    assert (would["set_back"], would["blind"]) == ({"app": []}, {"app": []})
     assert bodies(mom) == [str(number) for number in range(7)]
     said = saf("replay", "--why", "the disk died", cwd=tmp_path).stdout
     assert said == "app: 3 for mom to be sent again by the next run\n"

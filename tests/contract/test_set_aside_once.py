@@ -167,6 +167,25 @@ def test_an_attempt_that_was_not_due_does_not_count(source: psycopg.Connection[A
     assert (before[0][0], before[0][2]) == (1, "first")
 
 
+def test_a_lane_that_moves_waits_no_longer_and_one_that_was_not_due_stays_as_it_is(
+    app: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    lane, number = Lane(destination="other"), subscription(source)
+    attempts = "SELECT attempts FROM saf.backoff"
+    for _ in range(3):
+        with source.transaction():
+            backoff.postpone(source, number, {lane: "full"})
+        let_time_pass(app)
+    for _ in range(2):
+        with source.transaction():
+            backoff.postpone(source, number, {lane: "full"}, [lane])
+        assert fetch(source, attempts) == [(1,)]
+    source.execute("UPDATE saf.backoff SET attempts = 3")
+    with source.transaction():
+        backoff.postpone(source, number, {lane: "full"}, [lane])
+    assert fetch(source, attempts) == [(3,)]
+
+
 # At most once
 
 

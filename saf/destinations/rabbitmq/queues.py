@@ -5,9 +5,8 @@ it, and gives it back if there is none. It keeps no mark, so after a lost answer
 again; ``message-id`` tells a consumer.
 
 A message that has no queue, or is too large, is known only when it was sent, so its neighbours are
-there already when the chunk is rejected. While the forwarder looks for it, by halving the chunk,
-those that were confirmed are not sent again. Nor are those that a queue has taken before it was
-full, while the same task tries the rest.
+there already when the chunk is rejected. So are those that a queue has taken before it was full, or
+before the connection broke. The error names what was confirmed, which is not sent again.
 """
 
 from __future__ import annotations
@@ -25,12 +24,24 @@ from saf.destinations.mapping import mapped
 from saf.destinations.marks import Mark, Place
 from saf.destinations.places import not_for
 from saf.destinations.rabbitmq.properties import EVENTS, check, properties
-from saf.destinations.rabbitmq.server import Channel, NotAll, NotTaken, errors, open_channel
+from saf.destinations.rabbitmq.server import (
+    Broken,
+    Channel,
+    NotAll,
+    NotTaken,
+    errors,
+    open_channel,
+    translated,
+)
 from saf.errors import Rejected, Unavailable
 from saf.failpoints import fail_point
 
 if TYPE_CHECKING:
     from saf.destinations.rabbitmq import Rabbitmq
+
+
+Row = tuple[UUID, str, int]
+"""A row of a chunk: its source, the column that numbers rows, and the number."""
 
 
 class Queues:
@@ -41,8 +52,8 @@ class Queues:
         self.what = f"destination {name!r}"
         self.settings = settings
         self._channel: Channel | None = None
-        self._there: set[str] = set()
-        """Ids of messages that are there, of a chunk that was rejected or refused in part."""
+        self._there: set[Row] = set()
+        """The rows that are there of a chunk that is not, and that may be given again."""
 
     def identity(self) -> UUID:
         """Return what follows from the address."""
@@ -62,8 +73,23 @@ class Queues:
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:  # noqa: ARG002 - it cannot
         """Store a chunk; see `saf.destinations.Destination`.
 
-        Also when it raises, some of the messages may be there.
+        Also when it raises, some of the messages may be there: those of `SafError.stored` are.
         """
+        number = "parked_id" if "parked_id" in chunk.rows.column_names else "id"
+        given = [(chunk.source, number, one) for one in chunk.rows[number].to_pylist()]
+        try:
+            self._store(chunk, given)
+        except (Rejected, Unavailable) as error:
+            there = [one in self._there for one in given]
+            if any(there):
+                error.stored = chunk.rows.filter(pa.array(there))
+            self._there.intersection_update(given if isinstance(error, Unavailable) else ())
+            raise
+        self._there.difference_update(given)
+        return Stored(messages=chunk.rows.num_rows)
+
+    def _store(self, chunk: Chunk, given: list[Row]) -> None:
+        """Send what is not there of a chunk."""
         self.connect()
         rows = chunk.rows
         if wrong := not_for(self.what, self.identity(), rows, chunk.behind):
@@ -82,15 +108,13 @@ class Queues:
             said = what.each("message_id")
             assert said is not None  # noqa: S101 - each message has one
             ids: list[str] = said.to_pylist()
-            fresh = [place for place, one in enumerate(ids) if one not in self._there]
+            fresh = [place for place, one in enumerate(given) if one not in self._there]
             topics = [what.topics[topic] for topic in what.topic[fresh].tolist()]
             encoded = properties(what)
             bodies: list[bytes] = what.body.take(pa.array(fresh, pa.int64())).to_pylist()
-            with self._sending([ids[place] for place in fresh]) as channel:
+            with self._sending([(given[place], ids[place]) for place in fresh]) as channel:
                 channel.publish(topics, [encoded[place] for place in fresh], bodies)
-            self._there.difference_update(ids)
         fail_point("mom_commit")
-        return Stored(messages=rows.num_rows)
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:  # noqa: ARG002 - there are none
         """Return nothing: it keeps none."""
@@ -98,7 +122,7 @@ class Queues:
         return {}
 
     @contextmanager
-    def _sending(self, ids: list[str]) -> Iterator[Channel]:
+    def _sending(self, given: list[tuple[Row, str]]) -> Iterator[Channel]:
         """Give the channel; give it up after an error, which is translated."""
         channel = self._channel
         assert channel is not None  # noqa: S101 - connected before
@@ -106,11 +130,13 @@ class Queues:
             with errors(self.what, self.settings):
                 yield channel
         except NotAll as error:
-            there = np.flatnonzero(error.there).tolist()
-            self._there.update({ids[place] for place in there} - error.returned)
+            there = (given[place] for place in np.flatnonzero(error.there).tolist())
+            self._there.update(row for row, id_ in there if id_ not in error.returned)
             self.close()
             if isinstance(error, NotTaken):
                 raise Rejected(self.what, str(error)) from None
+            if isinstance(error, Broken):
+                raise translated(self.what, self.settings, error.cause) from None
             raise Unavailable(self.what, f"{self.settings.server}: {error}") from None
         except Unavailable:
             self.close()

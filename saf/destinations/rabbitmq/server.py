@@ -8,7 +8,7 @@ mended is `Unavailable`; what a person has to mend is `Refused`.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -56,7 +56,9 @@ class Properties(pika.BasicProperties):  # type: ignore[misc] # it has no types
 class NotAll(Exception):
     """The server has only some of the messages that it was given."""
 
-    def __init__(self, reason: str, there: npt.NDArray[np.bool_], returned: set[str]) -> None:
+    def __init__(
+        self, reason: str, there: npt.NDArray[np.bool_], returned: Collection[str]
+    ) -> None:
         super().__init__(reason)
         self.there = there
         """For each message, whether it was confirmed."""
@@ -66,6 +68,16 @@ class NotAll(Exception):
 
 class NotTaken(NotAll):
     """It will not take one of the others, now or later."""
+
+
+class Broken(NotAll):
+    """The connection broke, or an answer took too long: nobody knows of the others."""
+
+    def __init__(
+        self, cause: Exception, there: npt.NDArray[np.bool_], returned: Collection[str]
+    ) -> None:
+        super().__init__(str(cause), there, returned)
+        self.cause = cause
 
 
 class NotNow(NotAll):
@@ -127,6 +139,7 @@ class Channel:
         Raises:
             NotTaken: one of them has no queue, or is too large.
             NotNow: a queue refuses whatever is not there.
+            Broken: the server does not answer any more.
         """
         there, returned, reason = np.zeros(len(bodies), bool), set[str](), ""
         most = self._settings.step_rows
@@ -135,11 +148,11 @@ class Channel:
             sending = self._sending = _Sending(before=self._tag, count=len(left), most=most)
             try:
                 self._send(sending, ((topics[n], properties[n], bodies[n]) for n in left.tolist()))
-            except ChannelClosedByBroker as error:
-                if error.reply_code != NOT_MET:
-                    raise
-                there[left] = sending.taken
-                raise NotTaken(error.reply_text, there, returned | sending.returned) from None
+            except ERRORS as error:
+                there[left], returned = sending.taken, returned | sending.returned
+                if isinstance(error, ChannelClosedByBroker) and error.reply_code == NOT_MET:
+                    raise NotTaken(error.reply_text, there, returned) from None
+                raise Broken(error, there, returned) from error
             there[left] = sending.taken
             returned, reason = returned | sending.returned, sending.reason or reason
             taken = int(sending.taken.sum())

@@ -514,7 +514,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "neighbours of a message that no queue takes are sent again",
         "saf/destinations/rabbitmq/queues.py",
-        "            self._there.update({ids[place] for place in there} - error.returned)\n",
+        "            self._there.update(row for row, id_ in there if id_ not in error.returned)\n",
         "",
         f"{QUEUES}::test_what_no_queue_takes_is_a_dead_letter_and_its_neighbours_are_there_once",
     ),
@@ -524,6 +524,82 @@ MUTANTS: list[Mutant] = [
         "except NotAll as error:",
         "except NotTaken as error:",
         f"{QUEUES}::test_what_a_queue_takes_of_a_chunk_that_it_refuses_in_part_is_not_sent_again",
+    ),
+    mutant(
+        "what a queue has taken before it was full is sent again by the next run",
+        "saf/engine/storing.py",
+        "if error.stored is None:",
+        "if True:",
+        f"{QUEUES}::test_a_queue_that_takes_less_than_a_chunk_gets_each_message_once_run_by_run",
+    ),
+    mutant(
+        "what other queues have taken behind a full one is sent again by the next run",
+        "saf/engine/sending.py",
+        "(first is None or taken > first)",
+        "(first is None)",
+        f"{QUEUES}::"
+        "test_queues_get_each_message_once_while_another_one_of_their_destination_is_full",
+    ),
+    mutant(
+        "a blind replay leaves out copies of messages that wait for other destinations",
+        "saf/repair/blind.py",
+        'elif "" not in held:',
+        "elif False:",
+        "contract/test_https.py::"
+        "test_one_that_was_set_back_gets_a_topics_messages_again_that_wait_for_others",
+    ),
+    mutant(
+        "a blind replay does not say what was purged since then",
+        "saf/repair/send_again.py",
+        "until = purged or span.since",
+        "until = span.since",
+        "contract/test_https.py::"
+        "test_one_that_was_set_back_to_before_what_was_purged_since_says_which_time_is_missing",
+    ),
+    mutant(
+        "of two messages that say the same id, a full queue gets one",
+        "saf/destinations/rabbitmq/queues.py",
+        "for one in chunk.rows[number].to_pylist()",
+        'for one in chunk.rows["message_id"].to_pylist()',
+        f"{QUEUES}::test_two_messages_that_say_the_same_id_both_come_although_the_queue_was_full",
+    ),
+    mutant(
+        "what was confirmed before a connection broke is sent again",
+        "saf/destinations/rabbitmq/server.py",
+        "there[left], returned = sending.taken, returned | sending.returned",
+        "returned = returned | sending.returned",
+        f"{QUEUES}::test_what_was_confirmed_before_the_connection_broke_is_not_sent_again",
+    ),
+    mutant(
+        "what a full queue has taken at most once is a dead letter as well",
+        "saf/engine/storing.py",
+        "            part = self._without_stored(part, set_aside, error, perf_counter() - began)\n"
+        "            set_aside.bury(",
+        "            set_aside.bury(",
+        f"{QUEUES}::test_what_a_full_queue_has_taken_at_most_once_is_no_dead_letter",
+    ),
+    mutant(
+        "beside a message that no queue takes, what a full queue has taken comes again",
+        "saf/engine/storing.py",
+        "            part = self._without_stored(part, set_aside, error, perf_counter() - began)\n"
+        "            self._store_halves(",
+        "            self._store_halves(",
+        f"{QUEUES}::test_beside_a_message_that_no_queue_takes_a_full_queue_gets_each_one_once",
+    ),
+    mutant(
+        "an attempt at a lane that moves counts although it was not due",
+        "saf/setaside/backoff.py",
+        "({THESE})\n  AND next_attempt_at <= now()\n",
+        "({THESE})\n",
+        "contract/test_set_aside_once.py::"
+        "test_a_lane_that_moves_waits_no_longer_and_one_that_was_not_due_stays_as_it_is",
+    ),
+    mutant(
+        "a queue that takes some at each attempt is tried ever more seldom",
+        "saf/setaside/backoff.py",
+        "    if moving:\n",
+        "    if moving and False:\n",
+        f"{QUEUES}::test_a_queue_that_keeps_taking_some_is_tried_again_soon",
     ),
     mutant(
         "later messages overtake one that a queue has refused",
