@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
 
 import psycopg
 from psycopg.abc import PQGen
@@ -169,10 +170,16 @@ class Dsn:
         )
 
     def redact(self, text: str) -> str:
-        """Return ``text`` without this DSN's secrets, which a driver may have quoted."""
+        """Return ``text`` without this DSN's secrets, which a driver may have quoted.
+
+        It may quote the DSN as somebody has written it, too, with needless escapes.
+        """
+        text = text.replace(self.conninfo, str(self))
         for name in SECRETS:
-            if secret := self.parts.get(name):
-                text = text.replace(str(secret), "***")
+            if secret := str(self.parts.get(name) or ""):
+                _, _, escaped = make_conninfo("", **{name: secret}).partition("=")
+                for form in (escaped, quote(secret, safe=""), secret):
+                    text = text.replace(form, "***")
         return " ".join(text.split())
 
 

@@ -117,7 +117,10 @@ TARGETS = (
         name="dsn",
         given=nearly(URL) | nearly(PAIRS) | st.binary(),
         check=connect,
-        found=(f"dbname=shop user=app\0 password='{SECRET}'".encode(),),
+        found=(
+            f"dbname=shop user=app\0 password='{SECRET}'".encode(),
+            f"host=db dbname=shop password=x\\{SECRET}".encode(),
+        ),
     ),
     Target(
         name="offset",

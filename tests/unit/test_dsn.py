@@ -23,6 +23,23 @@ def test_a_secret_that_a_driver_quotes_is_taken_out_of_its_message(secret: str) 
     assert dsn.redact("no\n  hunter2 here") == "no *** here"
 
 
+@pytest.mark.parametrize(
+    ("dsn", "quoted"),
+    [
+        (r"host=db dbname=app password=a\hunter2", r"no host=db dbname=app password=a\hunter2"),
+        ("postgresql://me:hunt%65r2@db/app", "no postgresql://me:hunt%65r2@db/app"),
+        ("postgresql://me:hunt%65r%402@db/app", "no postgresql://me:hunter%402@db/app"),
+        (r"host=db dbname=app password='hunter\'2'", r"no password='hunter\'2'"),
+    ],
+)
+def test_a_secret_is_taken_out_of_a_message_however_it_is_written_there(
+    dsn: str, quoted: str
+) -> None:
+    said = Dsn(dsn).redact(quoted)
+    assert said.startswith("no ")
+    assert "hunt" not in said
+
+
 def test_a_host_that_does_not_answer_is_given_up_in_time_unless_the_dsn_says_otherwise() -> None:
     parts = conninfo_to_dict(Dsn("host=db dbname=app").for_role("mark"))
     assert int(str(parts["connect_timeout"])) == CONNECT_TIMEOUT_SECONDS

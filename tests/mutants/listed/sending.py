@@ -41,6 +41,20 @@ MUTANTS: list[Mutant] = [
         "contract/test_unusual_databases.py",
     ),
     mutant(
+        "a text that quotes a dsn as it was written shows its password",
+        "saf/database/dsn.py",
+        "        text = text.replace(self.conninfo, str(self))\n",
+        "",
+        f"{DSN}::test_a_secret_is_taken_out_of_a_message_however_it_is_written_there",
+    ),
+    mutant(
+        "a password that is quoted with its escapes is shown",
+        "saf/database/dsn.py",
+        'for form in (escaped, quote(secret, safe=""), secret):',
+        "for form in (secret,):",
+        f"{DSN}::test_a_secret_is_taken_out_of_a_message_however_it_is_written_there",
+    ),
+    mutant(
         "a key of any length is accepted as common",
         ACCEPTED,
         "       AND (key IS NULL OR pg_catalog.octet_length(key) OPERATOR(pg_catalog.<=) 1024)\n",
