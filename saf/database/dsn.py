@@ -39,6 +39,9 @@ SECRETS = (
 )
 """The connection parameters that nobody may see."""
 
+ANYWHERE = frozenset({"doctor", "metrics", "ui"})
+"""Roles that also look at a standby; what all others decide follows from what a primary has."""
+
 ESCAPES = (
     "in a URL, a password's '@' is written %40, and ':', '/', '?', '#', '%' as %3A, %2F, %3F, %23, "
     "%25; or give host=… user=… password=…"
@@ -159,7 +162,12 @@ class Dsn:
             **network(self.bounds.network_seconds),
         }
         # whatever the server, the role or the environment says: texts come and go as UTF-8
-        return make_conninfo("", **{**defaults, **self.parts, "client_encoding": "UTF8"})
+        parts = {**defaults, **self.parts, "client_encoding": "UTF8"}
+        anywhere = role in ANYWHERE or self.bounds.of(role) is None
+        if not anywhere and parts.get("target_session_attrs") != "read-write":
+            # of several hosts, one may be a standby, where rows are missing without a word
+            parts["target_session_attrs"] = "primary"
+        return make_conninfo("", **parts)
 
     def engine(self, *, role: str = "engine", **options: Any) -> sa.Engine:
         """Return a SQLAlchemy engine for this database."""

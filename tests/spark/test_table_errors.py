@@ -10,7 +10,14 @@ import pytest
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
 from saf.database import Dsn
-from saf.errors import ConfigurationError, Restored, SafError, SchemaMissing, UsageError
+from saf.errors import (
+    ConfigurationError,
+    Restored,
+    SafError,
+    SchemaMissing,
+    Unavailable,
+    UsageError,
+)
 from saf.spark.table import snapshot
 from saf.spark.table.options import options_of
 from tests.pipeline import connect
@@ -112,7 +119,7 @@ def test_a_standby_is_refused(own_server: EmbeddedServer) -> None:
     own_server.stop()
     (own_server.data_dir / "standby.signal").touch()
     own_server.start()
-    taking(app, UsageError, "is a standby")
+    taking(app, Unavailable, "server is in hot standby mode")
 
 
 def test_a_schema_of_another_version_is_refused(app: Dsn) -> None:

@@ -196,5 +196,5 @@ class Followed:
             unavailable_if_lost(self.what),
             self.dsn.connect(role="stream", autocommit=True) as connection,
         ):
-            snapshot.check(connection, self.what)
+            snapshot.check(connection)
             yield connection

@@ -23,7 +23,6 @@ from psycopg import sql
 from saf.broker import restored
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.engine.survey import WINDOW_BYTES
-from saf.errors import UsageError
 from saf.limits import KEPT
 from saf.log.cursor import Batch
 from saf.log.offset import BEGINNING
@@ -96,11 +95,10 @@ def take(
     Raises:
         Unavailable: the database does not answer.
         SchemaError: it is no broker of this version, or was restored.
-        UsageError: it is a standby.
     """
     with unavailable_if_lost(what), dsn.connect(role="read") as connection:
         connection.read_only = True
-        check(connection, what)
+        check(connection)
         connection.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)))
         ((snapshot, shards, kept, files, deep),) = fetch(connection, NOW.format(log=log).encode())
         if meanwhile is not None:
@@ -131,14 +129,11 @@ def storage(connection: psycopg.Connection[Any], log: str) -> Storage:
     return Storage(kept=bool(kept), files=tuple(files))
 
 
-def check(connection: psycopg.Connection[Any], what: str) -> None:
+def check(connection: psycopg.Connection[Any]) -> None:
     """Make sure that a database can be read by snapshots.
 
     Raises:
         SchemaError: it is no broker of this version, or was restored.
-        UsageError: it is a standby, whose snapshots do not say which transactions were in progress.
     """
     check_schema(connection)
-    if fetch(connection, "SELECT pg_is_in_recovery()") == [(True,)]:
-        raise UsageError(f"{what} is a standby, where no snapshot can be relied on: read a primary")
     restored.refuse(connection)

@@ -116,11 +116,11 @@ MUTANTS: list[Mutant] = [
         "spark/test_table_errors.py::test_a_restored_broker_is_refused",
     ),
     mutant(
-        "a standby is a table",
-        SNAPSHOT,
-        'if fetch(connection, "SELECT pg_is_in_recovery()") == [(True,)]:',
-        "if False:",
-        "spark/test_table_errors.py::test_a_standby_is_refused",
+        "a standby is read",
+        "saf/database/dsn.py",
+        'parts["target_session_attrs"] = "primary"',
+        'parts["target_session_attrs"] = "any"',
+        "contract/test_standby.py::test_of_several_hosts_only_a_primary_is_read_and_written",
     ),
     mutant(
         "an option that is no dsn's place may be one",
