@@ -82,6 +82,8 @@ class Session:
         self._ahead = ReadAhead(self.window, reader, endpoint, name, self._ask)
         connection.add_notify_handler(self._ahead.hear)
         self._look_at = self._trim_at = 0.0
+        self._spare = False
+        """Whether it has no shard, and is to have none: others have all of them."""
 
     async def run(self, stopping: asyncio.Event, *, drain: bool, stop_seconds: float) -> None:
         """Dispatch until told to stop; with ``drain``, until nothing is there and due.
@@ -114,6 +116,8 @@ class Session:
         condition = self.judge.condition
         if not condition.sends and not condition.probe_due:
             return True
+        if not window.shards:
+            return self._spare
         return not (
             self._ahead.found or window.anything_ready or window.resting or self._ahead.unread()
         )
@@ -225,6 +229,7 @@ class Session:
             self.sender.bucket.share = len(window.shards) / shards
         if surplus == 0:
             window.leaving = frozenset()
+        self._spare = not window.shards and await self._ask(self._member.settled)
 
     async def _wait(self) -> None:
         """Wait until a request has ended, or something is to be done."""
@@ -248,7 +253,7 @@ class Session:
         A notification that comes now is taken off the connection by the poll that follows; one that
         comes with the answer to a statement, by its handler.
         """
-        if not (self._ahead.listens and hungry and self.window.shards):
+        if not (self._ahead.listens and hungry):
             yield
             return
         loop, connection = asyncio.get_running_loop(), self._connection.fileno()

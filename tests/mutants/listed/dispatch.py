@@ -29,8 +29,30 @@ KILLED = f"{DISPATCH}::test_after_a_kill_only_what_was_in_flight_is_sent_again"
 
 COMMANDS = "integration/test_dispatch_commands.py"
 HTTP2 = "contract/test_dispatch_http2.py"
+OWNERS = "contract/test_dispatch_owners.py"
 
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a dispatcher without a shard asks for more all the time",
+        SESSION,
+        "hungry = ahead.hungry\n",
+        "hungry = ahead.hungry or not self.window.shards\n",
+        f"{OWNERS}::test_a_dispatcher_without_a_shard_rests",
+    ),
+    mutant(
+        "a run without --loop waits for ever where others have all shards",
+        SESSION,
+        "            return self._spare\n",
+        "            return False\n",
+        f"{OWNERS}::test_a_run_without_loop_ends_where_others_have_all_shards",
+    ),
+    mutant(
+        "a run without --loop ends before it has been given its shards",
+        SESSION,
+        "            return self._spare\n",
+        "            return True\n",
+        f"{OWNERS}::test_a_run_without_loop_waits_for_the_shards_that_it_is_to_have",
+    ),
     mutant(
         "shards that were to leave stay still when nobody is to have them any more",
         "saf/dispatch/session.py",
