@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from saf.dispatch import condition, marking, replies, source, talking
+from saf.dispatch import marking, replies, source, talking
 from saf.dispatch.condition import Book
 from saf.dispatch.http import Client
 from saf.dispatch.judging import Judge
 from saf.dispatch.read_ahead import ReadAhead
 from saf.dispatch.sending import Sender
-from saf.dispatch.settings import Endpoint
+from saf.dispatch.settings import Endpoint, StoredEndpoint
 from saf.dispatch.window import Window
-from saf.errors import Fenced
+from saf.errors import ConfigurationError, Fenced
 from saf.failpoints import fail_point
 from saf.log.shards import Member
 from saf.logger import Log
@@ -76,7 +76,8 @@ class Session:
         self._member: Member = membership.member
         self._thread = thread
         self._news = asyncio.Event()
-        self._book = Book(subscription_id=reader.subscription_id, endpoint=name)
+        url = endpoint.url if isinstance(endpoint, StoredEndpoint) else None
+        self._book = Book(subscription_id=reader.subscription_id, endpoint=name, url=url)
         self.judge = Judge(self.window, self._book, endpoint, converses=reader.converses)
         self.sender = Sender(self.window, self.judge, endpoint, client, self._news.set)
         self._ahead = ReadAhead(self.window, reader, endpoint, name, self._ask)
@@ -90,15 +91,20 @@ class Session:
 
         Raises:
             Fenced: others have taken over. Begin another session.
+            ConfigurationError: the endpoint was stored in a broker, and is not there any more.
         """
         watch = asyncio.create_task(self._watch(stopping))
         try:
-            while not stopping.is_set():
+            while not stopping.is_set() and not self.judge.condition.removed:
                 await self._turn()
                 if drain and self._drained:
                     break
                 await self._wait()
             await self._end(stop_seconds)
+            if self.judge.condition.removed:
+                raise ConfigurationError(
+                    f"endpoint {self.name!r} was removed from its broker, or is another one now"
+                )
         finally:
             watch.cancel()
             await self.sender.cancel()
@@ -189,8 +195,7 @@ class Session:
 
     async def _look(self) -> None:
         """Look how the endpoint is, and take up shards or pass them on."""
-        judge, number = self.judge, self.reader.subscription_id
-        judge.hear(await self._ask(lambda connection: condition.condition(connection, number)))
+        self.judge.hear(await self._ask(self._book.look))
         self.sender.clock_ahead = await self._ask(source.clock_ahead)
         # while shards are to leave, the reason for it may go, and nothing else tells of that
         leaving = bool(self.window.leaving) or not self.window.shards

@@ -242,6 +242,10 @@ class Endpoint(BaseModel):
         return parking.wait_seconds(nth)
 
 
+class StoredEndpoint(Endpoint):
+    """An endpoint that is stored in a broker, and may be changed or removed there at any time."""
+
+
 def without_query(url: str) -> str:
     """A URL without its query, which may hold a secret.
 

@@ -30,8 +30,40 @@ KILLED = f"{DISPATCH}::test_after_a_kill_only_what_was_in_flight_is_sent_again"
 COMMANDS = "integration/test_dispatch_commands.py"
 HTTP2 = "contract/test_dispatch_http2.py"
 OWNERS = "contract/test_dispatch_owners.py"
+STORED = "contract/test_dispatch_stored.py"
 
 MUTANTS: list[Mutant] = [
+    mutant(
+        "who dispatches to an endpoint that was removed goes on, and writes how it is",
+        "saf/dispatch/condition.py",
+        "(%(url)s::text IS NULL OR EXISTS (",
+        "(true OR EXISTS (",
+        f"{STORED}::test_an_endpoint_that_is_removed_gets_nothing_more",
+        f"{STORED}::test_what_an_endpoint_says_that_was_removed_is_not_said_of_the_one_of_its_name",
+    ),
+    mutant(
+        "who hears that its endpoint was removed cuts off what is in flight",
+        SESSION,
+        "            await self._end(stop_seconds)\n            if",
+        "            if not self.judge.condition.removed:\n"
+        "                await self._end(stop_seconds)\n            if",
+        f"{STORED}::test_what_is_in_flight_to_an_endpoint_that_is_removed_is_marked",
+    ),
+    mutant(
+        "an endpoint that is added is as the last one of its subscription was",
+        "saf/dispatch/stored.py",
+        "        if added:\n",
+        "        if not added:\n",
+        f"{STORED}::test_an_endpoint_that_is_added_begins_anew_whatever_was_at_its_subscription",
+    ),
+    mutant(
+        "an endpoint that moves to another subscription leaves its condition behind",
+        "saf/dispatch/stored.py",
+        "if before != found.subscription_id:",
+        "if before == found.subscription_id:",
+        f"{STORED}::test_an_endpoint_that_moves_to_another_subscription_leaves_its_condition_at_neither",
+        f"{STORED}::test_an_endpoint_that_is_changed_stays_paused",
+    ),
     mutant(
         "a dispatcher without a shard asks for more all the time",
         SESSION,
@@ -145,10 +177,10 @@ MUTANTS: list[Mutant] = [
         f"{DISPATCH}::test_a_key_that_a_worker_has_left_for_a_handler_is_sent",
     ),
     mutant(
-        "an endpoint that is added again is disabled",
+        "an endpoint that is removed leaves its condition behind",
         "saf/dispatch/stored.py",
-        "            Book(subscription_id=number, endpoint=endpoint).resume(connection)\n",
-        "            pass\n",
+        "        for (number,) in gone:\n            _begin_anew(connection, name, number)\n",
+        "",
         f"{COMMANDS}::test_an_endpoint_that_is_added_again_begins_anew",
     ),
     mutant(
