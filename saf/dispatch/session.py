@@ -196,7 +196,7 @@ class Session:
     async def _look(self) -> None:
         """Look how the endpoint is, and take up shards or pass them on."""
         self.judge.hear(await self._ask(self._book.look))
-        self.sender.clock_ahead = await self._ask(source.clock_ahead)
+        self.sender.clock = await self._ask(source.clock)
         # while shards are to leave, the reason for it may go, and nothing else tells of that
         leaving = bool(self.window.leaving) or not self.window.shards
         if leaving or not await self._ask(self._member.settled):

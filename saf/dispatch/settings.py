@@ -36,6 +36,7 @@ def _is_url(text: str) -> str:
     try:
         parts = urlsplit(text)
         port = parts.port
+        (parts.hostname or "").encode("idna")  # as it is before an address is asked for
     except ValueError as error:
         raise ValueError(f"it is not a URL: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
