@@ -85,8 +85,8 @@ class Dispatcher:
         """Dispatch until told to stop; with ``drain``, until nothing is there and due.
 
         Raises:
-            ConfigurationError: there is no such subscription; or the endpoint was stored in a
-                broker, and is not there any more.
+            ConfigurationError: there is no such subscription.
+            EndpointRemoved: the endpoint was stored in a broker, and is not there any more.
             UsageError: what is there cannot be dispatched, or a drain lacks a right.
             Refused: the database does not let this login in.
             Unavailable: a drain's database does not answer, or somebody holds a lock for too long.

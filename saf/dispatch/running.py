@@ -15,7 +15,7 @@ import psycopg
 
 from saf.database.background import Background
 from saf.dispatch.dispatcher import Dispatcher
-from saf.errors import SafError
+from saf.errors import EndpointRemoved, SafError
 from saf.logger import Log
 from saf.receiving.failures import exception
 from saf.signals import stop_on_signals
@@ -152,8 +152,10 @@ class _Running:
             self._problem = str(error)
             return
         self._problem = ""
-        for name, (failed_at, _) in [*self._failed.items()]:
-            if time.monotonic() - failed_at > AGAIN_SECONDS:
+        for name, (failed_at, why) in [*self._failed.items()]:
+            waited = time.monotonic() - failed_at > AGAIN_SECONDS
+            # one that was removed and is found may have been added again since
+            if waited or isinstance(why, EndpointRemoved):
                 self._end(name)  # it begins anew below
         for name, (dispatcher, _, _) in [*self._at_work.items()]:
             if name not in found or found[name].endpoint != dispatcher.endpoint:

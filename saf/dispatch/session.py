@@ -26,7 +26,7 @@ from saf.dispatch.read_ahead import ReadAhead
 from saf.dispatch.sending import Sender
 from saf.dispatch.settings import Endpoint, StoredEndpoint
 from saf.dispatch.window import Window
-from saf.errors import ConfigurationError, Fenced
+from saf.errors import EndpointRemoved, Fenced
 from saf.failpoints import fail_point
 from saf.log.shards import Member
 from saf.logger import Log
@@ -91,7 +91,7 @@ class Session:
 
         Raises:
             Fenced: others have taken over. Begin another session.
-            ConfigurationError: the endpoint was stored in a broker, and is not there any more.
+            EndpointRemoved: the endpoint was stored in a broker, and is not there any more.
         """
         watch = asyncio.create_task(self._watch(stopping))
         try:
@@ -102,9 +102,7 @@ class Session:
                 await self._wait()
             await self._end(stop_seconds)
             if self.judge.condition.removed:
-                raise ConfigurationError(
-                    f"endpoint {self.name!r} was removed from its broker, or is another one now"
-                )
+                raise EndpointRemoved(self.name)
         finally:
             watch.cancel()
             await self.sender.cancel()

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import psycopg
 import pytest
+from structlog.testing import capture_logs
 
 from saf.broker.services import create_services, subscription
 from saf.database import Dsn, fetch
-from saf.dispatch import stored
+from saf.dispatch import running, stored
 from saf.dispatch.condition import Book
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.session import Session
 from saf.dispatch.settings import Endpoint
-from saf.errors import ConfigurationError
+from saf.errors import EndpointRemoved
 from tests.endpoints import Got, Partner, Reply, dispatching, serving, state
 from tests.pipeline import connect
 from tests.receivers import SUBSCRIPTION, prepare, put
@@ -83,7 +87,7 @@ def book(connection: psycopg.Connection[Any]) -> Book:
 @contextmanager
 def until_removed(one: Dispatcher) -> Iterator[None]:
     """A dispatcher, until its endpoint is not there any more."""
-    with pytest.raises(ConfigurationError, match="was removed"), dispatching(one), left(one.dsn):
+    with pytest.raises(EndpointRemoved, match="was removed"), dispatching(one), left(one.dsn):
         yield
 
 
@@ -177,6 +181,35 @@ def test_what_is_in_flight_to_an_endpoint_that_is_removed_is_marked(
         release()
     assert one.summary.handled == 1
     assert partner.by_key() == {"a": [1]}
+
+
+def test_a_loop_goes_on_at_once_with_an_endpoint_that_is_removed_and_added_again(
+    inbox: Dsn,
+    partner: Partner,
+    person: psycopg.Connection[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "FIND_SECONDS", 0.1)
+    add(person, partner)
+    endpoint = read(inbox).endpoint
+
+    def find() -> list[Dispatcher]:
+        return [Dispatcher("partner", endpoint, inbox)]  # it was not looked for meanwhile
+
+    def work() -> None:
+        put(inbox, "1", key="a")
+        until(lambda: partner.accepted)
+        stored.remove(person, "partner")
+        until(lambda: any(line["event"] == "endpoint_not_dispatched" for line in lines))
+        add(person, partner)
+        put(inbox, "2", key="a")
+        until(lambda: len(partner.accepted) == 2, running.AGAIN_SECONDS / 3)
+
+    with capture_logs() as lines, ThreadPoolExecutor(1) as threads:
+        working = threads.submit(work)
+        working.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        running.run([], find=find)
+        working.result()
 
 
 def test_an_endpoint_that_is_added_begins_anew_whatever_was_at_its_subscription(

@@ -149,6 +149,13 @@ MUTANTS: list[Mutant] = [
         f"{STORED}::test_what_an_endpoint_says_that_was_removed_is_not_said_of_the_one_of_its_name",
     ),
     mutant(
+        "an endpoint that is removed and added again waits for a minute",
+        "saf/dispatch/running.py",
+        "if waited or isinstance(why, EndpointRemoved):",
+        "if waited:",
+        f"{STORED}::test_a_loop_goes_on_at_once_with_an_endpoint_that_is_removed_and_added_again",
+    ),
+    mutant(
         "who hears that its endpoint was removed cuts off what is in flight",
         SESSION,
         "            await self._end(stop_seconds)\n            if",
@@ -356,8 +363,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an endpoint that could not go on is never tried again",
         "saf/dispatch/running.py",
-        "if time.monotonic() - failed_at > AGAIN_SECONDS:",
-        "if False:",
+        "waited = time.monotonic() - failed_at > AGAIN_SECONDS",
+        "waited = False",
         "contract/test_dispatch.py::test_an_endpoint_that_could_not_go_on_is_tried_again",
     ),
     mutant(
