@@ -3,6 +3,7 @@
     SafError
     ├── UsageError                this cannot be done: mend the call, the file or the database
     │   ├── ConfigurationError    saf.toml, an option or an environment variable
+    │   │   └── EndpointRemoved   an endpoint is no longer stored in its broker as it was
     │   ├── TookTooLong           an answer took longer than whoever asked has allowed
     │   ├── InvalidMessage        a message that no broker would store
     │   ├── AutocommitError       a send that would not be part of the caller's transaction
@@ -81,6 +82,16 @@ class UsageError(SafError):
 
 class ConfigurationError(UsageError):
     """A setting is missing, unknown or wrong."""
+
+
+class EndpointRemoved(ConfigurationError):
+    """An endpoint was removed from its broker, or is another one of its name by now."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(
+            f"endpoint {name!r} was removed from its broker, or has another URL or subscription now"
+        )
 
 
 class MayNotPurge(UsageError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
+import psycopg
 import typer
 
 from saf.cli.brokers import Config
@@ -14,9 +15,10 @@ from saf.config import Settings, load, load_signer
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.running import run
 from saf.dispatch.settings import Endpoint
+from saf.errors import SafError
 from saf.operating.endpoints import Following, find
 from saf.receiving.stopping import STOP_SECONDS
-from saf.receiving.summary import FOR_A_PERSON, FOR_LATER
+from saf.receiving.summary import FOR_A_PERSON, FOR_LATER, Summary
 
 Names = Annotated[
     list[str] | None,
@@ -51,29 +53,43 @@ def command(
     """
     settings = load(config)
     signer = load_signer(config) if settings.signing.key_id else None
+    summaries: dict[str, Summary] = {}
 
     def made(some: Mapping[str, Endpoint]) -> list[Dispatcher]:
         return [
-            Dispatcher(name, one, settings.inbox_of(one), stop_seconds=stop_timeout, signer=signer)
+            Dispatcher(
+                name,
+                one,
+                settings.inbox_of(one),
+                stop_seconds=stop_timeout,
+                signer=signer,
+                summary=summaries.setdefault(name, Summary()),
+            )
             for name, one in some.items()
         ]
 
     following = Following(settings)
-    problems = []
+    problems: list[SafError | psycopg.Error] = []
     if names:
         dispatchers = made(chosen(settings, names))
     else:
         found = following.find()
-        dispatchers, problems = made(found.chosen([])), found.problems
+        problems += found.problems
+        # a loop finds the others later
+        dispatchers = made(found.endpoints if loop and problems else found.chosen([]))
     again = (lambda: made(following.find().endpoints)) if loop and not names else None
     with published(
         listen=metrics, textfile=metrics_textfile, push=metrics_push, job="saf-dispatch"
     ):
         try:
             run(dispatchers, drain=not loop, find=again)
+        except (SafError, psycopg.Error) as error:
+            if loop:
+                raise
+            problems.insert(0, error)
         finally:
-            for one in dispatchers:
-                echo(f"{one.name}: {one.summary}")
+            for name, summary in [*summaries.items()]:
+                echo(f"{name}: {summary}")
     if loop:
         return
     codes = {one.exit_code for one in dispatchers}
@@ -93,16 +109,3 @@ def chosen(settings: Settings, names: list[str]) -> dict[str, Endpoint]:
     if set(names) <= set(settings.endpoints):
         return {name: settings.endpoints[name] for name in names}
     return find(settings).chosen(names)
-
-
-def endpoints(settings: Settings) -> dict[str, Endpoint]:
-    """All endpoints, of saf.toml and of the brokers.
-
-    Raises:
-        ConfigurationError: one of them is wrong, or there are two of a name.
-        Unavailable: a broker does not answer.
-    """
-    found = find(settings)
-    if found.problems:
-        raise found.problems[0]
-    return found.endpoints

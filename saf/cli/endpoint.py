@@ -17,7 +17,7 @@ import typer
 from saf.broker import services
 from saf.cli.brokers import AsJson, Config, Limit, Round, Store, store
 from saf.cli.console import echo
-from saf.cli.dispatch import chosen, endpoints
+from saf.cli.dispatch import chosen
 from saf.cli.listing import Listing
 from saf.config import Settings, load
 from saf.database import check_schema, unavailable_if_lost
@@ -29,6 +29,7 @@ from saf.dispatch.http import Client
 from saf.dispatch.settings import Endpoint, without_query
 from saf.errors import SafError, UsageError
 from saf.message import CONTENT_TYPE
+from saf.operating.endpoints import find
 from saf.received import READ, Received
 
 app = typer.Typer(no_args_is_help=True, help="Endpoints: where `saf dispatch` sends messages.")
@@ -105,12 +106,30 @@ def remove(name: Name, config: Config = None, broker: Store = None) -> None:
 
 @app.command("list")
 def list_(config: Config = None, as_json: AsJson = False) -> None:
-    """Show the endpoints, and how each is."""
+    """Show the endpoints, and how each is.
+
+    One that is wrong, or whose broker does not answer, is said on standard error; the others are
+    shown. Exit codes: 2 or 75 if there is one.
+    """
     settings = load(config)
-    rows = [_row(settings, name, one) for name, one in endpoints(settings).items()]
+    found = find(settings)
+    rows, problems = [], found.problems
+    for name, one in found.endpoints.items():
+        try:
+            rows.append(_row(settings, name, one))
+        except SafError as error:
+            problems.append(error)
     if as_json:
         echo(json.dumps({"endpoints": rows}, default=str))
-        return
+    else:
+        _show(rows)
+    for problem in problems:
+        echo(f"saf: {problem}", err=True)
+    if problems:
+        raise typer.Exit(problems[0].exit_code)
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
     listing = Listing("endpoint", "subscription", "url", "state", "next probe", below="error")
     for row in rows:
         probe = row["next_probe_at"]

@@ -6,6 +6,10 @@
 
 A person may pause an endpoint in any state. While it is not closed, or is paused, nothing but
 probes is sent; messages wait in the log, in order, and no attempt of them is counted.
+
+An endpoint that is stored in a broker may be removed there, or be another one of its name since.
+Who still dispatches to it begins no more requests and ends, and writes nothing of it: the condition
+is that of the endpoint which is there now.
 """
 
 from __future__ import annotations
@@ -21,18 +25,28 @@ from saf.setaside.isolation import said
 KEPT_ATTEMPTS = 1000
 """How many attempts that failed are kept for people, of each subscription."""
 
-CONDITION = """
-SELECT state, paused_at IS NOT NULL,
-       extract(epoch FROM next_probe_at - clock_timestamp())::float, failures, error
-FROM saf.breaker WHERE subscription_id = %(subscription_id)s
+THERE = """
+(%(url)s::text IS NULL OR EXISTS (
+    SELECT FROM saf.endpoint e
+    WHERE e.name = %(endpoint)s AND e.subscription_id = %(subscription_id)s AND e.url = %(url)s))
+"""
+
+# One statement: who hears that a paused endpoint is resumed hears too that it was removed
+CONDITION = f"""
+SELECT CASE WHEN there THEN coalesce(state, 'closed') ELSE 'removed' END, paused_at IS NOT NULL,
+       CASE WHEN there THEN extract(epoch FROM next_probe_at - clock_timestamp())::float END,
+       coalesce(failures, 0), error
+FROM (SELECT {THERE} AS there) AS t
+LEFT JOIN saf.breaker ON subscription_id = %(subscription_id)s
 """
 
 # Somebody else may have closed, disabled or opened it meanwhile: one failure is counted once
-DOWN = """
+DOWN = f"""
 INSERT INTO saf.breaker AS b
     (subscription_id, endpoint, state, failures, failing_since, next_probe_at, error)
-VALUES (%(subscription_id)s, %(endpoint)s, 'open', 1, clock_timestamp(),
-        clock_timestamp() + make_interval(secs => %(wait)s), %(error)s)
+SELECT %(subscription_id)s, %(endpoint)s, 'open', 1, clock_timestamp(),
+       clock_timestamp() + make_interval(secs => %(wait)s), %(error)s
+WHERE {THERE}
 ON CONFLICT (subscription_id) DO UPDATE SET
     endpoint = excluded.endpoint, state = 'open', failures = 1,
     failing_since = clock_timestamp(), next_probe_at = excluded.next_probe_at,
@@ -41,13 +55,13 @@ WHERE b.state = 'closed'
 """
 
 # The others wait for this probe as long as it may take; if its process dies, one of them is next
-PROBE = """
+PROBE = f"""
 UPDATE saf.breaker SET next_probe_at = clock_timestamp() + make_interval(secs => %(seconds)s)
 WHERE subscription_id = %(subscription_id)s AND state = 'open' AND paused_at IS NULL
-  AND next_probe_at <= clock_timestamp()
+  AND next_probe_at <= clock_timestamp() AND {THERE}
 RETURNING failures
 """
-STILL_DOWN = """
+STILL_DOWN = f"""
 UPDATE saf.breaker SET
     failures = failures + 1, error = %(error)s, changed_at = clock_timestamp(),
     state = CASE WHEN late THEN 'disabled' ELSE 'open' END,
@@ -55,16 +69,17 @@ UPDATE saf.breaker SET
                          THEN clock_timestamp() + make_interval(secs => %(wait)s) END
 FROM (SELECT clock_timestamp() > failing_since + make_interval(secs => %(longest)s) AS late
       FROM saf.breaker WHERE subscription_id = %(subscription_id)s) AS l
-WHERE subscription_id = %(subscription_id)s AND state = 'open'
+WHERE subscription_id = %(subscription_id)s AND state = 'open' AND {THERE}
 """
-UP = """
+UP = f"""
 UPDATE saf.breaker SET state = 'closed', failures = 0, failing_since = NULL, next_probe_at = NULL,
     error = NULL, changed_at = clock_timestamp()
-WHERE subscription_id = %(subscription_id)s AND state = 'open'
+WHERE subscription_id = %(subscription_id)s AND state = 'open' AND {THERE}
 """
-DISABLE = """
+DISABLE = f"""
 INSERT INTO saf.breaker AS b (subscription_id, endpoint, state, failures, failing_since, error)
-VALUES (%(subscription_id)s, %(endpoint)s, 'disabled', 1, clock_timestamp(), %(error)s)
+SELECT %(subscription_id)s, %(endpoint)s, 'disabled', 1, clock_timestamp(), %(error)s
+WHERE {THERE}
 ON CONFLICT (subscription_id) DO UPDATE SET
     endpoint = excluded.endpoint, state = 'disabled', failures = b.failures + 1,
     failing_since = coalesce(b.failing_since, clock_timestamp()), next_probe_at = NULL,
@@ -96,6 +111,7 @@ class Condition:
     """How an endpoint is."""
 
     state: str = "closed"
+    """Of saf.breaker; or "removed", if this endpoint is not stored any more."""
     paused: bool = False
     probe_in: float | None = None
     """In how many seconds the next probe is due, where the state is open."""
@@ -108,26 +124,31 @@ class Condition:
         return self.state == "closed" and not self.paused
 
     @property
+    def removed(self) -> bool:
+        """Whether it is another endpoint's condition by now, or nobody's."""
+        return self.state == "removed"
+
+    @property
     def probe_due(self) -> bool:
         """Whether somebody is to send a probe."""
         return self.probe_in is not None and self.probe_in <= 0 and not self.paused
 
 
-def condition(connection: psycopg.Connection[Any], subscription_id: int) -> Condition:
-    """How the endpoint of a subscription is."""
-    found = fetch(connection, CONDITION, {"subscription_id": subscription_id})
-    if not found:
-        return Condition()
-    state, paused, probe_in, failures, error = found[0]
-    return Condition(state=state, paused=paused, probe_in=probe_in, failures=failures, error=error)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Book:
-    """Writes the condition of one endpoint."""
+    """Reads and writes the condition of one endpoint."""
 
     subscription_id: int
     endpoint: str
+    url: str | None = None
+    """Where an endpoint that is stored in a broker is, for who dispatches to it."""
+
+    def look(self, connection: psycopg.Connection[Any]) -> Condition:
+        """How the endpoint is."""
+        ((state, paused, probe_in, failures, error),) = fetch(connection, CONDITION, self._params())
+        return Condition(
+            state=state, paused=paused, probe_in=probe_in, failures=failures, error=error
+        )
 
     def down(self, connection: psycopg.Connection[Any], error: str, wait: float) -> None:
         """The endpoint was found down; the first probe comes after ``wait`` seconds."""
@@ -172,5 +193,6 @@ class Book:
         return {
             "subscription_id": self.subscription_id,
             "endpoint": self.endpoint,
+            "url": self.url,
             **more,
         }

@@ -63,6 +63,7 @@ class Dispatcher:
         lease_seconds: float = LEASE_SECONDS,
         stop_seconds: float = STOP_SECONDS,
         signer: Signer | None = None,
+        summary: Summary | None = None,
     ) -> None:
         self.name = name
         self.endpoint = endpoint
@@ -71,8 +72,8 @@ class Dispatcher:
         self.stop_seconds = stop_seconds
         self.signer = signer
         """Signs replies."""
-        self.summary = Summary()
-        """What it has done so far."""
+        self.summary = Summary() if summary is None else summary
+        """What it has done so far; and what those have done before it that were given the same."""
         self._held_up = False
 
     @property
@@ -85,6 +86,7 @@ class Dispatcher:
 
         Raises:
             ConfigurationError: there is no such subscription.
+            EndpointRemoved: the endpoint was stored in a broker, and is not there any more.
             UsageError: what is there cannot be dispatched, or a drain lacks a right.
             Refused: the database does not let this login in.
             Unavailable: a drain's database does not answer, or somebody holds a lock for too long.

@@ -90,7 +90,7 @@ class Client:
         if meaning is Meaning.DONE:
             try:
                 reply = self._reply(got.body, got.headers)
-            except (ValueError, RecursionError) as problem:  # what the endpoint has written
+            except Exception as problem:  # whatever the endpoint has written
                 meaning, error = Meaning.FAILED, f"its answer cannot be a reply: {problem}"
         done = meaning is Meaning.DONE
         return Answer(

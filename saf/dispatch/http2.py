@@ -23,6 +23,9 @@ from saf.errors import MissingExtra
 CONNECTIONS = 5
 """Over so many connections, one after the other, a request is sent at most."""
 
+UNSENDABLE = (ValueError, TypeError)
+"""What a URL makes httpcore2 raise that is none, as an endpoint may say where it leads to."""
+
 
 class Http2(Transport):
     """Connections of HTTP/2. What is left of an answer that is too long is not read."""
@@ -67,7 +70,7 @@ class Http2(Transport):
             said = _unconnected(problem)
         except library.ProtocolError as problem:
             said = f"no answer in HTTP: {_protocol(problem)}"
-        except (library.NetworkError, library.TimeoutException, OSError) as problem:
+        except (library.NetworkError, library.TimeoutException, OSError, *UNSENDABLE) as problem:
             said = f"no answer: {type(problem).__name__}: {problem}"
         raise NoAnswer(said)
 

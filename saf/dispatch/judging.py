@@ -94,7 +94,14 @@ class Judge:
         elif self.condition.sends and answer.retry_after is not None:
             self._open(answer)
         elif self.condition.sends:
-            self.alone.update(message.message_id for message in messages)
+            self.let_be_alone(*messages)
+
+    def let_be_alone(self, *messages: Received) -> None:
+        """Let messages be sent alone, each when its turn comes."""
+        self.alone.update(message.message_id for message in messages)
+        if len(self.alone) > self.window.held:
+            # some have expired, or went with their shard
+            self.alone &= self.window.ids
 
     def answered(self, message: Received, answer: Answer) -> None:
         """Note the answer to a message."""

@@ -71,10 +71,14 @@ class ReadAhead:
 
     @property
     def hungry(self) -> bool:
-        """Whether to read more: there are not twice as many keys as may be in flight, but rest."""
+        """Whether to read more: there are not twice as many keys as may be in flight, but rest.
+
+        Without a shard there is nothing to read.
+        """
         window = self._window
         return (
-            len(window.lanes) - window.resting < 2 * self._endpoint.max_in_flight
+            bool(window.shards)
+            and len(window.lanes) - window.resting < 2 * self._endpoint.max_in_flight
             and window.held < self._capacity
             and window.bytes < MAX_BYTES // 2
         )
@@ -97,10 +101,8 @@ class ReadAhead:
         return LISTENING_PAUSE_SECONDS if self.listens else LONGEST_PAUSE_SECONDS
 
     async def fill(self) -> None:
-        """Read ahead: what is due, and the next messages of the log."""
+        """Read ahead, where it is hungry: what is due, and the next messages of the log."""
         window = self._window
-        if not window.shards:
-            return
         if time.monotonic() >= self.poll_at:
             self._notified = False  # what is notified from here on may be missed by this poll
             self.found = await self._poll()

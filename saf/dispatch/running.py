@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import psycopg
 
+from saf.database.background import Background
 from saf.dispatch.dispatcher import Dispatcher
-from saf.errors import SafError
+from saf.errors import EndpointRemoved, SafError
 from saf.logger import Log
+from saf.receiving.failures import exception
 from saf.signals import stop_on_signals
 
 FIND_SECONDS = 5.0
@@ -22,6 +25,9 @@ FIND_SECONDS = 5.0
 
 AGAIN_SECONDS = 60.0
 """After how long an endpoint that could not go on is tried again."""
+
+KNOWN = (SafError, psycopg.Error)
+"""What an endpoint or a database is to blame for."""
 
 Find = Callable[[], Sequence[Dispatcher]]
 
@@ -35,6 +41,7 @@ def run(
 
     With ``find``, those that it gives run too, from the time when it gives them until it does not.
     A dispatcher that cannot go on stops no other one; unless they drain, it is tried again later.
+    The end does not wait for ``find``, which may hang.
 
     Raises:
         SafError: without ``find``, all have ended, and one of them because it could not go on.
@@ -62,10 +69,12 @@ class _Running:
         self._find = find or (lambda: dispatchers)
         self._told = asyncio.Event()
         self._at_work: dict[str, tuple[Dispatcher, asyncio.Event, asyncio.Task[None]]] = {}
-        self._ending: list[asyncio.Task[None]] = []
-        self._failed: dict[str, tuple[float, SafError | psycopg.Error]] = {}
-        """The endpoints that could not go on: since when, and why."""
+        self._ending: set[asyncio.Task[None]] = set()
+        self._failed: dict[str, tuple[float, Exception]] = {}
+        """The endpoints at work that could not go on: since when, and why."""
         self._problem = ""
+        self._finding = Background(1, "saf dispatch find")
+        """Brokers that are asked may hang, and the end does not wait for them."""
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -83,10 +92,16 @@ class _Running:
                 waited = {told, *self._busy()}
                 await asyncio.wait(waited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if not self._drain and time.monotonic() >= find_at:
-                    await self._look(self._find)
+                    look = asyncio.create_task(self._look(self._find))
+                    await asyncio.wait({told, look}, return_when=asyncio.FIRST_COMPLETED)
+                    if look.done():
+                        look.result()
+                    else:
+                        look.cancel()
                     find_at = time.monotonic() + FIND_SECONDS
             problems = [] if self._told.is_set() else [error for _, error in self._failed.values()]
             told.cancel()
+            self._finding.dismiss()
             for name in [*self._at_work]:
                 self._end(name)
             ended = await asyncio.gather(*self._ending, return_exceptions=True)
@@ -106,9 +121,11 @@ class _Running:
         """Run a dispatcher. If its endpoint is at fault, or its database, the others go on."""
         try:
             await dispatcher.run(stopping, drain=self._drain)
-        except (SafError, psycopg.Error) as error:
-            log.warning("endpoint_not_dispatched", endpoint=dispatcher.name, detail=str(error))
-            self._failed[dispatcher.name] = time.monotonic(), error
+        except Exception as error:
+            log.warning("endpoint_not_dispatched", endpoint=dispatcher.name, **_said(error))
+            _, _, task = self._at_work.get(dispatcher.name, (None, None, None))
+            if task is asyncio.current_task():  # and there is no other one of its name since
+                self._failed[dispatcher.name] = time.monotonic(), error
         except BaseException:
             self._told.set()
             raise
@@ -117,20 +134,28 @@ class _Running:
         self._failed.pop(name, None)
         _, stopping, task = self._at_work.pop(name)
         stopping.set()
-        self._ending.append(task)
+        self._ending.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._ending.discard(task)
 
     async def _look(self, find: Find) -> None:
         """Begin what is new, and end what is gone."""
         try:
-            found = {one.name: one for one in await asyncio.to_thread(find)}
-        except (SafError, psycopg.Error) as error:
+            asked = asyncio.wrap_future(self._finding.submit(find))
+            found = {one.name: one for one in await asked}
+        except KNOWN as error:
             if str(error) != self._problem:
                 log.warning("endpoints_not_read", detail=str(error))
             self._problem = str(error)
             return
         self._problem = ""
-        for name, (failed_at, _) in [*self._failed.items()]:
-            if time.monotonic() - failed_at > AGAIN_SECONDS:
+        for name, (failed_at, why) in [*self._failed.items()]:
+            waited = time.monotonic() - failed_at > AGAIN_SECONDS
+            # one that was removed and is found may have been added again since
+            if waited or isinstance(why, EndpointRemoved):
                 self._end(name)  # it begins anew below
         for name, (dispatcher, _, _) in [*self._at_work.items()]:
             if name not in found or found[name].endpoint != dispatcher.endpoint:
@@ -140,3 +165,8 @@ class _Running:
             if name not in self._at_work:
                 log.info("endpoint_begins", endpoint=name)
                 self._begin(dispatcher)
+
+
+def _said(error: Exception) -> dict[str, Any]:
+    """The fields that say an error; where it is saf's own, also where it comes from."""
+    return {"detail": str(error)} if isinstance(error, KNOWN) else exception(error)

@@ -8,6 +8,7 @@ which the endpoint gets again. `saf.dispatch.judging` says what an answer does.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -59,8 +60,8 @@ class Sender:
         """What a request has raised, which is nobody's fault but saf's."""
         self.stopping = False
         """Whether to send nothing more."""
-        self.clock_ahead = timedelta()
-        """How far the database's clock, by which messages expire, is ahead of this machine's."""
+        self.clock = datetime.now(UTC), time.monotonic()
+        """The database's clock, by which messages expire, and the monotonic one at that moment."""
         self.bucket = Bucket(per_second=per_second(endpoint.rate)) if endpoint.rate else None
         self._apart = (
             Apart(seconds=1 / per_second(each)) if (each := endpoint.rate_per_key) else None
@@ -85,14 +86,12 @@ class Sender:
 
     def start(self) -> None:
         """Send as many messages as may be in flight."""
-        most = self.endpoint.max_in_flight * self.endpoint.messages
         window, requests = self.window, self.requests
         while (
             self._judge.condition.sends
             and not self.stopping
             and len(requests) < self.endpoint.max_in_flight
-            and window.in_flight < most
-            and window.in_flight + window.unmarked < 2 * most
+            and self._has_room
             and window.anything_ready
             and (message := self._next()) is not None
         ):
@@ -103,6 +102,13 @@ class Sender:
                 break
             self._take(message, *self._others(message))
 
+    @property
+    def _has_room(self) -> bool:
+        """Whether one more message may be in flight."""
+        most = self.endpoint.max_in_flight * self.endpoint.messages
+        in_flight = self.window.in_flight
+        return in_flight < most and in_flight + self.window.unmarked < 2 * most
+
     def _next(self) -> Received | None:
         """The next message to send; those before it that have expired are dead letters."""
         while (message := self.window.next()) is not None and self._has_expired(message):
@@ -112,7 +118,8 @@ class Sender:
 
     def _has_expired(self, message: Received) -> bool:
         at = message.expires_at
-        return at is not None and at <= datetime.now(UTC) + self.clock_ahead
+        there, then = self.clock  # this machine's own may be set at any time
+        return at is not None and at <= there + timedelta(seconds=time.monotonic() - then)
 
     def _others(self, message: Received) -> list[Received]:
         """More messages, to be sent by one request together with a message."""
@@ -120,7 +127,8 @@ class Sender:
         if self.endpoint.messages == 1 or not self._may_be_together(message):
             return others
         size = message.size
-        while len(others) + 1 < self.endpoint.messages and size < BATCH_BYTES:
+        most = self.endpoint.messages
+        while len(others) + 1 < most and size < BATCH_BYTES and self._has_room:
             of_key = self.endpoint.batch_of == "key"
             one = self.window.next_of(message) if of_key else self._next()
             if one is None:
@@ -280,7 +288,7 @@ class Sender:
                 if not of_messages(error):
                     raise
                 if len(messages) > 1:
-                    self._judge.alone.add(message.message_id)
+                    self._judge.let_be_alone(message)
                     for one in reversed(messages[place:]):
                         self.window.put_back(one)
                     break

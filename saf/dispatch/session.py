@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from saf.dispatch import condition, marking, replies, source, talking
+from saf.dispatch import marking, replies, source, talking
 from saf.dispatch.condition import Book
 from saf.dispatch.http import Client
 from saf.dispatch.judging import Judge
 from saf.dispatch.read_ahead import ReadAhead
 from saf.dispatch.sending import Sender
-from saf.dispatch.settings import Endpoint
+from saf.dispatch.settings import Endpoint, StoredEndpoint
 from saf.dispatch.window import Window
-from saf.errors import Fenced
+from saf.errors import EndpointRemoved, Fenced
 from saf.failpoints import fail_point
 from saf.log.shards import Member
 from saf.logger import Log
@@ -76,27 +76,33 @@ class Session:
         self._member: Member = membership.member
         self._thread = thread
         self._news = asyncio.Event()
-        self._book = Book(subscription_id=reader.subscription_id, endpoint=name)
+        url = endpoint.url if isinstance(endpoint, StoredEndpoint) else None
+        self._book = Book(subscription_id=reader.subscription_id, endpoint=name, url=url)
         self.judge = Judge(self.window, self._book, endpoint, converses=reader.converses)
         self.sender = Sender(self.window, self.judge, endpoint, client, self._news.set)
         self._ahead = ReadAhead(self.window, reader, endpoint, name, self._ask)
         connection.add_notify_handler(self._ahead.hear)
         self._look_at = self._trim_at = 0.0
+        self._spare = False
+        """Whether it has no shard, and is to have none: others have all of them."""
 
     async def run(self, stopping: asyncio.Event, *, drain: bool, stop_seconds: float) -> None:
         """Dispatch until told to stop; with ``drain``, until nothing is there and due.
 
         Raises:
             Fenced: others have taken over. Begin another session.
+            EndpointRemoved: the endpoint was stored in a broker, and is not there any more.
         """
         watch = asyncio.create_task(self._watch(stopping))
         try:
-            while not stopping.is_set():
+            while not stopping.is_set() and not self.judge.condition.removed:
                 await self._turn()
                 if drain and self._drained:
                     break
                 await self._wait()
             await self._end(stop_seconds)
+            if self.judge.condition.removed:
+                raise EndpointRemoved(self.name)
         finally:
             watch.cancel()
             await self.sender.cancel()
@@ -114,6 +120,8 @@ class Session:
         condition = self.judge.condition
         if not condition.sends and not condition.probe_due:
             return True
+        if not window.shards:
+            return self._spare
         return not (
             self._ahead.found or window.anything_ready or window.resting or self._ahead.unread()
         )
@@ -185,9 +193,8 @@ class Session:
 
     async def _look(self) -> None:
         """Look how the endpoint is, and take up shards or pass them on."""
-        judge, number = self.judge, self.reader.subscription_id
-        judge.hear(await self._ask(lambda connection: condition.condition(connection, number)))
-        self.sender.clock_ahead = await self._ask(source.clock_ahead)
+        self.judge.hear(await self._ask(self._book.look))
+        self.sender.clock = await self._ask(source.clock)
         # while shards are to leave, the reason for it may go, and nothing else tells of that
         leaving = bool(self.window.leaving) or not self.window.shards
         if leaving or not await self._ask(self._member.settled):
@@ -225,6 +232,7 @@ class Session:
             self.sender.bucket.share = len(window.shards) / shards
         if surplus == 0:
             window.leaving = frozenset()
+        self._spare = not window.shards and await self._ask(self._member.settled)
 
     async def _wait(self) -> None:
         """Wait until a request has ended, or something is to be done."""
@@ -248,7 +256,7 @@ class Session:
         A notification that comes now is taken off the connection by the poll that follows; one that
         comes with the answer to a statement, by its handler.
         """
-        if not (self._ahead.listens and hungry and self.window.shards):
+        if not (self._ahead.listens and hungry):
             yield
             return
         loop, connection = asyncio.get_running_loop(), self._connection.fileno()

@@ -36,6 +36,7 @@ def _is_url(text: str) -> str:
     try:
         parts = urlsplit(text)
         port = parts.port
+        (parts.hostname or "").encode("idna")  # as it is before an address is asked for
     except ValueError as error:
         raise ValueError(f"it is not a URL: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
@@ -240,6 +241,10 @@ class Endpoint(BaseModel):
         if self.schedule == "webhook":
             return WEBHOOK_SECONDS[min(nth, len(WEBHOOK_SECONDS)) - 1]
         return parking.wait_seconds(nth)
+
+
+class StoredEndpoint(Endpoint):
+    """An endpoint that is stored in a broker, and may be changed or removed there at any time."""
 
 
 def without_query(url: str) -> str:

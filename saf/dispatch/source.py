@@ -6,10 +6,11 @@ names the owner and the epoch that it is for; what is written together is `saf.d
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 import psycopg
@@ -151,11 +152,10 @@ def all_shards(connection: psycopg.Connection[Any]) -> int:
     return int(fetch(connection, ALL_SHARDS)[0][0])
 
 
-def clock_ahead(connection: psycopg.Connection[Any]) -> timedelta:
-    """How far the database's clock is ahead of this machine's; its answer's way takes off a bit."""
+def clock(connection: psycopg.Connection[Any]) -> tuple[datetime, float]:
+    """The database's clock, and this machine's monotonic one once the answer was there."""
     ((there,),) = fetch(connection, CLOCK)
-    ahead: timedelta = there - datetime.now(UTC)
-    return ahead
+    return there, time.monotonic()
 
 
 def owned(connection: psycopg.Connection[Any], reader: Reader) -> list[InHand]:

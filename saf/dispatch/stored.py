@@ -23,7 +23,7 @@ from psycopg.types.json import Jsonb
 from saf.broker import services
 from saf.database import fetch
 from saf.dispatch.condition import Book
-from saf.dispatch.settings import Endpoint
+from saf.dispatch.settings import Endpoint, StoredEndpoint
 from saf.errors import ConfigurationError, UsageError
 
 PREFIX = "SAF_ENDPOINT_"
@@ -46,9 +46,10 @@ ON CONFLICT DO NOTHING RETURNING name
 """
 # Its name stays, so dispatchers go on with what it is from then on
 CHANGE = """
-UPDATE saf.endpoint
+UPDATE saf.endpoint e
 SET subscription_id = %(subscription_id)s, url = %(url)s, settings = %(settings)s
-WHERE name = %(name)s RETURNING name
+FROM (SELECT subscription_id AS number FROM saf.endpoint WHERE name = %(name)s FOR UPDATE) AS before
+WHERE name = %(name)s RETURNING before.number
 """
 OTHER = """
 SELECT name FROM saf.endpoint WHERE name = %(name)s OR subscription_id = %(subscription_id)s
@@ -57,7 +58,7 @@ LIST = """
 SELECT e.name, s.name, e.url, e.settings
 FROM saf.endpoint e JOIN saf.subscription s USING (subscription_id) ORDER BY e.name
 """
-REMOVE = "DELETE FROM saf.endpoint WHERE name = %(name)s RETURNING name, subscription_id"
+REMOVE = "DELETE FROM saf.endpoint WHERE name = %(name)s RETURNING subscription_id"
 
 
 def add(
@@ -68,7 +69,7 @@ def add(
     subscription: str | None = None,
     settings: Mapping[str, Any],
 ) -> None:
-    """Store an endpoint; secrets are given as names of environment variables.
+    """Store an endpoint, which begins anew; secrets are given as names of environment variables.
 
     Raises:
         ConfigurationError: a setting is wrong, or there is no such subscription.
@@ -78,7 +79,11 @@ def add(
     check(name, url, given)
     found = services.subscription(connection, subscription or name)
     params = {"name": name, "url": url, "subscription_id": found.subscription_id}
-    if not fetch(connection, ADD, params | {"settings": Jsonb(given)}):
+    with connection.transaction():
+        added = fetch(connection, ADD, params | {"settings": Jsonb(given)})
+        if added:
+            _begin_anew(connection, name, found.subscription_id)
+    if not added:
         ((other,), *_) = fetch(connection, OTHER, params)
         raise UsageError(
             f"there is an endpoint {other!r} already, for this subscription or of this name: "
@@ -96,13 +101,22 @@ def put(
 ) -> None:
     """Store an endpoint as `add` does, or change the one of that name.
 
+    One that moves to another subscription begins anew.
+
     Raises what `add` raises.
     """
     check(name, url, settings)
     found = services.subscription(connection, subscription)
     params = {"name": name, "url": url, "subscription_id": found.subscription_id}
     others = [one for (one,) in fetch(connection, OTHER, params) if one != name]
-    if others or not fetch(connection, CHANGE, params | {"settings": Jsonb(dict(settings))}):
+    changed: list[tuple[int]] = []
+    if not others:
+        with connection.transaction():
+            changed = fetch(connection, CHANGE, params | {"settings": Jsonb(dict(settings))})
+            for (before,) in changed:
+                if before != found.subscription_id:
+                    _begin_anew(connection, name, before, found.subscription_id)
+    if not changed:
         add(connection, name, url, subscription=subscription, settings=settings)
 
 
@@ -171,9 +185,15 @@ def remove(connection: psycopg.Connection[Any], name: str) -> bool:
     """Remove an endpoint, and how it is; its messages wait. Return whether there was one."""
     with connection.transaction():
         gone = fetch(connection, REMOVE, {"name": name})
-        for endpoint, number in gone:
-            Book(subscription_id=number, endpoint=endpoint).resume(connection)
+        for (number,) in gone:
+            _begin_anew(connection, name, number)
     return bool(gone)
+
+
+def _begin_anew(connection: psycopg.Connection[Any], name: str, *numbers: int) -> None:
+    """Forget how the endpoints of some subscriptions were."""
+    for number in numbers:
+        Book(subscription_id=number, endpoint=name).resume(connection)
 
 
 def _variables(settings: Mapping[str, Any]) -> list[Any]:
@@ -182,9 +202,9 @@ def _variables(settings: Mapping[str, Any]) -> list[Any]:
     return [*several, *(settings[key] for key in ("bearer", "password") if key in settings)]
 
 
-def _made(name: str, url: str, settings: Mapping[str, Any]) -> Endpoint:
+def _made(name: str, url: str, settings: Mapping[str, Any]) -> StoredEndpoint:
     try:
-        return Endpoint.model_validate({"url": url, **settings})
+        return StoredEndpoint.model_validate({"url": url, **settings})
     except pydantic.ValidationError as error:
         said = "; ".join(
             ".".join([name, *map(str, one["loc"])])

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from uuid import UUID
 
 from saf.dispatch.answers import Answer
 from saf.dispatch.marks import Marks
@@ -77,6 +78,11 @@ class Window:
             *(one for one, _ in self._new.move),
             *(one.parked_id for one, _ in self._new.talked if one.parked_id is not None),
         ]
+
+    @property
+    def ids(self) -> set[UUID]:
+        """The ids of the messages in memory."""
+        return {one.message_id for lane in self.lanes.values() for one in lane.queue}
 
     @property
     def anything_ready(self) -> bool:

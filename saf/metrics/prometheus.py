@@ -140,6 +140,7 @@ def check_gateway(gateway: str) -> None:
     try:
         parts = urlsplit(gateway if "://" in gateway else f"http://{gateway}")
         is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        (parts.hostname or "").encode("idna")  # as it is before an address is asked for
     except ValueError:
         is_one = False
     if not is_one or not gateway.isascii() or not gateway.isprintable() or " " in gateway:

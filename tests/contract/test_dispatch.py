@@ -29,7 +29,6 @@ from structlog.testing import capture_logs
 
 import saf
 from saf.broker.services import create_services, subscription
-from saf.cli.dispatch import endpoints
 from saf.config import load
 from saf.database import Dsn, fetch
 from saf.dispatch import marking, read_ahead, running, source
@@ -42,6 +41,7 @@ from saf.dispatch.window import Window
 from saf.errors import ConfigurationError, Fenced, Unavailable
 from saf.log.shards import Member
 from saf.operating.decide import retry
+from saf.operating.endpoints import find
 from saf.receiving import notify
 from saf.receiving.hand import Reader
 from saf.receiving.inbox import inbox_status
@@ -390,8 +390,9 @@ def test_a_lock_at_the_table_of_endpoints_is_unavailable(inbox: Dsn, tmp_path: P
     with connect(inbox) as holder:
         holder.execute("BEGIN")
         holder.execute("LOCK TABLE saf.endpoint IN ACCESS EXCLUSIVE MODE")
-        with pytest.raises(Unavailable, match="lock timeout"):
-            endpoints(load(file))
+        (problem,) = find(load(file)).problems
+    assert isinstance(problem, Unavailable)
+    assert "lock timeout" in str(problem)
 
 
 def test_an_endpoint_that_could_not_go_on_is_tried_again(

@@ -175,3 +175,14 @@ def test_what_is_no_answer_is_said_in_one_line(partner: Partner, tmp_path: Path)
         endpoint = Endpoint(url=url.replace("http:", "https:"), http2=True, connect_seconds=0.5)
         (answer,) = post(endpoint)
     assert answer.error == "cannot connect within 0.5 s"
+
+
+@pytest.mark.parametrize("to", ["/ü", "https://localhost:bad/", "https://localhost:99999/"])
+def test_a_redirect_to_what_is_no_url_is_no_answer(
+    partner: Partner, tmp_path: Path, to: str
+) -> None:
+    partner.always(307, location=to)
+    with behind_nginx(partner, tmp_path) as certificate:
+        (answer,) = post(http2(partner, certificate, follow_redirects=True))
+    assert answer.meaning is Meaning.WAITS
+    assert answer.error.startswith("no answer: ")

@@ -132,6 +132,22 @@ def test_an_answer_of_a_gigabyte_takes_no_memory_and_counts_by_its_status() -> N
     assert sent < 32
 
 
+@pytest.mark.parametrize("value", ["<bigdecimal>x</bigdecimal>", "<int>x</int>"])
+def test_an_answer_to_a_call_that_cannot_be_read_is_a_failure(value: str) -> None:
+    answer = f"<methodResponse><params><param><value>{value}</value></param></params>"
+    with serving(Partner()) as partner:
+        partner.always(200, f"{answer}</methodResponse>".encode())
+        said = post(Endpoint(url=partner.url, mode="xmlrpc", method="order", reply=True))
+    assert (said.meaning, said.error) == (Meaning.FAILED, "the answer is no XML-RPC")
+
+
+@pytest.mark.parametrize("host", ["a..b", f"{64 * 'a'}.example.com"])
+def test_a_host_that_is_no_name_is_refused(host: str) -> None:
+    for scheme in ("http", "https"):
+        with pytest.raises(ValueError, match="it is not a URL"):
+            Endpoint(url=f"{scheme}://{host}/hook")
+
+
 def test_headers_without_end_are_no_answer() -> None:
     with listening(send_many_headers) as url:
         before = psutil.Process().memory_info().rss

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,11 @@ def test_a_loop_learns_of_endpoints_that_are_added_and_removed(
         more.write('[dispatch]\nnetworks = ["127.0.0.0/8"]\n')
     add = ("endpoint", "add", "partner", "--url", partner.url, "--config", config)
     with subprocess.Popen(
-        [BIN / "saf", "dispatch", "--loop", "--config", config], env=environment(), cwd=ROOT
+        [BIN / "saf", "dispatch", "--loop", "--config", config],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as loop:
         try:
             put(inbox, "1", key="a")
@@ -125,8 +130,52 @@ def test_a_loop_learns_of_endpoints_that_are_added_and_removed(
                 until(lambda: len(partner.accepted) == 3)
         finally:
             loop.send_signal(signal.SIGTERM)
+            out, _ = loop.communicate(timeout=60)
     assert loop.returncode == 0
     assert [got.body for got in partner.accepted] == [b"1", b"2", b"4"]
+    assert out == "billing: handled 2 messages\npartner: handled 1 message\n"
+
+
+def test_a_loop_whose_endpoints_are_in_a_broker_that_is_away_begins_once_it_is_back(
+    config: Path, inbox: Dsn, partner: Partner
+) -> None:
+    networks = '[dispatch]\nnetworks = ["127.0.0.0/8"]\n'
+    config.write_text(config.read_text().partition("[endpoints.billing]")[0] + networks)
+    with connect(inbox) as connection:
+        stored.add(connection, "billing", partner.url, settings={})
+    put(inbox, "1", key="a")
+    allow = f"ALTER DATABASE {inbox.database} WITH ALLOW_CONNECTIONS"
+    with connect(replace(inbox, conninfo=f"{inbox.conninfo} dbname=postgres")) as server:
+        server.execute(f"{allow} false")
+        with subprocess.Popen(
+            [BIN / "saf", "dispatch", "--loop", "--config", config],
+            env=environment(),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as loop:
+            try:
+                assert loop.stderr is not None
+                assert any("endpoints_not_read" in line for line in loop.stderr)
+                server.execute(f"{allow} true")
+                until(lambda: partner.accepted)
+            finally:
+                server.execute(f"{allow} true")
+                loop.send_signal(signal.SIGTERM)
+    assert loop.returncode == 0
+
+
+def test_a_dead_letter_is_said_although_another_endpoint_cannot_go_on(
+    config: Path, inbox: Dsn, partner: Partner
+) -> None:
+    config.write_text(config.read_text() + f'[endpoints.none]\nurl = "{partner.url}"\n')
+    partner.always(422)
+    put(inbox, "1", key="a")
+    done = saf("dispatch", "--config", config)
+    assert done.returncode == 1
+    assert done.stdout.startswith("billing: handled 0 messages, made 1 dead letter\n")
+    assert "there is no subscription 'none'" in done.stdout + done.stderr
+    assert saf("dispatch", "--config", config).returncode == 2
 
 
 def members(inbox: Dsn) -> int:
@@ -235,7 +284,14 @@ def test_an_endpoint_or_broker_at_fault_holds_up_no_other_endpoint(
     done = saf("dispatch", "--config", config)
     assert partner.by_key() == {"a": [1]}
     assert done.stdout.startswith("billing: handled 1 message\n")
-    assert done.returncode == (75 if wrong == "a broker" else 2)
+    code = 75 if wrong == "a broker" else 2
+    assert done.returncode == code
+    listed = saf("endpoint", "list", "--config", config)
+    assert (listed.returncode, partner.url in listed.stdout) == (code, True)
+    assert listed.stderr.count("saf: ") == 1
+    as_json = saf("endpoint", "list", "--json", "--config", config)
+    assert [one["endpoint"] for one in json.loads(as_json.stdout)["endpoints"]] == ["billing"]
+    assert as_json.returncode == code
     put(inbox, "2", key="a")
     with subprocess.Popen(
         [BIN / "saf", "dispatch", "--loop", "--config", config], env=environment(), cwd=ROOT

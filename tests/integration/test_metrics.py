@@ -392,7 +392,14 @@ def test_what_a_run_did_is_pushed_and_a_gateway_that_is_gone_fails_no_run(
 
 
 def test_a_push_to_what_is_no_gateway_is_said_in_one_line(config: Path) -> None:
-    for wrong in ("http://", "ftp://x", "localhost:port", "http://ü.example.com", "a b"):
+    for wrong in (
+        "http://",
+        "ftp://x",
+        "localhost:port",
+        "http://ü.example.com",
+        "a b",
+        "a..b:9091",
+    ):
         for command in (("forward", "--metrics-push", wrong), ("metrics", "--push", wrong)):
             done = saf(*command, "--config", config)
             assert done.returncode == 2, command

@@ -29,8 +29,176 @@ KILLED = f"{DISPATCH}::test_after_a_kill_only_what_was_in_flight_is_sent_again"
 
 COMMANDS = "integration/test_dispatch_commands.py"
 HTTP2 = "contract/test_dispatch_http2.py"
+OWNERS = "contract/test_dispatch_owners.py"
+STORED = "contract/test_dispatch_stored.py"
+RUNNING = "contract/test_dispatch_running.py"
+BOUNDS = "contract/test_dispatch_bounds.py"
 
 MUTANTS: list[Mutant] = [
+    mutant(
+        "what fails after it was told to end is the failure of who has its name",
+        "saf/dispatch/running.py",
+        "if task is asyncio.current_task():",
+        "if True:",
+        f"{RUNNING}::test_what_fails_after_it_was_told_to_end_is_nobody_elses_failure",
+    ),
+    mutant(
+        "a stop waits until brokers have said which endpoints there are",
+        "saf/dispatch/running.py",
+        "await asyncio.wait({told, look}, return_when=asyncio.FIRST_COMPLETED)",
+        "await look",
+        f"{RUNNING}::test_a_stop_waits_for_no_broker_that_is_asked_for_endpoints",
+    ),
+    mutant(
+        "what saf is to blame for at one endpoint stops the others",
+        "saf/dispatch/running.py",
+        "        except Exception as error:\n",
+        "        except KNOWN as error:\n",
+        f"{RUNNING}::test_what_saf_is_to_blame_for_at_one_endpoint_stops_no_other_one",
+    ),
+    mutant(
+        "each dispatcher that has ended is remembered for ever",
+        "saf/dispatch/running.py",
+        "            self._ending.discard(task)\n",
+        "            pass\n",
+        f"{RUNNING}::test_what_has_ended_is_forgotten",
+    ),
+    mutant(
+        "a loop counts only the first dispatcher of an endpoint",
+        "saf/cli/dispatch.py",
+        "summary=summaries.setdefault(name, Summary()),",
+        "summary=summaries.setdefault(name, Summary()) and Summary(),",
+        f"{COMMANDS}::test_a_loop_learns_of_endpoints_that_are_added_and_removed",
+    ),
+    mutant(
+        "a loop ends at its start where its broker is away",
+        "saf/cli/dispatch.py",
+        "found.endpoints if loop and problems else found.chosen([])",
+        "found.chosen([])",
+        f"{COMMANDS}::test_a_loop_whose_endpoints_are_in_a_broker_that_is_away_begins_once_it_is_back",
+    ),
+    mutant(
+        "dead letters are not said where another endpoint cannot go on",
+        "saf/cli/dispatch.py",
+        "            if loop:\n                raise\n            problems",
+        "            raise\n            problems",
+        f"{COMMANDS}::test_a_dead_letter_is_said_although_another_endpoint_cannot_go_on",
+    ),
+    mutant(
+        "the list of endpoints shows none where one is wrong",
+        "saf/cli/endpoint.py",
+        "    rows, problems = [], found.problems\n",
+        "    rows, problems = [], found.problems\n    if problems:\n        raise problems[0]\n",
+        f"{COMMANDS}::test_an_endpoint_or_broker_at_fault_holds_up_no_other_endpoint",
+    ),
+    mutant(
+        "a clock that is set makes messages expire",
+        SENDING,
+        "there, then = self.clock  #",
+        "there, then = datetime.now(UTC), time.monotonic()  #",
+        f"{BOUNDS}::test_a_clock_that_is_set_makes_no_message_expire",
+    ),
+    mutant(
+        "a batch leaves more messages in doubt than is promised",
+        SENDING,
+        " and size < BATCH_BYTES and self._has_room:",
+        " and size < BATCH_BYTES:",
+        f"{BOUNDS}::test_batches_leave_in_doubt_no_more_than_is_promised",
+    ),
+    mutant(
+        "messages that are gone are remembered as to be sent alone",
+        JUDGING,
+        "            self.alone &= self.window.ids\n",
+        "            pass\n",
+        f"{BOUNDS}::test_messages_that_are_gone_are_not_remembered_as_to_be_sent_alone",
+    ),
+    mutant(
+        "an answer that the parser of XML-RPC chokes on is sent for again and again",
+        "saf/dispatch/xmlrpc.py",
+        "        except Exception:  #",
+        "        except ValueError:  #",
+        f"{HOSTILE}::test_an_answer_to_a_call_that_cannot_be_read_is_a_failure",
+    ),
+    mutant(
+        "a redirect to what is no URL makes the client of HTTP/2 raise",
+        "saf/dispatch/http2.py",
+        "OSError, *UNSENDABLE)",
+        "OSError)",
+        f"{HTTP2}::test_a_redirect_to_what_is_no_url_is_no_answer",
+    ),
+    mutant(
+        "a host that is no name is taken",
+        "saf/dispatch/settings.py",
+        '        (parts.hostname or "").encode("idna")',
+        '        (parts.hostname or "").encode()',
+        f"{HOSTILE}::test_a_host_that_is_no_name_is_refused",
+    ),
+    mutant(
+        "a gateway whose host is no name is found out after the run",
+        "saf/metrics/prometheus.py",
+        '        (parts.hostname or "").encode("idna")',
+        '        (parts.hostname or "").encode()',
+        "integration/test_metrics.py::test_a_push_to_what_is_no_gateway_is_said_in_one_line",
+    ),
+    mutant(
+        "who dispatches to an endpoint that was removed goes on, and writes how it is",
+        "saf/dispatch/condition.py",
+        "(%(url)s::text IS NULL OR EXISTS (",
+        "(true OR EXISTS (",
+        f"{STORED}::test_an_endpoint_that_is_removed_gets_nothing_more",
+        f"{STORED}::test_what_an_endpoint_says_that_was_removed_is_not_said_of_the_one_of_its_name",
+    ),
+    mutant(
+        "an endpoint that is removed and added again waits for a minute",
+        "saf/dispatch/running.py",
+        "if waited or isinstance(why, EndpointRemoved):",
+        "if waited:",
+        f"{STORED}::test_a_loop_goes_on_at_once_with_an_endpoint_that_is_removed_and_added_again",
+    ),
+    mutant(
+        "who hears that its endpoint was removed cuts off what is in flight",
+        SESSION,
+        "            await self._end(stop_seconds)\n            if",
+        "            if not self.judge.condition.removed:\n"
+        "                await self._end(stop_seconds)\n            if",
+        f"{STORED}::test_what_is_in_flight_to_an_endpoint_that_is_removed_is_marked",
+    ),
+    mutant(
+        "an endpoint that is added is as the last one of its subscription was",
+        "saf/dispatch/stored.py",
+        "        if added:\n",
+        "        if not added:\n",
+        f"{STORED}::test_an_endpoint_that_is_added_begins_anew_whatever_was_at_its_subscription",
+    ),
+    mutant(
+        "an endpoint that moves to another subscription leaves its condition behind",
+        "saf/dispatch/stored.py",
+        "if before != found.subscription_id:",
+        "if before == found.subscription_id:",
+        f"{STORED}::test_an_endpoint_that_moves_to_another_subscription_leaves_its_condition_at_neither",
+        f"{STORED}::test_an_endpoint_that_is_changed_stays_paused",
+    ),
+    mutant(
+        "a dispatcher without a shard asks for more all the time",
+        SESSION,
+        "hungry = ahead.hungry\n",
+        "hungry = ahead.hungry or not self.window.shards\n",
+        f"{OWNERS}::test_a_dispatcher_without_a_shard_rests",
+    ),
+    mutant(
+        "a run without --loop waits for ever where others have all shards",
+        SESSION,
+        "            return self._spare\n",
+        "            return False\n",
+        f"{OWNERS}::test_a_run_without_loop_ends_where_others_have_all_shards",
+    ),
+    mutant(
+        "a run without --loop ends before it has been given its shards",
+        SESSION,
+        "            return self._spare\n",
+        "            return True\n",
+        f"{OWNERS}::test_a_run_without_loop_waits_for_the_shards_that_it_is_to_have",
+    ),
     mutant(
         "shards that were to leave stay still when nobody is to have them any more",
         "saf/dispatch/session.py",
@@ -62,8 +230,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a dispatcher that cannot go on stops the others",
         "saf/dispatch/running.py",
-        "            self._failed[dispatcher.name] = time.monotonic(), error\n",
-        "            self._told.set()\n            raise\n",
+        "                self._failed[dispatcher.name] = time.monotonic(), error\n",
+        "                self._told.set()\n                raise\n",
         f"{DISPATCH}::test_a_dispatcher_that_cannot_go_on_stops_no_other_one",
     ),
     mutant(
@@ -123,10 +291,10 @@ MUTANTS: list[Mutant] = [
         f"{DISPATCH}::test_a_key_that_a_worker_has_left_for_a_handler_is_sent",
     ),
     mutant(
-        "an endpoint that is added again is disabled",
+        "an endpoint that is removed leaves its condition behind",
         "saf/dispatch/stored.py",
-        "            Book(subscription_id=number, endpoint=endpoint).resume(connection)\n",
-        "            pass\n",
+        "        for (number,) in gone:\n            _begin_anew(connection, name, number)\n",
+        "",
         f"{COMMANDS}::test_an_endpoint_that_is_added_again_begins_anew",
     ),
     mutant(
@@ -195,8 +363,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an endpoint that could not go on is never tried again",
         "saf/dispatch/running.py",
-        "if time.monotonic() - failed_at > AGAIN_SECONDS:",
-        "if False:",
+        "waited = time.monotonic() - failed_at > AGAIN_SECONDS",
+        "waited = False",
         "contract/test_dispatch.py::test_an_endpoint_that_could_not_go_on_is_tried_again",
     ),
     mutant(
@@ -258,8 +426,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "answers are not held up by marks",
         SENDING,
-        "            and window.in_flight + window.unmarked < 2 * most\n",
-        "",
+        "in_flight < most and in_flight + self.window.unmarked < 2 * most",
+        "in_flight < most",
         f"{DISPATCH}::test_nothing_more_is_sent_while_marks_cannot_be_written",
     ),
     mutant(

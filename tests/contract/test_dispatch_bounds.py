@@ -1,0 +1,101 @@
+"""Dispatch: what is bounded, and by which clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta, tzinfo
+from uuid import uuid4
+
+import pytest
+
+from saf.database import Dsn
+from saf.dispatch import sending
+from saf.dispatch.condition import Book
+from saf.dispatch.judging import Judge
+from saf.dispatch.progress import InHand
+from saf.dispatch.settings import Endpoint
+from saf.dispatch.window import Window
+from saf.received import READ, Received
+from tests.endpoints import Got, Partner, Reply, dispatch, dispatcher, dispatching, serving
+from tests.pipeline import connect
+from tests.receivers import dead, prepare, put
+from tests.waits import until
+
+
+@pytest.fixture
+def inbox(mom: Dsn) -> Dsn:
+    prepare(mom)
+    return mom
+
+
+@pytest.fixture
+def partner() -> Iterator[Partner]:
+    with serving(Partner()) as one:
+        yield one
+
+
+class Ahead(datetime):
+    """The clock of a machine that somebody has set an hour forward."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Ahead:
+        return cls.fromtimestamp(datetime.now(UTC).timestamp() + 3600, tz)
+
+
+def test_a_clock_that_is_set_makes_no_message_expire(
+    inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(inbox, "1", key="a", expires_at=datetime.now(UTC) + timedelta(minutes=30))
+    monkeypatch.setattr(sending, "datetime", Ahead)
+    dispatch(inbox, partner)
+    assert partner.by_key() == {"a": [1]}
+    assert dead(inbox) == []
+
+
+def test_batches_leave_in_doubt_no_more_than_is_promised(inbox: Dsn, partner: Partner) -> None:
+    release = threading.Event()
+
+    async def answer(_: Got) -> Reply:
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        return 204, {}, b""
+
+    def sent() -> int:
+        return sum(len(json.loads(got.body)) for got in partner.begun)
+
+    partner.answer = answer
+    with connect(inbox) as connection:
+        # three of them are as much as goes into one request
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, key, body) "
+            "SELECT 'billing', 'k' || k, repeat('x', 400000)::bytea FROM generate_series(1, 25) k"
+        )
+    one = dispatcher(inbox, partner, mode="batch", batch_messages=10, max_in_flight=1)
+    with dispatching(one):
+        until(lambda: len(partner.begun) == 1)
+        with connect(inbox) as connection, connection.transaction():
+            connection.execute("SELECT FROM saf.cursor FOR UPDATE")
+            release.set()
+            until(lambda: sent() >= 20)
+            assert sent() == 20
+        until(lambda: one.summary.handled == 25)
+
+
+def received() -> Received:
+    columns = {"message_id": uuid4().bytes, "key": "a", "shard": 1, "id": 1, "body": b""}
+    return Received(tuple(columns.get(name) for name in READ))
+
+
+def test_messages_that_are_gone_are_not_remembered_as_to_be_sent_alone() -> None:
+    window, endpoint = Window(), Endpoint(url="http://127.0.0.1:1")
+    window.own([InHand(shard=1, epoch=1, batch=1, done="1:1:", open=None, position=0)])
+    judge = Judge(window, Book(subscription_id=1, endpoint="partner"), endpoint, converses=False)
+    there = received()
+    window.add(there, behind=False)
+    for _ in range(10):
+        judge.let_be_alone(received())
+    judge.let_be_alone(there)
+    assert judge.alone == {there.message_id}
