@@ -22,7 +22,7 @@ What it does not do: it waits for nobody, has no lease, and keeps no session.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import psycopg
@@ -35,9 +35,10 @@ from saf.log.shards import NEWEST, THIS_ROW
 # One row where all cursors are equally far
 STATE = f"""
 SELECT b.broker_id::text, b.incarnation, b.shards, s.subscription_id, c.epoch, c.batch,
-       c.done::text, coalesce(c.open::text, ''), c.position, pg_current_snapshot()::text
+       c.done::text, coalesce(c.open::text, ''), c.position, pg_current_snapshot()::text, c.number
 FROM saf.broker b, saf.subscription s,
-     (SELECT DISTINCT epoch, batch, done::text, open::text, position FROM {NEWEST} AS n) AS c
+     (SELECT epoch, batch, done::text, open::text, position, count(*) AS number
+      FROM {NEWEST} AS n GROUP BY 1, 2, 3, 4, 5) AS c
 WHERE s.subscription_id = %(subscription_id)s
 """
 NAMED = (
@@ -91,6 +92,16 @@ class State:
     now: str
     """pg_snapshot as text: what is complete now."""
 
+    def opened_after(self, start: Offset) -> Offset | None:
+        """Return the end of the batch that was opened after an offset; None if there is none."""
+        if self.batch <= start.batch:
+            return None
+        return replace(start, batch=self.batch, done=self.end, open="", position=0, settled=False)
+
+    def begins_at(self, start: Offset) -> bool:
+        """Whether an offset is where a new checkpoint would begin."""
+        return replace(start, settled=True) == self.committed
+
 
 def find(connection: psycopg.Connection[Any], what: str, log: str, name: str) -> int | None:
     """Return the id of a stream's subscription; None if there is none of this name.
@@ -121,7 +132,12 @@ def state(connection: psycopg.Connection[Any], what: str, name: str, subscriptio
             f"{what}: the cursors of the stream's subscription are not equally far, so something "
             "else has written them: saf subscription drop, and begin with a new checkpoint"
         )
-    (broker, incarnation, shards, found, epoch, batch, done, open_, position, now) = rows[0]
+    (broker, incarnation, shards, found, epoch, batch, done, open_, position, now, number) = rows[0]
+    if number != shards:
+        raise NotThisStream(
+            f"{what}: the stream's subscription has {number} cursors for {shards} shards, so "
+            "something else has written them: saf subscription drop, and begin with a new checkpoint"
+        )
     return State(
         what=what,
         name=name,

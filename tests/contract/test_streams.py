@@ -122,6 +122,56 @@ def test_a_driver_that_dies_anywhere_goes_on_from_its_checkpoint(
     assert sorted(stream.bodies) == sorted(f"{n} {one}" for n in range(3) for one in range(10))
 
 
+def test_a_checkpoint_that_lacks_its_last_micro_batch_gets_that_again_as_it_was(
+    app: Dsn, config: Path
+) -> None:
+    stream = query(config)
+    for number in range(2):
+        fill(app, 5, f"{number}")
+        stream.step()
+    written = stream.sink[1]
+    # as after a power loss, or a copy of the checkpoint from between its two files
+    del stream.offsets[1:]
+    stream.complete = 1
+    stream.die()
+    fill(app, 5, "2")
+    stream.drain()
+    assert stream.sink[1] == written
+    assert sorted(stream.bodies) == sorted(f"{n} {one}" for n in range(3) for one in range(5))
+
+
+def test_a_new_checkpoint_begins_where_the_subscription_is_also_if_it_is_asked_again(
+    app: Dsn, config: Path
+) -> None:
+    old = query(config, maxRowsPerTrigger=4)
+    fill(app, 10)
+    for _ in range(2):  # so that the first of them is committed
+        old.step()
+    fill(app, 3, "more")
+    new = query(config, "another lake")
+    with pytest.raises(Crash):
+        new.step(crash="read")
+    new.drain()
+    committed = {row[3].decode() for row in old.sink[0]}
+    assert len(committed) == 4
+    assert sorted(new.bodies) == sorted({*expected(10), *expected(3, "more")} - committed)
+
+
+def test_a_subscription_that_lacks_a_cursor_is_refused(app: Dsn, config: Path) -> None:
+    stream = query(config)
+    fill(app, 5)
+    stream.step()
+    stream.die()
+    with connect(app) as connection:
+        connection.execute(
+            "DELETE FROM saf.cursor c USING saf.subscription s "
+            "WHERE c.subscription_id = s.subscription_id AND s.stream AND c.shard = 7"
+        )
+    fill(app, 5, "more")
+    with pytest.raises(NotThisStream, match="has 63 cursors for 64 shards"):
+        stream.step()
+
+
 def test_the_rows_between_any_two_offsets_are_those_of_the_micro_batches_between(
     app: Dsn, config: Path
 ) -> None:
