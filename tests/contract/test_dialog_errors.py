@@ -33,6 +33,7 @@ from saf.operating.decide import discard, retry
 from saf.routing.routes import add_route, add_topic
 from saf.setaside.dead import Filter
 from saf.setaside.dropped import dropped
+from saf.setaside.isolation import MAX_ERROR
 from saf.testing.clock import let_time_pass
 from tests.dialogs import (
     END,
@@ -351,6 +352,38 @@ def test_a_body_that_its_schema_cannot_check_fails_its_dialog_and_holds_nobody_u
     assert (rejected.encode(), reason) == (body, "rejected")
     with connect(mom) as connection:
         assert "cannot be checked" in str(fetch(connection, "SELECT error FROM saf.dead_letter"))
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (rb'{"a\u0000b": "one"}', "['a\ufffdb']"),
+        (rb'{"a\ud800b": "one"}', "['a?b']"),
+        (b'{"many": [%s0]}' % (b"0, " * 100_000), "$.many: [0, 0"),
+    ],
+    ids=["NUL", "half of a character", "long"],
+)
+def test_however_a_violation_reads_the_initiator_gets_its_error_and_the_neighbours_come_once(
+    app: Dsn, mom: Dsn, body: bytes, told: str
+) -> None:
+    schema = '{"additionalProperties": {"type": "integer"}}'
+    with connect(mom) as connection:
+        connection.execute("UPDATE saf.message_type SET schema = %s WHERE name = 'order'", [schema])
+    dialog = begin(app, contract="ordering")
+    hello = '{"saf-dialog": {"contract": "ordering", "version": 1}}'
+    put(mom, begin(app), 1, "before")
+    put(mom, dialog, 1, body, message_type="order", headers=hello)
+    put(mom, begin(app), 1, "after")
+    assert sorted(said(receive(mom, WAREHOUSE))) == ["after", "before", ERROR]
+    with connect(mom) as connection:
+        ((reason, error),) = fetch(connection, "SELECT reason, error FROM saf.dead_letter")
+    assert reason == "rejected"
+    assert told in error
+    assert len(error) <= MAX_ERROR
+    forward(app, mom)
+    (at_the_initiator,) = receive(app, SHOP)
+    assert at_the_initiator.dialog == dialog
+    assert at_the_initiator.json() == {"code": Code.VIOLATION, "text": error}
 
 
 # Poison

@@ -50,6 +50,14 @@ MUTANTS: list[Mutant] = [
         "contract/test_worker.py::test_a_handler_that_would_end_its_thread_is_undone_and_the_message_comes_again",
     ),
     mutant(
+        "a body that breaks its contract with a NUL undoes its neighbours",
+        "saf/receiving/burying.py",
+        "error=error and said(error),",
+        "error=error,",
+        "contract/test_dialog_errors.py::"
+        "test_however_a_violation_reads_the_initiator_gets_its_error_and_the_neighbours_come_once",
+    ),
+    mutant(
         "a drain that a handler has ended says that all is well",
         "saf/receiving/loop.py",
         "except BaseException as error:\n            # a SystemExit",
