@@ -16,6 +16,7 @@ CLAIM, READING, LINK, RECEIVE, DELIVERY, LANES = (
     "saf/receiving/retries.py",
 )
 ASYNC, ASYNC_LINK = "contract/test_async_receiving.py", "saf/receiving/async_link.py"
+OWN_LOOP = "saf/receiving/own_loop.py"
 GROUPING = "saf/receiving/grouping.py"
 PROCESSORS, LOOP, INBOX, AWAITING = (
     "saf/receiving/processors.py",
@@ -122,10 +123,52 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "handlers go on after the worker has given them up",
+        "saf/receiving/worker.py",
+        "            loop.end(END_SECONDS)\n",
+        "            pass\n",
+        f"{ASYNC}::test_handlers_that_take_too_long_to_stop_are_rolled_back_and_cancelled",
+    ),
+    mutant(
+        "the message in hand has failed if a second signal ends its worker",
         "saf/receiving/event_loop.py",
+        "        self._cancelled = True\n",
+        "        pass\n",
+        f"{ASYNC}::test_a_second_signal_ends_a_worker_at_once_and_its_message_has_not_failed",
+    ),
+    mutant(
+        "a handler's call in a thread keeps the process from ending",
+        OWN_LOOP,
+        "        loop.set_default_executor(Detached())\n",
+        "",
+        f"{ASYNC}::test_a_handler_in_a_thread_that_never_ends_keeps_no_worker_from_ending",
+    ),
+    mutant(
+        "a worker that runs again meets a pool of another event loop",
+        OWN_LOOP,
+        "        mine = None if _shared is None else _shared()\n",
+        "        mine = None\n",
+        f"{ASYNC}::test_workers_of_a_process_run_again_and_again_with_connections_of_one_pool",
+    ),
+    mutant(
+        "a worker runs in an event loop that a handler blocks",
+        OWN_LOOP,
+        " or not mine.answers():",
+        ":",
+        f"{ASYNC}::test_a_worker_runs_again_though_a_handler_blocks_its_event_loop",
+    ),
+    mutant(
+        "an event loop outlives the workers that have run in it",
+        OWN_LOOP,
         "        loop.call_soon_threadsafe(loop.stop)\n",
         "        pass\n",
-        f"{ASYNC}::test_handlers_that_take_too_long_to_stop_are_rolled_back_and_cancelled",
+        f"{ASYNC}::test_all_threads_of_a_worker_share_one_event_loop",
+    ),
+    mutant(
+        "nothing says why handlers that ran at the same time were undone",
+        SAVEPOINTS,
+        "            failed(error)\n            self._do_again(pieces)",
+        "            self._do_again(pieces)",
+        f"{ASYNC}::test_why_handlers_that_ran_at_the_same_time_were_undone_is_logged",
     ),
     mutant(
         "what was read ahead and refused is gone without a dead letter",
@@ -600,8 +643,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a handler that was cancelled with its worker has failed",
         "saf/receiving/event_loop.py",
-        "        except CancelledError:\n            self._refuse_if_cancelled()\n",
-        "        except CancelledError:\n",
+        "        except Exception:\n            self._refuse_if_cancelled()\n",
+        "        except Exception:\n",
         f"{ASYNC}::test_a_worker_that_is_cancelled_twice_rolls_back_what_its_handlers_were_at",
     ),
     mutant(
