@@ -37,6 +37,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from saf.database.background import Background
 from saf.errors import UsageError
 from saf.received import Received
 from saf.receiving.async_link import aconnected
@@ -137,7 +138,10 @@ class Worker(Loop):
             ConfigurationError, UsageError, Refused, StopTimeout, Unavailable: as `run`.
         """
         loop = EventLoop(asyncio.get_running_loop())
-        running = asyncio.ensure_future(asyncio.to_thread(self._run_in, loop, drain=drain))
+        # a thread of its own: the event loop has few for others, and its end waits for them
+        thread = Background(1, f"saf {self.subscription}")
+        running = asyncio.wrap_future(thread.submit(partial(self._run_in, loop, drain=drain)))
+        thread.dismiss()
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -147,6 +151,9 @@ class Worker(Loop):
             raise
         finally:
             loop.cancel()
+            if running.cancel():
+                # the event loop may end now, without which there is no way back for some
+                self._stopping.hurry(END_SECONDS)
 
     def handler(self, message_type: str | None = None) -> Callable[[H], H]:
         """Register a function of (message, connection) for a type; None is for all other types.

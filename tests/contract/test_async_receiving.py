@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from structlog.testing import capture_logs
 
 import saf
+from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.errors import StopTimeout, UsageError
 from saf.receiving import notify
@@ -732,13 +734,75 @@ def test_a_worker_that_is_cancelled_twice_rolls_back_what_its_handlers_were_at(
             await task
         assert waiter.calls.total() == concurrency, "no handler is called after that"
 
-    asyncio.run(main())  # it ends with its threads
+    asyncio.run(main())
     assert effects(inbox) == []
     assert unread(inbox) == 2
     waiter = Waiter(inbox)
     until(lambda: waiter.worker.drain() >= 0 and len(effects(inbox)) == 2)
     assert unread(inbox) == 0
     assert dead(inbox) == []
+
+
+def test_workers_in_an_applications_event_loop_leave_its_threads_to_others(inbox: Dsn) -> None:
+    other = "shipping"
+    with connect(inbox) as connection:
+        create_service(connection, other)
+
+    async def handle(message: saf.Received, connection: Connection) -> None:
+        await asyncio.to_thread(str)
+        await aeffect(connection, message)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        tasks = []
+        for subscription in (SUBSCRIPTION, other):
+            worker = saf.Worker(inbox, subscription)
+            worker.handler()(handle)
+            tasks.append(asyncio.create_task(worker.arun()))
+        async with asyncio.timeout(30):
+            while len(effects(inbox)) < 2:
+                await asyncio.sleep(0.05)
+            for task in tasks:
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+
+    put(inbox, "1")
+    with connect(inbox) as connection:
+        connection.execute("INSERT INTO saf.inbox (to_service, body) VALUES (%s, '2')", [other])
+    asyncio.run(main())
+    assert sorted(effects(inbox)) == ["1", "2"]
+
+
+def test_nobody_who_is_cancelled_twice_waits_for_a_handler_that_cannot_be_cancelled(
+    inbox: Dsn,
+) -> None:
+    put(inbox, "1")
+    at_it, go_on = threading.Event(), threading.Event()
+    worker = saf.Worker(inbox, SUBSCRIPTION, stop_timeout=600)
+
+    @worker.handler()
+    def handle(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+        effect(connection, message)
+        at_it.set()
+        go_on.wait(60)
+
+    async def main() -> None:
+        task = asyncio.create_task(worker.arun())
+        while not at_it.is_set():
+            await asyncio.sleep(0.01)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    let_the_server_notice(inbox)  # the connection is cut
+    assert not go_on.is_set()
+    go_on.set()
+    assert effects(inbox) == []
+    assert unread(inbox) == 1
 
 
 def test_a_worker_that_is_told_to_stop_finishes_what_it_is_at_and_puts_the_rest_back(

@@ -18,7 +18,7 @@ from saf.database import Dsn, fetch
 from saf.dialogs import giving_up
 from saf.dialogs.conversations import conversations
 from saf.dialogs.giving_up import fail
-from saf.dialogs.statements import Code
+from saf.dialogs.statements import TELL, Code
 from saf.errors import (
     ConfigurationError,
     DialogEnded,
@@ -518,6 +518,31 @@ def test_what_comes_after_a_dead_letter_of_its_dialog_counts_as_dropped_also_if_
     with connect(mom) as connection:
         counted = [(one.reason, one.messages) for one in dropped(connection)]
     assert counted == [("ended", 3)]
+
+
+def test_both_ends_are_told_of_a_dead_letter_that_came_with_an_error_of_its_dialog(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog = begin(app, "1")
+    forward(app, mom)
+    (first,) = receive(mom, WAREHOUSE)
+    assert first.dialog is not None
+    say(mom, first.dialog, "bad")
+    forward(app, mom)
+    told = {"conversation_id": [dialog.conversation_id], "is_initiator": [True]}
+    with connect(app) as connection:
+        connection.execute(TELL, {**told, "error": ["no route"]})
+    with saf.receive(app, SHOP) as delivery:
+        assert len(delivery) == 2
+        delivery.reject(delivery[0], "cannot")
+    (error,) = receive(app, SHOP)
+    text = "message 1 could not be handled"
+    assert error.json() == {"code": Code.QUARANTINED, "text": text}
+    assert states(app) == ["error"]
+    with connect(app) as connection:
+        assert [(one.reason, one.messages) for one in dropped(connection)] == [("ended", 1)]
+    forward(app, mom)
+    assert [one.json() for one in receive(mom, WAREHOUSE)] == [error.json()]
 
 
 def test_a_dead_letter_of_a_dialog_takes_nothing_else_of_its_key_with_it(

@@ -150,6 +150,20 @@ MUTANTS: list[Mutant] = [
         f"{ASYNC}::test_workers_of_a_process_run_again_and_again_with_connections_of_one_pool",
     ),
     mutant(
+        "workers use up the threads of the application's event loop",
+        "saf/receiving/worker.py",
+        "asyncio.wrap_future(thread.submit(partial(self._run_in, loop, drain=drain)))",
+        "asyncio.ensure_future(asyncio.to_thread(self._run_in, loop, drain=drain))",
+        f"{ASYNC}::test_workers_in_an_applications_event_loop_leave_its_threads_to_others",
+    ),
+    mutant(
+        "who is cancelled twice leaves a delivery open",
+        "saf/receiving/worker.py",
+        "                self._stopping.hurry(END_SECONDS)\n",
+        "                pass\n",
+        f"{ASYNC}::test_nobody_who_is_cancelled_twice_waits_for_a_handler_that_cannot_be_cancelled",
+    ),
+    mutant(
         "a worker runs in an event loop that a handler blocks",
         OWN_LOOP,
         " or not mine.answers():",
