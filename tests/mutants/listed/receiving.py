@@ -164,6 +164,14 @@ MUTANTS: list[Mutant] = [
         f"{ASYNC}::test_nobody_who_is_cancelled_twice_waits_for_a_handler_that_cannot_be_cancelled",
     ),
     mutant(
+        "a worker remembers each type that has no handler",
+        "saf/receiving/summary.py",
+        "            if len(self.without_handler) == MOST_TYPES:\n",
+        "            if False:\n",
+        f"{UNHANDLED}::"
+        "test_however_many_types_have_no_handler_a_worker_remembers_and_says_some_hundreds",
+    ),
+    mutant(
         "a worker runs in an event loop that a handler blocks",
         OWN_LOOP,
         " or not mine.answers():",
