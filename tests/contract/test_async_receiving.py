@@ -581,12 +581,13 @@ def test_workers_of_a_process_run_again_and_again_with_connections_of_one_pool(i
 def test_a_worker_runs_again_though_a_handler_blocks_its_event_loop(inbox: Dsn) -> None:
     put(inbox, "1")
     worker = saf.Worker(inbox, SUBSCRIPTION, stop_timeout=0.1)
-    at_it, go_on = threading.Event(), threading.Event()
+    at_it, go_on, gone_on = threading.Event(), threading.Event(), threading.Event()
 
     @worker.handler()
     async def handle(_: saf.Received, __: Connection) -> None:
         at_it.set()
-        go_on.wait()
+        go_on.wait(30)
+        gone_on.set()
 
     def run() -> None:
         with pytest.raises(StopTimeout):
@@ -599,6 +600,7 @@ def test_a_worker_runs_again_though_a_handler_blocks_its_event_loop(inbox: Dsn) 
     thread.join(60)
     other = Waiter(inbox)
     until(lambda: other.worker.drain() or effects(inbox) == ["1"])
+    assert not gone_on.is_set()
     go_on.set()
     assert effects(inbox) == ["1"]
 
