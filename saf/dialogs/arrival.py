@@ -94,10 +94,12 @@ class DialogArrival(Arrival):
     def take_back(self, messages: Sequence[Received]) -> None:
         """Undo the arrival of some messages, given in order: they have not been received.
 
-        The fragments of the other messages are deleted, because nobody needs them any more.
+        Nor has an Error that was dropped behind a dead letter, whose own Error nobody would be told
+        otherwise. The fragments of the other messages are deleted, because nobody needs them.
         """
         known: dict[UUID, Endpoint] = {}
-        for message in messages:
+        unheard = [one for one, _ in self.dropped if one.message_type == ERROR]
+        for message in (*messages, *unheard):
             if message in self.before:
                 endpoint, facts = self.before[message]
                 if endpoint.dialog.handle not in known:

@@ -54,7 +54,7 @@ def bury_as_stored(
                 shard=one.shard,
                 id=place or 0,
                 reason="over_size" if error is None else reason,
-                error=error,
+                error=error and said(error),
             )
             for place, one, error in places
         ]

@@ -2,22 +2,17 @@
 
 A receiver is synchronous, and runs in a thread of its own. Where something has to be awaited, a
 handler or a connection of asyncio, it hands a coroutine to an event loop of another thread, and
-waits for its result. The loop is the application's own if it has one, and otherwise one that a
-worker starts for its handlers.
+waits for its result. The loop is the application's own if it has one, and otherwise that of
+`saf.receiving.own_loop`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
-
-END_SECONDS = 1.0
-"""How long an event loop that a worker has started may take to end."""
 
 T = TypeVar("T")
 
@@ -48,7 +43,7 @@ class EventLoop:
         self._refuse_if_cancelled()
         try:
             self.run(unless_cancelled())
-        except CancelledError:
+        except Exception:
             self._refuse_if_cancelled()
             raise
 
@@ -56,6 +51,18 @@ class EventLoop:
         """Cancel what runs; whoever waits for it does so until it has ended."""
         self._cancelled = True
         self._loop.call_soon_threadsafe(self._cancel)
+
+    def end(self, seconds: float) -> None:
+        """Cancel what runs, and wait so long for its end. Not for the thread of the loop itself."""
+        self.cancel()
+        ended = asyncio.run_coroutine_threadsafe(self._ended(), self._loop)
+        with suppress(TimeoutError):
+            ended.result(seconds)
+        ended.cancel()
+
+    async def _ended(self) -> None:
+        while self._running:
+            await asyncio.wait([*self._running])
 
     async def _noted(self, coroutine: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
@@ -92,27 +99,6 @@ async def in_thread(call: Callable[[], T]) -> T:
         running.exception()
         raise cancelled
     return running.result()
-
-
-@contextmanager
-def own_loop() -> Iterator[EventLoop]:
-    """Run an event loop in a thread, until the block ends; what runs then is cancelled."""
-    started: Future[asyncio.AbstractEventLoop] = Future()
-
-    def run() -> None:
-        with asyncio.Runner() as runner:  # cancels at its end what is left
-            started.set_result(runner.get_loop())
-            runner.get_loop().run_forever()
-
-    # a daemon, because a handler that blocks it must not keep the process from ending
-    thread = threading.Thread(target=run, name="saf handlers", daemon=True)
-    thread.start()
-    loop = started.result()
-    try:
-        yield EventLoop(loop)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(END_SECONDS)
 
 
 async def all_of(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:

@@ -7,8 +7,8 @@ says what happens to the message). The failure is logged as a warning, and as an
 message is a dead letter (`saf.receiving.failures`).
 
 A message whose type has no handler waits, in the lane of its key, until a worker comes that has one
-(`saf.setaside.unhandled`); the log says so once for each type. With ``unhandled="dead"`` it becomes
-a dead letter.
+(`saf.setaside.unhandled`); the log says so once for each type, of the first hundreds. With
+``unhandled="dead"`` it becomes a dead letter.
 
 A loop that finds nothing polls less and less often, until it waits
 `saf.receiving.receive.LONGEST_PAUSE_SECONDS` between polls; or it listens for notifications
@@ -290,8 +290,7 @@ class Loop(ABC):
             self._one(delivery, work, message, lambda: effect(work.raw))
             return
         waits = self.unhandled == "wait"
-        if message.message_type not in self.summary.without_handler:
-            self.summary.without_handler.add(message.message_type)
+        if self.summary.lacks_handler(message.message_type):
             log.warning(
                 "no_handler",
                 subscription=self.subscription,

@@ -95,18 +95,27 @@ class Savepoints:
         self._done.append(piece)
         return True
 
-    def do_together(self, pieces: Sequence[Piece], do: Callable[[], object]) -> None:
-        """Do pieces of work at the same time by one call, which raises if one of them does."""
+    def do_together(
+        self,
+        pieces: Sequence[Piece],
+        do: Callable[[], object],
+        failed: Callable[[Exception], object],
+    ) -> None:
+        """Do pieces of work at the same time by one call, which raises if one of them does.
+
+        Then ``failed`` is called with the error, and the pieces are done again one by one.
+        """
         self._begin(alone=True)
         try:
             do()
             self._end()
-        except Exception:
+        except Exception as error:
             if self.raw.broken:
                 raise
             self._undo()
             for one in pieces:
                 one.undone()
+            failed(error)
             self._do_again(pieces)
 
     def _do_again(self, pieces: Sequence[Piece]) -> None:

@@ -48,6 +48,11 @@ class Stopping:
             self._until = time.monotonic() + self.seconds
         self.told.set()
 
+    def hurry(self, seconds: float) -> None:
+        """Let what is in hand take so long at most, from now on."""
+        until = time.monotonic() + seconds
+        self._until = until if self._until is None else min(self._until, until)
+
     def begin_anew(self) -> None:
         """Forget that it was told to stop."""
         self._until = None

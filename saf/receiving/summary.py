@@ -12,6 +12,10 @@ FOR_A_PERSON, FOR_LATER = SafError.exit_code, Unavailable.exit_code
 """Exit codes of a run that has left messages for a person, or for a later run."""
 
 
+MOST_TYPES = 200
+"""How many types without a handler are remembered by name: whoever sends may make up more."""
+
+
 class SetAside(NamedTuple):
     """Counts of messages that were set aside.
 
@@ -45,7 +49,9 @@ class Summary:
     buried: int = 0
     """Messages that have become dead letters."""
     without_handler: set[str | None] = field(default_factory=set)
-    """The types of messages that had no handler."""
+    """The types of messages that had no handler, `MOST_TYPES` of them at most."""
+    others_without_handler: int = 0
+    """How many messages had no handler, and are of none of these types."""
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, handled: int, aside: SetAside) -> None:
@@ -54,6 +60,17 @@ class Summary:
             self.handled += handled
             self.parked += aside.parked
             self.buried += aside.buried
+
+    def lacks_handler(self, message_type: str | None) -> bool:
+        """Note that a type has no handler; return whether that is new, and worth a word."""
+        with self._counting:
+            if message_type in self.without_handler:
+                return False
+            if len(self.without_handler) == MOST_TYPES:
+                self.others_without_handler += 1
+                return False
+            self.without_handler.add(message_type)
+            return True
 
     @property
     def exit_code(self) -> int:
@@ -76,6 +93,8 @@ class Summary:
         if self.without_handler:
             names = sorted("no type" if one is None else repr(one) for one in self.without_handler)
             text += f"; no handler for {', '.join(names)}"
+        if self.others_without_handler:
+            text += f" and {_counted(self.others_without_handler, 'message')} of other types"
         return text
 
 

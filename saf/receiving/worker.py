@@ -21,7 +21,7 @@ behind it. So old and new workers may run side by side while a new type is intro
 ``@worker.handler()`` is for all types that have no handler of their own.
 
 *Handlers that wait.* The handlers of a worker may be ``async def``. They run in one event loop,
-that of `Worker.arun` or else one of the worker's own, and get a connection of asyncio. With
+that of `Worker.arun` or else `saf.receiving.own_loop`'s, and get a connection of asyncio. With
 ``concurrency``, so many of them wait at the same time in one delivery, each for a message of
 another key. They share the delivery's transaction, so if one of them raises, what the others did is
 undone as well, and they are called again one by one. Dialogs may be related, so only one of their
@@ -37,16 +37,18 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from saf.database.background import Background
 from saf.errors import UsageError
 from saf.received import Received
 from saf.receiving.async_link import aconnected
 from saf.receiving.delivery import Delivery
-from saf.receiving.event_loop import EventLoop, own_loop
+from saf.receiving.event_loop import EventLoop
 from saf.receiving.failures import exception
 from saf.receiving.grouping import runs, waves
 from saf.receiving.handlers import Handlers, Registered
 from saf.receiving.link import connected
 from saf.receiving.loop import Loop, OfUnhandled, log
+from saf.receiving.own_loop import END_SECONDS, OwnLoop, own_loop
 from saf.receiving.retries import Policy
 from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
@@ -122,6 +124,8 @@ class Worker(Loop):
         self._handlers = Handlers()
         self._event_loop: EventLoop | None = None
         """Where async handlers run, while this worker runs."""
+        self._own_loop: OwnLoop | None = None
+        """The event loop that this worker has run in without an application's, to keep it."""
 
     async def arun(self, *, drain: bool = False) -> int:
         """Run as `run` does, with handlers in the event loop of this task.
@@ -134,7 +138,10 @@ class Worker(Loop):
             ConfigurationError, UsageError, Refused, StopTimeout, Unavailable: as `run`.
         """
         loop = EventLoop(asyncio.get_running_loop())
-        running = asyncio.ensure_future(asyncio.to_thread(self._run_in, loop, drain=drain))
+        # a thread of its own: the event loop has few for others, and its end waits for them
+        thread = Background(1, f"saf {self.subscription}")
+        running = asyncio.wrap_future(thread.submit(partial(self._run_in, loop, drain=drain)))
+        thread.dismiss()
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -144,6 +151,9 @@ class Worker(Loop):
             raise
         finally:
             loop.cancel()
+            if running.cancel():
+                # the event loop may end now, without which there is no way back for some
+                self._stopping.hurry(END_SECONDS)
 
     def handler(self, message_type: str | None = None) -> Callable[[H], H]:
         """Register a function of (message, connection) for a type; None is for all other types.
@@ -183,17 +193,17 @@ class Worker(Loop):
         if self._event_loop is not None or not self._handlers.are_async:
             yield
             return
-        with own_loop() as loop:
-            self._event_loop = loop
-            try:
-                yield
-            finally:
-                self._event_loop = None
+        self._own_loop = own_loop()
+        loop = self._event_loop = EventLoop(self._own_loop.loop)
+        try:
+            yield
+        finally:
+            self._event_loop = None
+            loop.end(END_SECONDS)
 
     def _connected(self) -> AbstractContextManager[Link]:
-        if self._event_loop is not None:
-            return aconnected(self.engine, self._event_loop)
-        return connected(self.engine)
+        loop = self._event_loop
+        return connected(self.engine) if loop is None else aconnected(self.engine, loop)
 
     def _types(self) -> Collection[str | None] | None:
         return None if None in self._handlers else tuple(self._handlers)
@@ -230,14 +240,7 @@ class Worker(Loop):
         except Exception as error:
             if work.raw.broken:
                 raise
-            log.warning(
-                "batch_failed",
-                subscription=self.subscription,
-                message_type=still[0].message_type,
-                messages=len(still),
-                detail="they are handed over one by one",
-                **exception(error, work.raw, *still),
-            )
+            self._say_undone("batch_failed", work, still, error, message_type=still[0].message_type)
             return False
         return True
 
@@ -286,18 +289,41 @@ class Worker(Loop):
             calls.append(call)
             pieces.append(self._piece(delivery, work, message, partial(self._do, call)))
         self._stopping.in_hand[threading.get_ident()] = messages
-        work.do_together(pieces, lambda: self._do(*calls))
+        work.do_together(
+            pieces,
+            lambda: self._do(*calls),
+            partial(self._say_undone, "together_failed", work, messages),
+        )
+
+    def _say_undone(
+        self,
+        event: str,
+        work: Savepoints,
+        messages: Sequence[Received],
+        error: Exception,
+        **fields: object,
+    ) -> None:
+        """Log why the handling of several messages was undone."""
+        log.warning(
+            event,
+            subscription=self.subscription,
+            **fields,
+            messages=len(messages),
+            detail="they are handed over one by one",
+            **exception(error, work.raw, *messages),
+        )
 
     def _do(self, *calls: Callable[[], Any]) -> None:
         """Call handlers: in the event loop at the same time, or here."""
+        loop = self._event_loop
         if not self._handlers.are_async:
             for call in calls:
                 call()
-        elif self._event_loop is None:
+        elif loop is None:
             # gone without this thread, whose delivery must be undone: so this is no Exception
             raise asyncio.CancelledError
         else:
-            self._event_loop.call(calls)
+            loop.call(calls)
 
     def _register(self, message_type: str | None, *, batch: bool) -> Callable[[H], H]:
         def register(call: H) -> H:

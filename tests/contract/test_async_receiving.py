@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,10 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from structlog.testing import capture_logs
 
 import saf
+from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.errors import StopTimeout, UsageError
 from saf.receiving import notify
@@ -36,6 +41,7 @@ from tests.receivers import (
     effect,
     effects,
     let_keys_be_due,
+    let_the_server_notice,
     put,
     running,
     store,
@@ -546,7 +552,70 @@ def test_all_threads_of_a_worker_share_one_event_loop(inbox: Dsn) -> None:
         thread.join()
         done.set()
     assert len(loops) == 1
-    assert not [one for one in threading.enumerate() if one.name.startswith("saf handlers")]
+    del worker, thread
+    gc.collect()
+    until(lambda: not [one for one in threading.enumerate() if one.name == "saf handlers"])
+
+
+def test_workers_of_a_process_run_again_and_again_with_connections_of_one_pool(inbox: Dsn) -> None:
+    """Connections of asyncio belong to the event loop in which they were first waited for."""
+    engine = create_async_engine(url(inbox))
+    calls: Counter[str] = Counter()
+
+    async def handle(message: saf.Received, connection: Any) -> None:
+        calls[message.text()] += 1
+        statement = sa.text("INSERT INTO effect (key, body) VALUES (:key, :body)")
+        await connection.execute(statement, {"key": message.key, "body": message.text()})
+
+    workers = [saf.Worker(engine, SUBSCRIPTION, concurrency=3) for _ in range(2)]
+    for worker in workers:
+        worker.handler()(handle)
+    for number in range(4):
+        for key in "abc":
+            put(inbox, f"{key}{number}", key=key)
+        assert workers[number % 2].drain() == 3
+    assert calls == {f"{key}{number}": 1 for key in "abc" for number in range(4)}
+    asyncio.run(engine.dispose())
+
+
+def test_a_worker_runs_again_though_a_handler_blocks_its_event_loop(inbox: Dsn) -> None:
+    put(inbox, "1")
+    worker = saf.Worker(inbox, SUBSCRIPTION, stop_timeout=0.1)
+    at_it, go_on, gone_on = threading.Event(), threading.Event(), threading.Event()
+
+    @worker.handler()
+    async def handle(_: saf.Received, __: Connection) -> None:
+        at_it.set()
+        go_on.wait(30)
+        gone_on.set()
+
+    def run() -> None:
+        with pytest.raises(StopTimeout):
+            worker.run()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert at_it.wait(60)
+    worker.stop()
+    thread.join(60)
+    other = Waiter(inbox)
+    until(lambda: other.worker.drain() or effects(inbox) == ["1"])
+    assert not gone_on.is_set()
+    go_on.set()
+    assert effects(inbox) == ["1"]
+
+
+def test_why_handlers_that_ran_at_the_same_time_were_undone_is_logged(inbox: Dsn) -> None:
+    for body in ("a", "wrong", "b"):
+        put(inbox, body, key=body)
+    waiter = Waiter(inbox, "wrong", concurrency=3)
+    with capture_logs() as lines:
+        waiter.worker.drain()
+    undone, failed = lines
+    assert (undone["event"], undone["log_level"]) == ("together_failed", "warning")
+    assert undone["error"] == "ValueError: *** will not do", "bodies are not logged"
+    assert undone["messages"] == 3
+    assert failed["event"] == "message_failed"
 
 
 @pytest.mark.parametrize("kind", ["dsn", "sqlalchemy", "callable"])
@@ -667,13 +736,75 @@ def test_a_worker_that_is_cancelled_twice_rolls_back_what_its_handlers_were_at(
             await task
         assert waiter.calls.total() == concurrency, "no handler is called after that"
 
-    asyncio.run(main())  # it ends with its threads
+    asyncio.run(main())
     assert effects(inbox) == []
     assert unread(inbox) == 2
     waiter = Waiter(inbox)
     until(lambda: waiter.worker.drain() >= 0 and len(effects(inbox)) == 2)
     assert unread(inbox) == 0
     assert dead(inbox) == []
+
+
+def test_workers_in_an_applications_event_loop_leave_its_threads_to_others(inbox: Dsn) -> None:
+    other = "shipping"
+    with connect(inbox) as connection:
+        create_service(connection, other)
+
+    async def handle(message: saf.Received, connection: Connection) -> None:
+        await asyncio.to_thread(str)
+        await aeffect(connection, message)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        tasks = []
+        for subscription in (SUBSCRIPTION, other):
+            worker = saf.Worker(inbox, subscription)
+            worker.handler()(handle)
+            tasks.append(asyncio.create_task(worker.arun()))
+        async with asyncio.timeout(30):
+            while len(effects(inbox)) < 2:
+                await asyncio.sleep(0.05)
+            for task in tasks:
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+
+    put(inbox, "1")
+    with connect(inbox) as connection:
+        connection.execute("INSERT INTO saf.inbox (to_service, body) VALUES (%s, '2')", [other])
+    asyncio.run(main())
+    assert sorted(effects(inbox)) == ["1", "2"]
+
+
+def test_nobody_who_is_cancelled_twice_waits_for_a_handler_that_cannot_be_cancelled(
+    inbox: Dsn,
+) -> None:
+    put(inbox, "1")
+    at_it, go_on = threading.Event(), threading.Event()
+    worker = saf.Worker(inbox, SUBSCRIPTION, stop_timeout=600)
+
+    @worker.handler()
+    def handle(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+        effect(connection, message)
+        at_it.set()
+        go_on.wait(60)
+
+    async def main() -> None:
+        task = asyncio.create_task(worker.arun())
+        while not at_it.is_set():
+            await asyncio.sleep(0.01)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    let_the_server_notice(inbox)  # the connection is cut
+    assert not go_on.is_set()
+    go_on.set()
+    assert effects(inbox) == []
+    assert unread(inbox) == 1
 
 
 def test_a_worker_that_is_told_to_stop_finishes_what_it_is_at_and_puts_the_rest_back(
@@ -731,6 +862,89 @@ def test_handlers_that_take_too_long_to_stop_are_rolled_back_and_cancelled(inbox
     assert effects(inbox) == []
     until(lambda: waiter.at_once == 0)
     assert unread(inbox) == 3
+
+
+PROGRAM = """
+import asyncio, os, sys, time
+import saf
+
+worker = saf.Worker(os.environ["INBOX"], "billing", policy=saf.Policy(max_attempts=1),
+                    stop_timeout=float(os.environ["STOP"]))
+
+@worker.handler()
+async def handle(message, connection):
+    print("begun", flush=True)
+    if os.environ["WAITS"] == "thread":
+        await asyncio.to_thread(time.sleep, 600)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    try:
+        worker.run()
+    except KeyboardInterrupt:
+        sys.stdin.read()
+        raise
+"""
+
+
+@contextmanager
+def program(
+    folder: Path, inbox: Dsn, *arguments: str, waits: str, stop_seconds: float
+) -> Iterator[subprocess.Popen[str]]:
+    """A worker in a process of its own, whose handler has begun."""
+    (folder / "consumers.py").write_text(PROGRAM)
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment(
+            INBOX=inbox.conninfo, PYTHONPATH=str(ROOT), WAITS=waits, STOP=str(stop_seconds)
+        ),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("waits", ["loop", "thread"])
+def test_a_second_signal_ends_a_worker_at_once_and_its_message_has_not_failed(
+    inbox: Dsn, tmp_path: Path, waits: str
+) -> None:
+    put(inbox, "1", key="k")
+    with program(tmp_path, inbox, "consumers.py", waits=waits, stop_seconds=600) as process:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)  # until it has heard of the first one, which nothing tells
+        process.send_signal(signal.SIGINT)
+        let_the_server_notice(inbox)  # that the delivery has come to its end, however it did
+        _, err = process.communicate(timeout=30)
+    assert "KeyboardInterrupt" in err
+    assert dead(inbox) == []
+    assert waiting(inbox) == []
+    assert unread(inbox) == 1
+
+
+WORKER = ("-m", "saf", "worker", "consumers:worker")
+
+
+@pytest.mark.parametrize("arguments", [("consumers.py",), WORKER, (*WORKER, "--processes", "1")])
+def test_a_handler_in_a_thread_that_never_ends_keeps_no_worker_from_ending(
+    inbox: Dsn, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    put(inbox, "1", key="k")
+    with program(tmp_path, inbox, *arguments, waits="thread", stop_seconds=0.2) as process:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    assert "longer than stop_timeout" in err
+    assert process.returncode == (75 if "worker" in arguments else 1)
+    assert unread(inbox) == 1
 
 
 MODULE = """

@@ -18,7 +18,7 @@ from saf.database import Dsn, fetch
 from saf.dialogs import giving_up
 from saf.dialogs.conversations import conversations
 from saf.dialogs.giving_up import fail
-from saf.dialogs.statements import Code
+from saf.dialogs.statements import TELL, Code
 from saf.errors import (
     ConfigurationError,
     DialogEnded,
@@ -33,6 +33,7 @@ from saf.operating.decide import discard, retry
 from saf.routing.routes import add_route, add_topic
 from saf.setaside.dead import Filter
 from saf.setaside.dropped import dropped
+from saf.setaside.isolation import MAX_ERROR
 from saf.testing.clock import let_time_pass
 from tests.dialogs import (
     END,
@@ -353,6 +354,38 @@ def test_a_body_that_its_schema_cannot_check_fails_its_dialog_and_holds_nobody_u
         assert "cannot be checked" in str(fetch(connection, "SELECT error FROM saf.dead_letter"))
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (rb'{"a\u0000b": "one"}', "['a\ufffdb']"),
+        (rb'{"a\ud800b": "one"}', "['a?b']"),
+        (b'{"many": [%s0]}' % (b"0, " * 100_000), "$.many: [0, 0"),
+    ],
+    ids=["NUL", "half of a character", "long"],
+)
+def test_however_a_violation_reads_the_initiator_gets_its_error_and_the_neighbours_come_once(
+    app: Dsn, mom: Dsn, body: bytes, told: str
+) -> None:
+    schema = '{"additionalProperties": {"type": "integer"}}'
+    with connect(mom) as connection:
+        connection.execute("UPDATE saf.message_type SET schema = %s WHERE name = 'order'", [schema])
+    dialog = begin(app, contract="ordering")
+    hello = '{"saf-dialog": {"contract": "ordering", "version": 1}}'
+    put(mom, begin(app), 1, "before")
+    put(mom, dialog, 1, body, message_type="order", headers=hello)
+    put(mom, begin(app), 1, "after")
+    assert sorted(said(receive(mom, WAREHOUSE))) == ["after", "before", ERROR]
+    with connect(mom) as connection:
+        ((reason, error),) = fetch(connection, "SELECT reason, error FROM saf.dead_letter")
+    assert reason == "rejected"
+    assert told in error
+    assert len(error) <= MAX_ERROR
+    forward(app, mom)
+    (at_the_initiator,) = receive(app, SHOP)
+    assert at_the_initiator.dialog == dialog
+    assert at_the_initiator.json() == {"code": Code.VIOLATION, "text": error}
+
+
 # Poison
 
 
@@ -485,6 +518,31 @@ def test_what_comes_after_a_dead_letter_of_its_dialog_counts_as_dropped_also_if_
     with connect(mom) as connection:
         counted = [(one.reason, one.messages) for one in dropped(connection)]
     assert counted == [("ended", 3)]
+
+
+def test_both_ends_are_told_of_a_dead_letter_that_came_with_an_error_of_its_dialog(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog = begin(app, "1")
+    forward(app, mom)
+    (first,) = receive(mom, WAREHOUSE)
+    assert first.dialog is not None
+    say(mom, first.dialog, "bad")
+    forward(app, mom)
+    told = {"conversation_id": [dialog.conversation_id], "is_initiator": [True]}
+    with connect(app) as connection:
+        connection.execute(TELL, {**told, "error": ["no route"]})
+    with saf.receive(app, SHOP) as delivery:
+        assert len(delivery) == 2
+        delivery.reject(delivery[0], "cannot")
+    (error,) = receive(app, SHOP)
+    text = "message 1 could not be handled"
+    assert error.json() == {"code": Code.QUARANTINED, "text": text}
+    assert states(app) == ["error"]
+    with connect(app) as connection:
+        assert [(one.reason, one.messages) for one in dropped(connection)] == [("ended", 1)]
+    forward(app, mom)
+    assert [one.json() for one in receive(mom, WAREHOUSE)] == [error.json()]
 
 
 def test_a_dead_letter_of_a_dialog_takes_nothing_else_of_its_key_with_it(

@@ -19,6 +19,7 @@ from saf.errors import UsageError
 from saf.operating import decide
 from saf.receiving import retries
 from saf.receiving.inbox import inbox_status
+from saf.receiving.summary import MOST_TYPES
 from saf.setaside.dead import Filter
 from saf.setaside.unhandled import unhandled
 from saf.setaside.waiting import retry_now
@@ -262,6 +263,25 @@ def test_a_dead_letter_that_is_discarded_leaves_what_waits_for_a_handler_alone(i
     with connect(inbox) as connection:
         decide.discard(connection, Filter(), "nobody needs it")
     assert by_type(inbox) == {"New": (1, 1)}
+
+
+@pytest.mark.parametrize("how", ["wait", "dead"])
+def test_however_many_types_have_no_handler_a_worker_remembers_and_says_some_hundreds(
+    inbox: Dsn, how: str
+) -> None:
+    with connect(inbox) as connection:
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, message_type, body) "
+            "SELECT 'billing', 'Type' || n %% %s, '' FROM generate_series(0, %s) AS n",
+            [MOST_TYPES + 5, 2 * MOST_TYPES + 9],
+        )
+    worker = Of(inbox, "Old", unhandled=how)
+    with capture_logs() as lines:
+        worker.drain()
+    assert len(worker.summary.without_handler) == MOST_TYPES
+    assert len(lines) == MOST_TYPES
+    assert str(worker.summary).endswith("and 10 messages of other types")
+    assert worker.summary.exit_code == 1
 
 
 # How much it costs to ask

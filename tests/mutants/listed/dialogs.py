@@ -313,6 +313,13 @@ MUTANTS: list[Mutant] = [
         "test_a_dialog_that_had_failed_fails_again_at_a_target_that_has_no_memory_of_it",
     ),
     mutant(
+        "nobody is told of a dead letter that came with an error",
+        ARRIVAL,
+        "        for message in (*messages, *unheard):\n",
+        "        for message in messages:\n",
+        f"{ERRORS}::test_both_ends_are_told_of_a_dead_letter_that_came_with_an_error_of_its_dialog",
+    ),
+    mutant(
         "an error does not begin a dialog",
         ENDPOINTS,
         "message.message_type not in (COMPARE, ERROR):",

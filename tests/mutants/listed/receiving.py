@@ -16,6 +16,7 @@ CLAIM, READING, LINK, RECEIVE, DELIVERY, LANES = (
     "saf/receiving/retries.py",
 )
 ASYNC, ASYNC_LINK = "contract/test_async_receiving.py", "saf/receiving/async_link.py"
+OWN_LOOP = "saf/receiving/own_loop.py"
 GROUPING = "saf/receiving/grouping.py"
 PROCESSORS, LOOP, INBOX, AWAITING = (
     "saf/receiving/processors.py",
@@ -48,6 +49,14 @@ MUTANTS: list[Mutant] = [
         "except BaseException as error:  # a handler",
         "except Exception as error:  # a handler",
         "contract/test_worker.py::test_a_handler_that_would_end_its_thread_is_undone_and_the_message_comes_again",
+    ),
+    mutant(
+        "a body that breaks its contract with a NUL undoes its neighbours",
+        "saf/receiving/burying.py",
+        "error=error and said(error),",
+        "error=error,",
+        "contract/test_dialog_errors.py::"
+        "test_however_a_violation_reads_the_initiator_gets_its_error_and_the_neighbours_come_once",
     ),
     mutant(
         "a drain that a handler has ended says that all is well",
@@ -114,10 +123,74 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "handlers go on after the worker has given them up",
+        "saf/receiving/worker.py",
+        "            loop.end(END_SECONDS)\n",
+        "            pass\n",
+        f"{ASYNC}::test_handlers_that_take_too_long_to_stop_are_rolled_back_and_cancelled",
+    ),
+    mutant(
+        "the message in hand has failed if a second signal ends its worker",
         "saf/receiving/event_loop.py",
+        "        self._cancelled = True\n",
+        "        pass\n",
+        f"{ASYNC}::test_a_second_signal_ends_a_worker_at_once_and_its_message_has_not_failed",
+    ),
+    mutant(
+        "a handler's call in a thread keeps the process from ending",
+        OWN_LOOP,
+        "        loop.set_default_executor(Detached())\n",
+        "",
+        f"{ASYNC}::test_a_handler_in_a_thread_that_never_ends_keeps_no_worker_from_ending",
+    ),
+    mutant(
+        "a worker that runs again meets a pool of another event loop",
+        OWN_LOOP,
+        "        mine = None if _shared is None else _shared()\n",
+        "        mine = None\n",
+        f"{ASYNC}::test_workers_of_a_process_run_again_and_again_with_connections_of_one_pool",
+    ),
+    mutant(
+        "workers use up the threads of the application's event loop",
+        "saf/receiving/worker.py",
+        "asyncio.wrap_future(thread.submit(partial(self._run_in, loop, drain=drain)))",
+        "asyncio.ensure_future(asyncio.to_thread(self._run_in, loop, drain=drain))",
+        f"{ASYNC}::test_workers_in_an_applications_event_loop_leave_its_threads_to_others",
+    ),
+    mutant(
+        "who is cancelled twice leaves a delivery open",
+        "saf/receiving/worker.py",
+        "                self._stopping.hurry(END_SECONDS)\n",
+        "                pass\n",
+        f"{ASYNC}::test_nobody_who_is_cancelled_twice_waits_for_a_handler_that_cannot_be_cancelled",
+    ),
+    mutant(
+        "a worker remembers each type that has no handler",
+        "saf/receiving/summary.py",
+        "            if len(self.without_handler) == MOST_TYPES:\n",
+        "            if False:\n",
+        f"{UNHANDLED}::"
+        "test_however_many_types_have_no_handler_a_worker_remembers_and_says_some_hundreds",
+    ),
+    mutant(
+        "a worker runs in an event loop that a handler blocks",
+        OWN_LOOP,
+        " or not mine.answers():",
+        ":",
+        f"{ASYNC}::test_a_worker_runs_again_though_a_handler_blocks_its_event_loop",
+    ),
+    mutant(
+        "an event loop outlives the workers that have run in it",
+        OWN_LOOP,
         "        loop.call_soon_threadsafe(loop.stop)\n",
         "        pass\n",
-        f"{ASYNC}::test_handlers_that_take_too_long_to_stop_are_rolled_back_and_cancelled",
+        f"{ASYNC}::test_all_threads_of_a_worker_share_one_event_loop",
+    ),
+    mutant(
+        "nothing says why handlers that ran at the same time were undone",
+        SAVEPOINTS,
+        "            failed(error)\n            self._do_again(pieces)",
+        "            self._do_again(pieces)",
+        f"{ASYNC}::test_why_handlers_that_ran_at_the_same_time_were_undone_is_logged",
     ),
     mutant(
         "what was read ahead and refused is gone without a dead letter",
@@ -592,8 +665,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a handler that was cancelled with its worker has failed",
         "saf/receiving/event_loop.py",
-        "        except CancelledError:\n            self._refuse_if_cancelled()\n",
-        "        except CancelledError:\n",
+        "        except Exception:\n            self._refuse_if_cancelled()\n",
+        "        except Exception:\n",
         f"{ASYNC}::test_a_worker_that_is_cancelled_twice_rolls_back_what_its_handlers_were_at",
     ),
     mutant(

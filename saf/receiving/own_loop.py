@@ -1,0 +1,99 @@
+"""The event loop of the process's own, in which async handlers run where no application has one.
+
+All workers of a process share it, for as long as one of them lives: what handlers keep, such as the
+connections of a pool, belongs to the event loop in which it was made, and a worker may run again.
+
+The end of the process waits for nothing that handlers have begun and that cannot be cancelled: not
+for what blocks the event loop, and not for calls in threads, as of `asyncio.to_thread`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from saf.database.background import Background
+
+END_SECONDS = 1.0
+"""How long an event loop may take to answer, and to end."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_turn = threading.Lock()
+_shared: weakref.ref[OwnLoop] | None = None
+
+
+def own_loop() -> OwnLoop:
+    """Return the event loop of this process's own, and start it if there is none that answers."""
+    global _shared  # noqa: PLW0603 one for the process
+    with _turn:
+        mine = None if _shared is None else _shared()
+        if mine is None or not mine.answers():
+            mine = OwnLoop()
+            _shared = weakref.ref(mine)
+        return mine
+
+
+class OwnLoop:
+    """An event loop in a thread of its own, until nobody refers to this or the process ends."""
+
+    def __init__(self) -> None:
+        started: Future[asyncio.AbstractEventLoop] = Future()
+        # a daemon, because a handler that blocks it must not keep the process from ending
+        self._thread = threading.Thread(
+            target=_run, args=[started], name="saf handlers", daemon=True
+        )
+        self._thread.start()
+        self.loop = started.result()
+        end = weakref.finalize(self, _end, self.loop, self._thread)
+        # by its own hand, to be earlier than what the process has registered before
+        end.atexit = False
+        atexit.register(end)
+
+    def answers(self) -> bool:
+        """Whether its thread is there, which no fork has, and nothing blocks it."""
+        answered = threading.Event()
+        if not self._thread.is_alive():
+            return False
+        self.loop.call_soon_threadsafe(answered.set)
+        return answered.wait(END_SECONDS)
+
+
+class Detached(ThreadPoolExecutor):
+    """Threads for calls that may hang: nobody waits for their ends."""
+
+    def __init__(self) -> None:
+        threads = min(32, (os.cpu_count() or 1) + 4)  # as many as asyncio has by default
+        super().__init__(threads)
+        self._background = Background(threads, "saf handlers' calls")
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a call when a thread is free."""
+        return self._background.submit(partial(fn, *args, **kwargs))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
+        """Let the threads end after what they have in hand."""
+        self._background.dismiss()
+
+
+def _run(started: Future[asyncio.AbstractEventLoop]) -> None:
+    with asyncio.Runner() as runner:  # cancels at its end what is left
+        loop = runner.get_loop()
+        loop.set_default_executor(Detached())
+        started.set_result(loop)
+        loop.run_forever()
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if thread.is_alive():
+        loop.call_soon_threadsafe(loop.stop)
+        if thread is not threading.current_thread():
+            thread.join(END_SECONDS)
