@@ -168,22 +168,33 @@ def purge(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     dry_run: bool = False,
 ) -> list[Slot]:
-    """Empty each slot of a log that may go; return all of them, with what was done or why not."""
+    """Empty each slot of a log that may go; return all of them, with what was done or why not.
+
+    A slot that cannot be archived holds up no other one: its error is raised at the end.
+    """
     current = _slot_of(_next_id(connection, log))
     slots = []
+    not_archived: Exception | None = None
     for number, empty in fetch(connection, SIZES, {"log": log, "slots": SLOTS}):
         state: State = "current" if number == current else "empty"
         slot = Slot(log=log, number=number, state=state)
         if number != current and not empty:
-            slot = _purge_slot(
-                connection,
-                slot,
-                retention_seconds=retention_seconds,
-                archive=archive,
-                lock_timeout_seconds=lock_timeout_seconds,
-                dry_run=dry_run,
-            )
+            try:
+                slot = _purge_slot(
+                    connection,
+                    slot,
+                    retention_seconds=retention_seconds,
+                    archive=archive,
+                    lock_timeout_seconds=lock_timeout_seconds,
+                    dry_run=dry_run,
+                )
+            except psycopg.Error:
+                raise
+            except Exception as error:  # the archive's
+                not_archived = not_archived or error
         slots.append(slot)
+    if not_archived is not None:
+        raise not_archived
     return slots
 
 

@@ -136,7 +136,8 @@ def state(connection: psycopg.Connection[Any], what: str, name: str, subscriptio
     if number != shards:
         raise NotThisStream(
             f"{what}: the stream's subscription has {number} cursors for {shards} shards, so "
-            "something else has written them: saf subscription drop, and begin with a new checkpoint"
+            "something else has removed some: saf subscription drop, and begin with a new "
+            "checkpoint"
         )
     return State(
         what=what,

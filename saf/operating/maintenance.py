@@ -85,7 +85,7 @@ def purge_broker(
     Raises:
         MayNotPurge: the role has not the rights.
         Restored: the database was restored into another cluster.
-        Unavailable: the archive cannot be written; its slot is kept.
+        Unavailable: the archive cannot be written; its slot is kept, and all else is done.
     """
     ((mine,),) = fetch(connection, TAKE_TURN)
     if not mine:
@@ -93,15 +93,22 @@ def purge_broker(
     try:
         restored.refuse(connection)
         slots: list[Slot] = []
+        not_archived: Exception | None = None
         for log in AGE_COLUMN:
-            found = purge(
-                connection,
-                log,
-                retention_seconds=retention_seconds,
-                archive=archive,
-                lock_timeout_seconds=lock_timeout_seconds,
-                dry_run=dry_run,
-            )
+            found: list[Slot] = []
+            try:
+                found = purge(
+                    connection,
+                    log,
+                    retention_seconds=retention_seconds,
+                    archive=archive,
+                    lock_timeout_seconds=lock_timeout_seconds,
+                    dry_run=dry_run,
+                )
+            except psycopg.Error:
+                raise
+            except Exception as error:  # the archive's; all else is done first
+                not_archived = not_archived or error
             if rotate(connection, log, rotate_after_seconds=rotate_after_seconds, dry_run=dry_run):
                 found = [_rotated(slot, dry_run) for slot in found]
             slots += found
@@ -118,6 +125,8 @@ def purge_broker(
     finally:
         if not connection.closed:
             connection.execute(END_TURN)
+    if not_archived is not None:
+        raise not_archived
     return Outcome(
         slots=tuple(slots),
         route_versions=forgotten,

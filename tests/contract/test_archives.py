@@ -296,6 +296,20 @@ def test_what_cannot_be_archived_stays(tmp_path: Path, app: Dsn, mom: Dsn) -> No
     assert in_log(app) == ["a"]
 
 
+def test_a_slot_that_cannot_be_archived_holds_up_no_other_one(app: Dsn, mom: Dsn) -> None:
+    def archive(contents: Contents) -> str:
+        if (contents.slot.log, contents.slot.number) == ("outbox", 0):
+            raise Unavailable("the archive", "an earlier piece cannot be read")
+        return "elsewhere"
+
+    for text in ("a", "b"):
+        fill(app, text)
+        may_go(app, mom)
+    with connect(app) as connection, pytest.raises(Unavailable, match="an earlier piece"):
+        purge_broker(connection, retention_seconds=0, rotate_after_seconds=86400, archive=archive)
+    assert in_log(app) == ["a"]
+
+
 def test_the_place_says_what_an_archive_is() -> None:
     found = table_at("delta:s3://bucket/archive")
     assert isinstance(found, Delta)

@@ -6,7 +6,7 @@ import json
 import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pyarrow as pa
 import pytest
@@ -261,6 +261,23 @@ def test_what_outbox_send_refuses_is_refused_in_the_same_words(what: str) -> Non
     with pytest.raises(InvalidMessage) as found:
         staged(batch(**columns), 1, 10)
     assert str(found.value) == f"messages[11].{expected.value}"
+
+
+def test_a_stream_may_send_what_has_expired_since_it_was_read() -> None:
+    times = [datetime(2020, 1, 1, tzinfo=UTC), datetime.now(UTC) + timedelta(days=1), None]
+    rows_ = batch(service=["billing"] * 3, body=[b"x"] * 3, expires_at=times)
+    assert staged(rows_, 1, 0, may_be_late=True)["expires_at"].to_pylist() == times
+    with pytest.raises(InvalidMessage, match=r"messages\[0\]\.expires_at"):
+        staged(rows_, 1, 0)
+    both = batch(service=["a", "a"], body=[b"x", None], expires_at=times[:2])
+    with pytest.raises(InvalidMessage, match=r"messages\[1\]\.body: is NULL"):
+        staged(both, 1, 0, may_be_late=True)
+
+
+def test_a_broker_is_written_as_postgresql_reads_it() -> None:
+    given = ["urn:uuid:12345678-1234-5678-1234-567812345678", None]
+    columns = batch(service=["a", "a"], body=[b"x", b"y"], to_broker=given)
+    assert staged(columns, 1, 0)["to_broker"].to_pylist() == [str(UUID(given[0])), None]
 
 
 def test_what_only_a_dataframe_can_hold_is_refused_too() -> None:

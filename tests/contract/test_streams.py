@@ -148,7 +148,7 @@ def test_a_new_checkpoint_begins_where_the_subscription_is_also_if_it_is_asked_a
     for _ in range(2):  # so that the first of them is committed
         old.step()
     fill(app, 3, "more")
-    new = query(config, "another lake")
+    new = query(config)
     with pytest.raises(Crash):
         new.step(crash="read")
     new.drain()

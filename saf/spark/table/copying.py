@@ -18,9 +18,10 @@ ROLE = "sink"
 class Copy:
     """What one attempt of a task stages. Leaving the block commits it; an error undoes it."""
 
-    def __init__(self, what: str, dsn: Dsn) -> None:
+    def __init__(self, what: str, dsn: Dsn, *, stream: bool = False) -> None:
         self._what = what
         self._dsn = dsn
+        self._stream = stream
         self._connection: bulk.Connection | None = None
         self.attempt: int | None = None
         """None: nothing was added."""
@@ -41,7 +42,7 @@ class Copy:
         if self.attempt is None:
             self._begin()
         assert self.attempt is not None  # noqa: S101 - begun
-        ready = outgoing.staged(rows, self.attempt, self.messages)
+        ready = outgoing.staged(rows, self.attempt, self.messages, may_be_late=self._stream)
         try:
             assert self._connection is not None  # noqa: S101 - begun
             with self._connection.cursor() as cursor:

@@ -75,14 +75,15 @@ class Outgoing:
 
         context = TaskContext.get()
         assert context is not None  # noqa: S101 - Spark calls it in a task only
-        with Copy(self.what, self.dsn) as copy:
+        query = context.getLocalProperty(QUERY)
+        with Copy(self.what, self.dsn, stream=query is not None) as copy:
             for rows in batches:
                 copy.add(rows)
         return Written(
             partition=context.partitionId(),
             attempt=copy.attempt,
             messages=copy.messages,
-            query=context.getLocalProperty(QUERY),
+            query=query,
         )
 
     def send(

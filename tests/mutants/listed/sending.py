@@ -36,8 +36,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "texts come in the encoding that a database prefers",
         "saf/database/dsn.py",
-        ', "client_encoding": "UTF8"})',
-        "})",
+        ', "client_encoding": "UTF8"}',
+        "}",
         "contract/test_unusual_databases.py",
     ),
     mutant(
@@ -242,7 +242,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a driver's message is shown as it is",
         DATABASE,
-        'text = text.replace(str(secret), "***")',
+        'text = text.replace(form, "***")',
         "text = str(text)",
         DSN,
     ),

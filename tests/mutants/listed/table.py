@@ -13,6 +13,43 @@ OF_ARCHIVES = "spark/test_table_archive.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a slot that cannot be archived holds up the others",
+        "saf/log/ring.py",
+        "                not_archived = not_archived or error\n",
+        "                raise\n",
+        "contract/test_archives.py::test_a_slot_that_cannot_be_archived_holds_up_no_other_one",
+    ),
+    mutant(
+        "an epoch that comes again is refused for what has expired",
+        "saf/spark/table/outgoing.py",
+        'if may_be_late and "expires_at"',
+        'if not may_be_late and "expires_at"',
+        "contract/test_sinks.py::test_a_stream_may_send_what_has_expired_since_it_was_read",
+    ),
+    mutant(
+        "a stream without one of its cursors is waited for",
+        "saf/log/stream.py",
+        "    if number != shards:\n",
+        "    if number > shards:\n",
+        "contract/test_streams.py::test_a_subscription_that_lacks_a_cursor_is_refused",
+    ),
+    mutant(
+        "a new checkpoint without a limit forgets where its subscription begins",
+        "saf/spark/table/followed.py",
+        " and not known.begins_at(start)",
+        "",
+        "contract/test_streams.py::"
+        "test_a_new_checkpoint_begins_where_the_subscription_is_also_if_it_is_asked_again",
+    ),
+    mutant(
+        "a checkpoint that lacks its last micro-batch gets another one",
+        "saf/log/stream.py",
+        "        if self.batch <= start.batch:\n",
+        "        if True:\n",
+        "contract/test_streams.py::"
+        "test_a_checkpoint_that_lacks_its_last_micro_batch_gets_that_again_as_it_was",
+    ),
+    mutant(
         "what is archived and in the log still is read twice out of a folder",
         ARCHIVED,
         "if not log.has(one.slot, _first(one.path))]",
