@@ -21,7 +21,7 @@ own bounds. In them, too, a receiver waits for a lock on saf's tables no longer 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from psycopg import sql
 
@@ -92,7 +92,7 @@ class Bounds:
         elif role in ENDLESS:
             # rolled back after an hour, all of it would be in vain
             limits = self._limits(max(lock, brief), None, idle=long)
-        return limits
+        return replace(limits, unread=long) if role in SLOW_READERS else limits
 
     def _limits(
         self, lock: float, statement: float | None, *, idle: float, answer: float | None = None
@@ -120,6 +120,8 @@ class Limits:
     answer: float | None
     """The bound of an answer; None: the client waits as long as the server's machine is there."""
     transaction: float | None
+    unread: float | None = None
+    """How long the client may leave an answer unread; None: as long as the network's bound."""
 
     def setting(self, of_process: int | None = None) -> str:
         """Return the statement that sets these bounds at the server, until the session ends.
@@ -142,7 +144,8 @@ class Limits:
             "statement": _milliseconds(self.statement),
             "idle": _milliseconds(self.idle),
             "transaction": _milliseconds(self.transaction),
-            "user_timeout": there["tcp_user_timeout"],
+            # it also ends connections of clients that are there, and have not read for so long
+            "user_timeout": _milliseconds(self.unread or self.network),
             "keepalives_idle": there["keepalives_idle"],
             "keepalives_interval": there["keepalives_interval"],
             "keepalives_count": there["keepalives_count"],
@@ -160,6 +163,9 @@ share the shards, so none may stand still for longer than the others wait for it
 
 LONG = frozenset({"purge", "archive", "reconcile", "replay", "dead", "watch", "count"})
 """Roles whose statements look at a whole log or batch, or at all that was set aside."""
+
+SLOW_READERS = frozenset({"read", "archive"})
+"""Roles that read a batch or a slot while they do something long with what they have of it."""
 
 ENDLESS = frozenset({"rebase", "migrate", "sink"})
 """Roles whose one transaction covers everything there is, while a person or a job waits for it."""

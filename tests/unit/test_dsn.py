@@ -49,5 +49,12 @@ def test_a_host_that_does_not_answer_is_given_up_in_time_unless_the_dsn_says_oth
     assert conninfo_to_dict(patient)["tcp_user_timeout"] == "99"
 
 
+@pytest.mark.parametrize(("role", "seconds"), [("read", 7), ("archive", 7), ("mark", 2)])
+def test_whoever_reads_slowly_may_leave_an_answer_unread_for_long(role: str, seconds: int) -> None:
+    limits = Bounds(network_seconds=2, long_seconds=7).of(role)
+    assert limits is not None
+    assert f"set_config('tcp_user_timeout', '{seconds}000', false)" in limits.setting()
+
+
 def test_a_connection_says_what_it_is_for() -> None:
     assert "application_name='saf mark'" in Dsn("dbname=app").for_role("mark")
