@@ -32,7 +32,7 @@ from tests.programs import configuration, last_json
 from tests.programs import saf as command
 from tests.restored import burn_transaction_ids, elsewhere, repair, restore
 from tests.ring import leave_slot
-from tests.streams import Crash, query
+from tests.streams import Crash, query, read
 from tests.waits import until
 
 __all__ = ["elsewhere"]
@@ -347,6 +347,23 @@ def test_a_stream_that_was_dropped_is_not_begun_again_from_its_checkpoint(
     stream.die()
     with pytest.raises(NotThisStream, match="is not the one that the checkpoint was made with"):
         stream.step()
+
+
+def test_a_purge_of_what_was_committed_before_fails_no_task(app: Dsn, config: Path) -> None:
+    without_forwarder(app)
+    stream = query(config)
+    fill(app, 5)
+    stream.step()
+    with connect(app) as connection:
+        leave_slot(connection)
+    fill(app, 5, "more")
+    with pytest.raises(Crash):
+        stream.step(crash="committed")
+    start, end = (json.loads(one) for one in stream.offsets)
+    planned = stream.reader().partitions(start, end)
+    assert "purged" in purge(app)
+    rows = [row for part in planned for row in read(stream.reader(), part)]
+    assert sorted(row[3].decode() for row in rows) == expected(5, "more")
 
 
 def test_rows_that_a_purge_takes_after_a_drop_are_missed_by_the_task(

@@ -23,9 +23,15 @@ from saf.engine.windows import NotInWindows, bounded, in_order
 from saf.errors import PurgedMeanwhile
 from saf.log.columns import MORE, MORE_THAN_COMMON, UNCOMMON, completed
 from saf.log.cursor import Batch
+from saf.log.offset import shows_all_of
 from saf.spark.table import fields
 from saf.spark.table.filters import Condition
 from saf.spark.table.snapshot import FILES, LOCK
+
+COMMITTED = """
+SELECT shard, done::text FROM saf.cursor
+WHERE subscription_id = {subscription_id} AND shard IN ({shards})
+"""
 
 ROWS = "SELECT {columns} FROM ({rows}) AS message WHERE {conditions}"
 
@@ -150,6 +156,16 @@ def _unpurged(part: Part) -> Iterator[bulk.BulkCursor]:
             for slot, (now, then) in enumerate(zip(files, part.files, strict=True))
             if now != then
         ]
-        if purged:
+        if purged and not _keeps(cursor, part.batch):
             raise PurgedMeanwhile(part.what, log, purged)
         yield cursor
+
+
+def _keeps(cursor: bulk.BulkCursor, batch: Batch) -> bool:
+    """Whether a stream's subscription keeps all of a batch: what was purged is older."""
+    shards = ", ".join(map(str, batch.shards))
+    cursor.execute(COMMITTED.format(subscription_id=batch.subscription_id, shards=shards))
+    committed = cursor.fetchall()
+    return {shard for shard, _ in committed} == {*batch.shards} and all(
+        shows_all_of(batch.done, done) for _, done in committed
+    )

@@ -13,6 +13,21 @@ OF_ARCHIVES = "spark/test_table_archive.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a purge of what was committed fails the tasks of the next micro-batch",
+        "saf/spark/table/part.py",
+        "if purged and not _keeps(cursor, part.batch):",
+        "if purged:",
+        "contract/test_streams.py::test_a_purge_of_what_was_committed_before_fails_no_task",
+    ),
+    mutant(
+        "a task reads on although its subscription is gone",
+        "saf/spark/table/part.py",
+        "    return {shard for shard, _ in committed} == {*batch.shards} and all(",
+        "    return all(",
+        "contract/test_streams.py::"
+        "test_rows_that_a_purge_takes_after_a_drop_are_missed_by_the_task",
+    ),
+    mutant(
         "a slot that cannot be archived holds up the others",
         "saf/log/ring.py",
         "                not_archived = not_archived or error\n",
@@ -96,7 +111,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a table with purged messages has fewer rows",
         PART,
-        "        if purged:\n",
+        "if purged and not _keeps(cursor, part.batch):",
         "        if len(purged) > 8:\n",
         f"{MOMENT}::test_a_read_that_a_purge_has_taken_rows_from_fails_and_says_what_to_do",
     ),
