@@ -112,7 +112,7 @@ MUTANTS: list[Mutant] = [
         "a table with purged messages has fewer rows",
         PART,
         "if purged and not _keeps(cursor, part.batch):",
-        "        if len(purged) > 8:\n",
+        "if len(purged) > 8:",
         f"{MOMENT}::test_a_read_that_a_purge_has_taken_rows_from_fails_and_says_what_to_do",
     ),
     mutant(
