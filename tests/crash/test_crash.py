@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from saf.database import fetch
 from tests.crash import bugs, faults, rounds
 from tests.crash.lake import DeltaSite, IcebergSite
 from tests.crash.plan import HELD, QUALITIES, Fault, Plan, plan
@@ -125,7 +126,13 @@ def test_a_round_in_which_nothing_moves_says_what_is_in_the_way(
     quiet = replace(plan(SEED, 0), faults=(fault,), dialogs=False, forwarders=1)
     round_ = Round(site, quiet)
     with round_.app.connect(role="a person", autocommit=True) as person:
-        monkeypatch.setattr(faults, "locked", lambda *_: person.execute(lock), raising=False)
+
+        def locked(*_: object) -> None:
+            person.execute(lock)
+            ((sent,),) = fetch(person, "SELECT count(*) FROM sent")
+            round_.wait_for(f"SELECT FROM sent OFFSET {sent} LIMIT 1", 60)
+
+        monkeypatch.setattr(faults, "locked", locked, raising=False)
         outcome = round_.run()
     assert outcome.left > 0
     (holder,) = [line for line in outcome.in_the_way if "a person" in line]
