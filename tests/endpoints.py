@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import uvicorn
 
 from saf.database import Dsn, fetch
@@ -22,7 +23,7 @@ from saf.dispatch.settings import Endpoint
 from tests.certificates import certificate as make_certificate
 from tests.needed import needed
 from tests.pipeline import connect
-from tests.receivers import SUBSCRIPTION
+from tests.receivers import SUBSCRIPTION, prepare
 from tests.waits import until
 
 Reply = tuple[int, dict[str, str], bytes]
@@ -144,6 +145,32 @@ def serving(partner: Partner, application: Any = None, port: int = 0) -> Iterato
         finally:
             server.should_exit = server.force_exit = True
             thread.join()
+
+
+def held(partner: Partner, status: int) -> Callable[[], None]:
+    """Let a partner answer only once what is returned is called, and then with this status."""
+    release = asyncio.Event()
+
+    async def answer(_: Got) -> Reply:
+        await asyncio.wait_for(release.wait(), 60)
+        return status, {"retry-after": "100"}, b""
+
+    partner.answer = answer
+    return lambda: release._loop.call_soon_threadsafe(release.set)  # type: ignore[attr-defined] # set in its loop
+
+
+@pytest.fixture
+def inbox(mom: Dsn) -> Dsn:
+    """The MOM store, with the service that is dispatched."""
+    prepare(mom)
+    return mom
+
+
+@pytest.fixture
+def partner() -> Iterator[Partner]:
+    """An endpoint that is served."""
+    with serving(Partner()) as one:
+        yield one
 
 
 NGINX = """

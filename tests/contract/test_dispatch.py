@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -54,10 +53,11 @@ from tests.endpoints import (
     dispatch,
     dispatcher,
     dispatching,
+    inbox,
     let_lanes_be_due,
     let_probes_be_due,
+    partner,
     program,
-    serving,
     state,
 )
 from tests.hostile import unbounded
@@ -68,7 +68,6 @@ from tests.receivers import (
     SUBSCRIPTION,
     dead,
     keys_of_one_shard,
-    prepare,
     put,
     store,
     waiting,
@@ -76,21 +75,11 @@ from tests.receivers import (
 from tests.sizes import sized
 from tests.waits import until
 
+__all__ = ["inbox", "partner"]
+
 EVENT = {"content-type": "application/cloudevents+json"}
 
 every_postgresql = pytest.mark.every_postgresql
-
-
-@pytest.fixture
-def inbox(mom: Dsn) -> Dsn:
-    prepare(mom)
-    return mom
-
-
-@pytest.fixture
-def partner() -> Iterator[Partner]:
-    with serving(Partner()) as one:
-        yield one
 
 
 def unfinished(inbox: Dsn) -> int:

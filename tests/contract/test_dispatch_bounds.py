@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, tzinfo
 from uuid import uuid4
 
@@ -19,22 +18,21 @@ from saf.dispatch.progress import InHand
 from saf.dispatch.settings import Endpoint
 from saf.dispatch.window import Window
 from saf.received import READ, Received
-from tests.endpoints import Got, Partner, Reply, dispatch, dispatcher, dispatching, serving
+from tests.endpoints import (
+    Got,
+    Partner,
+    Reply,
+    dispatch,
+    dispatcher,
+    dispatching,
+    inbox,
+    partner,
+)
 from tests.pipeline import connect
-from tests.receivers import dead, prepare, put
+from tests.receivers import dead, put
 from tests.waits import until
 
-
-@pytest.fixture
-def inbox(mom: Dsn) -> Dsn:
-    prepare(mom)
-    return mom
-
-
-@pytest.fixture
-def partner() -> Iterator[Partner]:
-    with serving(Partner()) as one:
-        yield one
+__all__ = ["inbox", "partner"]
 
 
 class Ahead(datetime):

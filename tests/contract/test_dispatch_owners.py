@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,10 +15,12 @@ from saf.database import Dsn
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.session import Session
 from saf.log.shards import Member
-from tests.endpoints import Got, Partner, Reply, dispatcher, dispatching, serving
+from tests.endpoints import Partner, dispatcher, dispatching, held, partner
 from tests.pipeline import connect
 from tests.receivers import SUBSCRIPTION, prepare, put
 from tests.waits import until
+
+__all__ = ["partner"]
 
 
 @pytest.fixture
@@ -35,22 +37,9 @@ def of_shards(new_database: Callable[[str], Dsn]) -> Callable[[int], Dsn]:
 
 
 @pytest.fixture
-def partner() -> Iterator[Partner]:
-    with serving(Partner()) as one:
-        yield one
-
-
-@pytest.fixture
-def held(partner: Partner) -> Callable[[], None]:
+def release(partner: Partner) -> Callable[[], None]:
     """The partner answers nothing until this is called."""
-    release = asyncio.Event()
-
-    async def answer(_: Got) -> Reply:
-        await asyncio.wait_for(release.wait(), 60)
-        return 204, {}, b""
-
-    partner.answer = answer
-    return lambda: release._loop.call_soon_threadsafe(release.set)  # type: ignore[attr-defined]
+    return held(partner, 204)
 
 
 @pytest.fixture
@@ -99,7 +88,7 @@ def test_a_dispatcher_without_a_shard_rests(
 def test_a_run_without_loop_ends_where_others_have_all_shards(
     of_shards: Callable[[int], Dsn],
     partner: Partner,
-    held: Callable[[], None],
+    release: Callable[[], None],
 ) -> None:
     inbox = of_shards(1)
     put(inbox, "1", key="a")
@@ -108,7 +97,7 @@ def test_a_run_without_loop_ends_where_others_have_all_shards(
         second = named("second", inbox, partner)
         drain(second)
         assert second.exit_code == 0
-        held()
+        release()
         until(lambda: partner.accepted)
 
 
@@ -116,7 +105,7 @@ def test_a_run_without_loop_waits_for_the_shards_that_it_is_to_have(
     of_shards: Callable[[int], Dsn],
     partner: Partner,
     turns: Counter[tuple[str, str]],
-    held: Callable[[], None],
+    release: Callable[[], None],
 ) -> None:
     inbox = of_shards(2)
     for number in range(1, 9):
@@ -127,7 +116,7 @@ def test_a_run_without_loop_waits_for_the_shards_that_it_is_to_have(
         draining = threads.submit(drain, second)
         until(lambda: turns["second", "looks"] >= 3)
         assert not draining.done()
-        held()
+        release()
         draining.result()
         until(lambda: len(partner.accepted) == 8)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 from xmlrpc.client import dumps
 
@@ -23,18 +22,21 @@ from tests.endpoints import (
     Reply,
     dispatch,
     dispatching,
+    inbox,
     let_lanes_be_due,
     let_probes_be_due,
+    partner,
     program,
-    serving,
     settings,
     state,
 )
 from tests.pipeline import connect, outlive_lease
 from tests.processes import run as run_program
-from tests.receivers import dead, prepare, put, waiting
+from tests.receivers import dead, put, waiting
 from tests.signing import signer
 from tests.waits import until
+
+__all__ = ["inbox", "partner"]
 
 JSON = {"content-type": "application/json"}
 STORE = """
@@ -42,18 +44,6 @@ INSERT INTO saf.inbox (source, to_service, key, body, message_id, created_at)
 VALUES (gen_random_uuid(), %s, %s, 'plain', gen_random_uuid(), now())
 """
 LEFT_TO_A_WORKER = "SELECT count(*) FROM saf.backoff WHERE awaits_handler"
-
-
-@pytest.fixture
-def inbox(mom: Dsn) -> Dsn:
-    prepare(mom)
-    return mom
-
-
-@pytest.fixture
-def partner() -> Iterator[Partner]:
-    with serving(Partner()) as one:
-        yield one
 
 
 def echo(partner: Partner) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,22 +17,12 @@ from saf.database import Dsn
 from saf.dispatch import running
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.settings import Endpoint
-from tests.endpoints import Partner, dispatcher, serving
+from tests.endpoints import Partner, dispatcher, inbox, partner
 from tests.pipeline import connect
-from tests.receivers import prepare, put
+from tests.receivers import put
 from tests.waits import until, waiters
 
-
-@pytest.fixture
-def inbox(mom: Dsn) -> Dsn:
-    prepare(mom)
-    return mom
-
-
-@pytest.fixture
-def partner() -> Iterator[Partner]:
-    with serving(Partner()) as one:
-        yield one
+__all__ = ["inbox", "partner"]
 
 
 @pytest.fixture(autouse=True)

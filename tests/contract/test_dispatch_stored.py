@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import threading
@@ -24,22 +23,12 @@ from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.session import Session
 from saf.dispatch.settings import Endpoint
 from saf.errors import EndpointRemoved
-from tests.endpoints import Got, Partner, Reply, dispatching, serving, state
+from tests.endpoints import Partner, dispatching, held, inbox, partner, serving, state
 from tests.pipeline import connect
-from tests.receivers import SUBSCRIPTION, prepare, put
+from tests.receivers import SUBSCRIPTION, put
 from tests.waits import until
 
-
-@pytest.fixture
-def inbox(mom: Dsn) -> Dsn:
-    prepare(mom)
-    return mom
-
-
-@pytest.fixture
-def partner() -> Iterator[Partner]:
-    with serving(Partner()) as one:
-        yield one
+__all__ = ["inbox", "partner"]
 
 
 @pytest.fixture
@@ -126,18 +115,6 @@ def test_an_endpoint_that_is_removed_gets_nothing_more(
     add(person, partner)
     with dispatching(read(inbox)):
         until(lambda: partner.by_key() == {"a": [1, 2]})
-
-
-def held(partner: Partner, status: int) -> Callable[[], None]:
-    """Let a partner answer only once what is returned is called, and then with this status."""
-    release = asyncio.Event()
-
-    async def answer(_: Got) -> Reply:
-        await asyncio.wait_for(release.wait(), 60)
-        return status, {"retry-after": "100"}, b""
-
-    partner.answer = answer
-    return lambda: release._loop.call_soon_threadsafe(release.set)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("status", [410, 503])

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,25 +17,15 @@ from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.dispatch import stored
 from saf.webhooks import verify
-from tests.endpoints import Partner, serving, state
+from tests.endpoints import Partner, inbox, partner, state
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, configuration, environment, saf
-from tests.receivers import dead, prepare, put
+from tests.receivers import dead, put
 from tests.waits import until
 
+__all__ = ["inbox", "partner"]
+
 SECRET = "whsec_" + "c2Vj" * 8
-
-
-@pytest.fixture
-def inbox(mom: Dsn) -> Dsn:
-    prepare(mom)
-    return mom
-
-
-@pytest.fixture
-def partner() -> Iterator[Partner]:
-    with serving(Partner()) as one:
-        yield one
 
 
 @pytest.fixture
