@@ -59,9 +59,8 @@ def command(
 
     done = round_.each(again)
     if as_json:
-        message_ids = {name: texts(sent) for name, sent in done.items()}
         found = {
-            "message_ids": message_ids,
+            "message_ids": {name: texts(sent) for name, sent in done.items()},
             "set_back": {name: sent.set_back for name, sent in done.items()},
             "blind": {name: sent.blind for name, sent in done.items()},
             "left_out": {name: left_out(sent) for name, sent in done.items()},

@@ -41,6 +41,7 @@ class EventLoop:
             await all_of(calls)
 
         self._refuse_if_cancelled()
+        # any Exception, because a handler may make an error of its own of the cancellation
         try:
             self.run(unless_cancelled())
         except Exception:

@@ -79,7 +79,7 @@ class Detached(ThreadPoolExecutor):
         """Run a call when a thread is free."""
         return self._background.submit(partial(fn, *args, **kwargs))
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002 the executor's form
         """Let the threads end after what they have in hand."""
         self._background.dismiss()
 

@@ -83,9 +83,10 @@ class Queues:
             there = [one in self._there for one in given]
             if any(there):
                 error.stored = chunk.rows.filter(pa.array(there))
+            # only an attempt that was interrupted is made again with the same rows
             self._there.intersection_update(given if isinstance(error, Unavailable) else ())
             raise
-        self._there.difference_update(given)
+        self._there.clear()
         return Stored(messages=chunk.rows.num_rows)
 
     def _store(self, chunk: Chunk, given: list[Row]) -> None:

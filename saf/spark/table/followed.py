@@ -82,10 +82,11 @@ class Followed:
             epoch = self._mine(connection, known)
             rest, end = start.rest, until or known.now
             # a batch that the checkpoint lacks may have been written; it is given as it was then
-            whole = known.opened_after(start) or (rest if start.open else None)
-            # and a new batch would make the cursors forget where within the last one they begin
-            leap = limit.is_none and start.open and not known.begins_at(start)
-            may_open = whole is None or (leap and not known.opened_after(start))
+            opened = known.opened_after(start)
+            whole = opened or (rest if start.open else None)
+            # where the cursors begin within a batch, a newer one would make them forget it
+            leap = limit.is_none and not known.begins_at(start)
+            may_open = opened is None and (not start.open or leap)
             if may_open and self._any(connection, rest, end, known):
                 whole = stream.open_batch(connection, known, epoch, end)
             if whole is None:

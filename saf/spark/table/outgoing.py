@@ -103,12 +103,7 @@ def staged(
     rows = _small(rows)
     checked = rows
     if may_be_late and "expires_at" in rows.schema.names:
-        type_ = rows["expires_at"].type
-        late = pc.less_equal(rows["expires_at"], pa.scalar(datetime.now(UTC), type_))
-        early = pc.less(rows["expires_at"], pa.scalar(FIRST_MOMENT, type_))
-        expiry = pc.if_else(pc.and_(late, pc.invert(early)), None, rows["expires_at"])
-        place = rows.schema.get_field_index("expires_at")
-        checked = rows.set_column(place, "expires_at", expiry)
+        checked = _as_if_in_time(rows)
     suspect = _suspect(checked)
     if suspect is not None:
         raise _why(checked, suspect).of_item(first + suspect)
@@ -121,11 +116,21 @@ def staged(
         if name != "headers" and rows[field.name].null_count < rows.num_rows:
             columns[name] = rows[field.name]
     if "to_broker" in columns:  # Python takes more spellings of a UUID than PostgreSQL does
-        given = rows["to_broker"].to_pylist()
-        columns["to_broker"] = pa.array([one and str(UUID(one)) for one in given], pa.string())
+        given = rows["to_broker"].dictionary_encode()
+        brokers = [str(UUID(one)) for one in given.dictionary.to_pylist()]
+        columns["to_broker"] = pa.array(brokers, pa.string()).take(given.indices)
     columns["body"] = rows["body"].cast(pa.binary())
     columns["headers"] = _headers(rows, first)
     return pa.RecordBatch.from_pydict(columns)
+
+
+def _as_if_in_time(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return rows for a check that lets pass what has expired, but no time that no log takes."""
+    times = rows["expires_at"]
+    late = pc.less_equal(times, pa.scalar(datetime.now(UTC), times.type))
+    possible = pc.greater_equal(times, pa.scalar(FIRST_MOMENT, times.type))
+    place = rows.schema.get_field_index("expires_at")
+    return rows.set_column(place, "expires_at", pc.if_else(pc.and_(late, possible), None, times))
 
 
 def _small(rows: pa.RecordBatch) -> pa.RecordBatch:
