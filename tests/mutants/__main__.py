@@ -15,10 +15,11 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar
 
 from tests.mutants.generated import Generated
 from tests.mutants.kept import FILE, JUDGED, Kept
@@ -26,6 +27,8 @@ from tests.mutants.listed import PARTS
 from tests.mutants.mutant import Mutant
 from tests.mutants.planting import Fate, Field, Verdict, field
 from tests.mutants.recording import Recordings, in_groups
+
+T, R = TypeVar("T"), TypeVar("R")
 
 SHOWN_LINES = 15
 """Of what the tests said, where a verdict needs looking into."""
@@ -35,8 +38,9 @@ def main() -> int:
     """Run; see above for what is returned."""
     given = _given()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the copy does not stay behind
+    until = time.monotonic() + (given.seconds if given.seconds is not None else float("inf"))
     if given.generated:
-        chosen = _generated(given)
+        chosen = _generated(given, until)
     else:
         chosen = [
             one
@@ -56,7 +60,7 @@ def main() -> int:
     if verdicts:
         print(f"{len(verdicts)} are known from {given.results}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        for number, verdict in enumerate(planted(ahead, given.seconds, given.jobs), 1):
+        for number, verdict in enumerate(planted(ahead, until, given.jobs), 1):
             kept.add(verdict)
             verdicts.append(verdict)
             print(f"{number}/{len(ahead)} ", end="")
@@ -64,20 +68,33 @@ def main() -> int:
     return summary(verdicts, len(chosen))
 
 
-def _generated(given: argparse.Namespace) -> list[Mutant]:
+def _generated(given: argparse.Namespace, until: float) -> list[Mutant]:
     """Draw bugs that a machine plants; before that, record what was not recorded yet."""
     recordings = Recordings()
     groups = in_groups(recordings.missing(given.tests.split()))
+
+    def record(ground: Field, group: list[str]) -> float | None:
+        began = time.monotonic()
+        if began > until:
+            return None
+        recordings.record(ground, group)
+        return time.monotonic() - began
+
     if groups:
         print(f"which lines each test executes is recorded, in {len(groups)} parts", flush=True)
-        with field() as ground:
-            for number, group in enumerate(groups, start=1):
-                began = time.monotonic()
-                recordings.record(ground, group)
-                print(f"{number}/{len(groups)} {time.monotonic() - began:5.0f} s  {group[0]} …")
+    for number, took in enumerate(in_fields(record, groups, given.jobs), start=1):
+        if took is None:
+            print(f"{len(groups) - number + 1} parts are left: the same command goes on")
+            return []
+        print(f"{number}/{len(groups)} {took:5.0f} s  {groups[number - 1][0]} …", flush=True)
     print(f"seed {given.seed}", flush=True)
     every = [one for mutants in PARTS.values() for one in mutants]
-    return list(Generated(recordings, every).draw(given.generated, given.seed, given.words))
+    generated = Generated(recordings, every)
+    drawn = list(generated.draw(given.generated, given.seed, given.words))
+    print(
+        f"{len(drawn)} are drawn; {generated.not_executed} more are executed by no test", flush=True
+    )
+    return drawn
 
 
 def _given() -> argparse.Namespace:
@@ -95,17 +112,25 @@ def _given() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def planted(mutants: Sequence[Mutant], seconds: float | None, jobs: int = 1) -> Iterator[Verdict]:
+def planted(mutants: Sequence[Mutant], until: float, jobs: int = 1) -> Iterator[Verdict]:
     """Plant one after the other, or so many at a time, until the time is over."""
-    if not mutants:
+
+    def plant(ground: Field, one: Mutant) -> Verdict | None:
+        return ground.plant(one) if time.monotonic() <= until else None
+
+    yield from filter(None, in_fields(plant, mutants, jobs))
+
+
+def in_fields(work: Callable[[Field, T], R], items: Sequence[T], jobs: int) -> Iterator[R]:
+    """Do work with each item, in as many copies as there are jobs."""
+    if not items:
         return
-    until = time.monotonic() + (seconds if seconds is not None else float("inf"))
     free: SimpleQueue[Field] = SimpleQueue()
 
-    def plant(one: Mutant) -> Verdict | None:
+    def do(one: T) -> R:
         ground = free.get()
         try:
-            return ground.plant(one) if time.monotonic() <= until else None
+            return work(ground, one)
         finally:
             free.put(ground)
 
@@ -114,7 +139,7 @@ def planted(mutants: Sequence[Mutant], seconds: float | None, jobs: int = 1) -> 
             free.put(stack.enter_context(field()))
         pool = ThreadPoolExecutor(jobs)
         stack.callback(pool.shutdown, cancel_futures=True)
-        yield from filter(None, pool.map(plant, mutants))
+        yield from pool.map(do, items)
 
 
 def show(verdict: Verdict) -> None:
@@ -145,6 +170,8 @@ def summary(verdicts: Sequence[Verdict], chosen: int) -> int:
     for verdict in verdicts:
         if verdict.fate is Fate.SURVIVED:
             print(f"survived: {verdict.mutant.name} ({verdict.mutant.file})")
+            if verdict.mutant.by_machine:
+                print(f"    {verdict.mutant.before!r} -> {verdict.mutant.after!r}")
     if len(verdicts) < chosen:
         print(f"{chosen - len(verdicts)} of {chosen} are left: the same command goes on")
     if counts["all"][Fate.BROKEN]:

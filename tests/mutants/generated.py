@@ -1,21 +1,21 @@
-"""Bugs that a machine plants: each with the tests that execute what is changed.
+"""Bugs that a machine plants, each with the tests that execute the changed line.
 
-``make mutants GENERATED=1500`` draws so many of all changes (`tests.mutants.operators`) of the
-folders below. A change that no test executes is not drawn. Its tests are those that the recording
-(`tests.mutants.recording`) names, the fastest first, for `SECONDS_EACH` at most. What is found to
-be without effect is listed as `harmless`, like any other; then it is not drawn again.
+``make mutants GENERATED=1500`` draws that many of all changes (`tests.mutants.operators`) of the
+folders below. A change that no test executes is not drawn. Its tests come from the recording
+(`tests.mutants.recording`), the fastest first, and take at most `SECONDS_EACH`. List a change that
+has no effect as `harmless`, like any other mutant; it is not drawn again.
 
-SQL is in constants, which are executed when a module is imported. So such a change is looked for
-where the constant is used: in functions, or in other constants, and where those are used.
+SQL is in constants, which are executed at import, by no test. A changed constant counts as executed
+where it is used: in functions, or in other constants, and where those are used.
 """
 
 from __future__ import annotations
 
 import ast
-import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from hashlib import sha256
 
 from tests.mutants.mutant import ROOT, Mutant
 from tests.mutants.operators import Change, changes, compiles
@@ -26,12 +26,20 @@ FOLDERS = (
     *("saf/webhooks", "saf/dispatch"),
 )
 SECONDS_EACH = 40.0
-"""How long the tests of one change may take together, as they were recorded."""
+"""Longest time that the tests of one change take together, as recorded."""
 TESTS_EACH = 60
+"""Most tests of one change."""
 LEAST_SECONDS = 30.0
-"""Tests that take this, and five times as long as they were recorded, hang."""
+"""Tests that run for this time plus five times the recorded one are hung."""
+
+MOST_IMPORTS = 5
+"""Most modules that a name is imported through."""
+
 Place = tuple[str, int]
 """A file and a line of it."""
+Name = tuple[str, str]
+"""A file and a name that its module defines."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Generated:
@@ -42,68 +50,71 @@ class Generated:
     ) -> None:
         self._recordings = recordings
         self._uses = _Uses()
-        self._files = [
-            str(file.relative_to(ROOT))
-            for folder in folders
-            for file in sorted((ROOT / folder).rglob("*.py"))
-        ]
+        files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+        self._texts = {str(file.relative_to(ROOT)): file.read_text() for file in files}
         self._harmless: dict[str, set[str]] = defaultdict(set)
-        for one in listed:
-            if one.harmless:
-                whole = (ROOT / one.file).read_text()
-                self._harmless[one.file].add(whole.replace(one.before, one.after))
+        for mutant in listed:
+            if mutant.harmless and mutant.file in self._texts:
+                changed = self._texts[mutant.file].replace(mutant.before, mutant.after)
+                self._harmless[mutant.file].add(changed)
+        self.not_executed = 0
+        """Number of changes that were not drawn because no test executes them."""
 
     def draw(self, count: int, seed: int, words: str = "") -> Iterator[Mutant]:
-        """Give so many mutants at random, of those whose name or file has the words."""
-        every = [
-            (file, one)
-            for file in self._files
-            for one in self._changes(file)
-            if words in f"generated/{file} {_name(one)}"
+        """Give ``count`` mutants at random, of those whose name or file contains ``words``."""
+        left = [
+            (file, change)
+            for file, text in self._texts.items()
+            for change in changes(text)
+            if words in f"generated/{file} {_name(change)}"
         ]
-        random.Random(seed).shuffle(every)
-        while count > 0 and every:
-            some, every = every[:count], every[count:]
-            # file by file, because what is recorded of one is much
-            found = {one: self._mutant(*one) for one in sorted(some, key=lambda one: one[0])}
-            drawn = [one for place in some if (one := found[place]) is not None]
+        left.sort(key=lambda place: self._number(seed, *place))
+        while count > 0 and left:
+            some, left = left[:count], left[count:]
+            # file by file: the recordings of one file are large
+            mutants = {place: self._mutant(*place) for place in sorted(some, key=lambda p: p[0])}
+            drawn = [mutant for place in some if (mutant := mutants[place]) is not None]
             count -= len(drawn)
             yield from drawn
 
-    def _changes(self, file: str) -> list[Change]:
-        return list(changes((ROOT / file).read_text()))
+    def _number(self, seed: int, file: str, change: Change) -> bytes:
+        """Return a random number of a change; it does not depend on the rest of its file."""
+        text = self._texts[file]
+        line = text[text.rfind("\n", 0, change.begin) + 1 : change.end]
+        return sha256(f"{seed} {file} {line} {change.after}".encode()).digest()
 
     def _mutant(self, file: str, change: Change) -> Mutant | None:
-        """A change with its tests; None if no test executes it, or it is known to be harmless."""
-        whole = (ROOT / file).read_text()
-        after = change.of(whole)
-        if after in self._harmless[file] or not compiles(after):
+        """Return a change with its tests; None without tests, or if it is known to be harmless."""
+        text = self._texts[file]
+        changed = change.of(text)
+        if changed in self._harmless[file] or not compiles(changed):
             return None
         tests = self._tests(file, change)
         if not tests:
+            self.not_executed += 1
             return None
-        begin, end = _unique(whole, change)
+        begin, end = _unique(text, change)
         return Mutant(
             name=_name(change),
             file=file,
-            before=whole[begin:end],
-            after=whole[begin : change.begin] + change.after + whole[change.end : end],
+            before=text[begin:end],
+            after=text[begin : change.begin] + change.after + text[change.end : end],
             tests=tuple(tests),
             seconds=LEAST_SECONDS + 5 * sum(tests.values()),
             by_machine=True,
         )
 
     def _tests(self, file: str, change: Change) -> dict[str, float]:
-        places = self._uses.of(file, change.line, change.last_line)
+        """Return the tests to run for a change, the fastest first, with their seconds."""
         lines: dict[str, set[int]] = defaultdict(set)
-        for there, line in places:
-            lines[there].add(line)
+        for user, line in self._uses.of(file, change.line, change.last_line):
+            lines[user].add(line)
         seconds: dict[str, float] = {}
-        for there, some in lines.items():
-            seconds |= self._recordings.tests_of(there, some)
+        for user, numbers in lines.items():
+            seconds |= self._recordings.tests_of(user, numbers)
         chosen: dict[str, float] = {}
         left = SECONDS_EACH
-        for test in sorted(seconds, key=lambda one: (seconds[one], one)):
+        for test in sorted(seconds, key=lambda test: (seconds[test], test)):
             if (chosen and seconds[test] > left) or len(chosen) == TESTS_EACH:
                 break
             chosen[test.removeprefix("tests/")] = seconds[test]
@@ -115,20 +126,20 @@ def _name(change: Change) -> str:
     return f"line {change.line}: {change.kind}"
 
 
-def _unique(whole: str, change: Change) -> tuple[int, int]:
-    """The smallest part of whole lines about a change that stands once in its file."""
-    begin = whole.rfind("\n", 0, change.begin) + 1
-    end = whole.find("\n", change.end)
-    end = len(whole) if end < 0 else end
-    while whole.count(whole[begin:end]) > 1:
-        begin = whole.rfind("\n", 0, max(0, begin - 1)) + 1
-        after = whole.find("\n", end + 1)
-        end = len(whole) if after < 0 else after
+def _unique(text: str, change: Change) -> tuple[int, int]:
+    """Return where the shortest run of whole lines around a change is that occurs only once."""
+    begin = text.rfind("\n", 0, change.begin) + 1
+    end = text.find("\n", change.end)
+    end = len(text) if end < 0 else end
+    while text.count(text[begin:end]) > 1:
+        begin = text.rfind("\n", 0, max(0, begin - 1)) + 1
+        following = text.find("\n", end + 1)
+        end = len(text) if following < 0 else following
     return begin, end
 
 
 class _Uses:
-    """Where in saf what a line says is used."""
+    """Which lines of functions execute a line, or use the constant that it defines."""
 
     def __init__(self) -> None:
         self._modules = {
@@ -137,93 +148,127 @@ class _Uses:
         }
 
     def of(self, file: str, line: int, last_line: int) -> set[Place]:
-        """The lines in functions that are executed with some lines, or because of them."""
-        module = self._modules[file]
-        for node in module.body:
-            assert node.end_lineno
-            if node.lineno <= line <= node.end_lineno:
+        """Return the places in functions that are executed with some lines of a file."""
+        for node in self._modules[file].body:
+            if line in _lines(node, node):
                 return self._of_statement(file, node, line, last_line)
         return set()
 
     def _of_statement(self, file: str, node: ast.stmt, line: int, last_line: int) -> set[Place]:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        """Return the places for lines of one statement of a module."""
+        if isinstance(node, Function):
             return self._within(file, node, line, last_line)
+        seen: set[Name] = set()
         if isinstance(node, ast.ClassDef):
-            for part in node.body:
-                assert part.end_lineno
-                inside = part.lineno <= line <= part.end_lineno
-                if inside and isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    return self._within(file, part, line, last_line)
-            return {
-                (file, one)
-                for part in node.body
-                if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))
-                for one in _lines(part.body[0], part.body[-1])
-            } | {place for name in [node.name] for place in self._of_name(name, set())}
-        names = {
-            one.id
-            for one in ast.walk(node)
-            if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-        }
-        seen: set[str] = set()
-        return {place for name in names for place in self._of_name(name, seen)}
+            methods = [part for part in node.body if isinstance(part, Function)]
+            for method in methods:
+                if line in _lines(method, method):
+                    return self._within(file, method, line, last_line)
+            inside = {
+                (file, number)
+                for method in methods
+                for number in _lines(method.body[0], method.body[-1])
+            }
+            return inside | self._of_name((file, node.name), seen)
+        return {place for name in _stores(node) for place in self._of_name((file, name), seen)}
 
     @staticmethod
-    def _within(
-        file: str, function: ast.FunctionDef | ast.AsyncFunctionDef, line: int, last_line: int
-    ) -> set[Place]:
-        """Of a part of a function; of its head, which is executed at its definition, all of it."""
-        first = function.body[0].lineno
-        if line < first:
-            return {(file, one) for one in _lines(function.body[0], function.body[-1])}
-        # a statement of several lines is recorded by some of them
-        inner = [
+    def _within(file: str, function: Function, line: int, last_line: int) -> set[Place]:
+        """Return the places for a part of a function.
+
+        Its head is executed at its definition, so for that it is the whole body. Of a statement of
+        several lines, only some are recorded.
+        """
+        if line < function.body[0].lineno:
+            return {(file, number) for number in _lines(function.body[0], function.body[-1])}
+        around = [
             node
             for node in ast.walk(function)
-            if isinstance(node, ast.stmt)
-            if node.lineno <= line and (node.end_lineno or 0) >= last_line
+            if isinstance(node, ast.stmt) and {line, last_line} <= {*_lines(node, node)}
         ]
-        smallest = min(inner, key=lambda node: (node.end_lineno or 0) - node.lineno)
-        head = getattr(smallest, "body", None)
-        end = head[0].lineno - 1 if head else smallest.end_lineno or smallest.lineno
-        return {(file, one) for one in range(smallest.lineno, max(end, last_line) + 1)}
+        smallest = min(around, key=lambda node: len(_lines(node, node)))
+        body = getattr(smallest, "body", None)
+        end = body[0].lineno - 1 if body else smallest.end_lineno or smallest.lineno
+        return {(file, number) for number in range(smallest.lineno, max(end, last_line) + 1)}
 
-    def _of_name(self, name: str, seen: set[str]) -> set[Place]:
-        """Where a name of a module is used, in whatever module."""
+    def _of_name(self, name: Name, seen: set[Name]) -> set[Place]:
+        """Return where the name of a module is used, in any module."""
         if name in seen:
             return set()
         seen.add(name)
-        found: set[Place] = set()
-        for file, lines, defines in self._loads.get(name, ()):
-            found |= {(file, line) for line in lines}
-            for other in defines:
-                found |= self._of_name(other, seen)
-        return found
+        file_lines, defined = self._loads.get(name, (set(), set()))
+        places = set(file_lines)
+        for other in defined:
+            places |= self._of_name(other, seen)
+        return places
 
     @cached_property
-    def _loads(self) -> dict[str, list[tuple[str, set[int], set[str]]]]:
-        """For each name: the files that use it, in which lines of functions, or for which names."""
-        loads: dict[str, list[tuple[str, set[int], set[str]]]] = defaultdict(list)
+    def _loads(self) -> dict[Name, tuple[set[Place], set[Name]]]:
+        """For each name of a module: the places that use it, and the names that are made of it."""
+        loads: dict[Name, tuple[set[Place], set[Name]]] = defaultdict(lambda: (set(), set()))
         for file, module in self._modules.items():
-            of_file: dict[str, tuple[set[int], set[str]]] = defaultdict(lambda: (set(), set()))
-            for node in module.body:
-                stores = {
-                    one.id
-                    for one in ast.walk(node)
-                    if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-                }
-                inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-                for one in ast.walk(node):
-                    match one:
-                        case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name):
-                            lines, defines = of_file[name]
-                            if inside:
-                                lines.add(one.lineno)
-                            else:
-                                defines |= stores
-            for name, (lines, defines) in of_file.items():
-                loads[name].append((file, lines, defines))
+            for statement in module.body:
+                is_code = isinstance(statement, ast.ClassDef | Function)
+                stores: set[Name] = (
+                    set() if is_code else {(file, name) for name in _stores(statement)}
+                )
+                for node in ast.walk(statement):
+                    name = self._loaded(file, node)
+                    if name is not None:
+                        places, defined = loads[name]
+                        defined |= stores
+                        if is_code:
+                            assert isinstance(node, ast.expr)
+                            places.add((file, node.lineno))
         return loads
+
+    def _loaded(self, file: str, node: ast.AST) -> Name | None:
+        """Return which name of which module an expression is."""
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                return self._resolved((file, name))
+            case ast.Attribute(value=ast.Name(id=alias), attr=name):
+                module = self._resolved((file, alias))[0]
+                return self._resolved((module, name)) if module != file else None
+        return None
+
+    def _resolved(self, name: Name) -> Name:
+        """Follow imports to the module that defines a name; a module is its file and no name."""
+        for _ in range(MOST_IMPORTS):
+            file, local = name
+            if local not in self._imports.get(file, {}):
+                break
+            name = self._imports[file][local]
+        return name
+
+    @cached_property
+    def _imports(self) -> dict[str, dict[str, Name]]:
+        """For each file, where its imported names are from."""
+        return {
+            file: {
+                alias.asname or alias.name: self._imported(node.module, alias.name)
+                for node in ast.walk(module)
+                if isinstance(node, ast.ImportFrom) and node.module
+                for alias in node.names
+            }
+            for file, module in self._modules.items()
+        }
+
+    def _imported(self, module: str, name: str) -> Name:
+        path = module.replace(".", "/")
+        for file in (f"{path}/{name}.py", f"{path}/{name}/__init__.py"):
+            if file in self._modules:
+                return file, ""
+        return (f"{path}.py" if f"{path}.py" in self._modules else f"{path}/__init__.py"), name
+
+
+def _stores(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement sets."""
+    return {
+        node.id
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
 
 
 def _lines(first: ast.stmt, last: ast.stmt) -> range:

@@ -35,11 +35,9 @@ LEFT_OUT = shutil.ignore_patterns(
     *("build", "dist", "spark-warehouse"),
 )
 
-# One server version is enough: what differs between them is not what is planted
-OPTIONS = (
-    *("-x", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider"),
-    *("-k", "not postgresql-15 and not postgresql-16"),
-)
+ONE_VERSION = ("-k", "not postgresql-15 and not postgresql-16")
+"""One server version is enough: what differs between them is not what is planted."""
+OPTIONS = ("-x", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", *ONE_VERSION)
 
 FAILED, NO_TESTS = 1, 5
 """pytest's exit codes where tests ran and some failed, and where there were none to run. Others
@@ -163,7 +161,7 @@ class Field:
         Raises:
             subprocess.TimeoutExpired: it took longer.
         """
-        environment = self.environment | (more or {})
+        environment = {**self.environment, **(more or {})}
         # a session of its own, so that what hangs can be ended with all that it has started
         with subprocess.Popen(
             command,

@@ -5,9 +5,9 @@
         1f…e0.json         these files, what they and saf were then, and the seconds of each test
         sources/           files of saf as they were, by their hash
 
-Tests are recorded a few files at a time, so that a long recording goes on where it was interrupted.
-A file of tests is recorded again when it changes. When saf changes, its recordings stay: a line is
-looked for where it was. Processes that a test starts count as the test, unless they are killed.
+Tests are recorded a few files at a time, so an interrupted recording continues where it stopped. A
+changed file of tests is recorded again. A change of saf leaves recordings valid: a line is found by
+its former number. What a process of a test executes counts as the test's, unless it is killed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cached_property, lru_cache
@@ -26,13 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutants.mutant import ROOT
-from tests.mutants.planting import Field
+from tests.mutants.planting import ONE_VERSION, Field
 
 FOLDER = Path("build/mutants-recorded")
 AT_ONCE = 6
 """How many files of tests one run of pytest records."""
 LEFT_OUT = ("mutants", "soak", "fuzz", "spark", "stateful", "crash")
 """Folders of tests that take long, or are about the tests."""
+KEPT_FILES = 30
+"""How many files of saf a recording keeps in memory; one may take some MB."""
 RECORDER = ("tests", "mutants", "recorder")
 PLUGIN = "tests.mutants.recorder.at_test"
 
@@ -53,20 +56,19 @@ class Recordings:
                 self._of_files[name] = recording
 
     def missing(self, words: Sequence[str] = ()) -> list[str]:
-        """The files of tests that are not recorded, of those whose path has one of some words."""
+        """Return the files of tests that are not recorded and whose path contains a word."""
         files = sorted(
             str(file.relative_to(self.root))
             for file in self.root.glob("tests/*/test_*.py")
             if file.parent.name not in LEFT_OUT
         )
-        wanted = [one for one in files if not words or any(word in one for word in words)]
-        return [one for one in wanted if one not in self._of_files]
+        wanted = [file for file in files if not words or any(word in file for word in words)]
+        return [file for file in wanted if file not in self._of_files]
 
     def record(self, ground: Field, files: Sequence[str]) -> None:
         """Run tests in the copy, and keep which lines they execute."""
-        data = self.folder.absolute() / "run"
-        shutil.rmtree(data, ignore_errors=True)
-        data.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        data = Path(tempfile.mkdtemp(dir=self.folder.absolute()))
         recorder = ground.tree.joinpath(*RECORDER)
         more = {
             "PYTHONPATH": f"{recorder}{os.pathsep}{ground.environment['PYTHONPATH']}",
@@ -75,45 +77,43 @@ class Recordings:
         }
         options = ("-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", PLUGIN)
         ran = ground.run(
-            [sys.executable, "-m", "pytest", *options, "--one-postgresql", *files],
+            [sys.executable, "-m", "pytest", *options, *ONE_VERSION, *files],
             ground.tree,
             more,
             seconds=None,
         )
         if not (data / "data.seconds").exists():
             raise RuntimeError(f"nothing was recorded of {', '.join(files)}: {ran.stdout[-2000:]}")
-        seconds = json.loads((data / "data.seconds").read_text())
-        here = {name: _hash((self.root / name).read_bytes()) for name in files}
-        name = _hash(json.dumps([here, time.time()]).encode())[:16]
-        _join(data, self.folder / f"{name}.coverage")
         known = {
-            "files": here,
-            "sources": dict(self._sources()),
+            "files": {file: _hash((ground.tree / file).read_bytes()) for file in files},
+            "sources": dict(self._sources(ground.tree)),
             "tree": str(ground.tree),
-            "seconds": seconds,
+            "seconds": json.loads((data / "data.seconds").read_text()),
         }
+        name = _hash(json.dumps([known["files"], time.time()]).encode())
+        _join(data, self.folder / f"{name}.coverage")
         (self.folder / f"{name}.json").write_text(json.dumps(known))
         shutil.rmtree(data)
         self._add(Recording(self.folder, name, self.root))
 
-    def _sources(self) -> Iterator[tuple[str, str]]:
+    def _sources(self, tree: Path) -> Iterator[tuple[str, str]]:
+        """Keep the files of saf; give the name and the hash of each."""
         sources = self.folder / "sources"
         sources.mkdir(exist_ok=True)
-        for file in sorted(self.root.glob("saf/**/*.py")):
-            whole = file.read_bytes()
-            (sources / _hash(whole)).write_bytes(whole)
-            yield str(file.relative_to(self.root)), _hash(whole)
+        for file in sorted(tree.glob("saf/**/*.py")):
+            text = file.read_bytes()
+            (sources / _hash(text)).write_bytes(text)
+            yield str(file.relative_to(tree)), _hash(text)
 
     def tests_of(self, file: str, lines: Iterable[int]) -> dict[str, float]:
-        """The tests that execute one of some lines of a file of saf, with their seconds."""
-        found: dict[str, float] = {}
-        for name, recording in self._of_files.items():
-            found |= {
-                test: seconds
-                for test, seconds in recording.tests_of(file, frozenset(lines)).items()
-                if test.partition("::")[0] == name
-            }
-        return found
+        """Return the tests that execute any of some lines of a file, with their seconds."""
+        numbers = frozenset(lines)
+        return {
+            test: seconds
+            for name, recording in self._of_files.items()
+            for test, seconds in recording.tests_of(file, numbers).items()
+            if test.partition("::")[0] == name
+        }
 
 
 class Recording:
@@ -126,8 +126,8 @@ class Recording:
         self._sources: Mapping[str, str] = known["sources"]
         self._tree = known["tree"]
         self._seconds: Mapping[str, float] = known["seconds"]
-        self._tests: tuple[str, dict[int, list[str]]] = "", {}
-        """Of the file that was asked for last, the tests by line."""
+        self._tests: OrderedDict[str, dict[int, list[str]]] = OrderedDict()
+        """The tests by line, of the files that were asked for last."""
 
     @cached_property
     def _data(self) -> Any:
@@ -138,20 +138,22 @@ class Recording:
         return data
 
     def tests_of(self, file: str, lines: frozenset[int]) -> dict[str, float]:
-        """The tests that execute one of some lines of a file as it is now."""
+        """Return the tests that execute any of some lines of a file as it is now."""
         if file not in self._sources:
             return {}
-        if self._tests[0] != file:
-            self._tests = file, self._data.contexts_by_lineno(f"{self._tree}/{file}")
         then = (self._folder / "sources" / self._sources[file]).read_text()
         before = _lines_before(then, (self._root / file).read_text())
-        tests = {
-            test
-            for line in lines
-            if line in before
-            for test in self._tests[1].get(before[line], ())
-        }
+        by_line = self._by_line(file)
+        tests = {test for line in lines if line in before for test in by_line.get(before[line], ())}
         return {test: self._seconds[test] for test in tests if test in self._seconds}
+
+    def _by_line(self, file: str) -> dict[int, list[str]]:
+        if file not in self._tests:
+            self._tests[file] = self._data.contexts_by_lineno(f"{self._tree}/{file}")
+        self._tests.move_to_end(file)
+        while len(self._tests) > KEPT_FILES:
+            self._tests.popitem(last=False)
+        return self._tests[file]
 
 
 def _join(data: Path, into: Path) -> None:
