@@ -184,6 +184,14 @@ class InHand:
         >>> [InHand(batch=1, opened_at=None, set_aside_at=times).has_forgotten(mark)
         ...  for times in ([first, second], [first], [])]
         [False, True, True]
+
+        A source that remembers as many times as it can says nothing of one before them all:
+
+        >>> later = [datetime(2026, 2, day) for day in range(1, TIMES + 1)]
+        >>> full = InHand(batch=1, opened_at=None, set_aside_at=later)
+        >>> between = Mark(set_aside_at=datetime(2026, 2, 1, 12))
+        >>> full.has_forgotten(mark), full.has_forgotten(between)
+        (False, True)
         """
         at, known = mark.set_aside_at, self.set_aside_at
         if at is None or at in known:

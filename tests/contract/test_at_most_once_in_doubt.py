@@ -6,6 +6,9 @@ import pytest
 
 from saf.database import Dsn, fetch
 from saf.engine import releasing
+from saf.engine.parts import Part
+from saf.engine.releasing import Releasing
+from saf.engine.work import Receipt
 from saf.failpoints import arm
 from saf.setaside import backoff
 from saf.setaside.lane import Lane
@@ -144,3 +147,40 @@ def test_a_zombie_sends_nothing_of_a_lane_after_what_the_new_owner_has_sent(
     assert bodies(mom) == ["2"]
     assert any("newer owner" in (said.error or "") for said in receipts)
     assert dead(app) == ["1"]
+
+
+def test_a_zombie_sends_nothing_of_a_lane_that_the_new_owner_has_read(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The destination cannot fence it: it has heard nothing of the new owner yet."""
+    route(app)
+    with connect(app) as connection:
+        backoff.postpone(connection, subscription(connection), {Lane(destination="mom"): "down"})
+        send(connection, "1", "key")
+    run(app, mom=mom, other=other)
+    assert count(app, "parked") == 1
+    let_time_pass(app)
+
+    def cycle() -> Cycle:
+        one = Cycle(app, forwarding_rules("at_most_once", 2, mom=mom, other=other))
+        one.default = None
+        return one
+
+    doubt, begun, receipts = Releasing._doubt, list[Part](), list[Receipt]()
+    with cycle() as zombie, cycle() as owner:
+
+        def meanwhile(releasing: Releasing, part: Part) -> None:
+            begun.append(part)
+            if len(begun) == 1:
+                receipts.extend(zombie.deliver())
+            doubt(releasing, part)
+
+        zombie.open()
+        outlive_lease(app)
+        owner.open()
+        monkeypatch.setattr(Releasing, "_doubt", meanwhile)
+        owner.deliver()
+    assert len(begun) == 2
+    assert bodies(mom) == ["1"]
+    assert any("newer owner" in (receipt.error or "") for receipt in receipts)
+    assert dead(app) == []

@@ -73,6 +73,25 @@ def test_of_a_batch_in_hand_only_what_is_beyond_the_position_is_left(app: Dsn) -
         assert left(connection).messages == 0
 
 
+def test_the_message_at_the_position_is_not_left_where_an_older_transaction_wrote_after_it(
+    app: Dsn,
+) -> None:
+    """Reading begins at the older transaction, so the one at the position is met too."""
+    with connect(app) as connection, connect(app) as older:
+        with older.transaction():
+            older.execute("SELECT pg_current_xact_id()")
+            send(connection, "1", key="k")
+            send(older, "2", key="k")
+        member = new_member(connection)
+        member.balance(connection)
+        (batch,) = open_batch(connection, "outbox", member)
+        first, second = (i for (i,) in fetch(connection, "SELECT id FROM saf.outbox ORDER BY id"))
+        for position, expected in ((first - 1, 2), (first, 1), (second, 0)):
+            with connection.transaction():
+                advance(connection, batch, position)
+            assert left(connection).messages == expected
+
+
 @every_postgresql
 def test_shards_that_are_each_at_a_place_of_their_own_are_read_by_two_statements(
     app: Dsn, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ from typing import Any
 from xmlrpc.server import SimpleXMLRPCServer
 
 import psutil
+import psycopg
 import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 from structlog.testing import capture_logs
@@ -33,7 +34,8 @@ from saf.database import Dsn, fetch
 from saf.dispatch import marking, read_ahead, running, source
 from saf.dispatch.condition import Book
 from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.progress import InHand
+from saf.dispatch.marks import Marks
+from saf.dispatch.progress import InHand, Mark
 from saf.dispatch.session import LOOK_SECONDS
 from saf.dispatch.settings import Endpoint
 from saf.dispatch.window import Window
@@ -1136,40 +1138,97 @@ def test_retry_after_is_honoured(inbox: Dsn, partner: Partner) -> None:
     assert 900 < seconds <= 1000
 
 
+# What is written, as it is
+
+
+def joined(connection: psycopg.Connection[Any]) -> Reader:
+    """A member that owns all shards, as a reader."""
+    found = subscription(connection, SUBSCRIPTION)
+    member = Member(subscription_id=found.subscription_id, lease_seconds=30)
+    member.join(connection)
+    assert member.balance(connection) == 64
+    return Reader(
+        subscription_id=found.subscription_id,
+        name=found.name,
+        service=found.service,
+        owner=member.member_id,
+    )
+
+
+def marks_of_one_rejected(connection: psycopg.Connection[Any], reader: Reader) -> Marks:
+    """What a dispatcher would write that has read one message, and was answered."""
+    window = Window()
+    window.own(source.owned(connection, reader))
+    (batch,) = source.open_batches(connection, reader)
+    window.shards[batch.shard].begin(batch)
+    rows, whole = source.read(
+        connection, reader, [window.shards[batch.shard]], each=10, limit=10, max_bytes=1000
+    )
+    assert whole == {batch.shard}
+    source.take(window, rows)
+    message = window.next()
+    assert message is not None
+    window.reject(message, "rejected", "no")
+    marks = window.marks()
+    assert marks is not None
+    return marks
+
+
 def test_marks_of_a_shard_that_another_member_has_taken_over_write_nothing(inbox: Dsn) -> None:
     put(inbox, "1", key="a")
     with connect(inbox) as connection, connect(inbox) as other:
-        found = subscription(connection, SUBSCRIPTION)
-        number = found.subscription_id
-        old = Member(subscription_id=number, lease_seconds=30)
-        old.join(connection)
-        old.balance(connection)
-        reader = Reader(
-            subscription_id=number, name=found.name, service=found.service, owner=old.member_id
-        )
-        window = Window()
-        window.own(source.owned(connection, reader))
-        (batch,) = source.open_batches(connection, reader)
-        window.shards[batch.shard].begin(batch)
-        rows, whole = source.read(
-            connection, reader, [window.shards[batch.shard]],
-            each=10, limit=10, max_bytes=1000,
-        )  # fmt: skip
-        assert whole == {batch.shard}
-        source.take(window, rows)
-        message = window.next()
-        assert message is not None
-        window.reject(message, "rejected", "no")
-        marks = window.marks()
-        assert marks is not None
+        reader = joined(connection)
+        marks = marks_of_one_rejected(connection, reader)
         outlive_lease(inbox)
-        new = Member(subscription_id=number, lease_seconds=30)
-        new.join(other)
-        assert new.balance(other) == 64
+        joined(other)
         with pytest.raises(Fenced):
             marking.mark(connection, reader, marks)
         assert fetch(connection, "SELECT max(position) FROM saf.cursor") == [(0,)]
     assert dead(inbox) == []
+
+
+@pytest.mark.parametrize("changed", ["epoch = epoch + 1", "batch = batch + 1", "owner = NULL"])
+def test_marks_of_a_shard_that_went_and_came_back_write_nothing(inbox: Dsn, changed: str) -> None:
+    """Whoever had it in between may have sent what these marks call complete."""
+    put(inbox, "1", key="a")
+    with connect(inbox) as connection:
+        reader = joined(connection)
+        marks = marks_of_one_rejected(connection, reader)
+        connection.execute(f"UPDATE saf.cursor SET {changed}")
+        with pytest.raises(Fenced):
+            marking.mark(connection, reader, marks)
+    assert dead(inbox) == []
+
+
+def test_ids_that_are_complete_are_of_one_batch_and_beyond_its_position(inbox: Dsn) -> None:
+    """A message of the next batch, which committed late, may have an id among those of this one."""
+    ids = "SELECT d.batch, d.ids::text FROM saf.dispatched d"
+    put(inbox, "1", key="a")
+    with connect(inbox) as connection:
+        reader = joined(connection)
+        (hand,) = source.open_batches(connection, reader)
+
+        def mark(position: int, ids: str) -> None:
+            one = Mark(
+                shard=hand.shard,
+                epoch=hand.epoch,
+                batch=hand.batch,
+                position=position,
+                closed=False,
+                ids=ids,
+                new=True,
+            )
+            marking.mark(connection, reader, Marks(cursors=[one]))
+
+        mark(3, "{[5,9)}")
+        mark(3, "{[20,21)}")
+        assert fetch(connection, ids) == [(hand.batch, "{[5,9),[20,21)}")]
+        mark(6, "{[30,31)}")
+        assert fetch(connection, ids) == [(hand.batch, "{[7,9),[20,21),[30,31)}")]
+        connection.execute("UPDATE saf.cursor SET batch = batch + 1")
+        hand.batch += 1
+        mark(6, "{[8,9)}")
+        assert fetch(connection, ids) == [(hand.batch, "{[8,9)}")]
 
 
 def test_where_the_inbox_notifies_a_message_is_sent_at_once_however_seldom_polls_are(

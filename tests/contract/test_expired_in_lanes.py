@@ -129,6 +129,28 @@ def test_what_waits_for_its_service_is_dead_when_it_has_expired_although_nobody_
     assert bodies(mom) == ["1", "3"]
 
 
+@pytest.mark.parametrize("destination", ["other", ""])
+def test_what_is_sent_again_is_sent_although_it_has_expired_since(
+    app: Dsn, mom: Dsn, other: Dsn, destination: str
+) -> None:
+    """Its reader decides, also where the message has waited for a route once more."""
+    with connect(app) as source:
+        route(source, "s", "other")
+        send_to(source, "s", "1")
+        run(app, mom=mom, other=NOWHERE)
+        assert count(app, "parked") == 1
+        for table in ("parked", "backoff"):
+            source.execute(
+                f"UPDATE saf.{table} SET kind = 'replay', destination = %s", [destination]
+            )
+        source.execute(EXPIRE, ["1"])
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+        assert bodies(other) == ["1"]
+        assert dead(source) == []
+        assert count(app, "parked") == count(app, "backoff") == 0
+
+
 def test_what_is_too_large_is_dead_again_when_it_is_retried_and_nothing_allows_it(
     app: Dsn, mom: Dsn
 ) -> None:

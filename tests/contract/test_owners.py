@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from saf.receiving.link import connected
 from saf.receiving.membership import Membership
 from tests.pipeline import connect, new_member, send
 from tests.receivers import put
+from tests.waits import blocked, until
 
 SHARDS = 64
 
@@ -133,6 +135,93 @@ def test_what_is_complete_is_not_read_again(source: psycopg.Connection[Any], own
         cursor.advance(source, batch, second)
     (batch,) = cursor.in_hand(source, "outbox", owner)
     assert fetch(source, batch.select(["body"])) == [(b"3",)]
+
+
+# Two that write at the same time
+
+
+def test_of_two_that_attempt_at_the_same_time_only_one_hears_that_nobody_has_before(
+    app: Dsn, source: psycopg.Connection[Any], batch: Batch
+) -> None:
+    """As a task and its twin: each would send at most once, and both together twice."""
+    with connect(app) as task, connect(app) as twin, ThreadPoolExecutor(1) as threads:
+
+        def attempt_too() -> dict[int, int]:
+            with twin.transaction():
+                return cursor.attempt(twin, batch, 7)
+
+        with task.transaction():
+            assert set(cursor.attempt(task, batch, 7).values()) == {0}
+            second = threads.submit(attempt_too)
+            until(lambda: blocked(source))
+        assert set(second.result().values()) == {7}
+
+
+def test_cursors_that_are_locked_are_so_until_the_transaction_ends(
+    app: Dsn, source: psycopg.Connection[Any], batch: Batch
+) -> None:
+    """What is set aside with them is looked for and written by one owner at a time."""
+    with connect(app) as other:
+        with source.transaction():
+            assert cursor.lock_cursors(source, batch) == 0
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                other.execute("SELECT FROM saf.cursor WHERE shard = 9 FOR UPDATE NOWAIT")
+        other.execute("SELECT FROM saf.cursor WHERE shard = 9 FOR UPDATE NOWAIT")
+
+
+def test_a_batch_is_finished_once_all_of_its_shards_are_closed(
+    source: psycopg.Connection[Any], batch: Batch
+) -> None:
+    """Whoever has not heard the answer to a commit asks this."""
+    assert not cursor.is_finished(source, batch)
+    some, others = batch.split(2)
+    cursor.close(source, [some])
+    assert cursor.is_finished(source, some)
+    assert not cursor.is_finished(source, batch)
+    cursor.close(source, [others])
+    assert cursor.is_finished(source, batch)
+
+
+def test_a_batch_has_more_than_as_many_rows_as_it_has_left_and_not_one_more(
+    source: psycopg.Connection[Any], owner: Member
+) -> None:
+    for body in ("1", "2", "3"):
+        send(source, body, key="k")
+    assert cursor.new_rows(source, "outbox", cursor.owned(source, "outbox", owner).idle, 2) == 2
+    assert cursor.new_rows(source, "outbox", cursor.owned(source, "outbox", owner).idle, 9) == 3
+    (batch,) = cursor.open_batch(source, "outbox", owner)
+    assert [cursor.has_more_than(source, batch, rows) for rows in (2, 3)] == [True, False]
+
+
+# A lease and a session
+
+
+def test_a_lease_lasts_its_term_from_when_the_member_was_last_heard_of(
+    source: psycopg.Connection[Any], owner: Member
+) -> None:
+    """A driver that was stopped for 20 seconds may not have the full term after it."""
+    left = "SELECT extract(epoch FROM lease_until - clock_timestamp())::float FROM saf.member"
+    long = replace(owner, lease_seconds=1000.0)
+    for silent_seconds in (0.0, 900.0):
+        long.renew(source, silent_seconds)
+        ((seconds,),) = fetch(source, left)
+        assert 900 - silent_seconds < seconds <= 1000 - silent_seconds
+
+
+def test_a_member_is_not_kept_alive_by_its_session_in_another_database(
+    source: psycopg.Connection[Any], owner: Member, other: Dsn
+) -> None:
+    """A database that was copied from a template has the members of the other one."""
+    with connect(other) as copy:
+        copy.execute(
+            "INSERT INTO saf.member (member_id, subscription_id, name, lease_until) "
+            "SELECT %s, subscription_id, 'copied', now() + interval '1 h' "
+            "FROM saf.subscription WHERE name = 'forwarder'",
+            [owner.member_id],
+        )
+        ((number,),) = fetch(copy, "SELECT subscription_id FROM saf.member")
+        assert living(copy, number) == []
+    assert living(source, owner.subscription_id) == [owner.name]
 
 
 # By owner and epoch

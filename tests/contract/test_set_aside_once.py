@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from saf.engine import sending
 from saf.engine.source_session import SourceSession
 from saf.engine.work import Receipt
 from saf.failpoints import arm
-from saf.log.cursor import attempt
+from saf.log.cursor import TIMES, attempt, note_set_aside, note_taken_out, open_batch
 from saf.operating import decide
 from saf.routing.matching import KEY, PYTHON
 from saf.routing.routers import add_router
@@ -33,9 +34,11 @@ from tests.pipeline import (
     forward,
     forwarding_rules,
     let_time_pass,
+    new_member,
     outlive_lease,
     send,
 )
+from tests.waits import blocked, until
 
 pytestmark = pytest.mark.usefixtures("disarmed")
 
@@ -88,6 +91,61 @@ def test_what_is_parked_commits_with_the_position_that_passes_it(
         )
     assert count(app, "parked") == 1
     assert len(transactions) == 1
+
+
+def test_a_clock_that_goes_back_gives_each_time_of_setting_aside_a_value_of_its_own(
+    source: psycopg.Connection[Any],
+) -> None:
+    """A source knows by the last of them that it was not set back."""
+    member = new_member(source)
+    member.balance(source)
+    send(source, "x")
+    (batch,) = open_batch(source, "outbox", member)
+    source.execute("UPDATE saf.cursor SET set_aside_at = ARRAY[now() + interval '1 h']")
+    for _ in range(2):
+        with source.transaction():
+            (first, *rest) = note_set_aside(source, batch).values()
+    assert all(times == first for times in rest)
+    assert first == sorted(set(first))
+    assert len(first) == 3
+
+
+def test_no_more_times_of_setting_aside_are_remembered_than_are_needed(
+    source: psycopg.Connection[Any],
+) -> None:
+    member = new_member(source)
+    member.balance(source)
+    send(source, "x")
+    (batch,) = open_batch(source, "outbox", member)
+    for number in range(1, TIMES + 3):
+        with source.transaction():
+            times = note_set_aside(source, batch)
+        newest = "SELECT max(set_aside_at[cardinality(set_aside_at)]) FROM saf.cursor"
+        ((last,),) = fetch(source, newest)
+        assert {len(one) for one in times.values()} == {min(number, TIMES)}
+        assert {one[-1] for one in times.values()} == {last}
+
+
+def test_a_person_waits_for_the_first_cursor_before_any_other_is_locked(
+    app: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    """As forwarders lock them: in another order, each would wait for the other one."""
+    number = subscription(source)
+    # a table that is read from its beginning has the first shard at its end
+    source.execute("UPDATE saf.cursor SET epoch = epoch WHERE shard = 0")
+    with connect(app) as forwarder, connect(app) as person, ThreadPoolExecutor(1) as threads:
+        person.execute("SET enable_nestloop = off; SET enable_mergejoin = off")
+        with forwarder.transaction():
+            forwarder.execute("SELECT FROM saf.cursor WHERE shard = 0 FOR UPDATE")
+            taking = threads.submit(_take_out, person, number)
+            until(lambda: blocked(source))
+            forwarder.execute("SELECT FROM saf.cursor WHERE shard = 1 FOR UPDATE NOWAIT")
+        taking.result()
+
+
+def _take_out(person: psycopg.Connection[Any], subscription_id: int) -> None:
+    with person.transaction():
+        note_taken_out(person, subscription_id, [1, 0])
 
 
 # Once

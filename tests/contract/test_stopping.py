@@ -199,6 +199,24 @@ def test_a_batch_in_hand_is_finished_and_the_next_one_put_back(inbox: Dsn) -> No
     assert sorted(done) == sorted(f"{kind}{number}" for kind in "ab" for number in range(5))
 
 
+def test_a_message_that_failed_before_the_stop_is_parked_though_earlier_ones_are_put_back(
+    inbox: Dsn,
+) -> None:
+    """As one of a batch handler: it is complete, so its shard cannot go back behind it."""
+    for number, key in enumerate(keys_of_one_shard(3), start=1):
+        put(inbox, str(number), key=key)
+    stopping = threading.Event()
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        delivery.until(stopping)
+        delivery.park(delivery[2], "no")
+        stopping.set()
+        assert list(delivery) == []
+    with connect(inbox) as connection:
+        parked = fetch(connection, "SELECT convert_from(body, 'UTF8') FROM saf.parked ORDER BY id")
+    assert [body for (body,) in parked] == ["1", "2", "3"]
+    assert set_aside(inbox) == (0, 3)
+
+
 def test_the_messages_of_a_lane_that_was_begun_stay_in_it_and_are_due(inbox: Dsn) -> None:
     put(inbox, "1", "2", "3", key="k")
     failing = saf.Worker(inbox, SUBSCRIPTION, policy=saf.Policy(first_wait_seconds=0))

@@ -286,6 +286,18 @@ def test_where_ids_are_not_the_signed_ones_an_event_is_known_by_its_source_and_i
     assert [headers["source"] for *_, headers in stored(inbox)] == ["/shop", "/other"]
 
 
+def test_an_event_that_was_known_by_its_source_is_known_where_ids_are_the_signed_ones_since(
+    inbox: Dsn,
+) -> None:
+    """A setting that is changed lets nobody store again what is stored."""
+    number = str(uuid4())
+    for signed_ids in (False, True, True):
+        app = saf.webhooks.inbox(inbox, "billing", secrets=SECRET, signed_ids=signed_ids)
+        with serving(Partner(), app) as partner:
+            assert send(partner.url, ce_id=number) == (204, "")
+    assert len(stored(inbox)) == 1
+
+
 @pytest.mark.parametrize("autocommit", [False, True])
 @pytest.mark.parametrize("default", ["off", "local", "on", "remote_apply"])
 def test_an_event_is_durable_before_it_is_answered_whatever_the_default(

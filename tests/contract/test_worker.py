@@ -17,9 +17,12 @@ import pytest
 from structlog.testing import capture_logs
 
 import saf
+from saf.broker import services
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError, Unexpected, UsageError
 from saf.operating import decide
+from saf.receiving import retries
+from saf.receiving.hand import Reader
 from saf.setaside.dead import Filter
 from saf.setaside.waiting import Lanes, retry_now, undecided
 from tests.pipeline import connect
@@ -52,6 +55,24 @@ class Picky:
         effect(connection, message)
         if message.text() in self.bad:
             raise ValueError(f"{message.text()} will not do")
+
+
+def test_a_count_is_taken_back_only_if_nobody_has_counted_another_attempt_since(
+    inbox: Dsn,
+) -> None:
+    put(inbox, "1", key="k")
+    Picky(inbox, "1").worker.drain()
+    with connect(inbox) as connection:
+        found = services.subscription(connection, SUBSCRIPTION)
+        reader = Reader(
+            subscription_id=found.subscription_id, name=found.name, service=found.service
+        )
+        counts = []
+        retries.count(connection, reader, "k", 2, saf.Policy())
+        for number in (1, 3, 2):
+            retries.uncount(connection, reader, "k", number)
+            counts.append((retries.attempts(connection, reader, "k") or ())[:1])
+    assert counts == [(2,), (2,), (1,)]
 
 
 def test_a_message_that_fails_waits_with_its_key_and_others_go_on(inbox: Dsn) -> None:

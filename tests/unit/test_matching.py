@@ -5,6 +5,7 @@ from __future__ import annotations
 from uuid import UUID
 
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,6 +110,20 @@ def test_a_topics_way_is_every_destination_that_matches_once_by_its_most_specifi
         for route in match.routes:
             same = [one for one in found if one.destination == route.destination]
             assert route.specificity == max(one.specificity for one in same)
+
+
+@pytest.mark.parametrize("broker", [None, BROKERS[0]])
+def test_the_default_destination_is_in_no_topics_match_beside_others(broker: str | None) -> None:
+    default = Route(destination="default", fallback=True)
+    routes = Routes(
+        routes=tuple(
+            by_precedence([default, Route(service="billing", broker=broker, destination="erp")])
+        ),
+        topics=frozenset({"billing", "shipping"}),
+    )
+    for_billing, for_shipping = (routes.match(one, broker) for one in ("billing", "shipping"))
+    assert (for_billing and for_billing.destinations) == ("erp",)
+    assert (for_shipping and for_shipping.destinations) == ("default",)
 
 
 @given(some_routes, messages)

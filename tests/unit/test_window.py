@@ -1,0 +1,189 @@
+"""The window of a dispatcher: what it holds, whose it is, and what goes with a shard."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from saf.dispatch.progress import InHand
+from saf.dispatch.window import Window
+from saf.errors import Fenced
+from saf.received import READ, Received
+from saf.receiving.retries import Waiting
+
+
+def message(id_: int, key: str = "a", shard: int = 1, parked_id: int | None = None) -> Received:
+    columns: dict[str, Any] = {
+        "id": id_,
+        "shard": shard,
+        "message_id": UUID(int=id_).bytes,
+        "key": key,
+        "body": b"12345",
+    }
+    return Received(tuple(columns.get(name) for name in READ), parked_id)
+
+
+def hand(shard: int = 1, epoch: int = 1, **more: Any) -> InHand:
+    given: dict[str, Any] = {"batch": 1, "done": "1:1:", "open": "9:9:", "position": 0} | more
+    return InHand(shard=shard, epoch=epoch, **given)
+
+
+@pytest.fixture
+def window() -> Window:
+    """It has shards 1 and 2, each with a message in memory."""
+    one = Window()
+    one.own([hand(1), hand(2)])
+    one.add(message(1, "a", 1), behind=False)
+    one.add(message(2, "b", 2), behind=False)
+    return one
+
+
+def test_a_shard_that_went_and_came_back_is_read_anew(window: Window) -> None:
+    """Its epoch says so: another member may have answered what is in memory here."""
+    assert window.own([hand(1), hand(2, epoch=2)]) == [2]
+    assert window.shards[2].epoch == 2
+    assert [*window.lanes] == ["a"]
+    assert (window.held, window.bytes) == (1, 5)
+    sent = window.next()
+    assert sent is not None
+    assert sent.shard == 1
+    assert window.next() is None
+    window.put_back(sent)
+    assert window.own([hand(1), hand(2, epoch=2)]) == []
+
+
+def test_a_shard_that_stays_keeps_what_is_in_memory(window: Window) -> None:
+    before = window.shards[1]
+    assert window.own([hand(1, position=99), hand(2)]) == []
+    assert window.shards[1] is before
+    assert window.held == 2
+
+
+def test_no_shard_is_let_go_while_a_message_of_it_is_in_flight(window: Window) -> None:
+    sent = window.next()
+    assert sent is not None
+    with pytest.raises(Fenced):
+        window.own([hand(3 - sent.shard)])
+    window.put_back(sent)
+    assert window.own([hand(3 - sent.shard)]) == [sent.shard]
+
+
+def test_no_shard_is_let_go_before_its_answers_are_marked(window: Window) -> None:
+    sent = window.next()
+    assert sent is not None
+    window.done(sent)
+    assert window.busy() == {sent.shard}
+    with pytest.raises(Fenced):
+        window.own([])
+    assert window.marks() is not None
+    assert window.own([]) == [1, 2]
+
+
+def test_of_shards_that_leave_nothing_more_is_sent(window: Window) -> None:
+    window.leaving = frozenset({1})
+    assert window.anything_ready
+    sent = window.next()
+    assert sent is not None
+    assert sent.shard == 2
+    assert window.next() is None
+    assert not window.anything_ready
+
+
+def test_of_a_key_one_message_is_in_flight_at_a_time(window: Window) -> None:
+    window.add(message(3, "a", 1), behind=False)
+    first, second = window.next(), window.next()
+    assert {one.id for one in (first, second) if one} == {1, 2}
+    assert window.next() is None
+    assert first is not None
+    window.put_back(first)
+    again = window.next()
+    assert again is not None
+    assert again.id == first.id
+    window.done(again)
+    following = window.next()
+    assert following is not None
+    assert following.id == 3
+
+
+def test_while_a_later_message_of_a_key_is_in_flight_the_key_does_not_get_a_second_turn(
+    window: Window,
+) -> None:
+    window.add(message(3, "a", 1), behind=False)
+    first = window.next()
+    assert first is not None
+    assert window.next_of(first) is not None
+    window.put_back(first)
+    sent = window.next()
+    assert sent is not None
+    assert sent.shard == 2
+    assert window.next() is None
+
+
+def test_what_follows_a_key_that_waits_parks_behind_it_until_that_is_written(
+    window: Window,
+) -> None:
+    sent = window.next()
+    assert sent is not None
+    window.add(message(3, sent.lane, sent.shard), behind=False)
+    window.wait(sent, Waiting(lane=sent.lane, shard=sent.shard, attempts=1, error="503"))
+    window.add(message(4, sent.lane, sent.shard), behind=False)
+    marks = window.marks()
+    assert marks is not None
+    assert [one.id for one in marks.park] == [sent.id, 3, 4]
+    assert sent.lane in window.known_lanes
+    window.written(marks)
+    assert sent.lane not in window.known_lanes
+    window.add(message(5, sent.lane, sent.shard), behind=False)
+    assert window.held == 2
+
+
+def test_a_message_whose_time_has_come_is_not_read_again_before_its_end_is_written() -> None:
+    window = Window()
+    window.own([hand(1)])
+    window.add_late(message(1, parked_id=11), behind=False)
+    assert window.known_late == [11]
+    sent = window.next()
+    assert sent is not None
+    window.done(sent)
+    assert window.known_late == [11]
+    marks = window.marks()
+    assert marks is not None
+    assert (marks.unpark, marks.timed) == ([11], {1})
+    assert window.known_late == []
+
+
+def test_a_message_whose_time_has_come_goes_behind_its_key_if_that_waits() -> None:
+    window = Window()
+    window.own([hand(1)])
+    window.add_late(message(1, parked_id=11), behind=True)
+    window.add_late(message(2, shard=2, parked_id=12), behind=False)
+    marks = window.marks()
+    assert marks is not None
+    assert (marks.move, marks.timed) == ([(11, "a")], {1})
+    assert window.known_late == []
+    assert window.held == 0
+
+
+def test_what_was_late_goes_with_its_shard() -> None:
+    window = Window()
+    window.own([hand(1), hand(2)])
+    window.add_late(message(1, "a", 1, parked_id=11), behind=False)
+    window.add_late(message(2, "b", 2, parked_id=12), behind=False)
+    assert window.own([hand(2)]) == [1]
+    assert window.known_late == [12]
+
+
+def test_a_key_that_rests_is_not_woken_after_its_shard_has_gone(window: Window) -> None:
+    sent = window.next()
+    assert sent is not None
+    window.rest(sent)
+    assert window.resting == 1
+    window.own([hand(3 - sent.shard)])
+    assert window.resting == 0
+    window.wake(sent.lane)
+    other = window.next()
+    assert other is not None
+    assert other.lane != sent.lane
+    assert window.next() is None
