@@ -45,7 +45,7 @@ class TestDelta(DestinationConformance):
         return Delta(table=str(tmp_path / "file"))
 
 
-@pytest.mark.long
+@pytest.mark.full
 class TestDeltaByService(TestDelta):
     """The same in files of services, with a column of bodies' members."""
 

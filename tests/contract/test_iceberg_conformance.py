@@ -58,7 +58,7 @@ class TestIceberg(DestinationConformance):
         )
 
 
-@pytest.mark.long
+@pytest.mark.full
 class TestIcebergInPostgresql(TestIceberg):
     """With its catalog in PostgreSQL, by service, with a column of bodies' members."""
 

@@ -72,7 +72,7 @@ class TestNats(DestinationConformance):
         return {"headers": '{"Nats-Rollup": "all"}'}
 
 
-@pytest.mark.long
+@pytest.mark.full
 class TestNatsInCloudEvents(TestNats):
     """The same, with the headers of CloudEvents, in batches that end within a key."""
 

@@ -25,7 +25,7 @@ from tests.pipeline import connect, forward, let_time_pass
 from tests.queue_suite import WEEK, AnyQueueSuite, errors, ids, send_numbers, texts
 from tests.rabbitmq_server import Queues, rabbitmq_server
 from tests.redis_server import free_port
-from tests.sizes import sized
+from tests.tiers import sized
 from tests.waits import until
 
 pytestmark = pytest.mark.slow  # its server takes seconds to start

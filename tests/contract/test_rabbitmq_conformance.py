@@ -48,7 +48,7 @@ class TestRabbitmq(DestinationConformance):
         return {"headers": '{"saf-id": "x", "cloudEvents_id": "x"}'}
 
 
-@pytest.mark.long
+@pytest.mark.full
 class TestRabbitmqInCloudEvents(TestRabbitmq):
     """The same, with the headers of CloudEvents, a few messages at a time."""
 

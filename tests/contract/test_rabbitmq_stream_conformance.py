@@ -44,7 +44,7 @@ class TestRabbitmqStream(DestinationConformance):
         return {"headers": '{"saf-id": "x", "cloudEvents_id": "x"}'}
 
 
-@pytest.mark.long
+@pytest.mark.full
 class TestRabbitmqStreamInCloudEvents(TestRabbitmqStream):
     """The same, with the headers of CloudEvents, a few messages at a time."""
 

@@ -16,7 +16,7 @@ from tests.crash.rounds import Round
 from tests.crash.shrink import as_test, shows_again, shrink
 from tests.crash.site import Site
 from tests.crash.webhooks import WebhookSite
-from tests.sizes import sized
+from tests.tiers import sized
 
 SEED = 7
 
@@ -33,7 +33,7 @@ IN_GATE = ("redis", "kafka", "rabbitmq_stream")
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(one, marks=[] if one in IN_GATE else pytest.mark.long) for one in QUEUES],
+    params=[pytest.param(one, marks=[] if one in IN_GATE else pytest.mark.full) for one in QUEUES],
 )
 def queue_site(request: pytest.FixtureRequest) -> Iterator[Site]:
     with QUEUES[request.param]() as site:
@@ -41,7 +41,7 @@ def queue_site(request: pytest.FixtureRequest) -> Iterator[Site]:
 
 
 @pytest.fixture(
-    scope="module", params=[DeltaSite, pytest.param(IcebergSite, marks=pytest.mark.long)]
+    scope="module", params=[DeltaSite, pytest.param(IcebergSite, marks=pytest.mark.full)]
 )
 def lake_site(request: pytest.FixtureRequest) -> Iterator[Site]:
     with request.param() as site:

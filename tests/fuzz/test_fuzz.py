@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.listed import TARGETS
 from tests.fuzz.target import Target
-from tests.sizes import sized
+from tests.tiers import sized
 
 EXAMPLES = sized(150, 20_000)
 

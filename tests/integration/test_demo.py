@@ -21,14 +21,14 @@ import pytest
 from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn
 from saf.demo.flights import read
-from saf.demo.kafka import MISSING, jars
+from saf.demo.kafka import jars
 from saf.demo.proof import Proof, prove
 from saf.demo.run import WRITERS
 from saf.errors import Unavailable
 from tests import nats_server, programs
 from tests.needed import absent, needed
 from tests.programs import BIN, environment
-from tests.sizes import LONG, sized
+from tests.tiers import FULL, TIER, sized
 from tests.waits import until
 
 FLIGHTS = sized(1_000, 5_000)
@@ -80,7 +80,7 @@ def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: st
         nats_server.program()
     elif queue == "kafka":
         if jars() is None:
-            absent(MISSING)
+            absent("the broker of Kafka", "make kafka")
     elif queue not in ("delta", "iceberg"):  # which have no server
         program = f"{queue.partition('_')[0]}-server"
         needed(program, program)
@@ -88,7 +88,7 @@ def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: st
     assert is_right(first), first
     assert first["stores"] == {queue: FLIGHTS}
     assert set(first) == LINE
-    if queue != "redis" and not LONG:
+    if queue != "redis" and TIER != FULL:
         return
     second = run(folder, "--to", queue)  # its server has kept its data
     assert is_right(second), second
@@ -117,7 +117,7 @@ def test_as_webhooks_it_is_proven_by_what_the_receiver_has(folder: Path) -> None
     assert is_right(first), first
     assert first["stores"] == {"webhooks": FLIGHTS}
     assert set(first) == LINE
-    if not LONG:
+    if TIER != FULL:
         return
     second = run(folder, "--http")  # the receiver has kept what it has taken
     assert is_right(second), second
@@ -133,7 +133,7 @@ def test_a_stream_into_a_lake_that_is_killed_in_the_middle_brings_every_flight_o
     assert first["delay_minutes"]["sent"] == first["delay_minutes"]["in_the_table"] > 0
     assert 0 < first["largest_lag"] <= FLIGHTS
     assert Path(first["chart"]).read_bytes().startswith(b"\x89PNG")
-    if not LONG:
+    if TIER != FULL:
         return
     second = run(folder, "--lake")
     assert is_right(second), second

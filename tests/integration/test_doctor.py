@@ -195,7 +195,7 @@ def test_clear_text_over_a_network_is_found(own_server: EmbeddedServer) -> None:
             probe.connect(("192.0.2.1", 9))  # sends nothing
             address = probe.getsockname()[0]
     except OSError:
-        absent("this machine is on no network")
+        absent("a network interface", "connect this machine to a network")
     with socket.socket() as listener:
         listener.bind((address, 0))
         port = listener.getsockname()[1]

@@ -219,7 +219,7 @@ def test_classifiers_run_on_the_executors_that_get_their_module_with_the_job(
         assert numbers == [n for n in range(1, 1001) if n % 2 == remainder]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_each_database_that_is_not_there_is_one_sentence_without_its_password(
     cluster: Cluster, folder: Path, new_broker: Callable[[str], Dsn]
 ) -> None:

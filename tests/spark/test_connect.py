@@ -173,7 +173,7 @@ def test_what_it_cannot_do_is_said_and_everything_else_is_done(
     assert "classifiers in SQL are not evaluated over Spark Connect" in done.stdout + done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_tables_streams_and_sinks_work_there_as_everywhere(
     server: ConnectServer, app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from saf.spark import transforms
 from tests.on_spark import forward
 from tests.pipeline import bodies, connect, let_time_pass
 from tests.programs import BIN, ROOT, configuration, run
-from tests.sizes import sized
+from tests.tiers import sized
 
 SEND = "INSERT INTO saf.outbox (to_service, key, body) VALUES (%s, %s, %s)"
 MIXED = """

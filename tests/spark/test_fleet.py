@@ -152,7 +152,7 @@ def test_in_one_run_nobody_waits_for_a_giant(
     assert in_order(mom, "giant")
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_in_a_loop_what_comes_later_does_not_wait_for_a_giant_either(
     new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:

@@ -16,7 +16,7 @@ from saf.database import Dsn
 from tests import on_spark
 from tests.pipeline import bodies, connect
 from tests.programs import BIN, configuration, environment, last_json, received, saf, send
-from tests.sizes import sized
+from tests.tiers import sized
 from tests.waits import until
 
 MESSAGES = 10_000
@@ -116,7 +116,7 @@ def test_what_is_stopped_loses_its_shards_to_the_next_run(
         assert numbers == sorted(numbers)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_loop_whose_spark_hangs_between_two_cycles_ends(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from saf.spark import java, jvm
-from tests.sizes import sized
+from tests.tiers import sized
 
 START = """
 import sys

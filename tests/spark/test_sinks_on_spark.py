@@ -13,8 +13,8 @@ from pyspark import TaskContext
 from saf.database import Dsn, fetch
 from tests.pipeline import connect
 from tests.programs import configuration
-from tests.sizes import sized
 from tests.spark.tables import session
+from tests.tiers import sized
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

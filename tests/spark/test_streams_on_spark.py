@@ -21,8 +21,8 @@ from saf.spark import java, jvm
 from tests import short_lived
 from tests.pipeline import connect
 from tests.programs import INSTALLED, configuration, environment
-from tests.sizes import sized
 from tests.spark.tables import session
+from tests.tiers import sized
 from tests.waits import until
 
 COLUMNS = "id bigint, key string, text string"

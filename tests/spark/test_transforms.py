@@ -24,7 +24,7 @@ from tests.destinations import NOWHERE
 from tests.on_spark import forward
 from tests.pipeline import bodies, connect, let_time_pass
 from tests.programs import BIN, ROOT, configuration, last_json, run, saf
-from tests.sizes import sized
+from tests.tiers import sized
 
 SEND = """
 INSERT INTO saf.outbox (to_service, key, headers, body) VALUES (%s, %s, '{"a": 1}', %s)
