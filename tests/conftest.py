@@ -11,6 +11,7 @@ after ``faulthandler_timeout``, with the stacks of all its threads, and xdist na
     def test_something(app: Dsn, mom: Dsn) -> None             two brokers on PostgreSQL 18
     @pytest.mark.every_postgresql                              the same test on each of VERSIONS
     @pytest.mark.slow                                          takes seconds, alone
+    @pytest.mark.check                                         `make test` leaves it out
     @pytest.mark.full                                          only `make full` runs it
     def test_a_crash(own_server: EmbeddedServer) -> None       durable, and the test's to stop
 """
@@ -48,7 +49,7 @@ from tests.needed import absent, summary
 from tests.rabbitmq_server import Queues, RabbitmqServer, rabbitmq_server
 from tests.receivers import prepare
 from tests.redis_server import RedisServer, redis_server
-from tests.tiers import FULL, TEST, TIER, in_first_run
+from tests.tiers import FULL, LATER, TEST, TIER, in_first_run
 
 SUPPORTED = (15, 16, 18)
 VERSIONS = {TEST: SUPPORTED[-1:], FULL: SUPPORTED}.get(TIER, (SUPPORTED[0], SUPPORTED[-1]))
@@ -76,6 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "every_postgresql: on the oldest and the newest, or on each")
     config.addinivalue_line("markers", "slow: takes seconds, so it begins early")
+    config.addinivalue_line("markers", "check: `make test` leaves it out; see tests/tiers.py")
     config.addinivalue_line("markers", "full: only `make full` runs it; see tests/tiers.py")
     if not hasattr(config, "workerinput"):
         memory.use()
@@ -127,10 +129,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.is_relative_to(SPARK):
             item.add_marker("slow")
-    if TIER != FULL:
-        left_out = [item for item in items if item.get_closest_marker("full")]
+    later = LATER[TIER]
+    left_out = [item for item in items if any(map(item.get_closest_marker, later))]
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        items[:] = [item for item in items if not any(map(item.get_closest_marker, later))]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

@@ -12,7 +12,7 @@ from saf.destinations.delta import Delta
 from saf.testing.conformance import DestinationConformance, Read, WhileUnavailable
 from tests.delta_table import messages
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 
 class TestDelta(DestinationConformance):

@@ -14,7 +14,7 @@ from saf.destinations.iceberg import Iceberg
 from saf.testing.conformance import DestinationConformance, Read, WhileUnavailable
 from tests.iceberg_table import in_postgresql, messages
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 
 class TestIceberg(DestinationConformance):

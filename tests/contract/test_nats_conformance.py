@@ -19,7 +19,7 @@ from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnav
 from tests.nats_server import NatsServer, nats_server
 from tests.whole_events import Found, LimitedWholeEventsSuite
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 CANARY = "hunter2-canary"
 UUIDS, MOMENTS = (

@@ -14,7 +14,7 @@ from tests.rabbitmq_rows import CANARY, COLUMNS, message
 from tests.rabbitmq_server import Queues
 from tests.whole_events import Found, WholeEventsSuite, by_amqp
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 
 class TestRabbitmq(DestinationConformance):

@@ -73,6 +73,7 @@ def test_nor_is_it_after_a_set_back_which_is_refused_and_repaired(site: Site, ki
     assert outcome.good, outcome
 
 
+@pytest.mark.full
 def test_a_finding_is_reduced_to_the_fewest_faults_people_and_messages(site: Site) -> None:
     faults = plan(SEED, 1).faults[:1]
     made = replace(plan(SEED, 1), faults=faults, writers=2, forwarders=1, poison=0.0)
@@ -86,22 +87,26 @@ def test_a_finding_is_reduced_to_the_fewest_faults_people_and_messages(site: Sit
     assert names["PLAN"] == smallest
 
 
+@pytest.mark.full
 def test_nor_is_it_with_a_queue_that_is_killed(queue_site: Site) -> None:
     outcome = Round(queue_site, queue_site.plan(SEED, number=0)).run()
     assert outcome.good, outcome
 
 
+@pytest.mark.full
 def test_nor_is_it_with_a_table_whose_writers_are_killed(lake_site: Site) -> None:
     outcome = Round(lake_site, lake_site.plan(SEED, number=0)).run()
     assert outcome.good, outcome
 
 
+@pytest.mark.full
 def test_nor_is_it_with_a_table_that_is_set_back_refused_and_repaired(lake_site: Site) -> None:
     fault = Fault(kind="set_back_table", after=1, lasts=1, target=0)
     outcome = Round(lake_site, replace(lake_site.plan(SEED, 0), faults=(fault,), purge=False)).run()
     assert outcome.good, outcome
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", range(sized(1, 2)))
 def test_nor_is_it_on_the_way_to_an_endpoint_that_fails_at_random(
     webhook_site: Site, number: int
@@ -110,6 +115,7 @@ def test_nor_is_it_on_the_way_to_an_endpoint_that_fails_at_random(
     assert outcome.good, outcome
 
 
+@pytest.mark.full
 def test_nor_is_it_where_forwarders_transform_and_are_killed_as_they_store(site: Site) -> None:
     faults = tuple(Fault(kind=HELD, after=0.5, lasts=0.5, target=target) for target in (0, 1))
     made = replace(plan(SEED, 1), transforms=tuple(QUALITIES), faults=faults)

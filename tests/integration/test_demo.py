@@ -74,6 +74,7 @@ def is_right(result: dict[str, Any]) -> bool:
     return counts == [FLIGHTS, FLIGHTS, *[0] * len(wrong)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("queue", KINDS[: sized(2, len(KINDS))])
 def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: str) -> None:
     if queue == "nats":
@@ -95,6 +96,7 @@ def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: st
     assert second["forwarded_now"] == 0
 
 
+@pytest.mark.full
 def test_every_flight_arrives_once_in_order_and_a_second_run_forwards_nothing(
     folder: Path,
 ) -> None:
@@ -112,6 +114,7 @@ def test_every_flight_arrives_once_in_order_and_a_second_run_forwards_nothing(
     assert second["rolled_back"] == first["rolled_back"]
 
 
+@pytest.mark.full
 def test_as_webhooks_it_is_proven_by_what_the_receiver_has(folder: Path) -> None:
     first = run(folder, "--http")
     assert is_right(first), first
@@ -124,6 +127,7 @@ def test_as_webhooks_it_is_proven_by_what_the_receiver_has(folder: Path) -> None
     assert second["forwarded_now"] == 0
 
 
+@pytest.mark.full
 def test_a_stream_into_a_lake_that_is_killed_in_the_middle_brings_every_flight_once(
     folder: Path,
 ) -> None:
@@ -140,6 +144,7 @@ def test_a_stream_into_a_lake_that_is_killed_in_the_middle_brings_every_flight_o
     assert (second["streamed_now"], second["killed_now"]) == (0, 0)
 
 
+@pytest.mark.full
 def test_with_routing_each_flight_arrives_once_at_the_store_of_its_airport(folder: Path) -> None:
     origins = Counter(flight["origin"] for flight in islice(read(), FLIGHTS))
     for written in (FLIGHTS, 0)[: sized(1, 2)]:
@@ -149,6 +154,7 @@ def test_with_routing_each_flight_arrives_once_at_the_store_of_its_airport(folde
         assert result["forwarded_now"] == written
 
 
+@pytest.mark.full
 def test_a_shop_and_a_warehouse_talk_and_each_talk_ends_as_it_should(folder: Path) -> None:
     for _ in range(sized(1, 2)):
         done = programs.run(
@@ -179,6 +185,7 @@ def test_a_shop_and_a_warehouse_talk_and_each_talk_ends_as_it_should(folder: Pat
         assert "cupboard shop ← a digest: the same as ours" in script
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("database", "table"),
     [("mom", "saf.inbox"), ("flights", "flight"), ("flights", "saf.cursor")][: sized(1, 3)],
@@ -195,6 +202,7 @@ def test_a_killed_run_is_finished_by_the_next(folder: Path, database: str, table
     assert is_right(result), result
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_in_order_and_the_next_run_goes_on(folder: Path) -> None:
     dsn = EmbeddedServer(folder / "postgres").dsn("flights")
     with subprocess.Popen(

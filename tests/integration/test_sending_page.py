@@ -11,6 +11,8 @@ from saf.database import Dsn, fetch
 from tests.pipeline import connect
 from tests.programs import ROOT, run, url
 
+pytestmark = pytest.mark.full
+
 PAGE = (ROOT / "docs" / "sending.md").read_text()
 
 

@@ -13,6 +13,8 @@ from saf.database import Dsn
 from tests.pipeline import connect
 from tests.programs import ROOT, activated, configuration, run
 
+pytestmark = pytest.mark.full
+
 PAGE = (ROOT / "docs" / "setting-up.md").read_text()
 ROLES = ("billing_app", "shop_app")
 

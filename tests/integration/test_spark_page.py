@@ -22,6 +22,8 @@ from tests.pipeline import bodies, connect, run
 from tests.programs import INSTALLED
 from tests.programs import run as run_program
 
+pytestmark = pytest.mark.full
+
 SEND = """
 INSERT INTO saf.outbox (to_service, key, body, created_at)
 SELECT CASE WHEN n % 3 = 0 THEN 'shipping' ELSE 'billing' END, 'k',

@@ -156,6 +156,7 @@ def soak(folder: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_piece_with_everything_on_goes_well_and_is_stopped_by_a_signal(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)

@@ -29,6 +29,8 @@ from saf.spark import java
 from tests.files import files_where
 from tests.programs import ROOT, configuration, environment, last_json, received, send
 
+pytestmark = pytest.mark.full
+
 CANARY = "canary-kX7pQ2vN9"
 SPARK = Path(pyspark.__file__).parent
 START_SECONDS = 60

@@ -19,6 +19,8 @@ from tests.programs import BIN, configuration, environment, last_json, received,
 from tests.tiers import sized
 from tests.waits import until
 
+pytestmark = pytest.mark.full
+
 MESSAGES = 10_000
 LEASE_SECONDS = 3.0
 SLOWER = """
