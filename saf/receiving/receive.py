@@ -26,7 +26,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from saf.broker import restored, services
-from saf.database import check_schema, fetch, unavailable_if_lost
+from saf.database import check_schema, of_broker, unavailable_if_lost
 from saf.database.poolers import is_pooled
 from saf.errors import UsageError
 from saf.failpoints import fail_point
@@ -184,7 +184,7 @@ class Receiver(Trying):
                 notify.listen(link.raw)
             self._verifier = None
             if trust is not None:
-                ((broker,),) = fetch(link.raw, BROKER)
+                (broker,) = of_broker(link.raw, BROKER)
                 self._verifier = Verifier(trust=trust, broker=broker)
         self.reader = Reader(
             subscription_id=found.subscription_id,

@@ -6,11 +6,12 @@ import shlex
 
 from psycopg import sql
 
+from saf.broker import whole
 from saf.broker.grants import RIGHTS, Kind
 from saf.broker.restored import IS_RESTORED
 from saf.database import check_schema
 from saf.dialogs.statements import Code
-from saf.errors import SchemaError
+from saf.errors import REFILL, RowsGone, SchemaError
 from saf.log.cursor import COMPLETE
 from saf.operating.doctor.patient import Found, Patient, Severity
 from saf.operating.wording import counted
@@ -24,9 +25,40 @@ def schema(patient: Patient) -> Found:
     """Whether the schema is the one that this library was written for."""
     try:
         check_schema(patient.connection)
+    except RowsGone as error:
+        yield "error", f"saf's own rows are gone: {'; '.join(error.missing)}", REFILL
     except SchemaError as error:
         text, _, cure = str(error).partition(": ")
         yield "error", text, cure
+
+
+def rows(patient: Patient) -> Found:
+    """Whether saf's own rows are complete; without them, no other check means anything."""
+    if gone := whole.missing(patient.connection):
+        yield "error", f"saf's own rows are gone: {'; '.join(gone)}", REFILL
+
+
+def policies(patient: Patient) -> Found:
+    """Whether row-level security may hide rows from this login, which would be passed over."""
+    for table, names in whole.narrowed(patient.connection):
+        yield (
+            "error",
+            f"row-level security of saf.{table} applies to user "
+            f"{patient.connection.info.user!r} (policies: {names}): rows could be hidden, and "
+            "nothing is read or stored",
+            whole.policies_cure(table),
+        )
+
+
+def publications(patient: Patient) -> Found:
+    """Whether a publication publishes a table that has no replica identity."""
+    for table in whole.without_identity(patient.connection):
+        yield (
+            "error",
+            f"saf.{table} is published, by a publication such as one FOR ALL TABLES, and has no "
+            "replica identity: PostgreSQL refuses each UPDATE and DELETE of it",
+            f"as the owner, ALTER TABLE saf.{table} REPLICA IDENTITY FULL",
+        )
 
 
 MISSING_RIGHTS = """
