@@ -1,6 +1,6 @@
 """Whether a broker is whole: saf's own rows exist, none is hidden, and each can be changed.
 
-Tools that know nothing of saf damage a broker in three ways that its revision does not show:
+Tools that know nothing of saf damage a broker in ways that its revision does not show:
 
     rows          somebody truncated or deleted saf's own rows, as cleaners of tests do, or copied
                   the schema without its data
@@ -9,6 +9,8 @@ Tools that know nothing of saf damage a broker in three ways that its revision d
     publications  a publication (``FOR ALL TABLES``, as Debezium makes it) publishes a table that
                   has no replica identity, so PostgreSQL refuses each UPDATE and DELETE of it;
                   the migrations give one to each table but the slots of the logs
+    search_path   schema saf is the first of an application's, because its role is called saf (the
+                  default path begins with "$user"): what the application creates lands there
 
 Each is one query of the catalogs and of saf's smallest tables, which any login with a duty may ask.
 """
@@ -21,10 +23,13 @@ from itertools import product
 from typing import Any
 
 import psycopg
+from psycopg import sql
 from psycopg.pq import TransactionStatus
 
 from saf.database import fetch
 from saf.errors import ConfigurationError, RowsGone
+
+SCHEMA = "saf"
 
 # The size of a table needs no right on it, and is 0 after a TRUNCATE and in a copy without data
 ROWS = """
@@ -89,6 +94,36 @@ FORGET = (
 )
 
 
+# A role's setting in this database, else in all, else the database's, else everybody's, else the
+# server's. The path skips schemas that do not exist or that the role may not use.
+FIRST = """
+WITH setting AS (
+    SELECT setrole, setdatabase, substr(one, length('search_path=') + 1) AS path
+    FROM pg_db_role_setting, unnest(setconfig) AS one
+    WHERE one LIKE 'search_path=%' AND setdatabase IN (
+        0, (SELECT oid FROM pg_database WHERE datname = current_database()))
+), paths AS (
+    SELECT r.oid, r.rolname, coalesce(
+        (SELECT path FROM setting WHERE setrole IN (0, r.oid)
+         ORDER BY setrole = r.oid DESC, setdatabase <> 0 DESC LIMIT 1),
+        (SELECT CASE WHEN source = 'configuration file' THEN reset_val ELSE boot_val END
+         FROM pg_settings WHERE name = 'search_path')) AS path
+    FROM pg_roles r WHERE r.rolcanlogin
+)
+SELECT rolname, path FROM paths WHERE 'saf' = (
+    SELECT nspname FROM unnest(string_to_array(path, ',')) WITH ORDINALITY AS part (name, place)
+    JOIN pg_namespace n
+      ON nspname = replace(btrim(name, ' "'), '$user', rolname)
+     AND has_schema_privilege(paths.oid, n.oid, 'USAGE')
+    ORDER BY place LIMIT 1)
+ORDER BY rolname
+"""
+"""SQL: the logins for which schema saf is the first of the search_path, and their search_path."""
+
+SHOWN = 3
+"""How many of these logins are named."""
+
+
 def missing(connection: psycopg.Connection[Any]) -> list[str]:
     """Return what is missing of saf's own rows, in words."""
     return [what for (what,) in fetch(connection, ROWS)]
@@ -121,6 +156,24 @@ def updatable_logs(connection: psycopg.Connection[Any]) -> Iterator[None]:
     yield
     for slot, statement in product(slots, FORGET):
         connection.execute(statement.format(slot=slot).encode())
+
+
+def first_for(connection: psycopg.Connection[Any]) -> tuple[str, str] | None:
+    """Return what is wrong if schema saf is the first of a login's search_path, and the cure."""
+    found = fetch(connection, FIRST)
+    if not found:
+        return None
+    role, path = found[0]
+    others = ", ".join(repr(name) for name, _ in found[1:SHOWN])
+    what = (
+        f"schema saf is the first in the search_path of role {role!r} ({path})"
+        f"{f', and of {others}' if others else ''}: what it creates without naming a schema lands "
+        "among saf's tables, and its own Alembic finds saf's version there"
+    )
+    cure = sql.SQL("ALTER ROLE {} SET search_path = public").format(sql.Identifier(role))
+    if role == SCHEMA:
+        return what, f"use another role, such as saf_owner, or {cure.as_string(connection)}"
+    return what, cure.as_string(connection)
 
 
 def policies_cure(table: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from saf.operating.maintenance import purge_broker
 from saf.repair.rebase import rebase
 from saf.routing.routes import add_route
 from tests.pipeline import Cycle, bodies, connect, drain, forward, forwarding_rules, run, send
-from tests.programs import configuration
+from tests.programs import ROOT, configuration
 from tests.programs import saf as run_saf
 from tests.roles import as_user
 
@@ -269,3 +270,57 @@ def test_a_published_table_without_an_identity_is_named_with_the_cure(
 def test_a_table_that_cannot_be_changed_for_want_of_an_identity_has_a_meaning() -> None:
     assert meaning("55000") is Meaning.PUBLISHED
     assert "replica identity" in str(translated("broker 'app'", "55000", "cannot delete"))
+
+
+# The search_path
+
+
+@pytest.fixture
+def named_saf(app: Dsn) -> Iterator[Dsn]:
+    """A login named saf, which may create schemas, as in a tutorial."""
+    execute(app, "CREATE ROLE saf LOGIN", f"GRANT CREATE ON DATABASE {app.database} TO saf")
+    yield as_user(app, "saf")
+    execute(app, "DROP OWNED BY saf CASCADE", "DROP ROLE saf")
+
+
+@every_postgresql
+def test_a_role_for_which_schema_saf_is_the_first_is_named_at_migrating_and_by_the_doctor(
+    app: Dsn, mom: Dsn, named_saf: Dsn, tmp_path: Path
+) -> None:
+    execute(app, "DROP SCHEMA saf CASCADE")
+    done = run_saf("migrate", "--dsn", named_saf.conninfo)
+    assert done.returncode == 0
+    said = " ".join(done.stderr.split())
+    assert "the first in the search_path of role 'saf'" in said
+    file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+
+    def found() -> list[str]:
+        findings = json.loads(run_saf("doctor", "--json", "--config", file).stdout)["findings"]
+        return [
+            f"{one['severity']}: {one['cure']}"
+            for one in findings
+            if one["check"] == "search_path" and one["what"]
+        ]
+
+    (cure,) = found()
+    assert cure.startswith("warning: use another role, such as saf_owner, or ALTER ROLE")
+    execute(app, cure.partition(", or ")[2])
+    assert found() == []
+    execute(app, f'ALTER DATABASE {app.database} SET search_path = nowhere, "saf", public')
+    assert "SET search_path = public" in found()[0]
+
+
+def test_no_file_that_people_copy_logs_in_as_saf() -> None:
+    text = re.compile(
+        r"postgresql(\+\w+)?://saf[:@]|\buser=saf\b|POSTGRES_USER: saf$|-U saf\b", re.M
+    )
+    folders = ("docs", "docker", "jobs", "examples", "airflow", "ops", "saf", "README.md")
+    files = [
+        path
+        for name in folders
+        for path in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))
+        if path.suffix in (".md", ".yaml", ".yml", ".toml", ".py", ".sh", ".service", ".env")
+        and "reference" not in path.parts
+    ]
+    assert len(files) > 100
+    assert [str(path) for path in files if text.search(path.read_text())] == []

@@ -1,7 +1,7 @@
 """The kind ``postgresql``: another broker's inbox.
 
     [destinations.mom]
-    dsn = "postgresql://saf@mom/mom?password=${MOM_PASSWORD}"
+    dsn = "postgresql://saf_forwarder@mom/mom?password=${MOM_PASSWORD}"
 
 `saf.destinations.postgresql.inbox` stores, and needs Arrow. `saf.destinations.postgresql.reading`
 reads back.

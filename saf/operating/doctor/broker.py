@@ -61,6 +61,12 @@ def publications(patient: Patient) -> Found:
         )
 
 
+def search_path(patient: Patient) -> Found:
+    """Whether schema saf is the first of anybody's, who would create tables in it unawares."""
+    if found := whole.first_for(patient.connection):
+        yield ("warning", *found)
+
+
 MISSING_RIGHTS = """
 SELECT wanted.name, wanted.privilege, wanted.part
 FROM unnest(%(tables)s::text[], %(privileges)s::text[], %(parts)s::text[])

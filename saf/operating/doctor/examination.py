@@ -38,6 +38,7 @@ from saf.operating.doctor.broker import (
     rights,
     rows,
     schema,
+    search_path,
     unheard,
 )
 from saf.operating.doctor.locks import locks
@@ -74,6 +75,7 @@ BROKER: tuple[Check, ...] = (
     rights,
     policies,
     publications,
+    search_path,
     constraints,
     restored,
     forged,
