@@ -6,7 +6,7 @@ import shlex
 
 from psycopg import sql
 
-from saf.broker import whole
+from saf.broker import grants, whole
 from saf.broker.grants import RIGHTS, Kind
 from saf.broker.restored import IS_RESTORED
 from saf.database import check_schema
@@ -135,8 +135,20 @@ def forged(patient: Patient) -> Found:
                     "column: nobody gets what is there, and its slots are not purged",
                     f"as the owner, UPDATE saf.{log} SET txid = DEFAULT WHERE txid >= "
                     "pg_snapshot_xmax(pg_current_snapshot()), and take INSERT on the table from "
-                    "whoever sends: saf grant --role writer …",
+                    "whoever sends: what the check forgers says, or saf grant --role writer …",
                 )
+
+
+def forgers(patient: Patient) -> Found:
+    """Who may write what is the server's to say, such as a message's transaction."""
+    for whose, tables in grants.forgers(patient.connection):
+        yield (
+            "error" if whose == "PUBLIC" else "warning",
+            f"{whose} and its members may write any column of saf.{tables[0]}"
+            f"{f' and {len(tables) - 1} more tables' if tables[1:] else ''}, as no kind of role "
+            "may: a message with a transaction that is still to come is never forwarded",
+            grants.forgers_cure(whose),
+        )
 
 
 # Rows that are not visible in done, by the index, less those complete in the batch in hand. Those
