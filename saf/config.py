@@ -1,10 +1,10 @@
 """saf.toml: which brokers to forward from, where to, and how.
 
     [brokers.shop]                       # a source; the table's name is for people
-    dsn = "postgresql://saf@db1/shop?password=${SHOP_PASSWORD}"
+    dsn = "postgresql://saf_forwarder@db1/shop?password=${SHOP_PASSWORD}"
 
     [destinations.mom]                   # of the kind "postgresql"; see `saf.destinations.kinds`
-    dsn = "postgresql://saf@mom/mom?password=${MOM_PASSWORD}"
+    dsn = "postgresql://saf_forwarder@mom/mom?password=${MOM_PASSWORD}"
 
     [[routes]]                           # at every source; rows of saf.route add to them
     service = "billing"
@@ -19,7 +19,7 @@
 Many sources of a kind need not be written down; see `saf.fleets`:
 
     [fleets.tenants]                     # brokers tenants/tenant_1, tenants/tenant_2, …
-    dsn = "postgresql://saf@db2/postgres?password=${TENANTS_PASSWORD}"
+    dsn = "postgresql://saf_forwarder@db2/postgres?password=${TENANTS_PASSWORD}"
     databases = "tenant_*"
 
 An application that signs, or verifies, reads one table of it: see `saf.signing.settings`.

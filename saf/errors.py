@@ -24,6 +24,7 @@
     │   └── SchemaError           the database is not a broker that this version can use
     │       ├── SchemaMissing     no ``saf`` schema: run ``saf migrate``
     │       ├── SchemaMismatch    older or newer than this library
+    │       ├── RowsGone          saf's own rows were deleted, or never copied
     │       └── Restored          of another cluster, or of an older state: run ``saf rebase``
     ├── StopTimeout               a worker was told to stop, and its message in hand took too long
     ├── Unavailable               a service does not answer: nothing is lost, try again later
@@ -61,6 +62,14 @@ from uuid import UUID
 
 NAMED = 10
 """How many of possibly many values one error names."""
+
+
+REFILL = (
+    "If it is being restored, wait for its end; else restore it from a backup. Where no message "
+    "matters, as in a test, DROP SCHEMA saf CASCADE and run `saf migrate`; and let what empties "
+    "tables leave out schema saf"
+)
+"""The way out where saf's own rows are gone."""
 
 
 class SafError(Exception):
@@ -290,6 +299,18 @@ class SchemaMismatch(SchemaError):
         self.database = database
         self.found = found
         self.expected = expected
+
+
+class RowsGone(SchemaError):
+    """The schema exists, but saf's own rows were truncated or deleted, or were never copied."""
+
+    def __init__(self, database: str, missing: Sequence[str]) -> None:
+        super().__init__(
+            f"database {database!r}: saf's own rows are gone: {'; '.join(missing[:NAMED])}. "
+            f"{REFILL}"
+        )
+        self.database = database
+        self.missing = missing
 
 
 class Restored(SchemaError):

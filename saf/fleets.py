@@ -1,7 +1,7 @@
 """Fleets: sources that saf.toml does not name one by one.
 
     [fleets.tenants]                              [fleets.shops]
-    dsn = "postgresql://saf@db2/postgres"         dsn = "postgresql://saf@control/tenancy"
+    dsn = "postgresql://saf_forwarder@db2/postgres"         dsn = "postgresql://saf_forwarder@control/tenancy"
     databases = "tenant_*"                        query = "SELECT name, dsn FROM shops WHERE live"
 
 *By pattern*: the databases on the server at ``dsn`` whose names match and that have the schema saf.

@@ -21,7 +21,7 @@ from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 
 from saf.database import REVISION, Dsn
-from saf.errors import ConfigurationError, SafError, SchemaMismatch, Unavailable
+from saf.errors import ConfigurationError, RowsGone, SafError, SchemaMismatch, Unavailable
 from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS
 
 OLDEST_SERVER = 150000
@@ -29,6 +29,10 @@ OLDEST_SERVER = 150000
 SERVER = """
 SELECT current_setting('server_version_num')::int, current_setting('server_version'),
        current_setting('server_encoding'), current_database()
+"""
+
+FOUND = """
+SELECT (SELECT shards FROM saf.broker), (SELECT version_num FROM saf.alembic_version)
 """
 
 
@@ -92,6 +96,7 @@ def settle(connection: sa.Connection, asked: int | None) -> int:
 
     Raises:
         ConfigurationError: the server is not fit, or ``asked`` is not the number that it has.
+        RowsGone: the schema exists without saf's own rows.
     """
     number, version, encoding, database = connection.exec_driver_sql(SERVER).one()
     if number < OLDEST_SERVER:
@@ -103,7 +108,10 @@ def settle(connection: sa.Connection, asked: int | None) -> int:
         )
     found = None
     if connection.exec_driver_sql("SELECT to_regclass('saf.broker')").scalar():
-        found = connection.exec_driver_sql("SELECT shards FROM saf.broker").scalar()
+        found, revision = connection.exec_driver_sql(FOUND).one()
+        if found is None or revision is None:
+            what = "saf.broker has no row" if found is None else "saf.alembic_version is empty"
+            raise RowsGone(database, [what])
     if found and asked and found != asked:
         raise ConfigurationError(
             f"database {database!r} has {found} shards, fixed by its first migration: "

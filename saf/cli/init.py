@@ -11,6 +11,7 @@ import typer
 
 from saf.broker.grants import Kind, grant
 from saf.cli.console import echo
+from saf.cli.migrate import warn_of_search_path
 from saf.config import DEFAULT_FILE, load
 from saf.database import HAS_SCHEMA, REVISION, Dsn, fetch, unavailable_if_lost
 from saf.demo.first_message import reason_against, send_first
@@ -93,6 +94,7 @@ def _migrate(name: str, dsn: Dsn) -> None:
     migrate(dsn)
     done = "brought up to date" if before else "created"
     echo(f"{name}: database {dsn.database} on PostgreSQL {version}, saf schema {REVISION} {done}")
+    warn_of_search_path(dsn)
 
 
 def _refuse_one(places: dict[str, Dsn]) -> None:

@@ -15,7 +15,7 @@ from saf.cli.brokers import AsJson, Config, Round, Where, chosen, everywhere, ro
 from saf.cli.console import echo
 from saf.cli.replay import in_words, left_out, texts
 from saf.config import Broker, Settings, load
-from saf.database import fetch, unavailable_if_lost
+from saf.database import of_broker, unavailable_if_lost
 from saf.destinations.marks import Known
 from saf.dialogs.monologs import received_monologs
 from saf.dialogs.one_target import Target, received_dialogs
@@ -43,7 +43,7 @@ def command(
     round_ = Round(everywhere(settings, broker))
 
     def repair(connection: psycopg.Connection[Any], _: object) -> Rebased | None:
-        ((source,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
+        (source,) = of_broker(connection, "SELECT broker_id FROM saf.broker")
         return rebase(
             connection,
             _known(settings, source),

@@ -11,12 +11,15 @@ from saf.database.asking import (
     LOST,
     NoAnswer,
     fetch,
+    of_broker,
+    the_row,
     unavailable_if_lost,
 )
 from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
 from saf.database.dsn import Dsn, refuse_unescaped, without_driver
 from saf.database.revision import (
     HAS_SCHEMA,
+    HAS_TABLES,
     REVISION,
     SCHEMA_REVISION,
     check_schema,
@@ -28,6 +31,7 @@ __all__ = [
     "CONNECT_TIMEOUT_SECONDS",
     "DURABLY",
     "HAS_SCHEMA",
+    "HAS_TABLES",
     "LOST",
     "REVISION",
     "SCHEMA_REVISION",
@@ -38,8 +42,10 @@ __all__ = [
     "check_schema",
     "fetch",
     "meaning",
+    "of_broker",
     "refuse_unescaped",
     "require_revision",
+    "the_row",
     "translated",
     "unavailable_if_lost",
     "without_driver",

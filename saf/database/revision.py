@@ -7,9 +7,9 @@ from typing import Any
 import psycopg
 
 from saf.database.asking import fetch
-from saf.errors import SchemaMismatch, SchemaMissing
+from saf.errors import RowsGone, SchemaMismatch, SchemaMissing
 
-REVISION = "0033"
+REVISION = "0035"
 """The Alembic revision of the schema that this library reads and writes."""
 
 SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
@@ -19,6 +19,8 @@ SELECT EXISTS (
     SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
     WHERE n.nspname = 'saf' AND c.relname = 'alembic_version')
 """
+# A downgrade to nothing leaves Alembic's table behind, without a row
+HAS_TABLES = HAS_SCHEMA.replace("alembic_version", "broker")
 
 
 def check_schema(connection: psycopg.Connection[Any]) -> None:
@@ -28,15 +30,21 @@ def check_schema(connection: psycopg.Connection[Any]) -> None:
     transaction.
 
     Raises:
-        SchemaMissing, SchemaMismatch: the error names the command that mends it.
+        SchemaMissing, SchemaMismatch, RowsGone: the error names the command that mends it.
     """
     ((exists,),) = fetch(connection, HAS_SCHEMA)
     found = fetch(connection, SCHEMA_REVISION) if exists else []
-    require_revision(connection.info.dbname, found[0][0] if found else None)
+    tables = exists and not found and fetch(connection, HAS_TABLES) == [(True,)]
+    require_revision(connection.info.dbname, found[0][0] if found else None, tables=tables)
 
 
-def require_revision(database: str, found: str | None) -> None:
-    """Raise unless ``found``, the revision read from ``database``, is the library's own."""
+def require_revision(database: str, found: str | None, *, tables: bool = False) -> None:
+    """Raise unless ``found``, the revision read from ``database``, is the library's own.
+
+    If no revision is found although the ``tables`` exist, rows are gone.
+    """
+    if found is None and tables:
+        raise RowsGone(database, ["saf.alembic_version is empty"])
     if found is None:
         raise SchemaMissing(database)
     if found != REVISION:

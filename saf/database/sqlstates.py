@@ -5,6 +5,7 @@
     no right      the login may not do what it has to
     read-only     the server is a standby, or is told to take no writes
     incomplete    something of the schema saf is missing
+    published     changes are published of a table that has no replica identity
 
 An error without a meaning here may pass by itself: the connection is lost, the disk is full, the
 server restarts. The step is tried again later, and no message is to blame.
@@ -27,6 +28,7 @@ class Meaning(Enum):
     NO_RIGHT = "no right"
     READ_ONLY = "read-only"
     INCOMPLETE = "incomplete"
+    PUBLISHED = "published"
 
 
 OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
@@ -41,6 +43,8 @@ MEANINGS = {
     errors.UndefinedColumn.sqlstate: Meaning.INCOMPLETE,
     errors.UndefinedFunction.sqlstate: Meaning.INCOMPLETE,
     errors.InvalidSchemaName.sqlstate: Meaning.INCOMPLETE,
+    # nothing else that saf asks of a server depends on the state of an object
+    errors.ObjectNotInPrerequisiteState.sqlstate: Meaning.PUBLISHED,
 }
 
 
@@ -70,7 +74,8 @@ def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
         case Meaning.NO_RIGHT:
             return ConfigurationError(
                 f"{what} refuses this user: {reason}. Let the owner of its schema saf run "
-                "`saf grant --role …` for the user"
+                "`saf grant --role …` for the user, or, if row-level security is in the way, what "
+                "`saf doctor` says"
             )
         case Meaning.READ_ONLY:
             return ConfigurationError(
@@ -81,6 +86,11 @@ def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
             return ConfigurationError(
                 f"{what}: its schema saf is not whole: {reason}. Restore what is missing from a "
                 "backup; `saf migrate` does not create again what it had created"
+            )
+        case Meaning.PUBLISHED:
+            return ConfigurationError(
+                f"{what}: {reason}. A publication, such as one FOR ALL TABLES, publishes a table "
+                "that has no replica identity. `saf doctor` names the table and the cure"
             )
         case one:
             return Unavailable(what, reason, hangs=one is Meaning.HANGS)

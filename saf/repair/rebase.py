@@ -41,12 +41,13 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
+from saf.broker import whole
 from saf.broker.restored import is_restored
 from saf.database import fetch
 from saf.destinations.marks import Known, adopt, shards_of
 from saf.dialogs.monologs import ReceivedMonolog
 from saf.dialogs.one_target import Target, settle
-from saf.errors import UsageError
+from saf.errors import RowsGone, UsageError
 from saf.log.cursor import TIMES
 from saf.log.shards import IS_PRESENT, full
 from saf.repair.incarnation import raise_incarnation
@@ -190,6 +191,8 @@ def rebase(
     Raises:
         UsageError: a member is still at work, or the role may not repair.
     """
+    if gone := whole.missing(connection):
+        raise RowsGone(connection.info.dbname, gone)
     if not (force or _wrong(connection, known)):
         return None  # and nobody has waited
     received, there = [*monologs()], [*targets()]
@@ -208,15 +211,18 @@ def rebase(
         if any(one.ahead for one in differ.values()):
             ahead = {name: one for name, one in differ.items() if one.farther}
         highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
-        # if the cursors are right, they are right too for what was written since a dump
-        brought_by = fetch(connection, BROUGHT_BY) if is_restored(connection) else []
-        rows = sum(_rebase_log(connection, log, highest, brought_by) for log in ("outbox", "inbox"))
-        if ahead:
-            _go_on_after(connection, [known[name] for name in ahead], list(ahead.values()))
-        connection.execute(BELONG)
-        connection.execute(TIMELINE)
-        raise_incarnation(connection, _newest(known, ahead), received)
-        told = settle(connection, there)
+        with whole.updatable_logs(connection):
+            # if the cursors are right, they are right too for what was written since a dump
+            brought_by = fetch(connection, BROUGHT_BY) if is_restored(connection) else []
+            rows = sum(
+                _rebase_log(connection, log, highest, brought_by) for log in ("outbox", "inbox")
+            )
+            if ahead:
+                _go_on_after(connection, [known[name] for name in ahead], list(ahead.values()))
+            connection.execute(BELONG)
+            connection.execute(TIMELINE)
+            raise_incarnation(connection, _newest(known, ahead), received)
+            told = settle(connection, there)
     return Rebased(
         rows=rows,
         destinations_ahead=tuple(ahead),

@@ -36,7 +36,7 @@ CATALOG = {
     "tables": """
         SELECT c.relname, c.relkind, c.relpersistence, c.reloptions,
                pg_get_partkeydef(c.oid), pg_get_expr(c.relpartbound, c.oid),
-               obj_description(c.oid, 'pg_class'), c.relrowsecurity, am.amname
+               obj_description(c.oid, 'pg_class'), c.relrowsecurity, c.relreplident, am.amname
         FROM pg_class c LEFT JOIN pg_am am ON am.oid = c.relam
         WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p', 'i', 'I', 'S')
     """,

@@ -27,6 +27,7 @@ from saf.broker.restored import IS_RESTORED
 from saf.columns import COLUMNS, JSON, UUIDS
 from saf.database import (
     HAS_SCHEMA,
+    HAS_TABLES,
     SCHEMA_REVISION,
     Dsn,
     Meaning,
@@ -328,7 +329,8 @@ class PostgresInbox:
         """Raise if there is no schema, or another revision's."""
         ((exists,),) = cursor.ask(HAS_SCHEMA)
         found = cursor.ask(SCHEMA_REVISION) if exists else []
-        require_revision(self.dsn.database, found[0][0] if found else None)
+        tables = exists and not found and cursor.ask(HAS_TABLES) == [(True,)]
+        require_revision(self.dsn.database, found[0][0] if found else None, tables=tables)
 
     def _translate(self, error: adbc.Error) -> Exception:
         reason = self.dsn.redact(str(error))

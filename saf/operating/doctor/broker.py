@@ -6,11 +6,12 @@ import shlex
 
 from psycopg import sql
 
+from saf.broker import grants, whole
 from saf.broker.grants import RIGHTS, Kind
 from saf.broker.restored import IS_RESTORED
 from saf.database import check_schema
 from saf.dialogs.statements import Code
-from saf.errors import SchemaError
+from saf.errors import REFILL, RowsGone, SchemaError
 from saf.log.cursor import COMPLETE
 from saf.operating.doctor.patient import Found, Patient, Severity
 from saf.operating.wording import counted
@@ -24,9 +25,46 @@ def schema(patient: Patient) -> Found:
     """Whether the schema is the one that this library was written for."""
     try:
         check_schema(patient.connection)
+    except RowsGone as error:
+        yield "error", f"saf's own rows are gone: {'; '.join(error.missing)}", REFILL
     except SchemaError as error:
         text, _, cure = str(error).partition(": ")
         yield "error", text, cure
+
+
+def rows(patient: Patient) -> Found:
+    """Whether saf's own rows are complete; without them, no other check means anything."""
+    if gone := whole.missing(patient.connection):
+        yield "error", f"saf's own rows are gone: {'; '.join(gone)}", REFILL
+
+
+def policies(patient: Patient) -> Found:
+    """Whether row-level security may hide rows from this login, which would be passed over."""
+    for table, names in whole.narrowed(patient.connection):
+        yield (
+            "error",
+            f"row-level security of saf.{table} applies to user "
+            f"{patient.connection.info.user!r} (policies: {names}): rows could be hidden, and "
+            "nothing is read or stored",
+            whole.policies_cure(table),
+        )
+
+
+def publications(patient: Patient) -> Found:
+    """Whether a publication publishes a table that has no replica identity."""
+    for table in whole.without_identity(patient.connection):
+        yield (
+            "error",
+            f"saf.{table} is published, by a publication such as one FOR ALL TABLES, and has no "
+            "replica identity: PostgreSQL refuses each UPDATE and DELETE of it",
+            f"as the owner, ALTER TABLE saf.{table} REPLICA IDENTITY FULL",
+        )
+
+
+def search_path(patient: Patient) -> Found:
+    """Whether schema saf is the first of anybody's, who would create tables in it unawares."""
+    if found := whole.first_for(patient.connection):
+        yield ("warning", *found)
 
 
 MISSING_RIGHTS = """
@@ -97,8 +135,20 @@ def forged(patient: Patient) -> Found:
                     "column: nobody gets what is there, and its slots are not purged",
                     f"as the owner, UPDATE saf.{log} SET txid = DEFAULT WHERE txid >= "
                     "pg_snapshot_xmax(pg_current_snapshot()), and take INSERT on the table from "
-                    "whoever sends: saf grant --role writer …",
+                    "whoever sends: what the check forgers says, or saf grant --role writer …",
                 )
+
+
+def forgers(patient: Patient) -> Found:
+    """Who may write what is the server's to say, such as a message's transaction."""
+    for whose, tables in grants.forgers(patient.connection):
+        yield (
+            "error" if whose == "PUBLIC" else "warning",
+            f"{whose} and its members may write any column of saf.{tables[0]}"
+            f"{f' and {len(tables) - 1} more tables' if tables[1:] else ''}, as no kind of role "
+            "may: a message with a transaction that is still to come is never forwarded",
+            grants.forgers_cure(whose),
+        )
 
 
 # Rows that are not visible in done, by the index, less those complete in the batch in hand. Those

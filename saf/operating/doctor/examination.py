@@ -28,13 +28,18 @@ from saf.operating.doctor.broker import (
     dialogs_set_back,
     endpoints,
     forged,
+    forgers,
     inbox_left_lying,
     no_handler,
     outbox_left_lying,
     parked,
+    policies,
+    publications,
     restored,
     rights,
+    rows,
     schema,
+    search_path,
     unheard,
 )
 from saf.operating.doctor.locks import locks
@@ -64,11 +69,18 @@ SERVER: tuple[Check, ...] = (
 )
 """Checks of any database."""
 
+FIT: tuple[Check, ...] = (schema, rows)
+"""Checks without whose success the following ones mean nothing."""
+
 BROKER: tuple[Check, ...] = (
     rights,
+    policies,
+    publications,
+    search_path,
     constraints,
     restored,
     forged,
+    forgers,
     long_transactions,
     prepared_transactions,
     outbox_left_lying,
@@ -225,11 +237,13 @@ def _examined(patient: Patient, dsn: Dsn, checks: tuple[Check, ...]) -> Iterator
     try:
         for check in SERVER:
             yield from _made(check, patient)
-        fit = list(_made(schema, patient))
-        yield from fit
-        if all(finding.severity == "ok" for finding in fit):
-            for check in checks:
-                yield from _made(check, patient)
+        for check in FIT:
+            fit = list(_made(check, patient))
+            yield from fit
+            if any(finding.severity == "error" for finding in fit):
+                return
+        for check in checks:
+            yield from _made(check, patient)
     except LOST as error:
         yield _unreachable(patient.where, dsn.redact(str(error)))
 
