@@ -31,7 +31,7 @@ from saf.operating.doctor.broker import (
     inbox_left_lying,
     no_handler,
     outbox_left_lying,
-    parked,
+    parked_by,
     restored,
     rights,
     schema,
@@ -74,7 +74,6 @@ BROKER: tuple[Check, ...] = (
     outbox_left_lying,
     inbox_left_lying,
     unheard,
-    parked,
     no_handler,
     endpoints,
     dead_letters,
@@ -104,10 +103,10 @@ def examine(
     A database that does not answer is a finding, check `REACHABLE`; one that refuses the login,
     check `LOGIN`.
     """
-    of_source = _of_source(config)
+    of_source, of_store = _of_source(config), (*BROKER, parked_by(config))
     databases = [("broker", name, one.dsn, of_source) for name, one in config.brokers.items()]
     databases += [
-        ("destination", name, dsn, BROKER)
+        ("destination", name, dsn, of_store)
         for name, one in config.destinations.items()
         if (dsn := one.broker())
     ]
@@ -136,7 +135,8 @@ def examine(
 
 def _of_source(config: Settings) -> tuple[Check, ...]:
     """The checks of a database whose outbox is forwarded."""
-    return (*BROKER, routes_by(config), local_by(config), dialogs_by(config), set_back_by(config))
+    by_config = (parked_by, routes_by, local_by, dialogs_by, set_back_by)
+    return (*BROKER, *(check(config) for check in by_config))
 
 
 def _elsewhere(config: Settings) -> Iterator[Finding]:
