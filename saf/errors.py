@@ -10,6 +10,7 @@
     │   ├── MissingExtra          an optional dependency is not installed
     │   ├── NotThisStream         a stream's subscription and its checkpoint are not of one another
     │   ├── CannotReadBack        what a destination holds cannot be read
+    │   ├── SameBroker            two databases have one broker_id
     │   ├── Braked                a destination has rejected too many messages in a row
     │   ├── DialogError           something is wrong with a dialog, or with what was asked of it
     │   │   ├── NoSuchService     a dialog is to begin from a service that does not live here
@@ -174,6 +175,21 @@ class Braked(UsageError):
         )
         self.destination = destination
         self.messages = messages
+
+
+class SameBroker(UsageError):
+    """Two databases have one broker_id: one is a copy of the other."""
+
+    def __init__(self, copy: str, original: str, broker_id: UUID) -> None:
+        super().__init__(
+            f"brokers {original!r} and {copy!r} are two databases with one broker_id, {broker_id}: "
+            f"{copy!r} is a copy (CREATE DATABASE … TEMPLATE, or a copied data directory), and is "
+            f"not forwarded. Run `saf broker new-id --broker {shlex.quote(copy)}`; nothing was set "
+            "back, so `saf rebase` does not help"
+        )
+        self.copy = copy
+        self.original = original
+        self.broker_id = broker_id
 
 
 class DialogError(UsageError):

@@ -23,6 +23,7 @@ from saf.forwarding.quiet import Quiet
 from saf.forwarding.vigil import Vigil
 from saf.log import cursor
 from saf.log.shards import NEWEST, Member
+from saf.repair.new_id import Place
 from saf.routing.matching import Routes
 from saf.routing.routers import with_problems
 from saf.routing.routes import NOTHING, Declared, current_routes, freeze, frozen_routes
@@ -49,7 +50,8 @@ GROUP BY done::text
 """
 
 IDENTITY = """
-SELECT b.broker_id, s.subscription_id,
+SELECT b.broker_id, s.subscription_id, b.system_identifier,
+       (SELECT oid FROM pg_database WHERE datname = current_database())::bigint,
        ARRAY(SELECT jsonb_build_array(r.destination, r.messages) FROM saf.rejecting r
              WHERE r.subscription_id = s.subscription_id)
 FROM saf.broker b, saf.subscription s WHERE s.log = %(log)s AND s.name = %(subscription)s
@@ -100,6 +102,8 @@ class SourceBroker:
         self._connection: psycopg.Connection[Any] | None = None
         self._member: Member | None = None
         self._broker_id: UUID | None = None
+        self.place: Place | None = None
+        """Which broker of which database it is, once it was met."""
         self._renewed = 0.0
         self._routes: dict[int, Routes] = {}
         self.waiting = Summary()
@@ -350,7 +354,8 @@ class SourceBroker:
                 f"broker {self.name!r}: saf.broker or the subscription {SUBSCRIPTION!r} of the "
                 "outbox is missing; `saf migrate` had created both"
             )
-        ((self._broker_id, subscription_id, rejecting),) = known
+        ((self._broker_id, subscription_id, cluster, oid, rejecting),) = known
+        self.place = Place(broker_id=self._broker_id, system_identifier=cluster, oid=oid)
         self._rejecting = dict(rejecting)
         return int(subscription_id)
 
