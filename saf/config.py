@@ -103,6 +103,7 @@ SourceConnections = Annotated[int, within(4, 100_000)]
 Rows = Annotated[int, within(1, 10_000_000)]
 Bytes = Annotated[int, within(1024, 1 << 30)]
 Attempts = Annotated[int, within(1, 1000)]
+Rejections = Annotated[int, within(1, 1_000_000_000)]
 
 Name = Annotated[str, AfterValidator(_printable)]
 
@@ -253,6 +254,9 @@ class Forwarder(_Table):
     """How many sources one run stays connected to; if there are more, it connects in turn."""
     attempts: Attempts = 3
     """Attempts per chunk while a destination does not answer, before the run gives up on it."""
+    max_rejected: Rejections = 10
+    """Messages that a destination rejects in a row before it gets no more, until an operator says
+    `saf parked retry-now`."""
     use_spark: Literal["auto", "always"] = "auto"
     """Whether Spark does all work, or only what is more than little."""
     master: str = "local[*]"

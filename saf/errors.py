@@ -10,6 +10,8 @@
     │   ├── MissingExtra          an optional dependency is not installed
     │   ├── NotThisStream         a stream's subscription and its checkpoint are not of one another
     │   ├── CannotReadBack        what a destination holds cannot be read
+    │   ├── SameBroker            two databases have one broker_id
+    │   ├── Braked                a destination has rejected too many messages in a row
     │   ├── DialogError           something is wrong with a dialog, or with what was asked of it
     │   │   ├── NoSuchService     a dialog is to begin from a service that does not live here
     │   │   ├── NoSuchContract    … under a contract that is not known here
@@ -28,6 +30,8 @@
     │       └── Restored          of another cluster, or of an older state: run ``saf rebase``
     ├── StopTimeout               a worker was told to stop, and its message in hand took too long
     ├── Unavailable               a service does not answer: nothing is lost, try again later
+    │   ├── DiskFull              the server's disk is full: nothing is lost, free space
+    │   ├── Faulty                a destination's client raised something that blames no message
     │   └── Refused               … or does not let this login in: nothing is lost, mend it
     ├── Unexpected                an unknown failure of one broker: the others go on
     ├── PurgedMeanwhile           a purge has taken what a read was to give: read again
@@ -54,6 +58,7 @@ tell errors apart by class, and find the value at fault in the attributes.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
@@ -80,6 +85,8 @@ class SafError(Exception):
     """
 
     exit_code = 1
+    needs_operator = False
+    """Whether no later attempt succeeds before an operator has changed something."""
     stored: Any = None
 
 
@@ -87,6 +94,7 @@ class UsageError(SafError):
     """What was asked cannot be done as it stands; trying again will not help."""
 
     exit_code = 2
+    needs_operator = True
 
 
 class ConfigurationError(UsageError):
@@ -160,6 +168,37 @@ class CannotReadBack(UsageError):
         super().__init__(f"destination {destination!r} is not compared: {why}")
         self.destination = destination
         self.why = why
+
+
+class Braked(UsageError):
+    """A destination has rejected too many messages in a row, so it gets no more.
+
+    An operator finds out why, and lets it be tried again.
+    """
+
+    def __init__(self, destination: str, messages: int, reason: str) -> None:
+        super().__init__(
+            f"destination {destination!r} has rejected {messages} messages in a row, so nothing "
+            f"more is sent to it; the last reason: {reason}. Fix the cause, then run "
+            f"`saf parked retry-now --destination {shlex.quote(destination)}`"
+        )
+        self.destination = destination
+        self.messages = messages
+
+
+class SameBroker(UsageError):
+    """Two databases have one broker_id: one is a copy of the other."""
+
+    def __init__(self, copy: str, original: str, broker_id: UUID) -> None:
+        super().__init__(
+            f"brokers {original!r} and {copy!r} are two databases with one broker_id, {broker_id}: "
+            f"{copy!r} is a copy (CREATE DATABASE … TEMPLATE, or a copied data directory), and is "
+            f"not forwarded. Run `saf broker new-id --broker {shlex.quote(copy)}`; nothing was set "
+            "back, so `saf rebase` does not help"
+        )
+        self.copy = copy
+        self.original = original
+        self.broker_id = broker_id
 
 
 class DialogError(UsageError):
@@ -366,10 +405,35 @@ class Unavailable(SafError):
         return renamed
 
 
+class DiskFull(Unavailable):
+    """The disk of a server is full. Nothing is lost: delivery continues when there is space."""
+
+    needs_operator = True
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(what, reason)
+        self.args = (
+            f"the disk of {what} is full: {reason}. Free or add space there: `saf purge` empties "
+            "what has been read",
+        )
+
+    def of(self, what: str) -> DiskFull:
+        """Return the same error with the name by which people know the database."""
+        return DiskFull(what, self.reason)
+
+
+class Faulty(Unavailable):
+    """A destination raised something other than an error of its protocol.
+
+    That says nothing of a message, so none is to blame.
+    """
+
+
 class Refused(Unavailable):
     """A server does not let this login in. Nothing is lost, but a person has to mend something."""
 
     exit_code = 2
+    needs_operator = True
 
     def __init__(self, what: str, reason: str, cure: str) -> None:
         super().__init__(what, reason)
@@ -439,6 +503,7 @@ class UnknownService(SafError):
     """
 
     exit_code = 75
+    needs_operator = True
 
     def __init__(self, destination: str, services: list[str], rows: Any = None) -> None:
         names = ", ".join(map(repr, services[:NAMED]))
@@ -463,6 +528,7 @@ class AnotherBroker(SafError):
     """
 
     exit_code = 75
+    needs_operator = True
 
     def __init__(self, destination: str, broker: str, others: list[str], rows: Any) -> None:
         super().__init__(
@@ -478,6 +544,7 @@ class NoDialogs(SafError):
     """A destination takes no messages of dialogs: no other end could live there."""
 
     exit_code = 75
+    needs_operator = True
 
     def __init__(self, destination: str, services: Sequence[str]) -> None:
         super().__init__(
@@ -496,6 +563,7 @@ class Unroutable(SafError):
     """
 
     exit_code = 75
+    needs_operator = True
 
     def __init__(
         self,
@@ -560,6 +628,7 @@ class Ahead(SafError):
     """A destination has stored messages that its source does not know to have sent."""
 
     exit_code = 2
+    needs_operator = True
 
     def __init__(
         self, where: str, shards: Sequence[int], marks: Mapping[Any, Any] | None = None
@@ -578,6 +647,7 @@ class Behind(SafError):
     """A destination no longer has messages that it has acknowledged."""
 
     exit_code = 2
+    needs_operator = True
 
     def __init__(
         self,

@@ -633,6 +633,13 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             sa.Text,
             comment="of that message, if it has one; NULL where the lane waits for something else",
         ),
+        sa.Column(
+            "needs_operator",
+            sa.Boolean,
+            nullable=False,
+            server_default=sa.false(),
+            comment="whether the last attempt failed for a reason that only an operator can remove",
+        ),
         sa.PrimaryKeyConstraint("subscription_id", *LANE_COLUMNS),
         sa.CheckConstraint(LANE, name="backoff_lane_possible"),
         sa.CheckConstraint(AWAITS, name="backoff_awaits_possible"),
@@ -654,6 +661,19 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             postgresql_where=sa.text("awaits_handler"),
         ),
         comment="lanes that wait: when they are tried next, shared by all members",
+    )
+    sa.Table(
+        "rejecting",
+        metadata,
+        sa.Column("subscription_id", sa.Integer),
+        sa.Column("destination", sa.Text),
+        sa.Column("messages", sa.Integer, nullable=False),
+        sa.PrimaryKeyConstraint("subscription_id", "destination"),
+        sa.ForeignKeyConstraint(
+            ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
+        ),
+        sa.CheckConstraint("messages > 0", name="rejecting_counted"),
+        comment="how many messages a destination has rejected in a row; no row: none",
     )
     sa.Table(
         "taken_out",

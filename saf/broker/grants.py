@@ -115,7 +115,10 @@ SETTING_ASIDE: Rights = {
     "backoff": {
         "SELECT": WHOLE,
         "INSERT": WHOLE,
-        "UPDATE": ("attempts", "next_attempt_at", "error", "awaits_handler", "message_type"),
+        "UPDATE": (
+            *("attempts", "next_attempt_at", "error", "awaits_handler", "message_type"),
+            "needs_operator",
+        ),
         "DELETE": WHOLE,
     },
     # no bodies: only which are there already
@@ -280,6 +283,12 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
             "acknowledged": ACKNOWLEDGING,
             "taken_out": {"SELECT": WHOLE},
+            "rejecting": {
+                "SELECT": WHOLE,
+                "INSERT": WHOLE,
+                "UPDATE": ("messages",),
+                "DELETE": WHOLE,
+            },
             # what transforms have made
             "kept_result": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
             "service": {"SELECT": WHOLE},

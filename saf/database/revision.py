@@ -9,7 +9,7 @@ import psycopg
 from saf.database.asking import fetch
 from saf.errors import RowsGone, SchemaMismatch, SchemaMissing
 
-REVISION = "0035"
+REVISION = "0036"
 """The Alembic revision of the schema that this library reads and writes."""
 
 SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"

@@ -6,9 +6,10 @@
     read-only     the server is a standby, or is told to take no writes
     incomplete    something of the schema saf is missing
     published     changes are published of a table that has no replica identity
+    disk full     nothing can be written before somebody has made room
 
-An error without a meaning here may pass by itself: the connection is lost, the disk is full, the
-server restarts. The step is tried again later, and no message is to blame.
+An error without a meaning here may pass by itself: the connection is lost, the server restarts. The
+step is tried again later, and no message is to blame.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from enum import Enum
 
 from psycopg import errors
 
-from saf.errors import ConfigurationError, SafError, Unavailable
+from saf.errors import ConfigurationError, DiskFull, SafError, Unavailable
 
 
 class Meaning(Enum):
@@ -29,6 +30,7 @@ class Meaning(Enum):
     READ_ONLY = "read-only"
     INCOMPLETE = "incomplete"
     PUBLISHED = "published"
+    DISK_FULL = "disk full"
 
 
 OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
@@ -45,6 +47,7 @@ MEANINGS = {
     errors.InvalidSchemaName.sqlstate: Meaning.INCOMPLETE,
     # nothing else that saf asks of a server depends on the state of an object
     errors.ObjectNotInPrerequisiteState.sqlstate: Meaning.PUBLISHED,
+    errors.DiskFull.sqlstate: Meaning.DISK_FULL,
 }
 
 
@@ -92,5 +95,7 @@ def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
                 f"{what}: {reason}. A publication, such as one FOR ALL TABLES, publishes a table "
                 "that has no replica identity. `saf doctor` names the table and the cure"
             )
+        case Meaning.DISK_FULL:
+            return DiskFull(what, reason)
         case one:
             return Unavailable(what, reason, hangs=one is Meaning.HANGS)

@@ -289,9 +289,8 @@ class SetAside:
         return parking.unpark(source, gone)
 
     def _postpone(self, source: psycopg.Connection[Any]) -> None:
-        failed = {lane: str(error) for lane, error in self.failed.items()}
         moving = [lane for lane, error in self.failed.items() if error.stored is not None]
-        backoff.postpone(source, self.work.batch.subscription_id, failed, moving)
+        backoff.postpone(source, self.work.batch.subscription_id, self.failed, moving)
 
     def _bury(self, source: psycopg.Connection[Any]) -> None:
         subscription_id = self.work.batch.subscription_id

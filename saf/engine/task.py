@@ -137,7 +137,7 @@ class Task:
                 for rows, last in with_last(cut) if self.closes else ((one, False) for one in cut):
                     self.end = int(rows["id"][-1].as_py()) if last else None
                     stop = isolate(rows, self._forward, self._bury, self.earlier.look)
-                    if stop and not last:
+                    if stop and not summary.closed:
                         summary.stopped = True
                         break
                 else:
@@ -148,6 +148,9 @@ class Task:
         except EXPECTED as error:
             summary.error_kind, summary.error = type(error).__name__, str(error)
         finally:
+            for receipt in self.receipts:
+                if receipt.destination is not None:
+                    receipt.rejecting = self.storing.brake.counts().get(receipt.destination, 0)
             self.destinations.close()
             self.source_session.close()
         return list(self.receipts)
@@ -160,6 +163,7 @@ class Task:
             lanes=self.lanes,
             receipts=self.receipts,
             destinations=self.destinations,
+            brake=self.storing.brake,
         )
         return Releasing(
             work=self.work,
@@ -227,6 +231,7 @@ class Task:
             before = lock_cursors(source, batch) if set_aside else position
             stop = finish(source, batch) if ends else advance(source, batch, position)
             self.destinations.acknowledge(source)
+            self.storing.brake.write(source)
             set_aside.write(source, before)
             set_aside.count_left_out(source, beyond=before)
             fail_point("mark_forwarded")
@@ -235,6 +240,7 @@ class Task:
         stop = self.source_session(settle)
         fail_point("mark_commit")
         self.destinations.settled()
+        self.storing.brake.written()
         set_aside.written()
         summary = self.receipts.of(None)
         summary.parked += set_aside.parked_messages

@@ -92,6 +92,7 @@ class Forwarder:
             chunk_bytes=options.chunk_bytes,
             max_bytes=options.max_bytes,
             attempts=options.attempts,
+            max_rejected=options.max_rejected,
             transforms={one.service: one.function for one in settings.transforms},
             not_deterministic=frozenset(
                 one.service for one in settings.transforms if not one.deterministic
@@ -419,6 +420,9 @@ class Forwarder:
                 self._note(name, receipt.error_kind, receipt.error)
                 if not receipt.complete:
                     failed.add(name)
+        for name in complete:
+            mine = [one for one in receipts if work[one.work].broker == name]
+            self.roster.brokers[name].note(mine)
         done = _shards(item for mine in complete.values() for item in mine)
         for name, shards in whole.items():
             self.roster.brokers[name].unfinished = done[name] < shards

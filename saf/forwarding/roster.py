@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
+from uuid import UUID
 
 from saf.config import Broker, Settings
 from saf.database import Dsn
 from saf.destinations.identities import Identities
 from saf.engine.work import Work
-from saf.errors import Fenced, SafError, SchemaMissing
+from saf.errors import Fenced, SafError, SameBroker, SchemaMissing
 from saf.fleets import Candidate, Listing, ask
 from saf.forwarding.broker import SourceBroker
 from saf.forwarding.broker_threads import BrokerThreads
@@ -121,8 +122,35 @@ class Roster:
         self._threads.finish(set(self.brokers))
         while self.once and not (self._found or but or self.stopped) and self._threads.busy:
             self._threads.take_results()  # there is nothing else to do
-        found, self._found = self._found, []
+        found, self._found = self._without_copies(self._found), []
         return found
+
+    def _without_copies(self, found: list[Work]) -> list[Work]:
+        """Leave out work of brokers that have the broker_id of another one: they are copies of it.
+
+        Of two databases of one cluster, the copy was created later. Of two clusters, either may be
+        the copy, so neither is forwarded.
+        """
+        met = [broker for broker in self.brokers.values() if broker.place is not None]
+        originals: dict[UUID, SourceBroker] = {}
+        copies: dict[str, SourceBroker] = {}
+        for broker in sorted(met, key=_created):
+            assert broker.place is not None  # noqa: S101 - for the type checker
+            original = originals.setdefault(broker.place.broker_id, broker)
+            if original.place is None or broker.place.database == original.place.database:
+                continue
+            copies[broker.name] = original
+            if broker.place.system_identifier != original.place.system_identifier:
+                copies.setdefault(original.name, broker)
+        for name, original in copies.items():
+            broker = self.brokers[name]
+            if broker.place is not None and name not in self._threads.busy:
+                self._problem(name, SameBroker(name, original.name, broker.place.broker_id))
+                broker.leave()
+                broker.place = None  # asked again when it is visited again
+                self._count(broker)
+                self.failed(name)
+        return [item for item in found if item.broker not in copies]
 
     def give_back(self, work: Iterable[Work]) -> None:
         """Return work by the next visit once more, because there is no room for it now."""
@@ -277,3 +305,9 @@ class Roster:
             self._visit_at[broker.name] = NEVER  # it is no broker, or not yet
             return
         self._problem(broker.name, error)
+
+
+def _created(broker: SourceBroker) -> tuple[int, int, str]:
+    """The key by which brokers are sorted: those of one cluster as they were created."""
+    cluster, oid = broker.place.database if broker.place is not None else (0, 0)
+    return cluster, oid, broker.name

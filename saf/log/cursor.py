@@ -212,6 +212,8 @@ RELAXED = "(SELECT set_config('synchronous_commit', 'off', true)) AS relaxed"
 
 STOPPING = "(SELECT stopping FROM saf.member WHERE member_id = c.owner)"
 
+TOLD_TO_STOP = "SELECT EXISTS (SELECT FROM saf.member WHERE member_id = %(owner)s AND stopping)"
+
 ADVANCE = f"""
 UPDATE saf.cursor c SET position = greatest(c.position, %(position)s)
 FROM {RELAXED}, {MINE}
@@ -350,6 +352,12 @@ def advance(connection: psycopg.Connection[Any], batch: Batch, position: int) ->
     """
     rows = _write(connection, ADVANCE, batch, position=position)
     return any(stopping for _, stopping in rows)
+
+
+def told_to_stop(connection: psycopg.Connection[Any], batch: Batch) -> bool:
+    """Return whether the member that owns the batch should stop, as `advance` does."""
+    ((stopping,),) = fetch(connection, TOLD_TO_STOP, {"owner": batch.owner})
+    return bool(stopping)
 
 
 def attempted(connection: psycopg.Connection[Any], batch: Batch) -> dict[int, int]:

@@ -67,8 +67,8 @@ def isolate(
 ) -> T:
     """Make a step for messages, in their order, and ``bury`` those for which it raises alone.
 
-    Return what the last step or burial returns. ``undo`` is called before a step is made again for
-    fewer messages.
+    Return what the last step or burial returns. One that returns something true wants to stop: no
+    other half follows. ``undo`` is called before a step is made again for fewer messages.
     """
     try:
         return step(rows)
@@ -79,7 +79,8 @@ def isolate(
         if rows.num_rows == 1:
             return bury(rows, said(error))
     half = rows.num_rows // 2
-    isolate(rows.slice(0, half), step, bury, undo)
+    if stop := isolate(rows.slice(0, half), step, bury, undo):
+        return stop
     return isolate(rows.slice(half), step, bury, undo)
 
 

@@ -33,7 +33,7 @@ from psycopg import sql
 from saf.columns import COLUMNS
 from saf.database import array, backslashes, fetch
 from saf.log.cursor import Batch
-from saf.setaside.lane import BROKER, GIVEN, THE_LANE, Kind, Lane, given
+from saf.setaside.lane import BROKER, GIVEN, OF_RECEIVERS, THE_LANE, Kind, Lane, given
 
 FIRST_WAIT_SECONDS = 4
 LONGEST_WAIT_SECONDS = 64
@@ -62,6 +62,13 @@ class Backoff(Lane):
     due: bool
     error: str
     since: datetime
+    needs_operator: bool = False
+    """Whether only an operator can remove the reason for which the last attempt failed."""
+
+    @property
+    def braked(self) -> bool:
+        """Whether it is a forwarder's lane that only an operator lets be tried again."""
+        return self.next_attempt_at >= BLOCKED and self.kind not in OF_RECEIVERS
 
 
 # Whoever parks messages holds the rows of their lanes until it commits, so that `backoff.forget`,

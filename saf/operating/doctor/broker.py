@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 
+import psycopg
 from psycopg import sql
+from psycopg.rows import class_row
 
 from saf.broker import grants, whole
 from saf.broker.grants import RIGHTS, Kind
 from saf.broker.restored import IS_RESTORED
-from saf.database import check_schema
+from saf.config import Settings, did_you_mean
+from saf.database import check_schema, fetch
 from saf.dialogs.statements import Code
-from saf.errors import REFILL, RowsGone, SchemaError
+from saf.errors import REFILL, RowsGone, SafError, SchemaError
 from saf.log.cursor import COMPLETE
-from saf.operating.doctor.patient import Found, Patient, Severity
+from saf.operating.doctor.patient import Check, Found, Patient, Severity
 from saf.operating.wording import counted
 from saf.setaside import lane
 from saf.setaside.backoff import SHOWN
-from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Lane
+from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE
+from saf.setaside.parking import Backoff
 from saf.setaside.unhandled import unhandled
 
 
@@ -233,38 +238,89 @@ def _abandoned(
 
 
 LANES = f"""
-SELECT destination, kind, subject, {BROKER}, attempts, next_attempt_at::text, b.error, lanes,
-       (SELECT count(*) FROM saf.parked p WHERE {SAME_LANE})
+SELECT destination, kind, subject, {BROKER}, attempts, next_attempt_at, b.error, needs_operator,
+       lanes, next_attempt_at <= now() AS due, since,
+       (SELECT count(*) FROM saf.parked p WHERE {SAME_LANE}) AS messages
 FROM (SELECT *, count(*) OVER () AS lanes FROM saf.backoff
-      WHERE attempts >= %(attempts)s
+      WHERE attempts >= %(attempts)s OR needs_operator AND attempts > 0
       ORDER BY kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
       LIMIT %(shown)s) AS b
 ORDER BY kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
 """
 
 
-def parked(patient: Patient) -> Found:
-    """Lanes whose attempts have failed again and again."""
-    found = patient.ask(
-        LANES,
-        attempts=patient.limits.many_attempts,
-        of_service=list(OF_SERVICE),
-        shown=SHOWN,
-    )
-    for destination, kind, subject, broker, attempts, next_at, error, _, count in found:
-        it = Lane(destination=destination, kind=lane.Kind(kind), subject=subject, broker=broker)
-        yield (
-            "error",
-            f"the lane of {it} has failed {counted(attempts, 'time')}, has "
-            f"{counted(count, 'message')} parked in it, and is tried again at {next_at}: {error}",
-            "mend what the error says; nothing is lost meanwhile",
+@dataclass(frozen=True, kw_only=True)
+class Failing(Backoff):
+    """A lane that has failed; its messages, and how many such lanes there are."""
+
+    messages: int
+    lanes: int
+
+
+def parked_by(config: Settings) -> Check:
+    """The check for one saf.toml."""
+
+    def parked(patient: Patient) -> Found:
+        """Lanes that need an operator, at once; others when they have failed again and again."""
+        params = {
+            "attempts": patient.limits.many_attempts,
+            "of_service": list(OF_SERVICE),
+            "shown": SHOWN,
+        }
+        with psycopg.Cursor(patient.connection, row_factory=class_row(Failing)) as cursor:
+            found = cursor.execute(LANES, params).fetchall()
+        for one in found:
+            again = (
+                "is not tried again before an operator says so"
+                if one.braked
+                else f"is tried again at {one.next_attempt_at.isoformat()}"
+            )
+            yield (
+                "error",
+                f"the lane of {one.own} has failed {counted(one.attempts, 'time')}, has "
+                f"{counted(one.messages, 'message')} parked in it, and {again}: {one.error}",
+                _what_helps(patient, config, one),
+            )
+        if found and (more := found[0].lanes - len(found)):
+            yield (
+                "error",
+                f"{more} more lanes need an operator, or have failed "
+                f"{patient.limits.many_attempts} times or more",
+                f"{patient.command('parked', 'list')}, with a --limit, names them",
+            )
+
+    return parked
+
+
+def _what_helps(patient: Patient, config: Settings, one: Failing) -> str:
+    """Return what an operator does about a lane: the command, if there is one."""
+    lane_of = ("--destination", one.destination, "--kind", one.kind, "--subject", one.subject)
+    if one.kind in (lane.Kind.SERVICE, lane.Kind.FOUND_ROUTE) and one.needs_operator:
+        create = shlex.join(("saf", "service", "create", one.subject, "--broker", one.destination))
+        meant = did_you_mean(one.subject, _living(config, one.destination))
+        return (
+            f"{create}; or, if the sender has misspelt it{meant}, correct the sender, and give up "
+            f"what waits: {patient.command('parked', 'discard', *lane_of, '--why', 'misspelt')}"
         )
-    if found and (more := found[0][7] - len(found)):
-        yield (
-            "error",
-            f"{more} more lanes have failed {patient.limits.many_attempts} times or more",
-            f"{patient.command('parked', 'list')}, with a --limit, names them",
-        )
+    if one.unrouted and one.broker is None:
+        return patient.command("route", "add", "DESTINATION", "--service", one.subject)
+    if one.needs_operator and one.destination:
+        retry = patient.command("parked", "retry-now", "--destination", one.destination)
+        return f"do what the error says; then {retry}"
+    return "mend what the error says; nothing is lost meanwhile"
+
+
+def _living(config: Settings, destination: str) -> list[str]:
+    """Return the services that live at a destination, as far as it answers."""
+    there = config.destinations.get(destination)
+    dsn = there.broker() if there is not None else None
+    if dsn is None:
+        return []
+    try:
+        with dsn.connect(role="doctor", autocommit=True) as connection:
+            return [name for (name,) in fetch(connection, "SELECT name FROM saf.service")]
+    except (psycopg.Error, SafError):
+        return []  # its own examination says so
 
 
 # If no service lives here, messages for any service are stored, and whoever reads all gets them

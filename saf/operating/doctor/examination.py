@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
+from uuid import UUID
 
 import psycopg
 
 from saf.config import Settings
 from saf.database import HAS_SCHEMA, LOST, Dsn, Meaning, meaning, refusal
 from saf.database.refusal import SILENT
-from saf.errors import ConfigurationError, Refused, Unavailable
+from saf.errors import ConfigurationError, Refused, SameBroker, Unavailable
 from saf.fleets import Candidate, ask_all
 from saf.operating.doctor.ageing import (
     dialogs_blocked,
@@ -32,9 +34,9 @@ from saf.operating.doctor.broker import (
     inbox_left_lying,
     no_handler,
     outbox_left_lying,
-    parked,
     policies,
     publications,
+    parked_by,
     restored,
     rights,
     rows,
@@ -56,6 +58,7 @@ from saf.operating.doctor.server import (
 )
 from saf.operating.doctor.set_back import set_back_by
 from saf.operating.doctor.transactions import long_transactions, prepared_transactions, sight
+from saf.repair.new_id import Place, place
 
 SERVER: tuple[Check, ...] = (
     locks,
@@ -86,7 +89,6 @@ BROKER: tuple[Check, ...] = (
     outbox_left_lying,
     inbox_left_lying,
     unheard,
-    parked,
     no_handler,
     endpoints,
     dead_letters,
@@ -116,10 +118,10 @@ def examine(
     A database that does not answer is a finding, check `REACHABLE`; one that refuses the login,
     check `LOGIN`.
     """
-    of_source = _of_source(config)
+    of_source, of_store = _of_source(config), (*BROKER, parked_by(config))
     databases = [("broker", name, one.dsn, of_source) for name, one in config.brokers.items()]
     databases += [
-        ("destination", name, dsn, BROKER)
+        ("destination", name, dsn, of_store)
         for name, one in config.destinations.items()
         if (dsn := one.broker())
     ]
@@ -143,12 +145,17 @@ def examine(
             patients.append(patient)
             found += _examined(patient, dsn, checks)
         found += _disagreements(patients)
-    return [*found, *_elsewhere(config), *_fleets(config, limits, clock)]
+        places = [
+            (patient.where, patient.name, one) for patient in patients for one in _place(patient)
+        ]
+    fleets = [*_fleets(config, limits, clock, places)]
+    return [*found, *_elsewhere(config), *fleets, *_copies(places)]
 
 
 def _of_source(config: Settings) -> tuple[Check, ...]:
     """The checks of a database whose outbox is forwarded."""
-    return (*BROKER, routes_by(config), local_by(config), dialogs_by(config), set_back_by(config))
+    by_config = (parked_by, routes_by, local_by, dialogs_by, set_back_by)
+    return (*BROKER, *(check(config) for check in by_config))
 
 
 def _elsewhere(config: Settings) -> Iterator[Finding]:
@@ -179,8 +186,38 @@ def _elsewhere(config: Settings) -> Iterator[Finding]:
             yield Finding(check="promise", where=where, severity="warning", what=what, cure=to_do)
 
 
-def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Iterator[Finding]:
-    """Examine the brokers of fleets, which may be too many to be connected to at once."""
+def _place(patient: Patient) -> Iterator[Place]:
+    """Give which broker of which database it is, if it says."""
+    try:
+        yield place(patient.connection)
+    except (psycopg.Error, ValueError):
+        return  # its own examination says so
+
+
+def _copies(places: Iterable[tuple[str, str, Place]]) -> Iterator[Finding]:
+    """Find databases that have the broker_id of another one."""
+    originals: dict[UUID, tuple[str, str, Place]] = {}
+    found: set[tuple[int, int]] = set()
+    for where, name, one in sorted(places, key=lambda known: known[2].database):
+        _, original, first = originals.setdefault(one.broker_id, (where, name, one))
+        if one.database == first.database or one.database in found:
+            continue
+        found.add(one.database)
+        error = SameBroker(name, original, one.broker_id)
+        cure = shlex.join(("saf", "broker", "new-id", "--broker", name))
+        yield Finding(check="broker_id", where=where, severity="error", what=str(error), cure=cure)
+
+
+def _fleets(
+    config: Settings,
+    limits: Limits,
+    clock: Callable[[], float],
+    places: list[tuple[str, str, Place]],
+) -> Iterator[Finding]:
+    """Examine the brokers of fleets, which may be too many to be connected to at once.
+
+    Which broker of which database each is, is added to ``places``.
+    """
     listing = ask_all(config.fleets)
     for name, error in listing.problems:
         where = f"fleet {name!r}"
@@ -200,6 +237,7 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
                     continue
                 yield Finding(check=REACHABLE, where=where, severity="ok")
                 yield from _examined(patient, broker.dsn, _of_source(config))
+                places += [(where, name, one) for one in _place(patient)]
         except Unavailable as error:
             yield _not_let_in(where, error, broker.dsn)
         except ConfigurationError as error:

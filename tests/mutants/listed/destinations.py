@@ -12,7 +12,7 @@ WATERMARKS, ISOLATED, CRASH = (
     "contract/test_7_isolated.py",
     "contract/test_set_aside_crash.py",
 )
-HONEST = "contract/test_10_honest.py"
+HONEST, FAULTS = "contract/test_10_honest.py", "contract/test_destination_faults.py"
 SCRIPT, STREAMS = "saf/destinations/redis/script.py", "saf/destinations/redis/streams.py"
 NATS, KAFKA = "contract/test_nats.py", "contract/test_kafka.py"
 RABBITMQ, RABBITMQ_STREAM = "contract/test_rabbitmq_stream.py", "saf/destinations/rabbitmq_stream"
@@ -55,10 +55,46 @@ MUTANTS: list[Mutant] = [
         "test_in_a_cluster_the_rights_that_the_page_lists_are_enough_and_one_that_lacks_is_named",
     ),
     mutant(
+        "what a client raises is the fault of each message",
+        "saf/engine/destination_sessions.py",
+        """            with self._blamed(name):
+                return known, ask(destination, chunk)
+        except Ahead""",
+        """            if True:
+                return known, ask(destination, chunk)
+        except Ahead""",
+        f"{FAULTS}::test_what_a_client_raises_makes_no_dead_letters_and_delays_nobody_else",
+    ),
+    mutant(
+        "a destination that rejects everything is given everything",
+        "saf/engine/brake.py",
+        "if messages < self.most or",
+        "if True or",
+        f"{FAULTS}::"
+        "test_more_than_a_few_rejections_in_a_row_stop_a_destination_until_an_operator_lifts_it",
+    ),
+    mutant(
+        "rejections in a row are forgotten by the next run",
+        "saf/forwarding/broker.py",
+        "        self._rejecting = dict(rejecting)\n",
+        "",
+        f"{FAULTS}::"
+        "test_rejections_in_a_row_are_counted_over_runs_and_a_stored_message_ends_the_row",
+    ),
+    mutant(
+        "a stop is not heard between halves",
+        "saf/engine/storing.py",
+        "elif self._told_to_stop():",
+        "elif False:",
+        f"{FAULTS}::test_a_stop_is_heard_between_the_halves_of_what_is_rejected",
+    ),
+    mutant(
         "a destination that cannot say which it is makes dead letters",
         "saf/engine/destination_sessions.py",
-        "if isinstance(error, SafError) or not of_messages(error):",
-        "if True:",
+        """        with self._blamed(name):
+            if name not in self._open:""",
+        """        if True:
+            if name not in self._open:""",
         "contract/test_jsonl.py::test_a_destination_that_cannot_say_which_it_is_makes_no_dead_letters",
     ),
     mutant(

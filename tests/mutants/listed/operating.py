@@ -32,9 +32,37 @@ OF_FLEETS, CLI = (
 OF_TOPICS = "contract/test_set_back_topics.py"
 FIGURES, OF_FIGURES = "saf/operating/figures.py", "contract/test_figures_kept.py"
 OF_STATUS, SETTINGS = "contract/test_status.py", "unit/test_settings.py"
-OF_DOCTOR = "integration/test_doctor.py"
+OF_DOCTOR, OF_COPIES = "integration/test_doctor.py", "integration/test_copied_brokers.py"
 
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a misspelt service is no finding before its tenth attempt",
+        "saf/operating/doctor/broker.py",
+        "      WHERE attempts >= %(attempts)s OR needs_operator AND attempts > 0\n",
+        "      WHERE attempts >= %(attempts)s\n",
+        f"{OF_DOCTOR}::test_a_service_that_the_store_does_not_know_is_found_at_the_first_attempt",
+    ),
+    mutant(
+        "a full disk is taken for a server that does not answer",
+        "saf/database/sqlstates.py",
+        "    errors.DiskFull.sqlstate: Meaning.DISK_FULL,\n",
+        "",
+        f"{OF_DOCTOR}::test_a_full_disk_of_a_store_is_found_at_the_first_attempt",
+    ),
+    mutant(
+        "a copy is forwarded beside its original",
+        "saf/forwarding/roster.py",
+        "return [item for item in found if item.broker not in copies]",
+        "return found",
+        f"{OF_COPIES}::test_a_copy_is_refused_by_name_and_is_a_broker_of_its_own_after_new_id",
+    ),
+    mutant(
+        "a copy sends what its original sends as well",
+        "saf/repair/new_id.py",
+        "        for statement in GIVE_UP:\n",
+        "        for statement in ():\n",
+        f"{OF_COPIES}::test_a_copy_is_refused_by_name_and_is_a_broker_of_its_own_after_new_id",
+    ),
     mutant(
         "a schedule calls a person where an answer only takes long",
         "saf/operating/forwarded.py",
