@@ -46,6 +46,7 @@ from saf.testing.databases import Copies, Database, Databases, embedded_server
 from tests import memory
 from tests.kafka_server import KafkaServer, kafka_server
 from tests.needed import absent, summary
+from tests.object_store import ObjectStore, object_store
 from tests.rabbitmq_server import Queues, RabbitmqServer, rabbitmq_server
 from tests.receivers import prepare
 from tests.redis_server import RedisServer, redis_server
@@ -315,6 +316,13 @@ def running_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSer
     """A Kafka broker for all tests, which some kill and start again."""
     with kafka_server(tmp_path_factory.mktemp("kafka")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def objects() -> Iterator[ObjectStore]:
+    """An object store that speaks S3 for all tests; each test takes a bucket of its own."""
+    with object_store() as store:
+        yield store
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from saf.spark import java, jvm
+from tests.needed import needed
 from tests.tiers import sized
 
 START = """
@@ -33,6 +34,13 @@ signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
 print("ready", flush=True)
 sys.stdin.readline()
 """
+
+UNSHARE = needed("unshare", "util-linux")
+NOWHERE = [
+    *(UNSHARE, "--user", "--map-root-user", "--uts"),
+    *("sh", "-c", 'hostname no-such-host.invalid; exec "$@"', "sh"),
+]
+NOBODY = [UNSHARE, "--user", "--map-user=54321"]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +94,23 @@ def finished_archive(cache: Path, seconds: float = 200) -> Path:
 def test_a_session_starts_and_works_without_a_word(shared_cache: Path) -> None:
     done = run_driver(driver_env(shared_cache), START, COUNT, STOP)
     assert (done.returncode, done.stdout, done.stderr) == (0, "rows 1000\n", "")
+
+
+def test_a_user_without_a_name_on_a_host_whose_name_does_not_resolve_starts_a_session(
+    shared_cache: Path,
+) -> None:
+    """As in containers of OpenShift, which run as any number."""
+    program = [sys.executable, "-c", START + "print(spark.sparkUser())" + COUNT + STOP]
+    done = subprocess.run(
+        [*NOWHERE, *NOBODY, *program],
+        env=driver_env(shared_cache, HADOOP_USER_NAME="", SPARK_USER=""),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "uid-54321\nrows 1000\n"
 
 
 def test_an_error_of_a_task_is_still_shown(shared_cache: Path) -> None:

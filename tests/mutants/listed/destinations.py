@@ -17,6 +17,7 @@ SCRIPT, STREAMS = "saf/destinations/redis/script.py", "saf/destinations/redis/st
 NATS, KAFKA = "contract/test_nats.py", "contract/test_kafka.py"
 RABBITMQ, RABBITMQ_STREAM = "contract/test_rabbitmq_stream.py", "saf/destinations/rabbitmq_stream"
 QUEUES = "contract/test_rabbitmq.py"
+OBJECTS, CHECK = "contract/test_object_stores.py", "integration/test_destination_check.py"
 DELTA, LAKE = "saf/destinations/delta", "contract/test_delta.py"
 ICEBERG, BERG = "saf/destinations/iceberg", "contract/test_iceberg.py"
 REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
@@ -842,5 +843,40 @@ MUTANTS: list[Mutant] = [
         "from_json(body, allow_inf_nan=False)",
         "from_json(body, allow_inf_nan=True)",
         "unit/test_doctests.py",
+    ),
+    mutant(
+        "what is written to an object store passes through pyarrow's stream",
+        f"{DELTA}/files.py",
+        "upload = self._store._handler.open_output_stream(path, None)",
+        "upload = self._store.open_output_stream(path)",
+        f"{OBJECTS}::test_messages_are_rows_and_each_is_there_once",
+    ),
+    mutant(
+        "an object store is waited for as long as its client likes",
+        f"{DELTA}/__init__.py",
+        '            "retry_timeout": f"{self.bounds.statement_seconds:g}s",\n',
+        "",
+        f"{OBJECTS}::test_a_store_is_waited_for_within_saf_s_bounds",
+    ),
+    mutant(
+        "a store that lets two commits win passes the check",
+        f"{DELTA}/probing.py",
+        "if max(won) > 1:",
+        "if max(won) > AT_ONCE:",
+        f"{CHECK}::test_it_finds_what_an_object_store_does_not_keep",
+    ),
+    mutant(
+        "a probe stays where it was written",
+        f"{DELTA}/probing.py",
+        "left = files.remove([*paths, *(",
+        "left = files.remove([*(",
+        f"{CHECK}::test_it_tries_an_object_store_and_leaves_nothing_there",
+    ),
+    mutant(
+        "what cannot be deleted is not mentioned",
+        f"{DELTA}/files.py",
+        "                left.append(path)\n",
+        "                pass\n",
+        f"{CHECK}::test_it_finds_what_an_object_store_does_not_keep",
     ),
 ]
