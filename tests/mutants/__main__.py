@@ -20,10 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
+from tests.mutants.generated import Generated
 from tests.mutants.kept import FILE, JUDGED, Kept
 from tests.mutants.listed import PARTS
 from tests.mutants.mutant import Mutant
 from tests.mutants.planting import Fate, Field, Verdict, field
+from tests.mutants.recording import Recordings, in_groups
 
 SHOWN_LINES = 15
 """Of what the tests said, where a verdict needs looking into."""
@@ -33,12 +35,15 @@ def main() -> int:
     """Run; see above for what is returned."""
     given = _given()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the copy does not stay behind
-    chosen = [
-        one
-        for part, mutants in PARTS.items()
-        for one in mutants
-        if given.words in f"{part}/{one.file} {one.name}"
-    ]
+    if given.generated:
+        chosen = _generated(given)
+    else:
+        chosen = [
+            one
+            for part, mutants in PARTS.items()
+            for one in mutants
+            if given.words in f"{part}/{one.file} {one.name}"
+        ]
     if given.sample is not None or given.shuffle:
         print(f"seed {given.seed}", flush=True)
         count = len(chosen) if given.sample is None else min(given.sample, len(chosen))
@@ -59,9 +64,27 @@ def main() -> int:
     return summary(verdicts, len(chosen))
 
 
+def _generated(given: argparse.Namespace) -> list[Mutant]:
+    """Draw bugs that a machine plants; before that, record what was not recorded yet."""
+    recordings = Recordings()
+    groups = in_groups(recordings.missing(given.tests.split()))
+    if groups:
+        print(f"which lines each test executes is recorded, in {len(groups)} parts", flush=True)
+        with field() as ground:
+            for number, group in enumerate(groups, start=1):
+                began = time.monotonic()
+                recordings.record(ground, group)
+                print(f"{number}/{len(groups)} {time.monotonic() - began:5.0f} s  {group[0]} …")
+    print(f"seed {given.seed}", flush=True)
+    every = [one for mutants in PARTS.values() for one in mutants]
+    return list(Generated(recordings, every).draw(given.generated, given.seed, given.words))
+
+
 def _given() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--sample", type=int, help="only so many, chosen at random")
+    parser.add_argument("--generated", type=int, help="so many that a machine plants instead")
+    parser.add_argument("--tests", default="", help="of tests whose paths have one of these words")
     parser.add_argument("--shuffle", action="store_true", help="in random order")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("-k", dest="words", default="", help="only those whose name or file has it")

@@ -16,6 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FULL_MARK = "pytest.mark.full"
 
+LONGEST_SECONDS = 240.0
+"""A bug that makes its tests hang has been noticed after so long."""
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -28,6 +31,10 @@ class Mutant:
     tests: tuple[str, ...]
     harmless: str = ""
     """Why no test can notice; then there are none."""
+    seconds: float = LONGEST_SECONDS
+    """How long its tests may take; longer, and it has been noticed."""
+    by_machine: bool = False
+    """Whether nobody has looked at it. If it cannot be imported, that is noticed, too."""
 
     def stale(self) -> str:
         """Why the list and the tree do not fit together; empty where they do."""

@@ -3,29 +3,32 @@
 The copy comes first in PYTHONPATH, which every process inherits that the tests start, programs and
 Spark's Python workers too; that it is really the copy's ``saf`` which they import is asked before
 the first bug is planted. They share one server, whose template was migrated before; the tests of a
-bug in a migration start their own. No bytecode is written, because a file that changes twice within
-a second and keeps its size would still be taken for the one before.
+bug in a migration start their own. Bytecode is compared by the hash of its source, because a file
+that changes twice within a second and keeps its size would else be taken for the one before. pytest
+is forked from a process that has imported what belongs to others (`tests.mutants.warm`).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from compileall import compile_dir
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 from saf.broker.migrate import migrate
 from saf.testing.databases import Database, Databases, embedded_server
 from tests.conftest import LENT
-from tests.mutants.mutant import ROOT, Mutant
+from tests.mutants.mutant import LONGEST_SECONDS, ROOT, Mutant
 from tests.tiers import CHECK
 
 LEFT_OUT = shutil.ignore_patterns(
@@ -33,17 +36,15 @@ LEFT_OUT = shutil.ignore_patterns(
     *("build", "dist", "spark-warehouse"),
 )
 
-LONGEST_SECONDS = 240.0
-"""A bug that makes its tests hang has been noticed after so long."""
-
 # One server version is enough: what differs between them is not what is planted
 OPTIONS = (
     *("-x", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider"),
     *("-k", "not postgresql-15 and not postgresql-16"),
 )
 
-FAILED = 1
-"""pytest's exit code where tests ran and some failed; others mean that they did not run."""
+FAILED, NO_TESTS = 1, 5
+"""pytest's exit codes where tests ran and some failed, and where there were none to run. Others
+mean that they did not run."""
 
 
 class Fate(StrEnum):
@@ -71,16 +72,42 @@ class Field:
     def __init__(self, folder: Path, template: Database) -> None:
         self.tree = folder / "saf"
         shutil.copytree(ROOT, self.tree, ignore=LEFT_OUT, symlinks=True)
-        self._environment = os.environ | {
+        self.environment = os.environ | {
             "PYTHONPATH": str(self.tree),
             "PYTHONDONTWRITEBYTECODE": "1",
             LENT: template.dsn.conninfo,
             "SAF_TESTS": CHECK,  # the gate's tests are the ones to catch it
         }
         asked = "import saf, tests; print(saf.__file__, tests.__path__)"
-        answer = self._run([sys.executable, "-c", asked], folder)
+        answer = self.run([sys.executable, "-c", asked], folder)
         if answer.stdout.count(str(self.tree)) != 2:
             raise RuntimeError(f"tests would not run in the copy: {answer.stdout}")
+        compile_dir(self.tree, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+        self._said = folder / "said"
+        self._warm = self._warmed()
+
+    def close(self) -> None:
+        """End what has been started."""
+        with self._warm:  # closes its pipes, by which it ends
+            pass
+
+    def _warmed(self) -> subprocess.Popen[str]:
+        """The process that pytest is forked from; see `tests.mutants.warm`."""
+        program = str(self.tree / "tests" / "mutants" / "warm.py")
+        listed = self.run([sys.executable, program, str(self.tree)], self.tree)
+        warm = subprocess.Popen(
+            [sys.executable, program],
+            cwd=self.tree,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process, which closes the pipe
+        )
+        assert warm.stdin is not None
+        warm.stdin.write(f"{listed.stdout.strip()}\n")
+        warm.stdin.flush()
+        return warm
 
     def plant(self, mutant: Mutant) -> Verdict:
         """Plant one bug, run its tests, and take it out again."""
@@ -90,27 +117,55 @@ class Field:
             return Verdict(mutant=mutant, fate=Fate.HARMLESS, said=mutant.harmless)
         file = self.tree / mutant.file
         whole = file.read_text()
-        began = time.monotonic()
         try:
             file.write_text(whole.replace(mutant.before, mutant.after))
             tests = [f"tests/{test}" for test in mutant.tests]
-            alone = mutant.file.startswith("migrations/")
-            command = [sys.executable, "-m", "pytest", *OPTIONS, *tests]
-            ran = self._run(command, self.tree, alone=alone)
-        except subprocess.TimeoutExpired:
-            return Verdict(mutant=mutant, fate=Fate.CAUGHT, seconds=LONGEST_SECONDS, said="hung")
+            code, took, said = self._pytest(
+                [*OPTIONS, *tests], mutant.seconds, alone=mutant.file.startswith("migrations/")
+            )
         finally:
             file.write_text(whole)
-        fate = {0: Fate.SURVIVED, FAILED: Fate.CAUGHT}.get(ran.returncode, Fate.BROKEN)
-        seconds = time.monotonic() - began
-        return Verdict(mutant=mutant, fate=fate, seconds=seconds, said=ran.stdout + ran.stderr)
+        if code is None:
+            return Verdict(mutant=mutant, fate=Fate.CAUGHT, seconds=took, said="hung")
+        fate = {0: Fate.SURVIVED, FAILED: Fate.CAUGHT}.get(code, Fate.BROKEN)
+        if mutant.by_machine and code not in (0, NO_TESTS) and "ERROR: not found:" not in said:
+            fate = Fate.CAUGHT
+        return Verdict(mutant=mutant, fate=fate, seconds=took, said=said)
 
-    def _run(
-        self, command: list[str], folder: Path, *, alone: bool = False
-    ) -> subprocess.CompletedProcess[str]:
-        environment = self._environment.copy()
+    def _pytest(
+        self, arguments: list[str], seconds: float, *, alone: bool
+    ) -> tuple[int | None, float, str]:
+        """Run pytest; return its exit code (None: it hung), the seconds, and what it said."""
+        environment = self.environment.copy()
         if alone:
             del environment[LENT]
+        given = {
+            "arguments": arguments,
+            "environment": environment,
+            "folder": str(self.tree),
+            "said": str(self._said),
+            "seconds": seconds,
+        }
+        assert self._warm.stdin
+        assert self._warm.stdout
+        self._warm.stdin.write(f"{json.dumps(given)}\n")
+        self._warm.stdin.flush()
+        answer = json.loads(self._warm.stdout.readline())
+        return answer["code"], answer["seconds"], self._said.read_text(errors="replace")
+
+    def run(
+        self,
+        command: list[str],
+        folder: Path,
+        more: Mapping[str, str] | None = None,
+        seconds: float | None = LONGEST_SECONDS,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command with the copy's modules, with more variables in its environment.
+
+        Raises:
+            subprocess.TimeoutExpired: it took longer.
+        """
+        environment = self.environment | (more or {})
         # a session of its own, so that what hangs can be ended with all that it has started
         with subprocess.Popen(
             command,
@@ -122,7 +177,7 @@ class Field:
             start_new_session=True,
         ) as process:
             try:
-                out, err = process.communicate(timeout=LONGEST_SECONDS)
+                out, err = process.communicate(timeout=seconds)
             except BaseException:
                 os.killpg(process.pid, signal.SIGINT)  # its servers do not stay behind
                 try:
@@ -140,4 +195,5 @@ def field() -> Iterator[Field]:
         with closing(Databases(server.dsn("postgres"))) as databases:
             template = databases.create("template")
         migrate(template.dsn)
-        yield Field(Path(folder), template)
+        with closing(Field(Path(folder), template)) as ground:
+            yield ground

@@ -1,0 +1,1 @@
+"""What is in the processes of a recorded run; see `tests.mutants.recording`."""
