@@ -127,7 +127,8 @@ def _work(number: int) -> Work:
         broker=f"tenants/tenant_{number}",
         source=UUID(int=number),
         dsn=Dsn(
-            f"host=db{number % 100}.example.com dbname=tenant_{number} user=saf_forwarder password=x"
+            f"host=db{number % 100}.example.com dbname=tenant_{number} "
+            "user=saf_forwarder password=x"
         ),
         batch=batch,
         routes=Routes(routes=(Route(destination="mom"),)),
