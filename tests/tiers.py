@@ -23,7 +23,69 @@ if TIER not in (TEST, CHECK, FULL):
 LATER = {TEST: (CHECK, FULL), CHECK: (FULL,), FULL: ()}
 """The marks of the tests that a tier leaves out."""
 
-FIRST_RUN: tuple[str, ...] = ()
+FIRST_RUN: tuple[str, ...] = (
+    "unit",
+    # the ten guarantees
+    "contract/test_1_atomic.py",
+    "contract/test_2_no_loss.py",
+    "contract/test_3_order.py",
+    "contract/test_4_quality_of_service.py",
+    "contract/test_5_fenced.py",
+    "contract/test_6_durable.py",
+    "contract/test_7_isolated.py",
+    "contract/test_8_restartable.py",
+    "contract/test_9_bounded.py",
+    "contract/test_10_honest.py",
+    # what was set back, and its repair
+    "contract/test_set_back.py",
+    "contract/test_rebase.py",
+    "contract/test_reconciling.py",
+    "contract/test_replay.py",
+    # setting aside
+    "contract/test_set_aside_once.py",
+    "contract/test_set_aside_crash.py",
+    "contract/test_dead_letters.py",
+    "contract/test_decide_parked.py",
+    "contract/test_lanes_in_order.py",
+    # owners and the ring
+    "contract/test_owners.py",
+    "contract/test_one_alone.py",
+    "contract/test_ring.py",
+    "contract/test_purging.py",
+    # receiving
+    "contract/test_receive.py",
+    "contract/test_worker.py",
+    "contract/test_savepoints.py",
+    "contract/test_stopping.py",
+    "contract/test_delayed.py",
+    # dialogs
+    "contract/test_dialogs.py",
+    "contract/test_dialog_errors.py",
+    "contract/test_dialog_fragments.py",
+    "contract/test_dialog_groups.py",
+    "contract/test_dialogs_set_back.py",
+    # dispatching
+    "contract/test_dispatch.py",
+    "contract/test_dispatch_owners.py",
+    "contract/test_dispatch_running.py",
+    "contract/test_hostile_endpoints.py",
+    # destinations and routes
+    "contract/test_destination_conformance.py",
+    "contract/test_jsonl.py",
+    "contract/test_routes.py",
+    "contract/test_routers.py",
+    # streams and sinks of Spark, without a JVM
+    "contract/test_streams.py",
+    "contract/test_sinks.py",
+    # sending, the README's own commands
+    "integration/test_outbox.py",
+    "integration/test_sending.py",
+    "integration/test_readme.py",
+    # a thin slice of Spark
+    "spark/test_forward.py",
+    "spark/test_streams_on_spark.py",
+    "spark/test_sinks_on_spark.py",
+)
 """The files and folders, below tests/, that `make test` runs."""
 
 

@@ -106,6 +106,7 @@ def test_a_micro_batch_that_comes_again_is_not_in_the_table_twice(
     assert in_the_lake(tmp_path) == (115, 115, 1, 115, 115)
 
 
+@pytest.mark.full
 def test_python_workers_that_are_killed_in_mid_stream_cost_another_attempt_and_no_message(
     app: Dsn, config: Path, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ PLANTED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "bug"), PLANTED)
 def test_a_planted_bug_is_found(
     made: Callable[[str], Make],
