@@ -10,6 +10,7 @@
     │   ├── MissingExtra          an optional dependency is not installed
     │   ├── NotThisStream         a stream's subscription and its checkpoint are not of one another
     │   ├── CannotReadBack        what a destination holds cannot be read
+    │   ├── MemberMissing         a member of a fleet that was met before is not listed
     │   ├── SameBroker            two databases have one broker_id
     │   ├── Braked                a destination has rejected too many messages in a row
     │   ├── DialogError           something is wrong with a dialog, or with what was asked of it
@@ -199,6 +200,23 @@ class SameBroker(UsageError):
         self.copy = copy
         self.original = original
         self.broker_id = broker_id
+
+
+class MemberMissing(UsageError):
+    """A member of a fleet was forwarded before, and its fleet does not list it any more."""
+
+    def __init__(self, fleet: str, member: str, *, closed: bool) -> None:
+        why = (
+            "its database allows no connections"
+            if closed
+            else f"fleet {fleet!r} no longer lists it: it was dropped, renamed or taken out"
+        )
+        super().__init__(
+            f"{member!r} was forwarded before, and is missing: {why}. Nobody forwards what it has "
+            f"left; if it is gone for good, run `saf fleet forget {shlex.quote(member)}`"
+        )
+        self.fleet = fleet
+        self.member = member
 
 
 class DialogError(UsageError):

@@ -663,6 +663,18 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         comment="lanes that wait: when they are tried next, shared by all members",
     )
     sa.Table(
+        "fleet_member",
+        metadata,
+        sa.Column("fleet", sa.Text),
+        sa.Column("name", sa.Text, comment="FLEET/NAME, as commands call it"),
+        sa.Column("broker_id", pg.UUID, comment="NULL: it had nothing to forward when it was met"),
+        sa.Column("met_at", moment, nullable=False, server_default=now),
+        sa.Column("missing_since", moment, comment="NULL: its fleet lists it"),
+        sa.PrimaryKeyConstraint("fleet", "name"),
+        comment="at a store: the members of fleets that forwarders have met, so that a missing one "
+        "is noticed",
+    )
+    sa.Table(
         "rejecting",
         metadata,
         sa.Column("subscription_id", sa.Integer),

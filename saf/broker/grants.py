@@ -283,6 +283,11 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
             "acknowledged": ACKNOWLEDGING,
             "taken_out": {"SELECT": WHOLE},
+            "fleet_member": {
+                "SELECT": WHOLE,
+                "INSERT": ("fleet", "name", "broker_id"),
+                "UPDATE": ("broker_id", "missing_since"),
+            },
             "rejecting": {
                 "SELECT": WHOLE,
                 "INSERT": WHOLE,
@@ -385,6 +390,8 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             # locking a row asks for the right to update some column
             "dead_letter": {"SELECT": WHOLE, "UPDATE": ("error",), "DELETE": WHOLE},
             "service": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
+            "fleet_member": {"SELECT": WHOLE, "DELETE": WHOLE},
+            "rejecting": {"SELECT": WHOLE},
             "subscription": {
                 "SELECT": WHOLE,
                 "INSERT": ("name", "log", "service", "stream"),

@@ -29,6 +29,7 @@ from saf.cli import (
     dispatch,
     doctor,
     endpoint,
+    fleet,
     forward,
     grant,
     inbox,
@@ -105,6 +106,7 @@ app.command("worker")(worker.command)
 app.command("dispatch")(dispatch.command)
 app.add_typer(endpoint.app, name="endpoint")
 app.add_typer(broker.app, name="broker")
+app.add_typer(fleet.app, name="fleet")
 app.add_typer(route.app, name="route")
 app.add_typer(topic.app, name="topic")
 app.add_typer(router.app, name="router")

@@ -169,6 +169,12 @@ def show(summary: Summary, *, as_json: bool) -> None:
     if summary.idle and not summary.problems:
         line = "nothing to do: other forwarders hold all shards"
     echo(line + (", stopped on request" if summary.stopped else ""))
+    for name, early in summary.early.items():
+        echo(
+            f"saf: {counted(early, 'message')} for destination {name!r} went before deliver_at: "
+            "only an inbox holds a message until then",
+            err=True,
+        )
     said = {problem["error"] for problem in summary.problems}
     for lane in summary.waiting:
         if lane["error"] in said:

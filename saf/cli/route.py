@@ -98,6 +98,13 @@ def add(
     what = _named(destination, service, to_broker)
     for where, new in added.items():
         _say(where, what, "added" if new else "changed", "from now on" if local else NEXT_BATCH)
+    there = settings.destinations[destination]
+    if not there.capabilities.holds:
+        echo(
+            f"saf: destination {destination!r} of kind {there.kind!r} holds no message until its "
+            "deliver_at: it gets the message at once, with the time as a column or header",
+            err=True,
+        )
     round_.finish(say=True)
 
 

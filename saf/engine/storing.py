@@ -8,6 +8,7 @@ destination that rejects one message after the other is given no more (`saf.engi
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from time import monotonic, perf_counter
 from uuid import UUID
 
@@ -200,8 +201,19 @@ class Storing:
         self.receipts.of(part.destination).messages += messages
         self.receipts.delivered(part.destination, part.rows)
         self.receipts.stored(part.destination, part.rows.num_rows, seconds)
+        self.receipts.of(part.destination).early += self._early(part)
         if "parked_id" in part.rows.column_names:
             self.receipts.of(part.destination).retried += messages
+
+    def _early(self, part: Part) -> int:
+        """Return how many messages a destination that holds none got before their time."""
+        assert part.destination is not None  # noqa: S101 - it was stored there
+        times = part.rows["deliver_at"]
+        holds = self.rules.destinations[part.destination].capabilities.holds
+        if holds or times.null_count == len(times):
+            return 0
+        early = pc.sum(pc.greater(times, pa.scalar(datetime.now(UTC), times.type))).as_py()
+        return int(early or 0)
 
     def not_stored(self, part: Part, rows: pa.Table, set_aside: SetAside) -> pa.Table:
         """Ask its destination which rows of a part it has not stored before.

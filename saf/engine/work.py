@@ -118,6 +118,8 @@ class Receipt:
     dropped: int = 0
     left_out: int = 0
     """Messages of which a transform has made nothing."""
+    early: int = 0
+    """Messages that the destination got before their deliver_at, because it holds none."""
     services: dict[str, int] = field(default_factory=dict)
     """Messages by service that the destination has now: stored, or dropped because it had them."""
     parked: int = 0

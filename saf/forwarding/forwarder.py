@@ -449,6 +449,9 @@ class Forwarder:
         self.summary.forwarded += receipt.messages
         self.summary.dropped += receipt.dropped
         self.summary.left_out += receipt.left_out
+        if receipt.early:
+            early = self.summary.early
+            early[receipt.destination] = early.get(receipt.destination, 0) + receipt.early
         if receipt.down:
             self._note_down([receipt.destination])
 

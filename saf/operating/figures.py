@@ -70,6 +70,9 @@ DROPPED = """
 SELECT s.name, d.reason, sum(d.messages)::bigint
 FROM saf.dropped d JOIN saf.subscription s USING (subscription_id) GROUP BY 1, 2
 """
+MISSING = """
+SELECT fleet, count(*) FILTER (WHERE missing_since IS NOT NULL) FROM saf.fleet_member GROUP BY 1
+"""
 MEMBERS = """
 SELECT s.log, s.name, array_remove(array_agg(m.lease_until), NULL)
 FROM saf.subscription s LEFT JOIN saf.member m USING (subscription_id)
@@ -258,6 +261,8 @@ def _set_aside(connection: psycopg.Connection[Any], broker: str) -> Iterator[Sam
         yield _age(m.OLDEST_PARKED, since, broker, *lane)
     for name, reason, count in fetch(connection, sql.SQL(DEAD).format(**most)):
         yield _sample(m.DEAD, count, broker, name, reason)
+    for fleet, count in fetch(connection, MISSING):
+        yield _sample(m.MISSING_MEMBERS, count, broker, fleet)
     for name, reason, count in fetch(connection, DROPPED):
         yield _sample(m.DROPPED, count, broker, name, reason)
 

@@ -32,7 +32,12 @@ class Postgresql(DestinationSettings):
     """A broker's inbox: where it is."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        exactly_once=True, fences=True, knows_services=True, reads_back=True, takes_parts=True
+        holds=True,
+        exactly_once=True,
+        fences=True,
+        knows_services=True,
+        reads_back=True,
+        takes_parts=True,
     )
 
     kind: Literal["postgresql"] = "postgresql"

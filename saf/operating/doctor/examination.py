@@ -12,11 +12,19 @@ from uuid import UUID
 
 import psycopg
 
+from saf.broker.fleet_members import missing
 from saf.config import Settings
 from saf.database import HAS_SCHEMA, LOST, Dsn, Meaning, meaning, refusal
 from saf.database.refusal import SILENT
-from saf.errors import ConfigurationError, Refused, SameBroker, Unavailable
-from saf.fleets import Candidate, ask_all
+from saf.errors import (
+    ConfigurationError,
+    MemberMissing,
+    Refused,
+    SafError,
+    SameBroker,
+    Unavailable,
+)
+from saf.fleets import Candidate, Listing, ask_all, memory
 from saf.operating.doctor.ageing import (
     dialogs_blocked,
     dialogs_expired,
@@ -186,6 +194,28 @@ def _elsewhere(config: Settings) -> Iterator[Finding]:
             yield Finding(check="promise", where=where, severity="warning", what=what, cure=to_do)
 
 
+def _missing(config: Settings, listing: Listing) -> Iterator[Finding]:
+    """Find members of fleets that forwarders have met and that are not listed any more."""
+    there = memory(config)
+    asked = {*config.fleets} - listing.unlisted
+    if there is None or not asked:
+        return
+    try:
+        known = there.known(asked)
+    except (SafError, psycopg.Error):
+        return  # the examination of the store says so
+    for one in missing(known, listing.brokers):
+        error = MemberMissing(one.fleet, one.name, closed=one.name in listing.closed)
+        cure = shlex.join(("saf", "fleet", "forget", one.name))
+        yield Finding(
+            check="fleet_member",
+            where=f"fleet {one.fleet!r}",
+            severity="error",
+            what=str(error),
+            cure=f"bring it back; or, if it is gone for good, {cure}",
+        )
+
+
 def _place(patient: Patient) -> Iterator[Place]:
     """Give which broker of which database it is, if it says."""
     try:
@@ -226,6 +256,7 @@ def _fleets(
         else:
             to_do = "mend its row or its query; the others are forwarded meanwhile"
             yield Finding(check="fleet", where=where, severity="error", what=str(error), cure=to_do)
+    yield from _missing(config, listing)
     for name, broker in listing.brokers.items():
         where = f"broker {name!r}"
         try:

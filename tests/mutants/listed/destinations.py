@@ -56,6 +56,14 @@ MUTANTS: list[Mutant] = [
         "test_in_a_cluster_the_rights_that_the_page_lists_are_enough_and_one_that_lacks_is_named",
     ),
     mutant(
+        "nobody hears of what went before its deliver_at",
+        "saf/engine/storing.py",
+        "if holds or times.null_count == len(times):",
+        "if True:",
+        "contract/test_given_early.py::"
+        "test_a_run_counts_what_went_before_its_time_to_a_destination_that_holds_none",
+    ),
+    mutant(
         "what a client raises is the fault of each message",
         "saf/engine/destination_sessions.py",
         """            with self._blamed(name):

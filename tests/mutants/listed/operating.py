@@ -50,6 +50,14 @@ MUTANTS: list[Mutant] = [
         f"{OF_DOCTOR}::test_a_full_disk_of_a_store_is_found_at_the_first_attempt",
     ),
     mutant(
+        "a member of a fleet that is gone is not missed",
+        "saf/broker/fleet_members.py",
+        "member for member in known if member.name not in listed and",
+        "member for member in known if False and",
+        "integration/test_missing_members.py::"
+        "test_a_member_that_is_not_listed_any_more_is_a_problem_a_metric_and_a_row_in_the_doctor",
+    ),
+    mutant(
         "a copy is forwarded beside its original",
         "saf/forwarding/roster.py",
         "return [item for item in found if item.broker not in copies]",
@@ -342,8 +350,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "templates are asked for their messages",
         FLEETS,
-        "WHERE datallowconn AND NOT datistemplate",
-        "WHERE datallowconn",
+        "WHERE NOT datistemplate ORDER",
+        "ORDER",
         f"{OF_FLEETS}::test_a_pattern_finds_no_templates",
     ),
     mutant(
