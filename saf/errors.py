@@ -23,6 +23,7 @@
     │   │       └── SchemaViolation
     │   └── SchemaError           the database is not a broker that this version can use
     │       ├── SchemaMissing     no ``saf`` schema: run ``saf migrate``
+    │       ├── SchemaEmpty       the tables are there without saf's own rows
     │       ├── SchemaMismatch    older or newer than this library
     │       └── Restored          of another cluster, or of an older state: run ``saf rebase``
     ├── StopTimeout               a worker was told to stop, and its message in hand took too long
@@ -274,6 +275,19 @@ class SchemaMissing(SchemaError):
     def __init__(self, database: str) -> None:
         super().__init__(
             f"database {database!r} has no saf schema: run `saf migrate --dsn …` on it"
+        )
+        self.database = database
+
+
+class SchemaEmpty(SchemaError):
+    """The tables of the ``saf`` schema are there, and not the row that says their revision."""
+
+    def __init__(self, database: str) -> None:
+        super().__init__(
+            f"database {database!r} has the tables of saf without saf's own rows: it is a copy of "
+            "the schema alone (pg_dump --schema-only), or somebody has emptied all tables. Copy "
+            "the rows of the schema saf, too; or, if no message in it is needed, DROP SCHEMA saf "
+            "CASCADE, and run `saf migrate --dsn …` on it"
         )
         self.database = database
 

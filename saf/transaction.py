@@ -27,7 +27,7 @@ from saf.database import (
     Meaning,
     backslashes,
     meaning,
-    require_revision,
+    require_schema,
 )
 from saf.database.poolers import unprepared
 from saf.errors import AutocommitError, ConfigurationError, UsageError
@@ -144,7 +144,7 @@ class Entrance:
         ((exists,),) = yield HAS_SCHEMA
         ((name, process),) = yield WHO_AND_WHERE
         found = (yield SCHEMA_REVISION) if exists else []
-        require_revision(str(name), found[0][0] if found else None)
+        require_schema(str(name), exists, found)
         pooled = self._checked[transaction.database] = transaction.process not in (None, process)
         return pooled
 

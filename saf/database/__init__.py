@@ -21,6 +21,7 @@ from saf.database.revision import (
     SCHEMA_REVISION,
     check_schema,
     require_revision,
+    require_schema,
 )
 from saf.database.sqlstates import Meaning, meaning, translated
 
@@ -40,6 +41,7 @@ __all__ = [
     "meaning",
     "refuse_unescaped",
     "require_revision",
+    "require_schema",
     "translated",
     "unavailable_if_lost",
     "without_driver",
