@@ -33,7 +33,7 @@ from saf.database import (
     Meaning,
     backslashes,
     meaning,
-    require_revision,
+    require_schema,
 )
 from saf.database.poolers import unprepared
 from saf.errors import AutocommitError, ConfigurationError, RowsGone, UsageError
@@ -64,7 +64,7 @@ THE_CONNECTION = (
 """The way out for a Session that has several engines."""
 # A table's size needs no right on the table: a sender may not read saf.broker. It is 0 after a
 # TRUNCATE, and in a copy of the schema alone.
-WHO_AND_WHERE = """SELECT current_database(), pg_backend_pid(), count(*) > 0,
+WHO_AND_WHERE = """SELECT current_database(), pg_backend_pid(),
        coalesce(sum(pg_relation_size(c.oid)), 1) = 0
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = 'saf' AND c.relname = 'broker'
@@ -160,9 +160,9 @@ class Entrance:
         """
         # asks first whether the table exists: a failed query would abort the caller's transaction
         ((exists,),) = yield HAS_SCHEMA
-        ((name, process, tables, is_empty),) = yield WHO_AND_WHERE
+        ((name, process, is_empty),) = yield WHO_AND_WHERE
         found = (yield SCHEMA_REVISION) if exists else []
-        require_revision(str(name), found[0][0] if found else None, tables=bool(tables))
+        require_schema(str(name), exists, found)
         if is_empty:
             raise RowsGone(str(name), ["saf.broker is empty"])
         pooled = self._checked[transaction.database] = transaction.process not in (None, process)

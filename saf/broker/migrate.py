@@ -20,7 +20,7 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 
-from saf.database import REVISION, Dsn
+from saf.database import HAS_SCHEMA, REVISION, SCHEMA_REVISION, Dsn
 from saf.errors import ConfigurationError, RowsGone, SafError, SchemaMismatch, Unavailable
 from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS
 
@@ -29,10 +29,6 @@ OLDEST_SERVER = 150000
 SERVER = """
 SELECT current_setting('server_version_num')::int, current_setting('server_version'),
        current_setting('server_encoding'), current_database()
-"""
-
-FOUND = """
-SELECT (SELECT shards FROM saf.broker), (SELECT version_num FROM saf.alembic_version)
 """
 
 
@@ -48,6 +44,7 @@ def migrate(dsn: Dsn, shards: int | None = None, revision: str = "head") -> None
     Raises:
         ConfigurationError: the number of shards, the user's rights, or the server will not do.
         SchemaMismatch: the database is newer than this library.
+        RowsGone: its tables exist without their rows, as in a copy of the schema alone.
         Unavailable: the server does not answer, or ended the migration; nothing has changed.
     """
     if shards is not None:
@@ -106,12 +103,14 @@ def settle(connection: sa.Connection, asked: int | None) -> int:
         raise ConfigurationError(
             f"database {database!r} is encoded in {encoding}: saf needs one with ENCODING 'UTF8'"
         )
+    exists = connection.exec_driver_sql(HAS_SCHEMA).scalar()
+    if exists and not connection.exec_driver_sql(SCHEMA_REVISION).all():
+        raise RowsGone(database, ["saf.alembic_version is empty"])
     found = None
     if connection.exec_driver_sql("SELECT to_regclass('saf.broker')").scalar():
-        found, revision = connection.exec_driver_sql(FOUND).one()
-        if found is None or revision is None:
-            what = "saf.broker has no row" if found is None else "saf.alembic_version is empty"
-            raise RowsGone(database, [what])
+        found = connection.exec_driver_sql("SELECT shards FROM saf.broker").scalar()
+        if exists and found is None:
+            raise RowsGone(database, ["saf.broker has no row"])
     if found and asked and found != asked:
         raise ConfigurationError(
             f"database {database!r} has {found} shards, fixed by its first migration: "

@@ -56,7 +56,7 @@ from saf.cli import (
     ui,
     worker,
 )
-from saf.cli.console import echo, plain_console, shown_event
+from saf.cli.console import echo, plain_console, shown_event, write_any_character
 from saf.cli.exit_codes import INTERRUPTED, in_words
 from saf.database import REVISION
 from saf.errors import SafError
@@ -150,6 +150,7 @@ def commands() -> Callable[..., None]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code."""
+    write_any_character()
     _configure_logging()
     try:
         commands()(list(arguments) if arguments is not None else None)

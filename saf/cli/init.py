@@ -73,7 +73,7 @@ def command(
             with places[name].connect(role="grant", autocommit=True) as connection:
                 grant(connection, str(role), [kind])
             echo(f"{name}: role {role} is {kind}")
-    with config.open("x") as file:
+    with config.open("x", encoding="utf-8") as file:
         file.write(text)
     echo(
         f"wrote {config}: {SOURCE} is its source and {STORE} its destination; it explains the rest"
@@ -110,7 +110,7 @@ def _refuse_one(places: dict[str, Dsn]) -> None:
 
 def _file(places: dict[str, Dsn]) -> str:
     """The commented saf.toml, with the DSNs that are not in the environment."""
-    text = _template().read_text()
+    text = _template().read_text(encoding="utf-8")
     for name, dsn in places.items():
         variable = f"{name.upper()}_DSN"
         if _said_by(variable) == dsn.conninfo:

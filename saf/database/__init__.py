@@ -19,11 +19,11 @@ from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
 from saf.database.dsn import Dsn, refuse_unescaped, without_driver
 from saf.database.revision import (
     HAS_SCHEMA,
-    HAS_TABLES,
     REVISION,
     SCHEMA_REVISION,
     check_schema,
     require_revision,
+    require_schema,
 )
 from saf.database.sqlstates import Meaning, meaning, translated
 
@@ -31,7 +31,6 @@ __all__ = [
     "CONNECT_TIMEOUT_SECONDS",
     "DURABLY",
     "HAS_SCHEMA",
-    "HAS_TABLES",
     "LOST",
     "REVISION",
     "SCHEMA_REVISION",
@@ -45,6 +44,7 @@ __all__ = [
     "of_broker",
     "refuse_unescaped",
     "require_revision",
+    "require_schema",
     "the_row",
     "translated",
     "unavailable_if_lost",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import psycopg
@@ -14,13 +15,12 @@ REVISION = "0036"
 
 SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
 # Not to_regclass: for a user without USAGE on the schema it fails, and with it the transaction.
+# Alembic's table outlives a downgrade to the beginning.
 HAS_SCHEMA = """
-SELECT EXISTS (
-    SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-    WHERE n.nspname = 'saf' AND c.relname = 'alembic_version')
+SELECT count(*) = 2
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = 'saf' AND c.relname IN ('alembic_version', 'broker')
 """
-# A downgrade to nothing leaves Alembic's table behind, without a row
-HAS_TABLES = HAS_SCHEMA.replace("alembic_version", "broker")
 
 
 def check_schema(connection: psycopg.Connection[Any]) -> None:
@@ -30,22 +30,27 @@ def check_schema(connection: psycopg.Connection[Any]) -> None:
     transaction.
 
     Raises:
-        SchemaMissing, SchemaMismatch, RowsGone: the error names the command that mends it.
+        SchemaMissing, SchemaMismatch, RowsGone: the error names the command that repairs it.
     """
     ((exists,),) = fetch(connection, HAS_SCHEMA)
     found = fetch(connection, SCHEMA_REVISION) if exists else []
-    tables = exists and not found and fetch(connection, HAS_TABLES) == [(True,)]
-    require_revision(connection.info.dbname, found[0][0] if found else None, tables=tables)
+    require_schema(connection.info.dbname, exists, found)
 
 
-def require_revision(database: str, found: str | None, *, tables: bool = False) -> None:
-    """Raise unless ``found``, the revision read from ``database``, is the library's own.
+def require_schema(database: str, exists: object, found: Sequence[Sequence[Any]]) -> None:
+    """Raise unless ``database`` has the library's own revision.
 
-    If no revision is found although the ``tables`` exist, rows are gone.
+    ``exists`` is the answer to `HAS_SCHEMA`, and ``found`` the rows of `SCHEMA_REVISION`.
     """
-    if found is None and tables:
-        raise RowsGone(database, ["saf.alembic_version is empty"])
-    if found is None:
+    if not exists:
         raise SchemaMissing(database)
+    if not found:
+        raise RowsGone(database, ["saf.alembic_version is empty"])
+    ((revision,),) = found
+    require_revision(database, revision)
+
+
+def require_revision(database: str, found: str) -> None:
+    """Raise unless ``found``, the revision read from ``database``, is the library's own."""
     if found != REVISION:
         raise SchemaMismatch(database, found, REVISION)

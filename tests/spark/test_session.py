@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from saf.spark import java, jvm
-from tests.needed import needed
+from tests.needed import absent, needed
 from tests.tiers import sized
 
 START = """
@@ -100,6 +100,8 @@ def test_a_user_without_a_name_on_a_host_whose_name_does_not_resolve_starts_a_se
     shared_cache: Path,
 ) -> None:
     """As in containers of OpenShift, which run as any number."""
+    if subprocess.run([*NOWHERE, *NOBODY, "true"], check=False, capture_output=True).returncode:
+        absent("no user namespaces here: sysctl kernel.unprivileged_userns_clone=1, or run as root")
     program = [sys.executable, "-c", START + "print(spark.sparkUser())" + COUNT + STOP]
     done = subprocess.run(
         [*NOWHERE, *NOBODY, *program],

@@ -70,7 +70,7 @@ class Files:
             # without pyarrow's stream around it, which passes buffers; deltalake takes only bytes
             upload = self._store._handler.open_output_stream(path, None)
             upload.write(content)
-            upload.close()  # until then, there is no file
+            upload.close()  # type: ignore[attr-defined] # until then, there is no file
             return
         file = self._folder / path
         if file.parent != self._folder and not file.parent.exists():

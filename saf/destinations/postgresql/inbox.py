@@ -27,7 +27,6 @@ from saf.broker.restored import IS_RESTORED
 from saf.columns import COLUMNS, JSON, UUIDS
 from saf.database import (
     HAS_SCHEMA,
-    HAS_TABLES,
     SCHEMA_REVISION,
     Dsn,
     Meaning,
@@ -36,6 +35,7 @@ from saf.database import (
     connections,
     meaning,
     require_revision,
+    require_schema,
     translated,
 )
 from saf.destinations import Chunk, Stored
@@ -329,8 +329,7 @@ class PostgresInbox:
         """Raise if there is no schema, or another revision's."""
         ((exists,),) = cursor.ask(HAS_SCHEMA)
         found = cursor.ask(SCHEMA_REVISION) if exists else []
-        tables = exists and not found and cursor.ask(HAS_TABLES) == [(True,)]
-        require_revision(self.dsn.database, found[0][0] if found else None, tables=tables)
+        require_schema(self.dsn.database, exists, found)
 
     def _translate(self, error: adbc.Error) -> Exception:
         reason = self.dsn.redact(str(error))

@@ -580,4 +580,26 @@ MUTANTS: list[Mutant] = [
         "        for process in [*running.values()][:-1]:\n            process.terminate()\n",
         "contract/test_worker.py::test_sigterm_while_a_process_is_started_ends_that_one_too",
     ),
+    mutant(
+        "a copy of the schema alone is sent round and round",
+        "saf/broker/migrate.py",
+        "if exists and not connection.exec_driver_sql(SCHEMA_REVISION).all():",
+        "if False:",
+        "migration/test_migrations.py::"
+        "test_a_copy_of_the_schema_alone_is_told_what_to_do_whoever_asks",
+    ),
+    mutant(
+        "a file of settings is read as the locale says",
+        "saf/config.py",
+        "path.read_text(encoding=ENCODING)",
+        "path.read_text()",
+        "unit/test_config.py::test_a_file_is_utf_8_whatever_the_locale_is",
+    ),
+    mutant(
+        "what the locale cannot encode ends the command",
+        "saf/cli/__init__.py",
+        "    write_any_character()\n    _configure_logging()\n",
+        "    _configure_logging()\n",
+        "unit/test_config.py::test_what_the_locale_cannot_encode_is_printed_nevertheless",
+    ),
 ]

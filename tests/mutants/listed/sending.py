@@ -179,8 +179,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a database that was refused is accepted the next time",
         TRANSACTION,
-        "        require_revision(str(name)",
-        "        self._checked[transaction.database] = False\n        require_revision(str(name)",
+        "        require_schema(str(name)",
+        "        self._checked[transaction.database] = False\n        require_schema(str(name)",
         f"{ENTRANCE}::test_a_database_that_was_refused_is_refused_again",
     ),
     mutant(
