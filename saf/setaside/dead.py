@@ -7,7 +7,7 @@ what a person does with them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -54,14 +54,15 @@ FROM saf.{{table}} JOIN unnest(%(shards)s::smallint[], %(ids)s::bigint[], %(reas
 WHERE NOT EXISTS (
     SELECT FROM saf.dead_letter d
     WHERE d.subscription_id = %(subscription_id)s AND d.destination = %(destination)s
-      AND d.shard = {{table}}.shard AND d.id = {{table}}.id)
+      AND d.shard = {{table}}.shard AND d.id = {{table}}.id
+      AND d.message_id = {{table}}.message_id)
 ORDER BY {{id}}
 """
 
 KNOWN = """
-SELECT id FROM saf.dead_letter
+SELECT message_id FROM saf.dead_letter
 WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
-  AND id = ANY (%(ids)s)
+  AND (id, message_id) IN (SELECT * FROM unnest(%(ids)s::bigint[], %(message_ids)s::uuid[]))
 """
 
 CHOSEN = """
@@ -167,11 +168,19 @@ class DeadLetter:
 
 
 def known(
-    connection: psycopg.Connection[Any], subscription_id: int, destination: str, ids: Sequence[int]
-) -> set[int]:
-    """Which of some messages, by their ids, are dead letters of a destination."""
-    params = {"subscription_id": subscription_id, "destination": destination, "ids": list(ids)}
-    return {id_ for (id_,) in fetch(connection, KNOWN, params)}
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    destination: str,
+    rows: Sequence[Mapping[str, Any]],
+) -> set[UUID]:
+    """Which of some messages are dead letters of a destination, by their id and message_id."""
+    params = {
+        "subscription_id": subscription_id,
+        "destination": destination,
+        "ids": [row["id"] for row in rows],
+        "message_ids": [row["message_id"] for row in rows],
+    }
+    return {message_id for (message_id,) in fetch(connection, KNOWN, params)}
 
 
 def bury(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:

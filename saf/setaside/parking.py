@@ -144,9 +144,9 @@ WHERE EXISTS (
       AND shard = ANY (%(shards)s::smallint[]))
 """
 KNOWN = """
-SELECT id FROM saf.parked
+SELECT message_id FROM saf.parked
 WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
-  AND id = ANY (%(ids)s)
+  AND (id, message_id) IN (SELECT * FROM unnest(%(ids)s::bigint[], %(message_ids)s::uuid[]))
 """
 
 
@@ -266,11 +266,22 @@ def set_aside(
 
 
 def known(
-    connection: psycopg.Connection[Any], subscription_id: int, destination: str, ids: Sequence[int]
-) -> set[int]:
-    """Which of some messages, by their ids, are parked for a destination."""
-    params = {"subscription_id": subscription_id, "destination": destination, "ids": list(ids)}
-    return {id_ for (id_,) in fetch(connection, KNOWN, params)}
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    destination: str,
+    rows: Sequence[Mapping[str, Any]],
+) -> set[UUID]:
+    """Which of some messages are parked for a destination, by their id and message_id.
+
+    An id alone may have been given twice, where a sequence was set back.
+    """
+    params = {
+        "subscription_id": subscription_id,
+        "destination": destination,
+        "ids": [row["id"] for row in rows],
+        "message_ids": [row["message_id"] for row in rows],
+    }
+    return {message_id for (message_id,) in fetch(connection, KNOWN, params)}
 
 
 def occupied(connection: psycopg.Connection[Any], batch: Batch, lanes: Iterable[Lane]) -> set[Lane]:
