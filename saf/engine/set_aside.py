@@ -303,7 +303,8 @@ class SetAside:
             ]
             here = dead.known(source, subscription_id, destination, dicts)
             new = [row for row in dicts if row["message_id"] not in here]
-            dead.bury(source, sorted(new, key=itemgetter("id")))  # a retry keeps this order
+            at = {shard: times[-1] for shard, times in self._noted.items()}
+            dead.bury(source, sorted(new, key=itemgetter("id")), at)  # a retry keeps this order
             _tell(source, [row for row in new if row["reason"] == "unresolved"])
         dead.bury_as_stored(
             source,
@@ -311,6 +312,7 @@ class SetAside:
             "parked" if self.from_lanes else "outbox",
             self.unread,
             destination=self.destination,
+            not_before=self.work.batch.opened_at,
             max_bytes=self.max_bytes,
             setting="forwarder.max_bytes",
         )

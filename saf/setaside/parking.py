@@ -114,21 +114,22 @@ WHERE p.destination = %(destination)s
 UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s) RETURNING parked_id"
 
 # A message parked beyond the open batch's position stays until the position has passed it: only
-# while it is here is it known that the batch must not send it as well.
+# while it is here is it known that the batch must not send it as well. The batch is recognised by
+# when it was opened; what was parked is not compared with it by time, because clocks go back.
 IN_LANES = """
 SELECT {columns} FROM saf.parked
 WHERE subscription_id = {subscription_id} AND destination = {destination}
   AND (kind, subject, broker) IN (SELECT * FROM unnest({kinds}::text[], {subjects}::text[],
                                                        {brokers}::uuid[]))
   AND shard = ANY ({shards}::smallint[])
-  AND NOT (id > {after} AND parked_at >= {opened_at}::timestamptz)
+  AND NOT (id > {after} AND opened_at = {opened_at}::timestamptz)
 ORDER BY {order}
 """
 
 SET_ASIDE = f"""
 SELECT id, destination, kind, subject, {BROKER} FROM saf.parked
 WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s::smallint[])
-  AND id > %(position)s AND parked_at >= %(opened_at)s
+  AND id > %(position)s AND opened_at = %(opened_at)s
 UNION ALL
 SELECT id, destination, NULL, NULL, NULL FROM saf.dead_letter
 WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s::smallint[])
