@@ -12,21 +12,21 @@ reads a source for the first time, by `saf doctor`, and at the end of each repai
 - The newest messages were not written before the transactions that they name began.
 - The next id of a log is above the ids in it, and above those that cursors, parked messages and
   dead letters name.
-- No message stands in its log twice.
+- No message stands in its log twice, and no two have the same id.
 - saf.broker, saf.timeline and the forwarder's subscription have their row (`incomplete`).
 
 What PostgreSQL guarantees, and what the questions rest on (`tests/moves`):
 
 - A row's xmin is the transaction that wrote it, or a savepoint of it. A savepoint's number is later
-  than that of its transaction, and ``txid`` is the transaction's. So ``xmin >= txid`` of each row that was
-  written here; it is not a proof, because rows that others brought may have that too.
+  than that of its transaction, and ``txid`` is the transaction's. So ``xmin >= txid`` of each row
+  that was written here; it is not a proof, because rows that were brought may have that too.
 - FREEZE, VACUUM FULL, CLUSTER, pg_upgrade and copies of the storage keep xmin. A COPY, a worker of
   logical replication, ALTER TABLE with a rewrite and pg_repack write rows anew, with later ones.
 - A forwarder's cursor is written after the snapshot that it holds was taken. So the cursor's own
   xmin is not below the snapshot's xmax, unless the cursor was brought from elsewhere.
 
-All questions but `COUNTED` are look-ups in the index (shard, txid), and cost some milliseconds.
-`COUNTED` reads the whole log: for the doctor and for repairs.
+All questions are look-ups in the index (shard, txid), and cost some milliseconds. Repairs read the
+whole log as well (`COUNTED`, `TWINS`, `DOUBLED`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ FROM {_READERS} CROSS JOIN LATERAL (
     SELECT id FROM saf.{{log}} l
     WHERE l.shard = c.shard AND l.txid > ({full("c.xmin")})::text::xid8
       AND l.txid < pg_snapshot_xmax({_NAMED}) AND {full("l.xmin")} > {full("c.xmin")}) AS l
-WHERE s.log = '{{log}}' AND {full("c.xmin")} < pg_snapshot_xmax({_NAMED})::text::bigint AND {{which}}
+WHERE s.log = '{{log}}' AND {{which}}
+  AND {full("c.xmin")} < pg_snapshot_xmax({_NAMED})::text::bigint
 HAVING count(*) > 0
 """
 
@@ -86,7 +87,7 @@ NEWEST = f"""
 newest AS (
     SELECT l.* FROM saf.broker b CROSS JOIN generate_series(0, b.shards - 1) AS h (shard)
     CROSS JOIN LATERAL (
-        SELECT id, txid, {full("l.xmin")} AS written FROM saf.{{log}} l
+        SELECT id, message_id, txid, {full("l.xmin")} AS written FROM saf.{{log}} l
         WHERE l.shard = h.shard::smallint ORDER BY txid DESC LIMIT 2) AS l)
 """
 WRITTEN_BEFORE = f"""
@@ -114,9 +115,24 @@ SELECT greatest((SELECT max(id) FROM saf.{log}),
     (SELECT max(id) FROM saf.dead_letter JOIN saf.subscription s USING (subscription_id)
      WHERE s.log = '{log}'))
 """
+# Different messages with the same id, which a sequence that was set back gives
+TWINS = """
+SELECT count(*), min(id) FROM (
+    SELECT id FROM saf.{log} GROUP BY id HAVING count(DISTINCT message_id) > 1) AS twins
+HAVING count(*) > 0
+"""
 DOUBLED = """
 SELECT count(*), min(id) FROM (
     SELECT id FROM saf.{log} GROUP BY id, message_id, txid HAVING count(*) > 1) AS doubled
+HAVING count(*) > 0
+"""
+
+
+# Of a backup that was restored just now, the newest rows are there twice
+DOUBLED_OF_NEWEST = f"""
+WITH {NEWEST}
+SELECT count(*), min(id) FROM (
+    SELECT id FROM newest GROUP BY id, message_id, txid HAVING count(*) > 1) AS doubled
 HAVING count(*) > 0
 """
 
@@ -161,7 +177,7 @@ def foreign(
     """Say where a broker's transaction ids do not mean what they should, in its cluster.
 
     If there is nothing to say, its cursors are right for whatever was written by now or will be,
-    however it has come here. ``all_readers``: receivers' cursors are looked at, too; they may look wrong
+    however it has come here. ``all_readers``: look at receivers' cursors, too; they may look wrong
     without being it.
     """
     for named, following in fetch(connection, TO_COME):
@@ -194,7 +210,13 @@ def _ids(connection: psycopg.Connection[Any], log: str, *, whole: bool) -> Itera
             f"saf.{log} has ids up to {highest}, and its next id is {last + 1}: its sequence was "
             "set back, or was not set when the database was moved"
         )
-    for count, first in fetch(connection, DOUBLED.format(log=log)) if whole else ():
+    for count, first in fetch(connection, TWINS.format(log=log)) if whole else ():
+        yield (
+            f"saf.{log} gave {count} ids to several messages, the first of them {first}: its "
+            "sequence was set back, or was not set when the database was moved"
+        )
+    doubled = DOUBLED if whole else DOUBLED_OF_NEWEST
+    for count, first in fetch(connection, doubled.format(log=log)):
         yield (
             f"saf.{log} has {count} messages twice, the first with id {first}: a backup was "
             "restored over what was there"

@@ -88,7 +88,7 @@ DROP = "DROP TABLE saf_states"
 # One by one, because the ids are drawn in this order
 NEW_IDS = """
 DO $$ DECLARE one record; new_slot oid; new_place tid; BEGIN
-    FOR one IN {new} ORDER BY id LOOP
+    FOR one IN {new} ORDER BY is_late, id LOOP
         UPDATE {log} SET id = DEFAULT WHERE tableoid = one.tableoid AND ctid = one.ctid
         RETURNING tableoid, ctid INTO new_slot, new_place;
         UPDATE saf_states SET slot = new_slot, place = new_place
@@ -96,20 +96,31 @@ DO $$ DECLARE one record; new_slot oid; new_place tid; BEGIN
     END LOOP;
 END $$
 """
-# Written here since, with an id that was given before
-NEW_HERE = """
-SELECT l.tableoid, l.ctid, l.id FROM {log} l
-JOIN saf_states s ON (l.tableoid, l.ctid) = (s.slot, s.place)
-WHERE s.is_here AND l.id <= {last}
+# All that came here after the cursors. What was brought comes before the first message that was
+# certainly written here
+NEW_HERE = f"""
+SELECT l.tableoid, l.ctid, l.id, coalesce({full("l.xmin")} >= first.certain, false) AS is_late
+FROM {{log}} l JOIN saf_states s ON (l.tableoid, l.ctid) = (s.slot, s.place)
+CROSS JOIN (
+    SELECT min({full("l.xmin")}) AS certain
+    FROM {{log}} l JOIN saf_states s ON (l.tableoid, l.ctid) = (s.slot, s.place)
+    WHERE s.is_here AND l.xmin::text::bigint = l.txid::text::bigint & 4294967295) AS first
+WHERE s.is_here
 """
-# Where nothing was moved: what is pending and younger than the message with the highest id
+# Where nothing was moved: the younger of two with the same id, and what is pending and younger than
+# the first of these, or than the message with the highest id
 NEW_SINCE = """
-SELECT l.tableoid, l.ctid, l.id FROM {log} l
-WHERE l.id <= {last} AND l.txid > (SELECT txid FROM {log} ORDER BY id DESC, txid LIMIT 1)
-  AND NOT EXISTS (
-      SELECT FROM saf.cursor c JOIN saf.subscription s USING (subscription_id)
-      WHERE s.log = {name} AND c.shard = l.shard
-        AND pg_visible_in_snapshot(l.txid, coalesce(c.open, c.done)))
+SELECT tableoid, ctid, id, true AS is_late
+FROM (SELECT *, min(txid::text::bigint) FILTER (WHERE is_twin AND is_pending) OVER () AS since
+      FROM (SELECT l.tableoid, l.ctid, l.id, l.txid,
+                   l.message_id <> first_value(l.message_id) OVER (
+                       PARTITION BY l.id ORDER BY l.txid, l.message_id) AS is_twin,
+                   s.state !~ '[ch]' AS is_pending, s.state ~ 'h' AS is_in_hand
+            FROM {log} l JOIN saf_states s ON (l.tableoid, l.ctid) = (s.slot, s.place)
+           ) AS looked_at) AS l
+WHERE is_twin AND NOT is_in_hand
+   OR is_pending AND (txid::text::bigint >= since OR id <= {last} AND {highest} > {last}
+                      AND txid > (SELECT txid FROM {log} ORDER BY id DESC, txid LIMIT 1))
 """
 SEQUENCES = """
 SELECT c.relname, a.attname, pg_get_serial_sequence('saf.' || c.relname, a.attname)
@@ -124,6 +135,7 @@ SELECT setval({sequence}::text::regclass, {highest})
 WHERE {highest} > (SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END
                    FROM {of_sequence})
 """
+GO_ON = "SELECT setval(%(sequence)s, %(highest)s)"
 HIGHEST = "SELECT coalesce(max({column}), 0) FROM {table}"
 
 REMOVE_DOUBLED = f"""
@@ -361,22 +373,19 @@ def _new_ids(connection: psycopg.Connection[Any], log: str, *, is_moved: bool) -
     """Give messages new ids whose ids were given before; return how many."""
     ((last,),) = fetch(connection, lineage.LAST_ID.format(log=log))
     ((highest,),) = fetch(connection, lineage.COUNTED.format(log=log))
-    if highest is None or highest <= last:
+    went_back = highest is not None and highest > last
+    if not (went_back or fetch(connection, lineage.TWINS.format(log=log))):
         return 0
     parts = {
         "log": sql.Identifier("saf", log),
-        "name": sql.Literal(log),
         "last": sql.Literal(last),
+        "highest": sql.Literal(highest),
     }
     new = sql.SQL(NEW_HERE if is_moved else NEW_SINCE).format(**parts)
     ((count,),) = fetch(connection, sql.SQL("SELECT count(*) FROM ({}) AS new").format(new))
-    fetch(
-        connection,
-        "SELECT setval(%(sequence)s, %(highest)s)",
-        {"sequence": f"saf.{log}_id_seq", "highest": highest},
-    )
-    if count:
-        connection.execute(sql.SQL(NEW_IDS).format(new=new, **parts))
+    if went_back:
+        fetch(connection, GO_ON, {"sequence": f"saf.{log}_id_seq", "highest": highest})
+    connection.execute(sql.SQL(NEW_IDS).format(new=new, **parts))
     return int(count)
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from saf.broker.migrate import migrate
 from saf.database import Dsn
-from saf.testing.databases import Copies
+from saf.repair.rebase import rebase
 from tests.moves import ways
 from tests.moves.conftest import Site
 from tests.moves.test_moves import LATER, goes_on
-from tests.moves.ways import Subscription, arrived, burn, in_order, repair, send_numbers
+from tests.moves.ways import Subscription, burn, send_numbers
 from tests.pipeline import connect, run
 
 
@@ -55,8 +55,6 @@ def test_after_a_reset_of_the_epoch_and_the_named_cure_new_messages_arrive() -> 
         server.start()
         send_numbers(app, *range(25, 45))
         with connect(mom) as store:
-            from saf.repair.rebase import rebase
-
             rebase(store, {})
         goes_on(app, mom, 45)
 
@@ -73,7 +71,7 @@ def test_what_was_rewritten_or_moved_within_its_cluster_is_not_sent_again_after_
             connection.execute("UPDATE saf.timeline SET written = written")
     else:
         dumped = ways.dump(site.old, app)
-        app = ways.restored(site.old, app, dumped, site.name())
+        app = ways.restored(site.old, dumped, site.name())
     send_numbers(app, *range(10, 30))
     run(app, mom=site.mom)
     send_numbers(app, *range(30, 35))

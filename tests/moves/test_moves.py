@@ -1,4 +1,4 @@
-"""A database that is moved, copied or rewritten: nothing lost, doubled or out of order, or refused."""
+"""A database that is moved: nothing is lost, doubled or out of order, or it is refused by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from saf.database import Dsn, fetch
 from tests.moves import ways
 from tests.moves.conftest import Site
 from tests.moves.ways import arrived, burn, burn_beyond, follow, in_order, repair, send_numbers
-from tests.pipeline import connect, forward, let_time_pass, run
+from tests.pipeline import connect, let_time_pass, run
 
 LATER = pytest.mark.parametrize("burnt", [0, 700], ids=["at-once", "later"])
 

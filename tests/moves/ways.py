@@ -45,7 +45,7 @@ def cluster(version: int = 18, folder: Path | None = None) -> Iterator[EmbeddedS
     parent = Path(tempfile.mkdtemp(prefix="saf-test-"))
     data = parent / "d"
     if folder is not None:
-        os.chmod(parent, 0o711)
+        parent.chmod(0o711)
         shutil.move(str(folder), data)
         for socket in data.glob(".s.PGSQL.*"):
             socket.unlink()
@@ -154,7 +154,7 @@ def dump(old: EmbeddedServer, broker: Dsn, *options: str) -> bytes:
     return tool(old, "pg_dump", "-Fc", "--no-owner", *options, broker.conninfo)
 
 
-def restored(new: EmbeddedServer, broker: Dsn, dumped: bytes, name: str, *options: str) -> Dsn:
+def restored(new: EmbeddedServer, dumped: bytes, name: str, *options: str) -> Dsn:
     """A dump, restored into an empty database."""
     copy = new.create_database(name)
     tool(new, "pg_restore", "--no-owner", *options, "-d", copy.conninfo, given=dumped)
@@ -216,7 +216,7 @@ def publish(old: Dsn, name: str) -> None:
 
 def follow(old: EmbeddedServer, new: EmbeddedServer, broker: Dsn, name: str) -> Subscription:
     """A new database that follows a broker, with its schema and all that it holds."""
-    follower = restored(new, broker, dump(old, broker, "--schema-only"), name)
+    follower = restored(new, dump(old, broker, "--schema-only"), name)
     return Subscription(broker, follower, name)
 
 

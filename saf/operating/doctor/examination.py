@@ -23,6 +23,7 @@ from saf.operating.doctor.ageing import (
     misaddressed,
 )
 from saf.operating.doctor.broker import (
+    complete,
     constraints,
     dead_letters,
     dialogs_set_back,
@@ -67,6 +68,7 @@ SERVER: tuple[Check, ...] = (
 BROKER: tuple[Check, ...] = (
     rights,
     constraints,
+    complete,
     restored,
     forged,
     long_transactions,
