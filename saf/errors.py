@@ -373,14 +373,18 @@ class RowsGone(SchemaError):
 class Restored(SchemaError):
     """The database was restored, so the transaction ids in its rows mean nothing here."""
 
-    def __init__(self, database: str, where: str = "") -> None:
+    def __init__(self, database: str, where: str = "", why: Sequence[str] = ()) -> None:
+        reasons = "; ".join(why) or (
+            "it was restored into another cluster, or its transaction ids went back: its cursors "
+            "do not say any more what was read"
+        )
         super().__init__(
             (f"{where}: " if where else "")
-            + f"database {database!r} was restored into another cluster, or its transaction ids "
-            "went back: its cursors do not say any more what was read, so nothing is read, stored "
-            "or purged. Run `saf rebase` first"
+            + f"database {database!r} cannot be used as it was restored or moved: {reasons}. "
+            "Nothing is read, stored or purged. Run `saf rebase` first"
         )
         self.database = database
+        self.why = tuple(why)
 
 
 class StopTimeout(SafError):

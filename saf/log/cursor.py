@@ -239,7 +239,7 @@ TIMES = 20
 
 # A clock that is set back changes nothing.
 _AND_NOW = f"""(array_append(c.set_aside_at, greatest(
-    now(), c.set_aside_at[cardinality(c.set_aside_at)] + interval '1 microsecond'
+    now(), c.opened_at, c.set_aside_at[cardinality(c.set_aside_at)] + interval '1 microsecond'
 )))[greatest(cardinality(c.set_aside_at) + 2 - {TIMES}, 1):]"""
 
 # Also where the batch was closed in the same transaction

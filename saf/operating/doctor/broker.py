@@ -16,6 +16,7 @@ from saf.config import Settings, did_you_mean
 from saf.database import check_schema, fetch
 from saf.dialogs.statements import Code
 from saf.errors import REFILL, RowsGone, SafError, SchemaError
+from saf.log import lineage
 from saf.log.cursor import COMPLETE
 from saf.operating.doctor.patient import Check, Found, Patient, Severity
 from saf.operating.wording import counted
@@ -104,15 +105,38 @@ def rights(patient: Patient) -> Found:
         )
 
 
+READABLE = """
+SELECT log FROM unnest(%(logs)s::text[]) AS log
+WHERE has_table_privilege('saf.' || log, 'SELECT')
+  AND has_sequence_privilege('saf.' || log || '_id_seq', 'SELECT')
+"""
+
+# Of each shard, of the oldest messages: those that a backup had, which was restored over them
+DOUBLED = """
+SELECT count(*), min(f.id)
+FROM saf.broker b CROSS JOIN LATERAL generate_series(0, b.shards - 1) AS s (shard)
+CROSS JOIN LATERAL (
+    SELECT id FROM (SELECT id, message_id, txid FROM {log} l
+                    WHERE l.shard = s.shard::smallint ORDER BY txid LIMIT 100) AS oldest
+    GROUP BY id, message_id, txid HAVING count(*) > 1) AS f
+HAVING count(*) > 0
+"""
+
+
 def restored(patient: Patient) -> Found:
-    """Whether its cursors name transactions of another cluster, or ones that were undone."""
-    if patient.ask(IS_RESTORED) == [(True,)]:
-        yield (
-            "error",
-            "the database was restored into another cluster, or its transaction ids went back: "
-            "its cursors do not say any more what was read",
-            "saf rebase",
-        )
+    """Whether its ids and transaction ids go on from those that are there; see saf.log.lineage."""
+    logs = tuple(log for (log,) in patient.ask(READABLE, logs=list(lineage.LOGS)))
+    for what in lineage.problems(patient.connection, logs):
+        yield "error", what, "saf rebase"
+    for log in logs:
+        query = sql.SQL(DOUBLED).format(log=sql.Identifier("saf", log))
+        for count, first in patient.ask(query):
+            yield (
+                "error",
+                f"the {log} has {counted(count, 'message')} twice, of those looked at, the first "
+                f"with id {first}: a backup was restored over what was there",
+                "saf rebase",
+            )
 
 
 # By the index, so each shard has to be given
