@@ -73,7 +73,7 @@ def command(
     # a dry run leaves unrepaired what could not be asked then
     unrepaired = dry_run and any(result is not None for result in done.values())
     sources = Round({} if unrepaired else chosen(settings, broker))
-    sent = sources.each(lambda name, one: _send_again(settings, name, one, round_, dry_run))
+    sent = sources.each(lambda name, one: _send_again(settings, name, one, round_, dry_run=dry_run))
     again = {name: one for name, one in sent.items() if one is not None}
     if as_json:
         rows = [
