@@ -149,16 +149,15 @@ WHERE d.number > 1 AND (l.tableoid, l.ctid) = (d.slot, d.place)
 
 # A transaction in progress may write when this one is done, and so may this one itself
 NOW = "SELECT pg_current_snapshot()::text, pg_current_xact_id()::text::bigint"
-REWRITE = """
-UPDATE saf.cursor SET owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1,
+NO_OWNER = "owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1"
+REWRITE = f"""
+UPDATE saf.cursor SET {NO_OWNER},
        done = %(done)s::pg_snapshot,
        open = CASE WHEN open IS NOT NULL THEN %(open)s::pg_snapshot END,
        until = NULL, cuts = NULL
 WHERE subscription_id = %(subscription_id)s
 """
-RAISE_EPOCH = """
-UPDATE saf.cursor SET owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1
-"""
+RAISE_EPOCH = f"UPDATE saf.cursor SET {NO_OWNER}"
 TIMELINE = "UPDATE saf.timeline SET written = pg_current_xact_id()"
 BELONG = """
 UPDATE saf.broker SET system_identifier = (SELECT system_identifier FROM pg_control_system())
