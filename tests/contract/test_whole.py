@@ -91,8 +91,11 @@ def test_a_broker_whose_tables_were_truncated_is_named_by_everything_that_meets_
             rebase(connection, {})
         assert fetch(connection, "SELECT count(*) FROM saf.outbox") == [(0,)]
     file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
-    for command in ("status", "rebase", "forward", "purge", "doctor", "reconcile"):
-        done = run_saf(command, "--config", file)
+    for command in (
+        *("status", "rebase", "forward", "purge", "doctor", "reconcile", "outbox list"),
+        *("members", "dead list", "route add mom", "sender list"),
+    ):
+        done = run_saf(*command.split(), "--config", file)
         said = " ".join((done.stdout + done.stderr).split())
         assert done.returncode in (1, 2), (command, said)
         assert "rows are gone" in said, (command, said)
