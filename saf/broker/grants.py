@@ -527,7 +527,7 @@ def forgers(
 
     Such a right is its own, a group's, or everybody's (PUBLIC). The schema's owner has it anyway.
     """
-    return fetch(connection, FORGERS, {"role": role})
+    return [(whose, tables) for whose, tables in fetch(connection, FORGERS, {"role": role})]
 
 
 def forgers_cure(whose: str) -> str:

@@ -131,7 +131,7 @@ def missing(connection: psycopg.Connection[Any]) -> list[str]:
 
 def narrowed(connection: psycopg.Connection[Any]) -> list[tuple[str, str]]:
     """Return the tables of which policies may hide rows from this login, and the policies."""
-    return fetch(connection, POLICIES)
+    return [(table, names) for table, names in fetch(connection, POLICIES)]
 
 
 def without_identity(connection: psycopg.Connection[Any]) -> list[str]:

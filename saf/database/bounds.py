@@ -187,25 +187,27 @@ FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace WHERE nspname = 'saf
 # for a lock has to see what was committed before. A policy that hides rows makes a statement fail,
 # where messages would be passed over otherwise. While there are rules of `saf sender`, which are
 # policies themselves, `saf.broker.whole` looks for others at each first contact.
-SET = f"""
-SELECT set_config('lock_timeout', {{lock}}, false),
-       set_config('statement_timeout', {{statement}}, false),
-       set_config('idle_in_transaction_session_timeout', {{idle}}, false),
-       set_config('tcp_user_timeout', {{user_timeout}}, false),
-       set_config('tcp_keepalives_idle', {{keepalives_idle}}, false),
-       set_config('tcp_keepalives_interval', {{keepalives_interval}}, false),
-       set_config('tcp_keepalives_count', {{keepalives_count}}, false),
+SET = (
+    """
+SELECT set_config('lock_timeout', {lock}, false),
+       set_config('statement_timeout', {statement}, false),
+       set_config('idle_in_transaction_session_timeout', {idle}, false),
+       set_config('tcp_user_timeout', {user_timeout}, false),
+       set_config('tcp_keepalives_idle', {keepalives_idle}, false),
+       set_config('tcp_keepalives_interval', {keepalives_interval}, false),
+       set_config('tcp_keepalives_count', {keepalives_count}, false),
        CASE WHEN current_setting('server_version_num')::int >= 170000
-            THEN set_config('transaction_timeout', {{transaction}}, false) END,
+            THEN set_config('transaction_timeout', {transaction}, false) END,
        CASE WHEN version() !~* 'windows|mingw|visual'
-            THEN set_config('client_connection_check_interval', {{check}}, false) END,
+            THEN set_config('client_connection_check_interval', {check}, false) END,
        set_config('jit', 'off', false),
        set_config('default_transaction_isolation', 'read committed', false),
        set_config('datestyle', 'ISO', false), set_config('intervalstyle', 'postgres', false),
        set_config('standard_conforming_strings', 'on', false),
        set_config('array_nulls', 'on', false),
-       CASE WHEN ({ONLY_SENDERS}) IS NOT TRUE THEN set_config('row_security', 'off', false) END
 """
+    f"CASE WHEN ({ONLY_SENDERS}) IS NOT TRUE THEN set_config('row_security', 'off', false) END\n"
+)
 HERE = "WHERE pg_backend_pid() = {pid}"
 
 CONNECT_TIMEOUT_SECONDS = 10

@@ -45,7 +45,6 @@ MEANINGS = {
     errors.UndefinedColumn.sqlstate: Meaning.INCOMPLETE,
     errors.UndefinedFunction.sqlstate: Meaning.INCOMPLETE,
     errors.InvalidSchemaName.sqlstate: Meaning.INCOMPLETE,
-    # nothing else that saf asks of a server depends on the state of an object
     errors.ObjectNotInPrerequisiteState.sqlstate: Meaning.PUBLISHED,
     errors.DiskFull.sqlstate: Meaning.DISK_FULL,
 }
@@ -92,8 +91,8 @@ def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
             )
         case Meaning.PUBLISHED:
             return ConfigurationError(
-                f"{what}: {reason}. A publication, such as one FOR ALL TABLES, publishes a table "
-                "that has no replica identity. `saf doctor` names the table and the cure"
+                f"{what}: {reason}. If a publication, such as one FOR ALL TABLES, publishes a "
+                "table of saf's that has no replica identity, `saf doctor` names it and the cure"
             )
         case Meaning.DISK_FULL:
             return DiskFull(what, reason)

@@ -63,7 +63,8 @@ class Savepoints:
         if kind is None:
             # released here and not by the commit, because what is written next is outside of the
             # pieces
-            self.raw.execute(f"{RELEASE}; {self.own}".encode() if self.own else RELEASE)
+            last = f"{RELEASE}; {self.own}" if self.own else RELEASE
+            self.raw.execute(last.encode())
 
     def as_saf(self, do: Callable[[psycopg.Connection[Any]], object]) -> None:
         """Do what is saf's own between pieces of the application's."""

@@ -91,8 +91,11 @@ def test_a_broker_whose_tables_were_truncated_is_named_by_everything_that_meets_
             rebase(connection, {})
         assert fetch(connection, "SELECT count(*) FROM saf.outbox") == [(0,)]
     file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
-    for command in ("status", "rebase", "forward", "purge", "doctor", "reconcile"):
-        done = run_saf(command, "--config", file)
+    for command in (
+        *("status", "rebase", "forward", "purge", "doctor", "reconcile", "outbox list"),
+        *("members", "dead list", "route add mom", "sender list"),
+    ):
+        done = run_saf(*command.split(), "--config", file)
         said = " ".join((done.stdout + done.stderr).split())
         assert done.returncode in (1, 2), (command, said)
         assert "rows are gone" in said, (command, said)
@@ -324,3 +327,27 @@ def test_no_file_that_people_copy_logs_in_as_saf() -> None:
     ]
     assert len(files) > 100
     assert [str(path) for path in files if text.search(path.read_text())] == []
+
+
+# Arrays
+
+
+def test_where_array_nulls_is_off_messages_are_forwarded_and_received_and_the_doctor_warns(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    for dsn in (app, mom):
+        execute(dsn, f"ALTER DATABASE {dsn.database} SET array_nulls = off")
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+    sent = send_ten(app)
+    run(app, mom=mom)
+    received = []
+    while True:
+        with saf.receive(mom, "billing", max_messages=3) as delivery:
+            received += [message.body.decode() for message in delivery]
+        if not delivery:
+            break
+    assert sorted(received) == sent
+    file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    found = json.loads(run_saf("doctor", "--json", "--config", file).stdout)["findings"]
+    assert [one["severity"] for one in found if "array_nulls" in one["what"]] == ["warning"] * 2

@@ -70,7 +70,8 @@ def publications(patient: Patient) -> Found:
 def search_path(patient: Patient) -> Found:
     """Whether schema saf is the first of anybody's, who would create tables in it unawares."""
     if found := whole.first_for(patient.connection):
-        yield ("warning", *found)
+        what, cure = found
+        yield "warning", what, cure
 
 
 MISSING_RIGHTS = """

@@ -7,7 +7,89 @@ from tests.mutants.mutant import Mutant, mutant
 REBASE = "saf/repair/rebase.py"
 REBASED, HONEST = "contract/test_rebase.py", "contract/test_10_honest.py"
 
+WHOLE, OWN = "contract/test_whole.py", "contract/test_own_settings.py"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a policy may hide rows from a session",
+        "saf/database/bounds.py",
+        "set_config('row_security', 'off', false)",
+        "set_config('row_security', 'on', false)",
+        f"{WHOLE}::test_rows_that_a_policy_hides_from_a_forwarder_at_work_are_not_passed_over",
+    ),
+    mutant(
+        "NULL in an array is what the server takes it for",
+        "saf/database/bounds.py",
+        "set_config('array_nulls', 'on', false)",
+        "current_setting('array_nulls')",
+        f"{WHOLE}::"
+        "test_where_array_nulls_is_off_messages_are_forwarded_and_received_and_the_doctor_warns",
+    ),
+    mutant(
+        "no policy is looked for at the first contact",
+        "saf/broker/whole.py",
+        'BOTH = f"SELECT NULL, gone.* FROM ({ROWS}) AS gone UNION ALL ({POLICIES})"',
+        'BOTH = f"SELECT NULL, gone.* FROM ({ROWS}) AS gone"',
+        f"{WHOLE}::test_rows_that_a_policy_hides_from_a_receiver_are_not_passed_over",
+    ),
+    mutant(
+        "a shard without a cursor is no matter",
+        "saf/broker/whole.py",
+        "HAVING count(c.shard) <> b.shards",
+        "HAVING count(c.shard) = 0",
+        f"{WHOLE}::test_each_of_saf_s_own_rows_that_is_gone_is_named",
+    ),
+    mutant(
+        "a rebase updates published slots that have no identity",
+        "saf/broker/whole.py",
+        "    for slot, statement in product(slots, IDENTIFY):",
+        "    for slot, statement in product([], IDENTIFY):",
+        f"{WHOLE}::test_all_goes_on_where_a_publication_publishes_all_tables",
+    ),
+    mutant(
+        "a table that is published without an identity is tried again",
+        "saf/database/sqlstates.py",
+        "    errors.ObjectNotInPrerequisiteState.sqlstate: Meaning.PUBLISHED,\n",
+        "",
+        f"{WHOLE}::test_a_table_that_cannot_be_changed_for_want_of_an_identity_has_a_meaning",
+    ),
+    mutant(
+        "whose schema comes first is not asked of its own name",
+        "saf/broker/whole.py",
+        "'$user', rolname)",
+        "'$user', '')",
+        f"{WHOLE}::"
+        "test_a_role_for_which_schema_saf_is_the_first_is_named_at_migrating_and_by_the_doctor",
+    ),
+    mutant(
+        "a worker's own statements run as a handler's role",
+        "saf/receiving/loop.py",
+        "Savepoints(raw, delivery.take_own())",
+        'Savepoints(raw, delivery.take_own() and "SELECT")',
+        f"{OWN}::test_what_a_handler_sets_is_no_matter_to_a_worker",
+    ),
+    mutant(
+        "a delivery's own statements run as a block's role",
+        "saf/receiving/delivery.py",
+        "            claim.move(self._raw, hand, own)\n",
+        "            claim.move(self._raw, hand)\n",
+        f"{OWN}::test_what_a_block_sets_is_no_matter_to_its_delivery",
+    ),
+    mutant(
+        "what a handler sets for the session holds for later deliveries",
+        "saf/receiving/own.py",
+        "format(name, value, pooled)",
+        "format(name, value, True)",
+        f"{OWN}::test_what_a_handler_sets_is_no_matter_to_a_worker",
+    ),
+    mutant(
+        "a group may let a writer say which transaction has sent",
+        "saf/broker/grants.py",
+        "in forgers(connection, role) if kinds else ():",
+        "in ():",
+        "integration/test_forged.py::"
+        "test_a_writer_has_no_more_rights_by_a_group_and_its_default_privileges",
+    ),
     mutant(
         "a server compiles the statements of a session",
         "saf/database/bounds.py",
@@ -66,8 +148,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the inbox is not rebased",
         REBASE,
-        'for log in ("outbox", "inbox"))',
-        'for log in ("outbox",))',
+        'for log in ("outbox", "inbox")',
+        'for log in ("outbox",)',
         f"{REBASED}::test_of_a_restored_inbox_the_unread_is_received_and_the_read_is_not",
     ),
     mutant(
