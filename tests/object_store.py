@@ -160,7 +160,7 @@ def object_store() -> Iterator[ObjectStore]:
 def _serve(ask: Connection) -> None:
     import logging
 
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -188,7 +188,7 @@ def _serve(ask: Connection) -> None:
             return [DENIED]
         conditional = writing if "HTTP_IF_NONE_MATCH" in asked else nullcontext()
         with conditional:  # moto looks first, and writes then
-            return moto(asked, start)  # type: ignore[no-any-return, no-untyped-call]
+            return moto(asked, start)  # type: ignore[no-any-return]
 
     server = make_server("127.0.0.1", 0, application, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
