@@ -67,7 +67,8 @@ class Memory:
             with psycopg.Cursor(connection, row_factory=class_row(Member)) as cursor:
                 return cursor.execute(KNOWN, {"fleets": list(fleets)}).fetchall()
 
-        return self._visit(known)
+        members: list[Member] = self._visit(known)
+        return members
 
     def meet(self, members: Collection[Member]) -> None:
         """Remember members that were met."""

@@ -165,7 +165,7 @@ class Field:
         Raises:
             subprocess.TimeoutExpired: it took longer.
         """
-        environment = self.environment | (more or {})
+        environment = {**self.environment, **(more or {})}
         # a session of its own, so that what hangs can be ended with all that it has started
         with subprocess.Popen(
             command,

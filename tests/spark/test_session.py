@@ -101,7 +101,7 @@ def test_a_user_without_a_name_on_a_host_whose_name_does_not_resolve_starts_a_se
 ) -> None:
     """As in containers of OpenShift, which run as any number."""
     if subprocess.run([*NOWHERE, *NOBODY, "true"], check=False, capture_output=True).returncode:
-        absent("no user namespaces here: sysctl kernel.unprivileged_userns_clone=1, or run as root")
+        absent("a user namespace", "sysctl kernel.unprivileged_userns_clone=1")
     program = [sys.executable, "-c", START + "print(spark.sparkUser())" + COUNT + STOP]
     done = subprocess.run(
         [*NOWHERE, *NOBODY, *program],
