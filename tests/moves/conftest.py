@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
@@ -77,6 +77,3 @@ def site(old: Old, new: EmbeddedServer) -> Iterator[Site]:
         slots = "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
         connection.execute(slots + " WHERE NOT active AND slot_type = 'logical'")
     copies.drop()
-
-
-Moved = Callable[[Site], Dsn]

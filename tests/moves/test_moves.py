@@ -14,9 +14,7 @@ from tests.pipeline import connect, let_time_pass, run
 LATER = pytest.mark.parametrize("burnt", [0, 700], ids=["at-once", "later"])
 
 
-def goes_on(
-    moved: Dsn, mom: Dsn, last: int, refuses: bool | None = True, **options: object
-) -> None:
+def goes_on(moved: Dsn, mom: Dsn, last: int, refuses: bool = True, **options: object) -> None:
     """It is refused by name; after the repair, everything up to the last number arrives once."""
     if refuses:
         before = arrived(mom)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-REBASE = "saf/repair/rebase.py"
+REBASE, MOVED, LINEAGE = "saf/repair/rebase.py", "saf/repair/moved.py", "saf/log/lineage.py"
+MOVES, COPIES = "moves/test_moves.py", "moves/test_copies.py"
 REBASED, HONEST = "contract/test_rebase.py", "contract/test_10_honest.py"
 
 WHOLE, OWN = "contract/test_whole.py", "contract/test_own_settings.py"
@@ -139,17 +140,22 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what was sent since a restore goes before what the dump had pending",
-        REBASE,
-        """>= l.txid::text::bigint THEN 'p'""",
-        """>= l.txid::text::bigint THEN 'h'""",
+        MOVED,
+        """AND ({{is_here}}) THEN 'p'""",
+        """AND ({{is_here}}) THEN 'h'""",
         "contract/test_sent_before_a_repair.py::"
         "test_what_is_sent_between_a_restore_and_the_repair_follows_what_the_dump_had_pending",
     ),
     mutant(
         "the inbox is not rebased",
         REBASE,
+<<<<<<< HEAD
         'for log in ("outbox", "inbox")',
         'for log in ("outbox",)',
+=======
+        "        for log in lineage.LOGS:\n            here",
+        "        for log in lineage.LOGS[:1]:\n            here",
+>>>>>>> track-a
         f"{REBASED}::test_of_a_restored_inbox_the_unread_is_received_and_the_read_is_not",
     ),
     mutant(
@@ -169,11 +175,98 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a restored database is not refused",
-        "saf/broker/restored.py",
-        "system_identifier <> (SELECT",
-        "system_identifier < 0 * (SELECT",
+        "saf/log/lineage.py",
+        "SELECT system_identifier <> (SELECT",
+        "SELECT system_identifier < 0 * (SELECT",
         f"{REBASED}::"
         "test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_own",
+    ),
+    mutant(
+        "a sequence that was set back is not noticed",
+        LINEAGE,
+        "if highest is not None and highest > last:",
+        "if highest is not None and highest < 0 * last:",
+        f"{MOVES}::test_what_was_sent_with_the_ids_of_older_messages_is_not_taken_for_them",
+    ),
+    mutant(
+        "cursors that are older than what they count as complete are not noticed",
+        LINEAGE,
+        "for count, first in fetch(connection, WRITTEN_AFTER.format(log=log, which=which)):",
+        "for count, first in ():",
+        f"{COPIES}::test_a_storage_copy_that_caught_up_by_logical_replication_loses_nothing",
+    ),
+    mutant(
+        "what logical replication brought is taken for written here",
+        MOVED,
+        "& 4294967295 OR {_AFTER_CURSOR})",
+        "& 4294967295 OR true OR {_AFTER_CURSOR})",
+        f"{MOVES}::test_logical_replication_to_a_new_server_loses_and_doubles_nothing",
+    ),
+    mutant(
+        "what was sent since the transaction ids went back counts as complete",
+        MOVED,
+        "MovedBy.COPY: _AFTER_CURSOR,",
+        'MovedBy.COPY: "false",',
+        f"{COPIES}::test_after_a_reset_of_the_epoch_and_the_named_cure_new_messages_arrive",
+    ),
+    mutant(
+        "an upgrade sends again what came since saf.timeline was rewritten",
+        REBASE,
+        "foreign = bool([*lineage.foreign(connection, all_readers=True)])",
+        "foreign = True",
+        f"{COPIES}::"
+        "test_what_was_rewritten_or_moved_within_its_cluster_is_not_sent_again_after_an_upgrade",
+    ),
+    mutant(
+        "messages are known again by their ids alone",
+        "saf/setaside/parking.py",
+        "SELECT message_id FROM saf.parked\nWHERE subscription_id = %(subscription_id)s AND "
+        "destination = %(destination)s\n  AND (id, message_id) IN (SELECT * FROM "
+        "unnest(%(ids)s::bigint[], %(message_ids)s::uuid[]))",
+        "SELECT (%(message_ids)s::uuid[])[array_position(%(ids)s::bigint[], id)] FROM saf.parked\n"
+        "WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s\n"
+        "  AND id = ANY (%(ids)s)",
+        f"{MOVES}::test_what_was_sent_with_the_ids_of_older_messages_is_not_taken_for_them",
+    ),
+    mutant(
+        "a row that stands twice is two messages to reconcile",
+        "saf/repair/reconcile/comparing.py",
+        "    known = [*{(one.shard, one.id): one for one in reversed(rows)}.values()][::-1]\n",
+        "    known = rows\n",
+        "moves/test_restored_over.py::"
+        "test_it_is_seen_and_nothing_that_is_stored_is_called_lost_or_sent_again",
+    ),
+    mutant(
+        "a replay sends what was not announced",
+        "saf/repair/replay.py",
+        "if len(found) > len({*announced}):",
+        "if len(found) < 0:",
+        "moves/test_restored_over.py::"
+        "test_it_is_seen_and_nothing_that_is_stored_is_called_lost_or_sent_again",
+    ),
+    mutant(
+        "a batch has a row twice",
+        "saf/engine/task.py",
+        "        if again.size:\n",
+        "        if again.size < 0:\n",
+        "moves/test_restored_over.py::"
+        "test_messages_that_were_pending_then_and_now_are_not_stored_twice",
+    ),
+    mutant(
+        "dead letters are not found again after the clock went back",
+        "saf/log/cursor.py",
+        "now(), c.opened_at, c.set",
+        "now(), c.set",
+        "moves/test_clocks.py::"
+        "test_a_forwarder_that_dies_after_the_clock_went_back_has_stored_nothing_twice",
+    ),
+    mutant(
+        "what was parked when the clock was ahead waits",
+        "saf/setaside/parking.py",
+        "AND opened_at = {opened_at}::timestamptz)",
+        "AND parked_at >= {opened_at}::timestamptz)",
+        "moves/test_clocks.py::"
+        "test_what_an_earlier_batch_parked_goes_on_in_order_after_the_clock_went_back",
     ),
     mutant(
         "a rebase does not wait for members at work",

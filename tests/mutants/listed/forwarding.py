@@ -316,7 +316,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored source is forwarded",
         BROKER,
-        "            restored.refuse(connection)\n",
+        "            lineage.refuse(connection)\n",
         "",
         "contract/test_rebase.py::"
         "test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_own",

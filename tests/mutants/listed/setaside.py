@@ -266,7 +266,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is written ahead is parked twice",
         ASIDE,
-        'rows += [row for row in dicts if row["id"] not in here]',
+        'rows += [row for row in dicts if row["message_id"] not in here]',
         "rows += dicts",
         f"{ONCE}::"
         "test_what_is_written_ahead_of_a_watermark_is_parked_once_although_the_answer_got_lost",
