@@ -149,13 +149,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the inbox is not rebased",
         REBASE,
-<<<<<<< HEAD
-        'for log in ("outbox", "inbox")',
-        'for log in ("outbox",)',
-=======
         "        for log in lineage.LOGS:\n            here",
         "        for log in lineage.LOGS[:1]:\n            here",
->>>>>>> track-a
         f"{REBASED}::test_of_a_restored_inbox_the_unread_is_received_and_the_read_is_not",
     ),
     mutant(
