@@ -59,12 +59,29 @@ tell errors apart by class, and find the value at fault in the attributes.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 from uuid import UUID
+
+HIDDEN = "••••••"
+"""What stands for a value that nobody is shown."""
+
+QUOTED = tuple(
+    re.compile(pattern, flags)
+    for pattern, flags in (
+        (r"(Failing row contains \().*(\))", re.S),
+        (r"(Key \(.*?\)=\().*(\))", re.S),
+        (r"(COPY \S+, line \d+, column \S+: \").*(\")", re.S),
+        (r"(JSON data, line \d+: ).*()", re.S),
+        (r"(\binput_value=).*(, input_type=)", 0),
+    )
+)
+"""Where PostgreSQL and pydantic quote a row, a key, a column or a value in an error. What follows
+is hidden up to the last possible end, because a quoted value may look like the end."""
 
 NAMED = 10
 """How many of possibly many values one error names."""
@@ -89,6 +106,10 @@ class SafError(Exception):
     needs_operator = False
     """Whether no later attempt succeeds before an operator has changed something."""
     stored: Any = None
+
+    def __str__(self) -> str:
+        """The text, without what a library has quoted of a message."""
+        return masked(super().__str__())
 
 
 class UsageError(SafError):
@@ -510,10 +531,15 @@ class SparkGone(SafError):
 
     exit_code = 75
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, stopping: bool = False) -> None:
+        why = (
+            "the forwarder was told to stop, and the signal may have ended Spark's JVM as well: "
+            "send it to the forwarder's process alone"
+            if stopping
+            else "was its JVM killed, for want of memory perhaps?"
+        )
         super().__init__(
-            f"Spark has ended: {reason}. Nothing is lost: start the forwarder again; was its JVM "
-            "killed, for want of memory perhaps?"
+            f"Spark has ended: {reason}. Nothing is lost: start the forwarder again; {why}"
         )
         self.reason = reason
 
@@ -748,6 +774,23 @@ class Fenced(SafError):
         )
         self.where = where
         self.shards = shards
+
+
+def masked(text: str) -> str:
+    """Return an error's text without what a library has quoted of a message in it.
+
+    Whatever logs, prints or keeps an error goes through this: the errors of saf by themselves.
+
+    >>> masked("DETAIL:  Failing row contains (1, billing, secret).")
+    'DETAIL:  Failing row contains (••••••).'
+    >>> masked("Key (card)=(4711) already exists.")
+    'Key (card)=(••••••) already exists.'
+    >>> masked("[type=int_parsing, input_value='secret', input_type=str]")
+    '[type=int_parsing, input_value=••••••, input_type=str]'
+    """
+    for quoted in QUOTED:
+        text = quoted.sub(rf"\g<1>{HIDDEN}\g<2>", text)
+    return text
 
 
 def in_words(shards: Iterable[int]) -> str:

@@ -10,15 +10,17 @@ under another name, which the broker_id tells, is not missing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 import psycopg
 from psycopg.rows import class_row
 
 from saf.database import Dsn, check_schema, unavailable_if_lost
+
+T = TypeVar("T")
 
 KNOWN = """
 SELECT fleet, name, broker_id, missing_since::text FROM saf.fleet_member
@@ -89,7 +91,7 @@ class Memory:
         params = {"fleet": fleet, "name": name}
         return bool(self._visit(lambda connection: connection.execute(FORGET, params).rowcount))
 
-    def _visit(self, action: Any) -> Any:
+    def _visit(self, action: Callable[[psycopg.Connection[Any]], T]) -> T:
         with (
             unavailable_if_lost("the store that remembers the members of fleets"),
             self._dsn.connect(role="fleet", autocommit=True) as connection,

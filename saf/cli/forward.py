@@ -15,6 +15,7 @@ import typer
 from saf.cli import forecast
 from saf.cli.console import echo, plain_console
 from saf.cli.metrics import Listen, Push, Textfile, published
+from saf.cli.output import is_of_output
 from saf.cli.progress import ProgressBar, ProgressLog
 from saf.config import Settings, load, with_options
 from saf.errors import UsageError
@@ -125,7 +126,14 @@ def run(
 
     def report(summary: Summary) -> None:
         bar.clear()
-        show(summary, as_json=as_json)
+        try:
+            show(summary, as_json=as_json)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if not (loop and is_of_output(error)):
+                raise
+            log.warning("not_reported", error=error.strerror)
 
     spark = ConnectRunner(server, options.spark) if server else SparkRunner(start)
     always = options.use_spark == "always" or settings.transforms

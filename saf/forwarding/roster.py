@@ -228,10 +228,10 @@ class Roster:
                 continue
             self._ask_at[name] = NEVER if self.once else time.monotonic() + fleet.refresh_seconds
             failed = partial(self._problem, name)
-            asked = partial(self._listed_by, name, fleet, [*self._met.values()])
-            self._threads.start(key, asked, partial(self._hears, name), failed)
-        fleets = {f"fleet {name}" for name in self._fleets}
-        while not self._threads.finish(fleets) and self.once and not self.stopped:
+            question = partial(self._listed_by, name, fleet, [*self._met.values()])
+            self._threads.start(key, question, partial(self._hears, name), failed)
+        asked = {f"fleet {name}" for name in self._fleets}
+        while not self._threads.finish(asked) and self.once and not self.stopped:
             pass
         if self._heard:
             self._heard = False
@@ -241,7 +241,7 @@ class Roster:
         """Note that a member of a fleet was met."""
         fleet, _, rest = broker.name.partition("/")
         if rest and broker.name in self._listed.get(fleet, {}):
-            broker_id = None if broker.place is None else broker.place.broker_id
+            broker_id = broker.place.broker_id if broker.place is not None else None
             self._met[broker.name] = Member(fleet=fleet, name=broker.name, broker_id=broker_id)
 
     def _listed_by(self, name: str, fleet: Fleet, met: Sequence[Member]) -> Listing:

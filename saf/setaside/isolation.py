@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, TypeVar
 import psycopg
 
 from saf.database import Meaning, meaning
-from saf.errors import InvalidMessage, Rejected, SafError, UnreadableBody, UnreadableHeaders
+from saf.errors import (
+    InvalidMessage,
+    Rejected,
+    SafError,
+    UnreadableBody,
+    UnreadableHeaders,
+    masked,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -85,7 +92,9 @@ def isolate(
 
 
 def said(error: BaseException | str) -> str:
-    """An error as text that is kept. PostgreSQL's text holds no NUL, and no half of a character.
+    """An error as text that is kept, without what it quotes of a message (`saf.errors.masked`).
+
+    PostgreSQL's text holds no NUL, and no half of a character.
 
     >>> said(ValueError("no such account")), said("a\\0b")
     ('ValueError: no such account', 'a\\ufffdb')
@@ -93,7 +102,7 @@ def said(error: BaseException | str) -> str:
     text = str(error)
     if not isinstance(error, str):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return kept(text)[:MAX_ERROR]
+    return kept(masked(text))[:MAX_ERROR]
 
 
 def kept(text: str) -> str:

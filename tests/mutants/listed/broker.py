@@ -149,8 +149,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the inbox is not rebased",
         REBASE,
-        "        for log in lineage.LOGS:\n            here",
-        "        for log in lineage.LOGS[:1]:\n            here",
+        "for log in lineage.LOGS:\n                here",
+        "for log in lineage.LOGS[:1]:\n                here",
         f"{REBASED}::test_of_a_restored_inbox_the_unread_is_received_and_the_read_is_not",
     ),
     mutant(

@@ -50,6 +50,21 @@ MUTANTS: list[Mutant] = [
         f"{OF_DOCTOR}::test_a_full_disk_of_a_store_is_found_at_the_first_attempt",
     ),
     mutant(
+        "an error shows the row that a database quotes in it",
+        "saf/errors.py",
+        "return masked(super().__str__())",
+        "return super().__str__()",
+        "contract/test_masked_errors.py::test_a_row_that_a_store_quotes_is_not_in_the_dead_letter",
+    ),
+    mutant(
+        "a command fails where standard error is closed",
+        "saf/cli/__init__.py",
+        "    open_standard_streams()\n",
+        "",
+        "integration/test_standard_streams.py::"
+        "test_a_run_forwards_whatever_its_standard_streams_are",
+    ),
+    mutant(
         "a member of a fleet that is gone is not missed",
         "saf/broker/fleet_members.py",
         "member for member in known if member.name not in listed and",
