@@ -13,7 +13,7 @@ reads a source for the first time, by `saf doctor`, and at the end of each repai
 - The next id of a log is above the ids in it, and above those that cursors, parked messages and
   dead letters name.
 - No message stands in its log twice, and no two have the same id.
-- saf.broker, saf.timeline and the forwarder's subscription have their row (`incomplete`).
+- saf.broker and the forwarder's subscription have their row (`incomplete`).
 
 What PostgreSQL guarantees, and what the questions rest on (`tests/moves`):
 
@@ -44,7 +44,7 @@ LOGS = ("outbox", "inbox")
 
 # One row each, without which nothing else can be asked
 COMPLETE = """
-SELECT (SELECT count(*) FROM saf.broker), (SELECT count(*) FROM saf.timeline),
+SELECT (SELECT count(*) FROM saf.broker),
        (SELECT count(*) FROM saf.subscription WHERE log = 'outbox' AND name = 'forwarder')
 """
 
@@ -163,10 +163,9 @@ def problems(
 
 def incomplete(connection: psycopg.Connection[Any]) -> Iterator[str]:
     """Say which of saf's own rows are missing, without which no question can be asked."""
-    ((brokers, timelines, forwarders),) = fetch(connection, COMPLETE)
-    for table, count in (("saf.broker", brokers), ("saf.timeline", timelines)):
-        if count != 1:
-            yield f"{table} has {count} rows instead of 1: somebody has emptied saf's own tables"
+    ((brokers, forwarders),) = fetch(connection, COMPLETE)
+    if brokers != 1:
+        yield f"saf.broker has {brokers} rows instead of 1: somebody has emptied saf's own tables"
     if not forwarders:
         yield "saf.subscription lacks the row of the forwarder, which `saf migrate` had created"
 
