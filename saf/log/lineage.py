@@ -13,12 +13,8 @@ reads a source for the first time, by `saf doctor`, and at the end of each repai
 - The next id of a log is above the ids in it, and above those that cursors, parked messages and
   dead letters name.
 - No message stands in its log twice, and no two have the same id.
-<<<<<<< HEAD
 
 `saf.broker.whole` asks whether saf's own rows are complete.
-=======
-- saf.broker and the forwarder's subscription have their row (`incomplete`).
->>>>>>> track-a
 
 What PostgreSQL guarantees, and what the questions rest on (`tests/moves`):
 
@@ -47,15 +43,6 @@ from saf.log.shards import full
 
 LOGS = ("outbox", "inbox")
 
-<<<<<<< HEAD
-=======
-# One row each, without which nothing else can be asked
-COMPLETE = """
-SELECT (SELECT count(*) FROM saf.broker),
-       (SELECT count(*) FROM saf.subscription WHERE log = 'outbox' AND name = 'forwarder')
-"""
-
->>>>>>> track-a
 OTHER_CLUSTER = """
 SELECT system_identifier <> (SELECT system_identifier FROM pg_control_system()) FROM saf.broker
 """
@@ -169,18 +156,6 @@ def problems(
         yield from _ids(connection, log, whole=whole)
 
 
-<<<<<<< HEAD
-=======
-def incomplete(connection: psycopg.Connection[Any]) -> Iterator[str]:
-    """Say which of saf's own rows are missing, without which no question can be asked."""
-    ((brokers, forwarders),) = fetch(connection, COMPLETE)
-    if brokers != 1:
-        yield f"saf.broker has {brokers} rows instead of 1: somebody has emptied saf's own tables"
-    if not forwarders:
-        yield "saf.subscription lacks the row of the forwarder, which `saf migrate` had created"
-
-
->>>>>>> track-a
 def foreign(
     connection: psycopg.Connection[Any], logs: tuple[str, ...] = LOGS, *, all_readers: bool = False
 ) -> Iterator[str]:
