@@ -5,12 +5,13 @@ SHELL := /bin/bash
 VENV := .venv
 WORKERS ?= 2
 PY := $(VENV)/bin/python
+PYTEST := $(PY) -m pytest --quiet -n $(WORKERS) --dist worksteal
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful fuzz mutants soak model audit sbom kafka docs pages bench bench-peers airflow wheel clean
+.PHONY: help install demo demo-routing demo-dialog test check full changed crash stateful fuzz mutants soak model audit sbom kafka docs pages bench bench-peers airflow wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,23 +27,24 @@ demo-routing: $(VENV)/.installed ## the same to three MOM stores, each flight to
 demo-dialog: $(VENV)/.installed ## a shop and a warehouse talk: in parts, refused, too late, 20 MB
 	@$(VENV)/bin/saf demo --dialog $(DEMO)
 
-test: $(VENV)/.installed ## the tests; some of them: make test T="tests/unit -k shard"
-	$(PY) -m pytest $(T)
+test: $(VENV)/.installed ## the product works: some 8 minutes; chosen tests: make test T="tests/unit -k shard"
+	$(if $(T),$(PY) -m pytest $(T),SAF_TESTS=test $(PYTEST))
 
-quick: $(VENV)/.installed ## some 4 minutes: format, lint, types, unit and contract on one PostgreSQL
-	$(PY) -m ruff format --check .
-	$(PY) -m ruff check .
-	$(PY) -m mypy
-	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow" --one-postgresql \
-	tests/unit tests/contract
+changed: $(VENV)/.installed ## the tests of what differs from a revision: make changed SINCE=main~2
+	@$(PY) -m tests.changed $(if $(SINCE),--since $(SINCE)) -- -n $(WORKERS)
 
-check: $(VENV)/.installed ## the gate: format, lint, types, tests two at a time; warnings are errors
+static: $(VENV)/.installed ## format, lint and types, without a test
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m bandit --quiet --configfile pyproject.toml --severity-level medium \
 	--recursive saf migrations jobs airflow/saf_airflow packaging
 	$(PY) -m mypy
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 25
+
+check: static ## the gate, some 20 minutes: format, lint, types and every promise; warnings are errors
+	SAF_TESTS=check $(PYTEST) --durations 25
+
+full: $(VENV)/.installed ## everything, before a release, recorded in tests/full.md; some suites: make full SUITES="model crash"
+	@$(PY) -m tests.full $(SUITES)
 
 audit: $(VENV)/.installed ## known vulnerabilities of what is installed; needs the network
 	@$(PY) -m tests.audit
@@ -65,10 +67,6 @@ bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; some of them: mak
 
 bench-peers: $(VENV)/.installed ## the same work by what one would pick instead; needs the network once
 	$(PY) -m benchmarks.peers
-
-long: $(VENV)/.installed ## the tests that the gate runs in a part of their sizes and variants, in all of them
-	SAF_TESTS_LONG=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal \
-	$$(grep -rlE --include='test_*.py' 'tests\.sizes|mark\.long|every_postgresql|queue_suite' tests)
 
 crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis, nats, kafka, rabbitmq, rabbitmq_stream, delta, iceberg, http, transforms or stream; SEED=7 SHRINK=12 reduces a finding
 	@$(PY) -m tests.crash $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) \

@@ -126,7 +126,10 @@ def _work(number: int) -> Work:
     return Work(
         broker=f"tenants/tenant_{number}",
         source=UUID(int=number),
-        dsn=Dsn(f"host=db{number % 100}.example.com dbname=tenant_{number} user=saf password=x"),
+        dsn=Dsn(
+            f"host=db{number % 100}.example.com dbname=tenant_{number} "
+            "user=saf_forwarder password=x"
+        ),
         batch=batch,
         routes=Routes(routes=(Route(destination="mom"),)),
         much=number % 100 == 0,

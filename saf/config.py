@@ -1,10 +1,10 @@
 """saf.toml: which brokers to forward from, where to, and how.
 
     [brokers.shop]                       # a source; the table's name is for people
-    dsn = "postgresql://saf@db1/shop?password=${SHOP_PASSWORD}"
+    dsn = "postgresql://saf_forwarder@db1/shop?password=${SHOP_PASSWORD}"
 
     [destinations.mom]                   # of the kind "postgresql"; see `saf.destinations.kinds`
-    dsn = "postgresql://saf@mom/mom?password=${MOM_PASSWORD}"
+    dsn = "postgresql://saf_forwarder@mom/mom?password=${MOM_PASSWORD}"
 
     [[routes]]                           # at every source; rows of saf.route add to them
     service = "billing"
@@ -19,7 +19,7 @@
 Many sources of a kind need not be written down; see `saf.fleets`:
 
     [fleets.tenants]                     # brokers tenants/tenant_1, tenants/tenant_2, …
-    dsn = "postgresql://saf@db2/postgres?password=${TENANTS_PASSWORD}"
+    dsn = "postgresql://saf_forwarder@db2/postgres?password=${TENANTS_PASSWORD}"
     databases = "tenant_*"
 
 An application that signs, or verifies, reads one table of it: see `saf.signing.settings`.
@@ -72,6 +72,8 @@ from saf.signing.signer import Signer
 from saf.signing.verifier import Keys
 
 DEFAULT_FILE = Path("saf.toml")
+ENCODING = "utf-8-sig"
+"""The encoding of TOML files in any locale: UTF-8, with or without a byte order mark."""
 DAY = 86400
 LONGEST = 100
 """How many characters of a wrong value an error quotes."""
@@ -103,6 +105,7 @@ SourceConnections = Annotated[int, within(4, 100_000)]
 Rows = Annotated[int, within(1, 10_000_000)]
 Bytes = Annotated[int, within(1024, 1 << 30)]
 Attempts = Annotated[int, within(1, 1000)]
+Rejections = Annotated[int, within(1, 1_000_000_000)]
 
 Name = Annotated[str, AfterValidator(_printable)]
 
@@ -253,6 +256,9 @@ class Forwarder(_Table):
     """How many sources one run stays connected to; if there are more, it connects in turn."""
     attempts: Attempts = 3
     """Attempts per chunk while a destination does not answer, before the run gives up on it."""
+    max_rejected: Rejections = 10
+    """Messages that a destination rejects in a row before it gets no more, until an operator says
+    `saf parked retry-now`."""
     use_spark: Literal["auto", "always"] = "auto"
     """Whether Spark does all work, or only what is more than little."""
     master: str = "local[*]"
@@ -374,7 +380,7 @@ class Settings(_Sources):
     bounds: Waits = Waits()
     brokers: dict[Name, Broker] = Field(default_factory=dict)
     fleets: dict[Name, Fleet] = Field(default_factory=dict)
-    destinations: dict[Name, AnyDestination] = Field(min_length=1)
+    destinations: dict[Name, AnyDestination] = Field(default_factory=dict)
     routes: tuple[Route, ...] = ()
     topics: dict[Name, Topic] = Field(default_factory=dict)
     routers: dict[Name, Router] = Field(default_factory=dict)
@@ -527,13 +533,15 @@ def _bounds(info: pydantic.ValidationInfo) -> Bounds:
     return Bounds(**info.data.get("bounds", Waits()).model_dump())
 
 
-def load(path: Path | None = None) -> Settings:
+def load(path: Path | None = None, *, delivers: bool = True) -> Settings:
     """Read and check a saf.toml: by default $SAF_CONFIG, or the one in the current folder.
+
+    ``delivers``: whether it must name a destination; who only reads logs, or sends, needs none.
 
     Raises:
         ConfigurationError: it names the file, the setting and the value at fault.
     """
-    return _anew(lambda: _read(_file(path)))
+    return _anew(lambda: _read(_file(path), delivers=delivers))
 
 
 def load_signer(path: Path | None = None) -> Signer:
@@ -592,7 +600,7 @@ def with_options(table: T, **options: object) -> T:
 
 def _tables(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding=ENCODING)
     except OSError as error:
         raise ConfigurationError(
             f"cannot read {path}: {error.strerror}. Say --config FILE or set SAF_CONFIG"
@@ -605,12 +613,17 @@ def _tables(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path}: not TOML: {error}") from None
 
 
-def _read(path: Path) -> Settings:
+def _read(path: Path, *, delivers: bool) -> Settings:
     tables = _tables(path)
     # who reads all of it does not sign: the secrets of [signing] need not be there
     signing = {name: tables[name] for name in ("signing",) if name in tables}
     rest = {name: table for name, table in tables.items() if name not in signing}
-    return _checked(path, tables, lambda: Settings(**_expand(rest, ()), **signing))
+    settings = _checked(path, tables, lambda: Settings(**_expand(rest, ()), **signing))
+    if delivers and not settings.destinations:
+        raise ConfigurationError(
+            f"{path}: there is no [destinations.NAME], where messages are delivered"
+        )
+    return settings
 
 
 def _read_signing(path: Path, make: Callable[[Signing], S], others: Collection[str]) -> S:

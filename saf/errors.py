@@ -10,6 +10,9 @@
     │   ├── MissingExtra          an optional dependency is not installed
     │   ├── NotThisStream         a stream's subscription and its checkpoint are not of one another
     │   ├── CannotReadBack        what a destination holds cannot be read
+    │   ├── MemberMissing         a member of a fleet that was met before is not listed
+    │   ├── SameBroker            two databases have one broker_id
+    │   ├── Braked                a destination has rejected too many messages in a row
     │   ├── DialogError           something is wrong with a dialog, or with what was asked of it
     │   │   ├── NoSuchService     a dialog is to begin from a service that does not live here
     │   │   ├── NoSuchContract    … under a contract that is not known here
@@ -24,9 +27,12 @@
     │   └── SchemaError           the database is not a broker that this version can use
     │       ├── SchemaMissing     no ``saf`` schema: run ``saf migrate``
     │       ├── SchemaMismatch    older or newer than this library
+    │       ├── RowsGone          saf's own rows were deleted, or never copied
     │       └── Restored          of another cluster, or of an older state: run ``saf rebase``
     ├── StopTimeout               a worker was told to stop, and its message in hand took too long
     ├── Unavailable               a service does not answer: nothing is lost, try again later
+    │   ├── DiskFull              the server's disk is full: nothing is lost, free space
+    │   ├── Faulty                a destination's client raised something that blames no message
     │   └── Refused               … or does not let this login in: nothing is lost, mend it
     ├── Unexpected                an unknown failure of one broker: the others go on
     ├── PurgedMeanwhile           a purge has taken what a read was to give: read again
@@ -53,14 +59,40 @@ tell errors apart by class, and find the value at fault in the attributes.
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
+HIDDEN = "••••••"
+"""What stands for a value that nobody is shown."""
+
+QUOTED = tuple(
+    re.compile(pattern, flags)
+    for pattern, flags in (
+        (r"(Failing row contains \().*(\))", re.S),
+        (r"(Key \(.*?\)=\().*(\))", re.S),
+        (r"(COPY \S+, line \d+, column \S+: \").*(\")", re.S),
+        (r"(JSON data, line \d+: ).*()", re.S),
+        (r"(\binput_value=).*(, input_type=)", 0),
+    )
+)
+"""Where PostgreSQL and pydantic quote a row, a key, a column or a value in an error. What follows
+is hidden up to the last possible end, because a quoted value may look like the end."""
+
 NAMED = 10
 """How many of possibly many values one error names."""
+
+
+REFILL = (
+    "If it is being restored, wait for its end; else restore it from a backup. Where no message "
+    "matters, as in a test, DROP SCHEMA saf CASCADE and run `saf migrate`; and let what empties "
+    "tables leave out schema saf"
+)
+"""The way out where saf's own rows are gone."""
 
 
 class SafError(Exception):
@@ -71,13 +103,20 @@ class SafError(Exception):
     """
 
     exit_code = 1
+    needs_operator = False
+    """Whether no later attempt succeeds before an operator has changed something."""
     stored: Any = None
+
+    def __str__(self) -> str:
+        """The text, without what a library has quoted of a message."""
+        return masked(super().__str__())
 
 
 class UsageError(SafError):
     """What was asked cannot be done as it stands; trying again will not help."""
 
     exit_code = 2
+    needs_operator = True
 
 
 class ConfigurationError(UsageError):
@@ -151,6 +190,54 @@ class CannotReadBack(UsageError):
         super().__init__(f"destination {destination!r} is not compared: {why}")
         self.destination = destination
         self.why = why
+
+
+class Braked(UsageError):
+    """A destination has rejected too many messages in a row, so it gets no more.
+
+    An operator finds out why, and lets it be tried again.
+    """
+
+    def __init__(self, destination: str, messages: int, reason: str) -> None:
+        super().__init__(
+            f"destination {destination!r} has rejected {messages} messages in a row, so nothing "
+            f"more is sent to it; the last reason: {reason}. Fix the cause, then run "
+            f"`saf parked retry-now --destination {shlex.quote(destination)}`"
+        )
+        self.destination = destination
+        self.messages = messages
+
+
+class SameBroker(UsageError):
+    """Two databases have one broker_id: one is a copy of the other."""
+
+    def __init__(self, copy: str, original: str, broker_id: UUID) -> None:
+        super().__init__(
+            f"brokers {original!r} and {copy!r} are two databases with one broker_id, {broker_id}: "
+            f"{copy!r} is a copy (CREATE DATABASE … TEMPLATE, or a copied data directory), and is "
+            f"not forwarded. Run `saf broker new-id --broker {shlex.quote(copy)}`; nothing was set "
+            "back, so `saf rebase` does not help"
+        )
+        self.copy = copy
+        self.original = original
+        self.broker_id = broker_id
+
+
+class MemberMissing(UsageError):
+    """A member of a fleet was forwarded before, and its fleet does not list it any more."""
+
+    def __init__(self, fleet: str, member: str, *, closed: bool) -> None:
+        why = (
+            "its database allows no connections"
+            if closed
+            else f"fleet {fleet!r} no longer lists it: it was dropped, renamed or taken out"
+        )
+        super().__init__(
+            f"{member!r} was forwarded before, and is missing: {why}. Nobody forwards what it has "
+            f"left; if it is gone for good, run `saf fleet forget {shlex.quote(member)}`"
+        )
+        self.fleet = fleet
+        self.member = member
 
 
 class DialogError(UsageError):
@@ -292,17 +379,33 @@ class SchemaMismatch(SchemaError):
         self.expected = expected
 
 
+class RowsGone(SchemaError):
+    """The schema exists, but saf's own rows were truncated or deleted, or were never copied."""
+
+    def __init__(self, database: str, missing: Sequence[str]) -> None:
+        super().__init__(
+            f"database {database!r}: saf's own rows are gone: {'; '.join(missing[:NAMED])}. "
+            f"{REFILL}"
+        )
+        self.database = database
+        self.missing = missing
+
+
 class Restored(SchemaError):
     """The database was restored, so the transaction ids in its rows mean nothing here."""
 
-    def __init__(self, database: str, where: str = "") -> None:
+    def __init__(self, database: str, where: str = "", why: Sequence[str] = ()) -> None:
+        reasons = "; ".join(why) or (
+            "it was restored into another cluster, or its transaction ids went back: its cursors "
+            "do not say any more what was read"
+        )
         super().__init__(
             (f"{where}: " if where else "")
-            + f"database {database!r} was restored into another cluster, or its transaction ids "
-            "went back: its cursors do not say any more what was read, so nothing is read, stored "
-            "or purged. Run `saf rebase` first"
+            + f"database {database!r} cannot be used as it was restored or moved: {reasons}. "
+            "Nothing is read, stored or purged. Run `saf rebase` first"
         )
         self.database = database
+        self.why = tuple(why)
 
 
 class StopTimeout(SafError):
@@ -345,10 +448,35 @@ class Unavailable(SafError):
         return renamed
 
 
+class DiskFull(Unavailable):
+    """The disk of a server is full. Nothing is lost: delivery continues when there is space."""
+
+    needs_operator = True
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(what, reason)
+        self.args = (
+            f"the disk of {what} is full: {reason}. Free or add space there: `saf purge` empties "
+            "what has been read",
+        )
+
+    def of(self, what: str) -> DiskFull:
+        """Return the same error with the name by which people know the database."""
+        return DiskFull(what, self.reason)
+
+
+class Faulty(Unavailable):
+    """A destination raised something other than an error of its protocol.
+
+    That says nothing of a message, so none is to blame.
+    """
+
+
 class Refused(Unavailable):
     """A server does not let this login in. Nothing is lost, but a person has to mend something."""
 
     exit_code = 2
+    needs_operator = True
 
     def __init__(self, what: str, reason: str, cure: str) -> None:
         super().__init__(what, reason)
@@ -403,10 +531,15 @@ class SparkGone(SafError):
 
     exit_code = 75
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, stopping: bool = False) -> None:
+        why = (
+            "the forwarder was told to stop, and the signal may have ended Spark's JVM as well: "
+            "send it to the forwarder's process alone"
+            if stopping
+            else "was its JVM killed, for want of memory perhaps?"
+        )
         super().__init__(
-            f"Spark has ended: {reason}. Nothing is lost: start the forwarder again; was its JVM "
-            "killed, for want of memory perhaps?"
+            f"Spark has ended: {reason}. Nothing is lost: start the forwarder again; {why}"
         )
         self.reason = reason
 
@@ -418,6 +551,7 @@ class UnknownService(SafError):
     """
 
     exit_code = 75
+    needs_operator = True
 
     def __init__(self, destination: str, services: list[str], rows: Any = None) -> None:
         names = ", ".join(map(repr, services[:NAMED]))
@@ -442,6 +576,7 @@ class AnotherBroker(SafError):
     """
 
     exit_code = 75
+    needs_operator = True
 
     def __init__(self, destination: str, broker: str, others: list[str], rows: Any) -> None:
         super().__init__(
@@ -457,6 +592,7 @@ class NoDialogs(SafError):
     """A destination takes no messages of dialogs: no other end could live there."""
 
     exit_code = 75
+    needs_operator = True
 
     def __init__(self, destination: str, services: Sequence[str]) -> None:
         super().__init__(
@@ -475,6 +611,7 @@ class Unroutable(SafError):
     """
 
     exit_code = 75
+    needs_operator = True
 
     def __init__(
         self,
@@ -539,6 +676,7 @@ class Ahead(SafError):
     """A destination has stored messages that its source does not know to have sent."""
 
     exit_code = 2
+    needs_operator = True
 
     def __init__(
         self, where: str, shards: Sequence[int], marks: Mapping[Any, Any] | None = None
@@ -557,6 +695,7 @@ class Behind(SafError):
     """A destination no longer has messages that it has acknowledged."""
 
     exit_code = 2
+    needs_operator = True
 
     def __init__(
         self,
@@ -635,6 +774,23 @@ class Fenced(SafError):
         )
         self.where = where
         self.shards = shards
+
+
+def masked(text: str) -> str:
+    """Return an error's text without what a library has quoted of a message in it.
+
+    Whatever logs, prints or keeps an error goes through this: the errors of saf by themselves.
+
+    >>> masked("DETAIL:  Failing row contains (1, billing, secret).")
+    'DETAIL:  Failing row contains (••••••).'
+    >>> masked("Key (card)=(4711) already exists.")
+    'Key (card)=(••••••) already exists.'
+    >>> masked("[type=int_parsing, input_value='secret', input_type=str]")
+    '[type=int_parsing, input_value=••••••, input_type=str]'
+    """
+    for quoted in QUOTED:
+        text = quoted.sub(rf"\g<1>{HIDDEN}\g<2>", text)
+    return text
 
 
 def in_words(shards: Iterable[int]) -> str:

@@ -1,7 +1,7 @@
 """Fleets: sources that saf.toml does not name one by one.
 
     [fleets.tenants]                              [fleets.shops]
-    dsn = "postgresql://saf@db2/postgres"         dsn = "postgresql://saf@control/tenancy"
+    dsn = "postgresql://saf_forwarder@db2/postgres"         dsn = "postgresql://saf_forwarder@control/tenancy"
     databases = "tenant_*"                        query = "SELECT name, dsn FROM shops WHERE live"
 
 *By pattern*: the databases on the server at ``dsn`` whose names match and that have the schema saf.
@@ -24,13 +24,14 @@ from fnmatch import fnmatchcase
 import psycopg
 from psycopg.conninfo import make_conninfo
 
-from saf.config import Broker, Fleet
+from saf.broker.fleet_members import Memory
+from saf.config import Broker, Fleet, Settings
 from saf.database import Dsn, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, SafError
 from saf.message import MAX_NAME, fits
 
 DATABASES = """
-SELECT datname FROM pg_catalog.pg_database WHERE datallowconn AND NOT datistemplate ORDER BY datname
+SELECT datname, datallowconn FROM pg_catalog.pg_database WHERE NOT datistemplate ORDER BY datname
 """
 
 COLUMNS = 2
@@ -49,6 +50,10 @@ class Listing:
     brokers: dict[str, Broker] = field(default_factory=dict)
     problems: list[tuple[str, SafError]] = field(default_factory=list)
     """The problems, each with the name of its fleet."""
+    closed: set[str] = field(default_factory=set)
+    """Members whose databases allow no connections."""
+    unlisted: set[str] = field(default_factory=set)
+    """Fleets that could not be listed."""
 
 
 def ask(name: str, fleet: Fleet) -> Listing:
@@ -64,7 +69,13 @@ def ask(name: str, fleet: Fleet) -> Listing:
     ):
         connection.execute("SET TRANSACTION READ ONLY")
         if fleet.databases is not None:
-            return _listing(name, fleet, _matching(fleet, fetch(connection, DATABASES)), Candidate)
+            databases = fetch(connection, DATABASES)
+            open_ones = [database for database, is_open in databases if is_open]
+            listing = _listing(name, fleet, _matching(fleet, open_ones), Candidate)
+            listing.closed = {
+                f"{name}/{database}" for database, is_open in databases if not is_open
+            }
+            return listing
         return _listing(name, fleet, _queried(name, fleet, connection), Broker)
 
 
@@ -76,16 +87,27 @@ def ask_all(fleets: Mapping[str, Fleet]) -> Listing:
             listing = ask(name, fleet)
         except SafError as error:
             found.problems.append((name, error))
+            found.unlisted.add(name)
         else:
             found.brokers |= listing.brokers
             found.problems += listing.problems
+            found.closed |= listing.closed
     return found
 
 
-def _matching(fleet: Fleet, rows: Iterable[tuple[str, ...]]) -> list[tuple[object, ...]]:
+def memory(settings: Settings) -> Memory | None:
+    """Return what remembers the members of fleets; None if no destination is a broker."""
+    first = settings.forwarder.default_destination
+    for name in sorted(settings.destinations, key=lambda one: one != first):
+        if dsn := settings.destinations[name].broker():
+            return Memory(dsn)
+    return None
+
+
+def _matching(fleet: Fleet, databases: Iterable[str]) -> list[tuple[object, ...]]:
     return [
         (database, make_conninfo(fleet.dsn.conninfo, dbname=database))
-        for (database,) in rows
+        for database in databases
         if fnmatchcase(database, fleet.databases or "")
     ]
 

@@ -108,6 +108,7 @@ class Outbox:
             headers: JSON values by name; names are compared without case.
             message_type: what the body is, for the consumer's dispatch.
             deliver_at: no consumer gets the message before this time; a datetime with a time zone.
+                Only an inbox holds it: other destinations, such as Kafka, get it at once.
             expires_at: the message is of no use after this time; a datetime with a time zone.
             to_broker: the one broker that it is for, where several host the service.
             from_service: the sender's service name.

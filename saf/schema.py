@@ -633,6 +633,13 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             sa.Text,
             comment="of that message, if it has one; NULL where the lane waits for something else",
         ),
+        sa.Column(
+            "needs_operator",
+            sa.Boolean,
+            nullable=False,
+            server_default=sa.false(),
+            comment="whether the last attempt failed for a reason that only an operator can remove",
+        ),
         sa.PrimaryKeyConstraint("subscription_id", *LANE_COLUMNS),
         sa.CheckConstraint(LANE, name="backoff_lane_possible"),
         sa.CheckConstraint(AWAITS, name="backoff_awaits_possible"),
@@ -654,6 +661,31 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             postgresql_where=sa.text("awaits_handler"),
         ),
         comment="lanes that wait: when they are tried next, shared by all members",
+    )
+    sa.Table(
+        "fleet_member",
+        metadata,
+        sa.Column("fleet", sa.Text),
+        sa.Column("name", sa.Text, comment="FLEET/NAME, as commands call it"),
+        sa.Column("broker_id", pg.UUID, comment="NULL: it had nothing to forward when it was met"),
+        sa.Column("met_at", moment, nullable=False, server_default=now),
+        sa.Column("missing_since", moment, comment="NULL: its fleet lists it"),
+        sa.PrimaryKeyConstraint("fleet", "name"),
+        comment="at a store: the members of fleets that forwarders have met, so that a missing one "
+        "is noticed",
+    )
+    sa.Table(
+        "rejecting",
+        metadata,
+        sa.Column("subscription_id", sa.Integer),
+        sa.Column("destination", sa.Text),
+        sa.Column("messages", sa.Integer, nullable=False),
+        sa.PrimaryKeyConstraint("subscription_id", "destination"),
+        sa.ForeignKeyConstraint(
+            ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
+        ),
+        sa.CheckConstraint("messages > 0", name="rejecting_counted"),
+        comment="how many messages a destination has rejected in a row; no row: none",
     )
     sa.Table(
         "taken_out",
@@ -706,7 +738,23 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
     of_webhooks.add_tables(metadata)
     of_senders.add_tables(metadata)
     of_engine.add_tables(metadata)
+    _identified(metadata)
     return metadata
+
+
+def _identified(metadata: sa.MetaData) -> None:
+    """Let whole rows identify themselves where no primary key does, in case they are published.
+
+    The logs have no identity: their rows are not updated, and an index would cost each send.
+    """
+    for table in metadata.tables.values():
+        if not len(table.primary_key) and table.name not in ("outbox", "inbox"):
+            full = f"ALTER TABLE {table.fullname} REPLICA IDENTITY FULL"
+            sa.event.listen(
+                table,
+                "after_create",
+                sa.DDL(full),  # type: ignore[no-untyped-call] # as above
+            )
 
 
 def _one_each(metadata: sa.MetaData, name: str, *columns: str) -> sa.Table:

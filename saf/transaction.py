@@ -4,6 +4,11 @@
 or cursor, or Django's ``connection``. Nothing here opens, commits or rolls back a transaction.
 Connections under asyncio are in `saf.sending.asynchronous`.
 
+A Session may have several engines, and then a connection to each. Only one of them has the rows
+that a message belongs to, and each commits by itself. So the transaction of a Session that sends
+has one connection, or is committed in two phases. Anything else is refused, also later in the
+transaction. A caller who passes the connection itself has chosen it.
+
 Statements have psycopg's named parameters, each in a CAST, so that every driver understands them.
 """
 
@@ -15,6 +20,7 @@ import sys
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import psycopg
@@ -27,14 +33,14 @@ from saf.database import (
     Meaning,
     backslashes,
     meaning,
-    require_revision,
+    require_schema,
 )
 from saf.database.poolers import unprepared
-from saf.errors import AutocommitError, ConfigurationError, UsageError
+from saf.errors import AutocommitError, ConfigurationError, RowsGone, UsageError
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
-    from sqlalchemy.orm import Session, scoped_session
+    from sqlalchemy.orm import Session, SessionTransaction, scoped_session
 
     Conn = (
         Session
@@ -50,7 +56,19 @@ Rows = Sequence[tuple[Any, ...]]
 EXPECTED = (
     "a SQLAlchemy Session or Connection, a psycopg connection or cursor, or Django's connection"
 )
-WHO_AND_WHERE = "SELECT current_database(), pg_backend_pid()"
+THE_CONNECTION = (
+    "pass the connection of the rows that the message belongs to, for example "
+    "session.connection(bind_arguments={'mapper': Order}) or "
+    "session.connection(bind_arguments={'bind': engine})"
+)
+"""The way out for a Session that has several engines."""
+# A table's size needs no right on the table: a sender may not read saf.broker. It is 0 after a
+# TRUNCATE, and in a copy of the schema alone.
+WHO_AND_WHERE = """SELECT current_database(), pg_backend_pid(),
+       coalesce(sum(pg_relation_size(c.oid)), 1) = 0
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = 'saf' AND c.relname = 'broker'
+"""
 SENDER_ALLOWED = "sender_allowed"
 """The constraint that a server names if no rule of saf.sender allows a message."""
 
@@ -142,9 +160,11 @@ class Entrance:
         """
         # asks first whether the table exists: a failed query would abort the caller's transaction
         ((exists,),) = yield HAS_SCHEMA
-        ((name, process),) = yield WHO_AND_WHERE
+        ((name, process, is_empty),) = yield WHO_AND_WHERE
         found = (yield SCHEMA_REVISION) if exists else []
-        require_revision(str(name), found[0][0] if found else None)
+        require_schema(str(name), exists, found)
+        if is_empty:
+            raise RowsGone(str(name), ["saf.broker is empty"])
         pooled = self._checked[transaction.database] = transaction.process not in (None, process)
         return pooled
 
@@ -308,6 +328,55 @@ class _SQLAlchemy:
         return nullcontext() if raw is None else unprepared(raw)
 
 
+_sent_on: weakref.WeakKeyDictionary[SessionTransaction, sa.Connection] = weakref.WeakKeyDictionary()
+"""The connection of each Session's transaction that has sent: it may have no other one."""
+
+
+def _only_connection(session: Session) -> sa.Connection:
+    """Return the connection of a Session's transaction, and let it have no second one."""
+    from sqlalchemy.exc import UnboundExecutionError
+
+    try:
+        connection = session.connection()
+    except UnboundExecutionError as error:
+        raise UsageError(f"this session has no default engine: {THE_CONNECTION}") from error
+    transaction = session.get_transaction()
+    if transaction is not None and not session.twophase:
+        _watch_sessions()
+        for one, *_ in transaction._connections.values():
+            if one is not connection:
+                raise _two_connections(connection, one)
+        _sent_on[transaction] = connection
+    return connection
+
+
+@cache
+def _watch_sessions() -> None:
+    """Have SQLAlchemy report each connection that any Session begins to use."""
+    import sqlalchemy as sa
+    from sqlalchemy.orm import Session
+
+    sa.event.listen(Session, "after_begin", _refuse_second)
+
+
+def _refuse_second(session: Session, _: SessionTransaction, connection: sa.Connection) -> None:
+    """Raise, before anything is committed, if a transaction that has sent uses another engine."""
+    transaction = session.get_transaction()
+    sent_on = None if transaction is None else _sent_on.get(transaction)
+    if sent_on is not None and sent_on is not connection:
+        raise _two_connections(sent_on, connection)
+
+
+def _two_connections(sent_on: sa.Connection, other: sa.Connection) -> UsageError:
+    names = [f"database {one.engine.url.database or 'unknown'!r}" for one in (sent_on, other)]
+    return UsageError(
+        f"this session's transaction has two connections: a message goes to {names[0]} on the "
+        f"session's default engine, and {names[1]} is used on another engine, which commits by "
+        f"itself. {THE_CONNECTION[0].upper()}{THE_CONNECTION[1:]}; or make the session with "
+        "twophase=True"
+    )
+
+
 _texts: dict[str, sa.TextClause] = {}
 
 
@@ -331,7 +400,10 @@ def _transaction(conn: object) -> Transaction:
         import sqlalchemy.orm
 
         if isinstance(conn, (sqlalchemy.orm.Session, sqlalchemy.orm.scoped_session)):
-            return _SQLAlchemy(conn.connection())
+            session = conn
+            if isinstance(session, sqlalchemy.orm.scoped_session):
+                session = session.registry()
+            return _SQLAlchemy(_only_connection(session))
         if isinstance(conn, sa.Connection):
             return _SQLAlchemy(conn)
     if "django.db" in sys.modules and (below := _of_django(conn)) is not None:

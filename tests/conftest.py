@@ -11,7 +11,8 @@ after ``faulthandler_timeout``, with the stacks of all its threads, and xdist na
     def test_something(app: Dsn, mom: Dsn) -> None             two brokers on PostgreSQL 18
     @pytest.mark.every_postgresql                              the same test on each of VERSIONS
     @pytest.mark.slow                                          takes seconds, alone
-    @pytest.mark.long                                          in the long form only
+    @pytest.mark.check                                         `make test` leaves it out
+    @pytest.mark.full                                          only `make full` runs it
     def test_a_crash(own_server: EmbeddedServer) -> None       durable, and the test's to stop
 """
 
@@ -44,15 +45,18 @@ from saf.failpoints import arm
 from saf.testing.databases import Copies, Database, Databases, embedded_server
 from tests import memory
 from tests.kafka_server import KafkaServer, kafka_server
-from tests.needed import absent
+from tests.needed import absent, summary
+from tests.object_store import ObjectStore, object_store
 from tests.rabbitmq_server import Queues, RabbitmqServer, rabbitmq_server
 from tests.receivers import prepare
 from tests.redis_server import RedisServer, redis_server
-from tests.sizes import LONG
+from tests.tiers import FULL, LATER, TEST, TIER, in_first_run
 
 SUPPORTED = (15, 16, 18)
-VERSIONS = SUPPORTED if LONG else (SUPPORTED[0], SUPPORTED[-1])
-SPARK = Path(__file__).parent / "spark"
+VERSIONS = {TEST: SUPPORTED[-1:], FULL: SUPPORTED}.get(TIER, (SUPPORTED[0], SUPPORTED[-1]))
+"""The versions of PostgreSQL that this tier runs `every_postgresql` on."""
+HERE = Path(__file__).parent
+SPARK = HERE / "spark"
 SETTINGS = {"max_prepared_transactions": 20, "max_connections": 200}
 AT_ONCE_LINES = 30
 ENDING_SECONDS = 120
@@ -63,22 +67,19 @@ LENT = "SAF_TESTS_TEMPLATE"
 who runs tests many times; see `tests.mutants`."""
 
 
-# how long an example takes is the machine's, and another one may be at work on it
-settings.register_profile("saf", deadline=None)
+# No deadline: a busy machine is slow. The gate gives the same verdict each time, so its examples
+# are the same each time; only the full tier draws new ones.
+settings.register_profile("saf", deadline=None, derandomize=TIER != FULL)
 settings.load_profile("saf")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    text = f"run everything on PostgreSQL {DEFAULT_VERSION} alone"
-    parser.addoption("--one-postgresql", action="store_true", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # a shell lets what it runs in the background ignore Ctrl-C, and so would what the tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "every_postgresql: on the oldest and the newest, or on each")
-    config.addinivalue_line("markers", "slow: takes seconds; `make quick` leaves it out")
-    config.addinivalue_line("markers", "long: in the long form only; see tests/sizes.py")
+    config.addinivalue_line("markers", "slow: takes seconds, so it begins early")
+    config.addinivalue_line("markers", "check: `make test` leaves it out; see tests/tiers.py")
+    config.addinivalue_line("markers", "full: only `make full` runs it; see tests/tiers.py")
     if not hasattr(config, "workerinput"):
         memory.use()
         config.pluginmanager.register(AtOnce(config))
@@ -93,6 +94,13 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """In the first tier, leave out other files before they import anything."""
+    if TIER != TEST or collection_path.is_dir():
+        return None
+    return not in_first_run(collection_path.relative_to(HERE).as_posix()) or None
 
 
 def pytest_sessionfinish() -> None:
@@ -122,15 +130,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.is_relative_to(SPARK):
             item.add_marker("slow")
-    if not LONG:
-        left_out = [item for item in items if item.get_closest_marker("long")]
+    later = LATER[TIER]
+    left_out = [item for item in items if any(map(item.get_closest_marker, later))]
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        items[:] = [item for item in items if not any(map(item.get_closest_marker, later))]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = [one.longrepr[2] for one in skipped if isinstance(one.longrepr, tuple)]
+    if line := summary(reasons):
+        terminalreporter.write_line(line)
 
 
 def pytest_report_header() -> list[str]:
     return [
+        f"tier: {TIER}",
         f"PostgreSQL: {', '.join(map(_server_version, VERSIONS))}; "
         f"psycopg {psycopg.__version__}, libpq {psycopg.pq.version_pretty(psycopg.pq.version())}",
         f"temporary files: {tempfile.gettempdir()}",
@@ -138,12 +155,10 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.get_closest_marker("every_postgresql") and not metafunc.config.getoption(
-        "--one-postgresql"
-    ):
+    if metafunc.definition.get_closest_marker("every_postgresql"):
         if "pg_version" not in metafunc.fixturenames:
             metafunc.fixturenames.append("pg_version")
-        slow = metafunc.definition.get_closest_marker("slow") and not LONG
+        slow = metafunc.definition.get_closest_marker("slow") and TIER != FULL
         versions = VERSIONS[-1:] if slow else VERSIONS
         ids = [f"postgresql-{version}" for version in versions]
         metafunc.parametrize("pg_version", versions, indirect=True, ids=ids)
@@ -202,7 +217,7 @@ def pg_version(request: pytest.FixtureRequest) -> int:
     try:
         programs(version)
     except UsageError as missing:
-        absent(str(missing))
+        absent(f"PostgreSQL {version} ({missing})", f"apt install postgresql-{version}")
     return version
 
 
@@ -301,6 +316,13 @@ def running_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSer
     """A Kafka broker for all tests, which some kill and start again."""
     with kafka_server(tmp_path_factory.mktemp("kafka")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def objects() -> Iterator[ObjectStore]:
+    """An object store that speaks S3 for all tests; each test takes a bucket of its own."""
+    with object_store() as store:
+        yield store
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ from pyiceberg.table import Table
 from saf.columns import COLUMNS, UUIDS
 from saf.database import Dsn
 from saf.destinations.iceberg import Iceberg
-from saf.destinations.iceberg.files import path_of
 from saf.destinations.iceberg.link import Link
 from saf.destinations.iceberg.marks import history
 
@@ -47,8 +46,9 @@ def messages(settings: Iceberg) -> list[Mapping[str, Any]]:
     found: list[tuple[int, dict[str, Any]]] = []
     for manifest in snapshot.manifests(table.io):
         for entry in manifest.fetch_manifest_entry(table.io):
-            file = pq.ParquetFile(path_of(entry.data_file.file_path))
-            found += [(entry.sequence_number or 0, row) for row in file.read().to_pylist()]
+            with table.io.new_input(entry.data_file.file_path).open() as file:
+                rows_of_file = pq.ParquetFile(file).read().to_pylist()
+            found += [(entry.sequence_number or 0, row) for row in rows_of_file]
     rows = [row for _, row in sorted(found, key=lambda one: (one[0], one[1]["id"]))]
     return [{name: _value(name, row[name]) for name in COLUMNS} for row in rows]
 

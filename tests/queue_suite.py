@@ -31,7 +31,7 @@ from saf.testing.victim import start
 from tests.destinations import know, route, send_to
 from tests.lossy import Lossy
 from tests.pipeline import bodies, connect, forward, let_time_pass, send, stores
-from tests.sizes import sized
+from tests.tiers import sized
 from tests.waits import until
 
 WEEK = 7 * 86400.0

@@ -51,11 +51,11 @@ chunk_seconds = 300.0
 long_seconds = 3600.0
 
 [brokers.shop]
-dsn = "postgresql://saf:${SHOP_PASSWORD}@db1.example.com/shop?sslmode=verify-full"
+dsn = "postgresql://saf_forwarder:${SHOP_PASSWORD}@db1.example.com/shop?sslmode=verify-full"
 max_connections = 10
 
 [fleets.tenants]
-dsn = "postgresql://saf:${TENANTS_PASSWORD}@db2.example.com/postgres"
+dsn = "postgresql://saf_forwarder:${TENANTS_PASSWORD}@db2.example.com/postgres"
 databases = "tenant_*"
 refresh_seconds = 60.0
 max_connections = 4

@@ -3,7 +3,9 @@
 A login that sends, forwards or receives does not own the schema. `grant` gives an existing role
 exactly the rights of the kinds that it is of. In the same transaction it takes away whatever else
 the role had in the schema ``saf``. Granting again changes nothing, and a role that changes its duty
-keeps nothing of the old one. `RIGHTS` is the complete list of what each kind may do.
+keeps nothing of the old one. Rights that a role has by a group stay; if they go beyond what any
+kind may do with the logs, granting is refused.
+`RIGHTS` is the complete list of what each kind may do.
 
     writer      sends: inserts messages, and reads none, not even its own
     forwarder   at a source, reads the outbox and moves its cursors; at a destination, fills the
@@ -113,7 +115,10 @@ SETTING_ASIDE: Rights = {
     "backoff": {
         "SELECT": WHOLE,
         "INSERT": WHOLE,
-        "UPDATE": ("attempts", "next_attempt_at", "error", "awaits_handler", "message_type"),
+        "UPDATE": (
+            *("attempts", "next_attempt_at", "error", "awaits_handler", "message_type"),
+            "needs_operator",
+        ),
         "DELETE": WHOLE,
     },
     # no bodies: only which are there already
@@ -278,6 +283,17 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
             "acknowledged": ACKNOWLEDGING,
             "taken_out": {"SELECT": WHOLE},
+            "fleet_member": {
+                "SELECT": WHOLE,
+                "INSERT": ("fleet", "name", "broker_id"),
+                "UPDATE": ("broker_id", "missing_since"),
+            },
+            "rejecting": {
+                "SELECT": WHOLE,
+                "INSERT": WHOLE,
+                "UPDATE": ("messages",),
+                "DELETE": WHOLE,
+            },
             # what transforms have made
             "kept_result": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
             "service": {"SELECT": WHOLE},
@@ -374,6 +390,8 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             # locking a row asks for the right to update some column
             "dead_letter": {"SELECT": WHOLE, "UPDATE": ("error",), "DELETE": WHOLE},
             "service": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
+            "fleet_member": {"SELECT": WHOLE, "DELETE": WHOLE},
+            "rejecting": {"SELECT": WHOLE},
             "subscription": {
                 "SELECT": WHOLE,
                 "INSERT": ("name", "log", "service", "stream"),
@@ -419,6 +437,24 @@ USE = "GRANT USAGE ON SCHEMA saf TO {role}"
 GRANT = "GRANT {privileges} ON {table} TO {role}"
 GRANT_EXECUTE = "GRANT EXECUTE ON FUNCTION {functions} TO {role}"
 
+# No kind may: what a message's transaction was is for the server to say. Rights come to a role also
+# by a group, or by everybody's rights, and to tables by default privileges that were in force when
+# they were created.
+FORGERS = """
+SELECT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END,
+       array_agg(DISTINCT c.relname::text ORDER BY c.relname::text)
+FROM pg_class c CROSS JOIN LATERAL (
+    SELECT grantee, privilege_type FROM aclexplode(c.relacl)
+    UNION ALL
+    SELECT grantee, privilege_type FROM pg_attribute t, aclexplode(t.attacl)
+    WHERE t.attrelid = c.oid AND t.attname IN ('txid', 'id')) AS a
+WHERE c.relnamespace = 'saf'::regnamespace AND c.relname ~ '^(outbox|inbox)(_[0-9]+)?$'
+  AND c.relkind IN ('r', 'p') AND a.privilege_type IN ('INSERT', 'UPDATE')
+  AND a.grantee <> c.relowner
+  AND (%(role)s::text IS NULL OR a.grantee = 0 OR pg_has_role(%(role)s, a.grantee, 'USAGE'))
+GROUP BY a.grantee ORDER BY 1
+"""
+
 # Two at a time would update the same rows of the catalog; migrations take the same turn.
 TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtextextended('saf migrate', 0))"
 
@@ -459,22 +495,47 @@ def grant(connection: psycopg.Connection[Any], role: str, kinds: Iterable[Kind])
     """Give a role the rights of these kinds and no others in this broker, in one transaction.
 
     Raises:
-        ConfigurationError: there is no such role, it owns the schema, it has passed rights on, or
-            the connection's user does not own the schema.
+        ConfigurationError: there is no such role, it owns the schema, it has passed rights on, a
+            group gives it more than any kind may do, or the connection's user does not own the
+            schema.
         SchemaMissing, SchemaMismatch: the database is not a broker of this version.
     """
     try:
         with connection.transaction():
             connection.execute(TAKE_TURN)
             check(connection, role)
+            kinds = [*kinds]
             for statement in statements(role, kinds):
                 connection.execute(statement)
+            for whose, tables in forgers(connection, role) if kinds else ():
+                raise ConfigurationError(
+                    f"role {role!r} may still write any column of saf.{tables[0]} in database "
+                    f"{connection.info.dbname!r}, by the rights of {whose}: {forgers_cure(whose)}"
+                )
     except psycopg.errors.DependentObjectsStillExist as error:
         raise ConfigurationError(
             f"role {role!r} has passed rights in schema saf of database "
             f"{connection.info.dbname!r} on to others ({error.diag.message_detail}): "
             "let it REVOKE them first"
         ) from error
+
+
+def forgers(
+    connection: psycopg.Connection[Any], role: str | None = None
+) -> list[tuple[str, list[str]]]:
+    """Return who may write any column of a log, and of which tables; with ``role``, for that role.
+
+    Such a right is its own, a group's, or everybody's (PUBLIC). The schema's owner has it anyway.
+    """
+    return [(whose, tables) for whose, tables in fetch(connection, FORGERS, {"role": role})]
+
+
+def forgers_cure(whose: str) -> str:
+    """Return what to do about rights of a role or group, given as SQL, that no kind has."""
+    return (
+        f"as the owner, REVOKE ALL ON ALL TABLES IN SCHEMA saf FROM {whose}, run `saf grant` for "
+        f"whoever needs rights, and take away default privileges that gave them (\\ddp in psql)"
+    )
 
 
 def check(connection: psycopg.Connection[Any], role: str) -> None:

@@ -20,8 +20,8 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 
-from saf.database import REVISION, Dsn
-from saf.errors import ConfigurationError, SafError, SchemaMismatch, Unavailable
+from saf.database import HAS_SCHEMA, REVISION, SCHEMA_REVISION, Dsn
+from saf.errors import ConfigurationError, RowsGone, SafError, SchemaMismatch, Unavailable
 from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS
 
 OLDEST_SERVER = 150000
@@ -44,6 +44,7 @@ def migrate(dsn: Dsn, shards: int | None = None, revision: str = "head") -> None
     Raises:
         ConfigurationError: the number of shards, the user's rights, or the server will not do.
         SchemaMismatch: the database is newer than this library.
+        RowsGone: its tables exist without their rows, as in a copy of the schema alone.
         Unavailable: the server does not answer, or ended the migration; nothing has changed.
     """
     if shards is not None:
@@ -92,6 +93,7 @@ def settle(connection: sa.Connection, asked: int | None) -> int:
 
     Raises:
         ConfigurationError: the server is not fit, or ``asked`` is not the number that it has.
+        RowsGone: the schema exists without saf's own rows.
     """
     number, version, encoding, database = connection.exec_driver_sql(SERVER).one()
     if number < OLDEST_SERVER:
@@ -101,9 +103,14 @@ def settle(connection: sa.Connection, asked: int | None) -> int:
         raise ConfigurationError(
             f"database {database!r} is encoded in {encoding}: saf needs one with ENCODING 'UTF8'"
         )
+    exists = connection.exec_driver_sql(HAS_SCHEMA).scalar()
+    if exists and not connection.exec_driver_sql(SCHEMA_REVISION).all():
+        raise RowsGone(database, ["saf.alembic_version is empty"])
     found = None
     if connection.exec_driver_sql("SELECT to_regclass('saf.broker')").scalar():
         found = connection.exec_driver_sql("SELECT shards FROM saf.broker").scalar()
+        if exists and found is None:
+            raise RowsGone(database, ["saf.broker has no row"])
     if found and asked and found != asked:
         raise ConfigurationError(
             f"database {database!r} has {found} shards, fixed by its first migration: "

@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 
+from saf.broker import whole
 from saf.database import fetch
 from saf.errors import Restored
 
@@ -29,6 +30,11 @@ def is_restored(connection: psycopg.Connection[Any]) -> bool:
 
 
 def refuse(connection: psycopg.Connection[Any]) -> None:
-    """Raise Restored if the logs' transaction ids are not this cluster's."""
+    """Raise if the logs' transaction ids are not this cluster's, or if the broker is not whole.
+
+    Raises:
+        Restored, RowsGone, ConfigurationError
+    """
+    whole.refuse(connection)
     if is_restored(connection):
         raise Restored(connection.info.dbname)

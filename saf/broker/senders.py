@@ -30,7 +30,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.broker import grants
-from saf.database import fetch
+from saf.database import fetch, of_broker
 from saf.errors import ConfigurationError, UsageError
 from saf.message import MAX_NAME, fits
 
@@ -102,7 +102,7 @@ def senders(connection: psycopg.Connection[Any]) -> list[Sender]:
 
 def vouched_since(connection: psycopg.Connection[Any]) -> int | None:
     """Return the id after which the senders of all messages were checked; None if none were."""
-    ((since,),) = fetch(connection, SINCE)
+    (since,) = of_broker(connection, SINCE)
     return None if since is None else int(since)
 
 

@@ -29,6 +29,7 @@ from saf.cli import (
     dispatch,
     doctor,
     endpoint,
+    fleet,
     forward,
     grant,
     inbox,
@@ -55,8 +56,9 @@ from saf.cli import (
     ui,
     worker,
 )
-from saf.cli.console import echo, plain_console, shown_event
+from saf.cli.console import echo, plain_console, shown_event, write_any_character
 from saf.cli.exit_codes import INTERRUPTED, in_words
+from saf.cli.output import give_up_output, is_of_output, open_standard_streams
 from saf.database import REVISION
 from saf.errors import SafError
 from saf.tracing import carried
@@ -105,6 +107,7 @@ app.command("worker")(worker.command)
 app.command("dispatch")(dispatch.command)
 app.add_typer(endpoint.app, name="endpoint")
 app.add_typer(broker.app, name="broker")
+app.add_typer(fleet.app, name="fleet")
 app.add_typer(route.app, name="route")
 app.add_typer(topic.app, name="topic")
 app.add_typer(router.app, name="router")
@@ -148,6 +151,8 @@ def commands() -> Callable[..., None]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code."""
+    open_standard_streams()
+    write_any_character()
     _configure_logging()
     try:
         commands()(list(arguments) if arguments is not None else None)
@@ -158,8 +163,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # the reader of our output has gone (| head); nothing is left to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        give_up_output()
         sys.exit(1)
+    except OSError as error:
+        if not is_of_output(error):
+            raise
+        give_up_output()
+        plain_console(stderr=True).print(
+            f"saf: its output cannot be written: {error.strerror}; what the command did is done",
+            style="red",
+            soft_wrap=True,
+        )
+        sys.exit(SafError.exit_code)
 
 
 def _end_at_once(ended: Sequence[int]) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
 from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
 from saf.cli.console import echo
 from saf.cli.listing import Listing
-from saf.config import Settings, load
+from saf.config import Broker, Settings, load
+from saf.database import unavailable_if_lost
+from saf.errors import UsageError
 from saf.operating.identity import identity
+from saf.operating.wording import counted
+from saf.repair.new_id import Renewed, give_new_id, place
 
 app = typer.Typer(no_args_is_help=True, help="Brokers: the databases with the schema saf.")
 
@@ -42,6 +48,75 @@ def list_(config: Config = None, broker: Where = None, as_json: AsJson = False) 
             )  # fmt: skip
         listing.show()
     round_.finish(say=not as_json)
+
+
+@app.command("new-id")
+def new_id(
+    *,
+    config: Config = None,
+    broker: Annotated[
+        str, typer.Option("--broker", metavar="NAME", help="The copy, by its name in saf.toml.")
+    ],
+    alone: Annotated[
+        bool,
+        typer.Option(
+            "--alone",
+            help="The original is not in saf.toml: keep all that waits, also what it sends too.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a copy of a broker a broker of its own.
+
+    A copy, such as one by CREATE DATABASE … TEMPLATE, has its original's broker_id. It gets a new
+    one. Messages that waited in the original when the copy was made stay the original's to send.
+    Log in as the owner of the copy's schema, and stop its forwarders and receivers.
+    """
+    settings = load(config)
+    round_ = Round(everywhere(settings, None))
+    places = round_.visit("broker", lambda connection, _: place(connection))
+    if broker not in places:
+        said = dict(round_.failed).get(broker) or f"saf.toml names no broker {broker!r}"
+        raise UsageError(f"--broker {broker}: {said}")
+    mine = places[broker]
+    originals = [
+        name
+        for name, one in places.items()
+        if one.broker_id == mine.broker_id and one.database != mine.database
+    ]
+    if not (originals or alone):
+        raise UsageError(
+            f"no other broker of saf.toml has the broker_id of {broker!r}, {mine.broker_id}: say "
+            "--alone if it is a copy of a broker that saf.toml does not name"
+        )
+    original = None if alone else originals[0]
+
+    def renew(name: str, there: Broker) -> Renewed:
+        with (
+            unavailable_if_lost(f"broker {name!r}"),
+            there.dsn.connect(role="rebase", autocommit=True) as copy,
+        ):
+            if original is None:
+                return give_new_id(copy, None)
+            with round_.brokers[original].dsn.connect(role="rebase", autocommit=True) as other:
+                return give_new_id(copy, other)
+
+    copy = Round({broker: round_.brokers[broker]})
+    for name, done in copy.each(renew).items():
+        if as_json:
+            row = asdict(done) | {"broker": name, "broker_id": str(done.broker_id)}
+            echo(json.dumps(row | {"original": original, "errors": []}))
+            continue
+        echo(f"{name}: is broker {done.broker_id} now")
+        if original is not None:
+            echo(f"{name}: {counted(done.given_up, 'message')} left to {original} to send")
+        echo(f"{name}: {counted(done.waiting, 'message')} of its own waiting as before")
+        if done.open_dialogs:
+            echo(
+                f"{name}: {counted(done.open_dialogs, 'open dialog')}, whose other ends know the "
+                "original: let its application end them here"
+            )
+    copy.finish(say=True)
 
 
 def _used_as(settings: Settings, name: str) -> list[str]:

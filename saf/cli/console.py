@@ -7,6 +7,7 @@ another way. JSON escapes it in its own way.
 
 from __future__ import annotations
 
+import io
 import sys
 from textwrap import wrap
 from typing import Any
@@ -19,6 +20,13 @@ from saf.operating.wording import shown
 
 STACK = "stack"
 """What structlog prints on lines of its own: where an exception comes from."""
+
+
+def write_any_character() -> None:
+    """Print as `\\u2026` what the locale cannot encode; Python would end with a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def plain_console(*, stderr: bool = False) -> PlainConsole:

@@ -13,7 +13,7 @@ import typer
 from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
 from saf.cli.console import echo
 from saf.cli.listing import Listing
-from saf.config import load
+from saf.config import ENCODING, load
 from saf.dialogs.contracts import contracts, create_contract, create_message_type
 from saf.errors import ConfigurationError
 
@@ -85,7 +85,7 @@ def _read(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         ConfigurationError: the file cannot be read, or says something else.
     """
     try:
-        tables = tomllib.loads(file.read_text())
+        tables = tomllib.loads(file.read_text(encoding=ENCODING))
     except OSError as error:
         raise ConfigurationError(f"cannot read {file}: {error.strerror}") from None
     except ValueError as error:

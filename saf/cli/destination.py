@@ -24,14 +24,15 @@ Name = Annotated[str, typer.Argument(help="Of the destination, in saf.toml.")]
 def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
     """Connect to a destination, and say what it promises.
 
-    It asks the server what it is and how it is set up, says which setting would give more, and
-    writes nothing.
+    It asks the server what it is and how it is set up, and says which setting would give more. In
+    an object store, it writes a probe and deletes it, because nothing else shows what the store
+    keeps; elsewhere, it writes nothing.
 
     Exit code 0: messages can be stored there; 1: something is wrong with it; 2: it refuses the
     login or the forwarder; 75: it does not answer.
     """
     there = named(name, config)
-    problems = [*there.problems(name)]
+    problems = [*there.problems(name), *there.probe(name)]
     given = there.guarantee(name)
     if as_json:
         echo(json.dumps({"destination": name, **_said(given, problems), "quality": there.quality}))

@@ -15,6 +15,7 @@ import typer
 from saf.cli import forecast
 from saf.cli.console import echo, plain_console
 from saf.cli.metrics import Listen, Push, Textfile, published
+from saf.cli.output import is_of_output
 from saf.cli.progress import ProgressBar, ProgressLog
 from saf.config import Settings, load, with_options
 from saf.errors import UsageError
@@ -125,7 +126,14 @@ def run(
 
     def report(summary: Summary) -> None:
         bar.clear()
-        show(summary, as_json=as_json)
+        try:
+            show(summary, as_json=as_json)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if not (loop and is_of_output(error)):
+                raise
+            log.warning("not_reported", error=error.strerror)
 
     spark = ConnectRunner(server, options.spark) if server else SparkRunner(start)
     always = options.use_spark == "always" or settings.transforms
@@ -169,6 +177,12 @@ def show(summary: Summary, *, as_json: bool) -> None:
     if summary.idle and not summary.problems:
         line = "nothing to do: other forwarders hold all shards"
     echo(line + (", stopped on request" if summary.stopped else ""))
+    for name, early in summary.early.items():
+        echo(
+            f"saf: {counted(early, 'message')} for destination {name!r} went before deliver_at: "
+            "only an inbox holds a message until then",
+            err=True,
+        )
     said = {problem["error"] for problem in summary.problems}
     for lane in summary.waiting:
         if lane["error"] in said:

@@ -11,6 +11,7 @@ import typer
 
 from saf.broker.grants import Kind, grant
 from saf.cli.console import echo
+from saf.cli.migrate import warn_of_search_path
 from saf.config import DEFAULT_FILE, load
 from saf.database import HAS_SCHEMA, REVISION, Dsn, fetch, unavailable_if_lost
 from saf.demo.first_message import reason_against, send_first
@@ -72,7 +73,7 @@ def command(
             with places[name].connect(role="grant", autocommit=True) as connection:
                 grant(connection, str(role), [kind])
             echo(f"{name}: role {role} is {kind}")
-    with config.open("x") as file:
+    with config.open("x", encoding="utf-8") as file:
         file.write(text)
     echo(
         f"wrote {config}: {SOURCE} is its source and {STORE} its destination; it explains the rest"
@@ -93,6 +94,7 @@ def _migrate(name: str, dsn: Dsn) -> None:
     migrate(dsn)
     done = "brought up to date" if before else "created"
     echo(f"{name}: database {dsn.database} on PostgreSQL {version}, saf schema {REVISION} {done}")
+    warn_of_search_path(dsn)
 
 
 def _refuse_one(places: dict[str, Dsn]) -> None:
@@ -108,7 +110,7 @@ def _refuse_one(places: dict[str, Dsn]) -> None:
 
 def _file(places: dict[str, Dsn]) -> str:
     """The commented saf.toml, with the DSNs that are not in the environment."""
-    text = _template().read_text()
+    text = _template().read_text(encoding="utf-8")
     for name, dsn in places.items():
         variable = f"{name.upper()}_DSN"
         if _said_by(variable) == dsn.conninfo:

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from saf.broker import whole
 from saf.cli.console import echo
-from saf.database import REVISION, Dsn
+from saf.database import REVISION, Dsn, unavailable_if_lost
 
 
 def command(
@@ -33,3 +34,15 @@ def command(
     database = Dsn(dsn)
     migrate(database, shards=shards)
     echo(f"{database.database}: saf schema {REVISION}")
+    warn_of_search_path(database)
+
+
+def warn_of_search_path(database: Dsn) -> None:
+    """Warn if schema saf is the first of anybody's search_path, as of a role named saf."""
+    with (
+        unavailable_if_lost(f"database {database}"),
+        database.connect(role="migrate", autocommit=True) as connection,
+    ):
+        if found := whole.first_for(connection):
+            what, cure = found
+            echo(f"warning: {database.database}: {what}. To mend it, {cure}", err=True)

@@ -153,6 +153,8 @@ def _next(lane: Parked) -> str:
         return "by a receiver that handles it"
     if lane.kind == Kind.AHEAD:
         return "when it has come"
+    if lane.braked:
+        return "after retry-now"
     if lane.next_attempt_at >= BLOCKED:
         return "after a decision about a dead letter"
     return "now" if lane.due else at(lane.next_attempt_at)

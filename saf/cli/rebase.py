@@ -15,10 +15,13 @@ from saf.cli.brokers import AsJson, Config, Round, Where, chosen, everywhere, ro
 from saf.cli.console import echo
 from saf.cli.replay import in_words, left_out, texts
 from saf.config import Broker, Settings, load
-from saf.database import fetch, unavailable_if_lost
+from saf.database import of_broker, unavailable_if_lost
 from saf.destinations.marks import Known
 from saf.dialogs.monologs import received_monologs
 from saf.dialogs.one_target import Target, received_dialogs
+from saf.errors import UsageError
+from saf.operating.wording import counted
+from saf.repair.moved import MovedBy
 from saf.repair.rebase import Rebased, rebase
 from saf.repair.send_again import Sent, send_again
 
@@ -26,28 +29,40 @@ Answer = TypeVar("Answer")
 
 
 def command(
+    *,
     config: Config = None,
     broker: Where = None,
     force: Annotated[
         bool, typer.Option("--force", help="Also where nothing looks restored.")
     ] = False,
+    moved_by: Annotated[
+        MovedBy | None,
+        typer.Option(help="How the database of --broker was moved, where its rows do not say."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be done.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Repair what was restored from a backup, or set back.
+    """Repair what was restored from a backup, moved, or set back.
 
     These are brokers and destinations. Log in as the owner of their schemas. A source asks all
     destinations what they know of it, so all have to be there. If the source itself was set back,
     stop all forwarders and receivers first. What a destination has lost is sent again.
     """
     settings = load(config)
+    if moved_by is not None and broker is None:
+        raise UsageError(f"--moved-by {moved_by} is true of one database: name it with --broker")
     round_ = Round(everywhere(settings, broker))
 
     def repair(connection: psycopg.Connection[Any], _: object) -> Rebased | None:
-        ((source,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
+        (source,) = of_broker(connection, "SELECT broker_id FROM saf.broker")
         return rebase(
             connection,
             _known(settings, source),
             force=force,
+            moved_by=moved_by,
+            dry_run=dry_run,
             monologs=lambda: _asked(settings, lambda _, there: received_monologs(there, source)),
             targets=lambda: _targets(settings, connection, source),
         )
@@ -55,14 +70,20 @@ def command(
     done = round_.visit("rebase", repair)
     rebased = Round({name: round_.brokers[name] for name in done})
     purged = rebased.each(lambda name, _: _purged_since(settings, done[name]))
-    sources = Round(chosen(settings, broker))
-    sent = sources.each(lambda name, one: _send_again(settings, name, one, round_))
+    # a dry run leaves unrepaired what could not be asked then
+    unrepaired = dry_run and any(result is not None for result in done.values())
+    sources = Round({} if unrepaired else chosen(settings, broker))
+    sent = sources.each(lambda name, one: _send_again(settings, name, one, round_, dry_run=dry_run))
     again = {name: one for name, one in sent.items() if one is not None}
     if as_json:
         rows = [
             {"broker": name, "rows": result.rows if result else 0,
              "destinations_ahead": result.destinations_ahead if result else [],
              "second_targets": result.second_targets if result else 0,
+             "why": result.why if result else [],
+             "written_here": result.here if result else 0,
+             "new_ids": result.new_ids if result else 0,
+             "doubled": result.doubled if result else 0,
              "purged_since": purged.get(name)}
             for name, result in done.items()
         ]  # fmt: skip
@@ -73,15 +94,17 @@ def command(
         echo(json.dumps(found))
     else:
         for name, result in done.items():
-            echo(f"{name}: {_words(result, purged.get(name, ()))}")
+            echo(f"{name}: {_words(result, purged.get(name, ()), dry_run=dry_run)}")
         for name, one in again.items():
-            echo(f"{name}: {in_words(one)}")
+            echo(f"{name}: {in_words(one, dry_run=dry_run)}")
     for other in (rebased, sources):
         round_.failed += [one for one in other.failed if one[0] not in dict(round_.failed)]
     round_.finish(say=not as_json)
 
 
-def _send_again(settings: Settings, name: str, source: Broker, before: Round) -> Sent | None:
+def _send_again(
+    settings: Settings, name: str, source: Broker, before: Round, *, dry_run: bool
+) -> Sent | None:
     """Send again what a source's destinations have lost, unless its own repair has failed."""
     is_source = name in settings.brokers or name not in settings.destinations
     if not is_source or name in dict(before.failed):
@@ -93,6 +116,7 @@ def _send_again(settings: Settings, name: str, source: Broker, before: Round) ->
         routes_of(settings),
         retention_seconds=settings.purge.retention_seconds,
         why="the destination was set back",
+        dry_run=dry_run,
     )
 
 
@@ -146,10 +170,19 @@ def _purged_since(settings: Settings, result: Rebased | None) -> list[str]:
     return found
 
 
-def _words(result: Rebased | None, purged: Sequence[str]) -> str:
+def _words(result: Rebased | None, purged: Sequence[str], *, dry_run: bool) -> str:
     if result is None:
         return "was not restored, nothing to do"
-    words = f"rebased, {result.rows:,} rows renumbered"
+    verb = "would be rebased" if dry_run else "rebased"
+    words = f"{verb}, {result.rows:,} rows renumbered"
+    if result.here:
+        words += f"; {counted(result.here, 'message')} written here since, and pending"
+    if result.new_ids:
+        words += f"; {counted(result.new_ids, 'message')} with new ids"
+    if result.doubled:
+        words += f"; {counted(result.doubled, 'row')} removed that stood twice"
+    if result.why:
+        words += f" (because {'; '.join(result.why)})"
     if result.destinations_ahead:
         words += (
             f"; {', '.join(result.destinations_ahead)} knew later batches: messages that were "

@@ -85,7 +85,7 @@ def _as_dict(outcome: Outcome, *, whole: bool) -> dict[str, Any]:
 
 
 FIGURES = ("complete", "aside", "pending", "stored")
-KINDS = ("lost", "duplicate", "unexpected", "in_flight", "not_compared", "uncertain")
+KINDS = ("lost", "duplicate", "unexpected", "in_flight", "not_compared", "uncertain", "doubled")
 
 
 def _sum(outcome: Outcome, figure: str) -> int:
@@ -119,6 +119,11 @@ def _show(known: Collection[Outcome]) -> None:
             echo(
                 f"{counted(count, 'message')} of topics may have lost a copy: it is not known "
                 "whether a destination that was set back had it"
+            )
+        if count := outcome.counts.get("doubled", 0):
+            echo(
+                f"{counted(count, 'message')} stand twice in the outbox itself, because a backup "
+                "was restored over what was there: saf rebase removes what is too much"
             )
         if count := outcome.left_out:
             echo(f"lost counts what transforms leave out, too: {counted(count, 'message')} so far")

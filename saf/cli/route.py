@@ -16,7 +16,7 @@ from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
 from saf.cli.console import echo, paragraph
 from saf.cli.listing import Listing
 from saf.config import Settings, did_you_mean, load
-from saf.database import fetch
+from saf.database import of_broker
 from saf.destinations.identities import Identities
 from saf.destinations.settings import Quality
 from saf.errors import ConfigurationError, Unroutable
@@ -98,6 +98,13 @@ def add(
     what = _named(destination, service, to_broker)
     for where, new in added.items():
         _say(where, what, "added" if new else "changed", "from now on" if local else NEXT_BATCH)
+    there = settings.destinations[destination]
+    if not there.capabilities.holds:
+        echo(
+            f"saf: destination {destination!r} of kind {there.kind!r} holds no message until its "
+            "deliver_at: it gets the message at once, with the time as a column or header",
+            err=True,
+        )
     round_.finish(say=True)
 
 
@@ -270,7 +277,7 @@ def _named(destination: str, service: str | None, to_broker: UUID | None) -> str
 
 
 def _is_here(connection: psycopg.Connection[Any], destination: str, identity: str | None) -> None:
-    ((here,),) = fetch(connection, BROKER_ID)
+    (here,) = of_broker(connection, BROKER_ID)
     if identity != here:
         it = f"is broker {identity}" if identity else "does not answer"
         raise ConfigurationError(

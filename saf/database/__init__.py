@@ -11,6 +11,8 @@ from saf.database.asking import (
     LOST,
     NoAnswer,
     fetch,
+    of_broker,
+    the_row,
     unavailable_if_lost,
 )
 from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
@@ -21,6 +23,7 @@ from saf.database.revision import (
     SCHEMA_REVISION,
     check_schema,
     require_revision,
+    require_schema,
 )
 from saf.database.sqlstates import Meaning, meaning, translated
 
@@ -38,8 +41,11 @@ __all__ = [
     "check_schema",
     "fetch",
     "meaning",
+    "of_broker",
     "refuse_unescaped",
     "require_revision",
+    "require_schema",
+    "the_row",
     "translated",
     "unavailable_if_lost",
     "without_driver",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from psycopg.abc import QueryNoTemplate
 from psycopg.rows import tuple_row
 
 from saf.database.sqlstates import Meaning, meaning, translated
-from saf.errors import Rejected
+from saf.errors import Rejected, RowsGone
 
 
 class NoAnswer(psycopg.OperationalError):
@@ -32,7 +32,7 @@ LOST = (
 DURABLY = "SET LOCAL synchronous_commit = on"
 """The statement after which a transaction's commit waits for the disk, whatever the default."""
 
-FOR_A_PERSON = (Meaning.NO_RIGHT, Meaning.READ_ONLY, Meaning.INCOMPLETE)
+FOR_A_PERSON = (Meaning.NO_RIGHT, Meaning.READ_ONLY, Meaning.INCOMPLETE, Meaning.PUBLISHED)
 
 
 @contextmanager
@@ -64,3 +64,27 @@ def fetch(
     """Return all rows as tuples, whatever row factory the connection has."""
     with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
         return cursor.execute(query, params).fetchall()
+
+
+def of_broker(
+    connection: psycopg.Connection[Any],
+    query: QueryNoTemplate,
+    params: Mapping[str, Any] | None = None,
+) -> tuple[Any, ...]:
+    """Return the row of a query of saf.broker.
+
+    Raises:
+        RowsGone: saf.broker has no row.
+    """
+    return the_row(fetch(connection, query, params), connection.info.dbname)
+
+
+def the_row(found: Sequence[tuple[Any, ...]], database: str) -> tuple[Any, ...]:
+    """Return the row that a query of saf.broker has found.
+
+    Raises:
+        RowsGone: saf.broker has no row.
+    """
+    if not found:
+        raise RowsGone(database, ["saf.broker has no row"])
+    return found[0]

@@ -170,13 +170,25 @@ SLOW_READERS = frozenset({"read", "archive"})
 ENDLESS = frozenset({"rebase", "migrate", "sink"})
 """Roles whose one transaction covers everything there is, while a person or a job waits for it."""
 
+# The policies of `saf sender` say who sends as whom, and hide nothing; a policy beside them may.
+# NULL where no table of saf's has row-level security.
+ONLY_SENDERS = """
+SELECT bool_and(relname = 'outbox' AND ARRAY(
+    SELECT polname || ':' || coalesce(pg_get_expr(polqual, polrelid), '')
+    FROM pg_policy WHERE polrelid = c.oid ORDER BY 1) = '{{outbox_read:true,outbox_sender:}}')
+FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace WHERE nspname = 'saf' AND relrowsecurity
+"""
+
 # Each holds until the session ends. A server is not asked for what it does not have: before 17
 # there is no transaction_timeout, and on Windows nothing tells a server at work that its client has
 # gone. Nothing is compiled: the planner expects so much of short statements about snapshots that it
 # would compile each, which takes hundreds of times as long as to run it. Times are written as
 # psycopg reads them. Transactions are READ COMMITTED unless one says otherwise: whoever has waited
-# for a lock has to see what was committed before.
-SET = """
+# for a lock has to see what was committed before. A policy that hides rows makes a statement fail,
+# where messages would be passed over otherwise. While there are rules of `saf sender`, which are
+# policies themselves, `saf.broker.whole` looks for others at each first contact.
+SET = (
+    """
 SELECT set_config('lock_timeout', {lock}, false),
        set_config('statement_timeout', {statement}, false),
        set_config('idle_in_transaction_session_timeout', {idle}, false),
@@ -191,8 +203,11 @@ SELECT set_config('lock_timeout', {lock}, false),
        set_config('jit', 'off', false),
        set_config('default_transaction_isolation', 'read committed', false),
        set_config('datestyle', 'ISO', false), set_config('intervalstyle', 'postgres', false),
-       set_config('standard_conforming_strings', 'on', false)
+       set_config('standard_conforming_strings', 'on', false),
+       set_config('array_nulls', 'on', false),
 """
+    f"CASE WHEN ({ONLY_SENDERS}) IS NOT TRUE THEN set_config('row_security', 'off', false) END\n"
+)
 HERE = "WHERE pg_backend_pid() = {pid}"
 
 CONNECT_TIMEOUT_SECONDS = 10

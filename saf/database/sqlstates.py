@@ -5,9 +5,11 @@
     no right      the login may not do what it has to
     read-only     the server is a standby, or is told to take no writes
     incomplete    something of the schema saf is missing
+    published     changes are published of a table that has no replica identity
+    disk full     nothing can be written before somebody has made room
 
-An error without a meaning here may pass by itself: the connection is lost, the disk is full, the
-server restarts. The step is tried again later, and no message is to blame.
+An error without a meaning here may pass by itself: the connection is lost, the server restarts. The
+step is tried again later, and no message is to blame.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from enum import Enum
 
 from psycopg import errors
 
-from saf.errors import ConfigurationError, SafError, Unavailable
+from saf.errors import ConfigurationError, DiskFull, SafError, Unavailable
 
 
 class Meaning(Enum):
@@ -27,6 +29,8 @@ class Meaning(Enum):
     NO_RIGHT = "no right"
     READ_ONLY = "read-only"
     INCOMPLETE = "incomplete"
+    PUBLISHED = "published"
+    DISK_FULL = "disk full"
 
 
 OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
@@ -41,6 +45,8 @@ MEANINGS = {
     errors.UndefinedColumn.sqlstate: Meaning.INCOMPLETE,
     errors.UndefinedFunction.sqlstate: Meaning.INCOMPLETE,
     errors.InvalidSchemaName.sqlstate: Meaning.INCOMPLETE,
+    errors.ObjectNotInPrerequisiteState.sqlstate: Meaning.PUBLISHED,
+    errors.DiskFull.sqlstate: Meaning.DISK_FULL,
 }
 
 
@@ -70,7 +76,8 @@ def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
         case Meaning.NO_RIGHT:
             return ConfigurationError(
                 f"{what} refuses this user: {reason}. Let the owner of its schema saf run "
-                "`saf grant --role …` for the user"
+                "`saf grant --role …` for the user, or, if row-level security is in the way, what "
+                "`saf doctor` says"
             )
         case Meaning.READ_ONLY:
             return ConfigurationError(
@@ -82,5 +89,12 @@ def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
                 f"{what}: its schema saf is not whole: {reason}. Restore what is missing from a "
                 "backup; `saf migrate` does not create again what it had created"
             )
+        case Meaning.PUBLISHED:
+            return ConfigurationError(
+                f"{what}: {reason}. If a publication, such as one FOR ALL TABLES, publishes a "
+                "table of saf's that has no replica identity, `saf doctor` names it and the cure"
+            )
+        case Meaning.DISK_FULL:
+            return DiskFull(what, reason)
         case one:
             return Unavailable(what, reason, hangs=one is Meaning.HANGS)

@@ -50,6 +50,8 @@ class Capabilities:
     takes_dialogs: bool = True
     """It takes messages of dialogs. Otherwise they wait for a route to a broker: an answer could
     never come from there."""
+    holds: bool = False
+    """It gives no reader a message before its ``deliver_at``. Other kinds only pass the time on."""
     largest_body: int | None = None
     """The largest body that it takes, in bytes; larger ones are dead letters. None: saf's limit."""
 

@@ -182,6 +182,14 @@ class DestinationSettings(BaseModel):
             destination.close()
         yield from ()
 
+    def probe(self, name: str) -> Iterator[tuple[str, str]]:  # noqa: ARG002 - for object stores
+        """Give each problem and its cure that only writing shows, for `saf destination check`.
+
+        An object store does not tell whether it keeps what the promise of a table rests on. So a
+        probe is written there, and deleted. It raises what opening the destination raises.
+        """
+        yield from ()
+
     def guarantee(self, name: str) -> Guarantee:  # noqa: ARG002 - for those that ask there
         """Return what the destination promises, for `saf destination check` and `saf doctor`.
 

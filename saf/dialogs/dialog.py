@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
+from saf.database import the_row
 from saf.dialogs.contracts import RESERVED, Contract
 from saf.dialogs.fragments import (
     FRAGMENT_BYTES,
@@ -353,8 +354,8 @@ class Dialog:
         return row.message_id
 
     def _why_not(self, transaction: Transaction) -> DialogError:
-        ((broker_id, database, state, code, text, expires_at, over),) = transaction.fetch(
-            WHY_NOT, {"handle": self.handle}
+        broker_id, database, state, code, text, expires_at, over = _of_broker(
+            transaction, WHY_NOT, {"handle": self.handle}
         )
         if broker_id != self.broker_id:
             return DialogElsewhere(self.handle, str(self.broker_id), database)
@@ -456,8 +457,8 @@ def _begin(
         )
     transaction = enter(conn)
     asked = {"service": from_service, "contract": contract, "related": related}
-    ((broker_id, database, version, definition, lives_here, group_id),) = transaction.fetch(
-        WHAT_IS_KNOWN, asked
+    broker_id, database, version, definition, lives_here, group_id = _of_broker(
+        transaction, WHAT_IS_KNOWN, asked
     )
     if not lives_here and not monolog:
         raise NoSuchService(from_service, database)
@@ -487,3 +488,12 @@ def _begin(
         },
     )
     return dialog
+
+
+def _of_broker(transaction: Transaction, query: str, params: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the row of a query of saf.broker."""
+    found = transaction.fetch(query, params)
+    if not found:
+        ((database,),) = transaction.fetch("SELECT current_database()")
+        return the_row(found, database)
+    return found[0]

@@ -14,7 +14,7 @@ from uuid import UUID
 import psycopg
 from psycopg.rows import class_row
 
-from saf.database import fetch
+from saf.database import fetch, of_broker
 from saf.dialogs.conversations import Conversation, conversations
 from saf.log.cursor import BY_INDEX
 from saf.log.shards import shard_of
@@ -83,7 +83,7 @@ def exchange(
     params = {"conversation_id": conversation_id}
     handles = [handle for (handle,) in fetch(connection, HANDLES, params)]
     ends = [one for handle in handles for one in conversations(connection, handle=handle)]
-    ((shards,),) = fetch(connection, SHARDS)
+    (shards,) = of_broker(connection, SHARDS)
     shard = shard_of(str(conversation_id), shards)
     with connection.transaction():
         connection.execute(BY_INDEX)

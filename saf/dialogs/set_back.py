@@ -39,7 +39,7 @@ from typing import Any
 
 import psycopg
 
-from saf.database import fetch
+from saf.database import of_broker
 from saf.dialogs.comparing import say_these
 from saf.dialogs.endpoints import End, Endpoint, columns, end_of
 from saf.dialogs.lineage import HEADER, Lineage, fork, incarnation, read, said_by
@@ -235,7 +235,7 @@ def _strangers(raw: psycopg.Connection[Any], unknown: list[Received]) -> set[Rec
     unknown = [one for one in unknown if one.from_service]
     if not unknown:
         return set()
-    ((broker_id, number),) = fetch(raw, WHO)
+    broker_id, number = of_broker(raw, WHO)
     mine = [one for one in unknown if one.to_broker in (None, broker_id)]
     lost = [one for one in mine if not one.from_initiator and one.message_type != ERROR]
     error = {"code": Code.SET_BACK, "text": "one end was set back: the other one is gone"}

@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import tuple_row
 
-from saf.database import fetch
+from saf.database import fetch, of_broker
 from saf.dispatch.progress import NONE, InHand
 from saf.dispatch.window import Window
 from saf.log.shards import NEWEST, THIS_ROW
@@ -149,7 +149,7 @@ ORDER BY deliver_at, id
 
 def all_shards(connection: psycopg.Connection[Any]) -> int:
     """How many shards the broker has."""
-    return int(fetch(connection, ALL_SHARDS)[0][0])
+    return int(of_broker(connection, ALL_SHARDS)[0])
 
 
 def clock(connection: psycopg.Connection[Any]) -> tuple[datetime, float]:

@@ -7,8 +7,10 @@ answers with are written at the source by the transaction that moves past the ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from traceback import extract_tb
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -20,18 +22,30 @@ from saf.destinations.places import touched
 from saf.engine.parts import Part
 from saf.engine.source_session import SourceSession
 from saf.engine.work import ForwardingRules, Work
-from saf.errors import Ahead, SafError, Unavailable, UsageError
+from saf.errors import Ahead, Faulty, SafError, Unavailable, UsageError
 from saf.log.cursor import learn_set_aside
+from saf.logger import Log
 from saf.routing.matching import AT_MOST_ONCE, EXACTLY_ONCE
-from saf.setaside.isolation import of_messages
+from saf.setaside.isolation import said
 from saf.tracing.spans import forwarding
 
+log = Log("saf.task")
+
 T = TypeVar("T")
+
+FRAMES = 5
+"""How many frames of what a client raised are logged, the innermost ones."""
 
 
 def nowhere(name: str) -> Unavailable:
     """The error for a destination that is not configured."""
-    return Unavailable(f"destination {name!r}", f"saf.toml has no [destinations.{name}]")
+    return _until_configured(name, f"saf.toml has no [destinations.{name}]")
+
+
+def _until_configured(name: str, reason: str) -> Unavailable:
+    error = Unavailable(f"destination {name!r}", reason)
+    error.needs_operator = True
+    return error
 
 
 def obstacle(rules: ForwardingRules, name: str, quality: str | None) -> SafError | None:
@@ -42,7 +56,7 @@ def obstacle(rules: ForwardingRules, name: str, quality: str | None) -> SafError
     try:
         there.check_quality(quality)
     except ValueError as error:
-        return Unavailable(f"destination {name!r}", f"by its route, {error}")
+        return _until_configured(name, f"by its route, {error}")
     return None
 
 
@@ -108,24 +122,19 @@ class DestinationSessions:
             UsageError: it is the same as another one that has another name.
             Unavailable: it cannot be connected to, for whatever reason.
         """
-        try:
+        with self._blamed(name):
             if name not in self._open:
                 there = self.rules.destinations[name]
                 self._open[name] = there.open(name, keep=self.work.keep)
             destination = self._open[name]
             identity = self._identities.get(name) or destination.identity()
-        except Exception as error:
-            if isinstance(error, SafError) or not of_messages(error):
-                raise
-            # nothing was sent yet, so it is no message's fault
-            reason = f"{type(error).__name__}: {self.rules.destinations[name].redact(str(error))}"
-            raise Unavailable(f"destination {name!r}", reason) from error
         if name not in self._identities:
             for other, known in self._identities.items():
                 if known == identity:
                     raise UsageError(
                         f"destinations {other!r} and {name!r} are the same: one watermark "
-                        "cannot serve both, so keep one of them in saf.toml"
+                        "cannot serve both, so keep one of them in saf.toml; or, if one is a copy "
+                        "of the other, run `saf broker new-id` for the copy"
                     )
             self._identities[name] = identity
         return destination
@@ -143,7 +152,8 @@ class DestinationSessions:
         known = self._known_of(name, touched(chunk))
         chunk = replace(chunk, known=known)
         try:
-            return known, ask(destination, chunk)
+            with self._blamed(name):
+                return known, ask(destination, chunk)
         except Ahead as error:
             batch, marks = self.work.batch, error.marks
             if not marks:
@@ -153,7 +163,28 @@ class DestinationSessions:
             # or the messages were stored, nobody heard the answer, and they wait to be stored again
             elif self.source_session(lambda s: not_parked(s, batch.subscription_id, name, marks)):
                 raise
-            return known, ask(destination, replace(chunk, known={**known, **marks}))
+            with self._blamed(name):
+                return known, ask(destination, replace(chunk, known={**known, **marks}))
+
+    @contextmanager
+    def _blamed(self, name: str) -> Iterator[None]:
+        """Blame a destination for whatever it raises that is not an error of its protocol.
+
+        A message is only ever blamed by `Rejected`. A client library that raises may be in any
+        state, so the next attempt opens the destination again.
+        """
+        try:
+            yield
+        except SafError:
+            raise
+        except Exception as error:
+            raised_at = [f"{one.filename}:{one.lineno}" for one in extract_tb(error.__traceback__)]
+            text = self.rules.destinations[name].redact(said(error))
+            log.warning("destination_raised", destination=name, error=text, at=raised_at[-FRAMES:])
+            if failed := self._open.pop(name, None):
+                with suppress(Exception):
+                    failed.close()
+            raise Faulty(f"destination {name!r}", f"its client raised {text}") from None
 
     def _known_of(self, name: str, places: Sequence[Place]) -> dict[Place, Mark]:
         """Return marks of a destination that the source remembers; the source is asked once."""

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
+from saf.engine.brake import Brake
 from saf.engine.chunks import chunks
 from saf.engine.destination_sessions import DestinationSessions
 from saf.engine.held_lanes import HeldLanes
@@ -45,6 +46,7 @@ class ParkedLanes:
     lanes: HeldLanes
     receipts: Receipts
     destinations: DestinationSessions
+    brake: Brake
     _until: float = field(init=False, default=0.0)
 
     def begin(self, seconds: float) -> None:
@@ -129,10 +131,12 @@ class ParkedLanes:
             gone = set_aside.write_from_lanes(source, rows["parked_id"].to_pylist())
             set_aside.count_left_out(source, among=gone)
             self.destinations.acknowledge(source)
+            self.brake.write(source)
             fail_point("unpark")
 
         self.source_session(settle)
         self.destinations.settled()
+        self.brake.written()
         set_aside.written()
         self.receipts.of(None).dead += set_aside.dead_letters
         fail_point("unpark_commit")
@@ -141,10 +145,9 @@ class ParkedLanes:
         """Note that attempts at lanes have failed, and let new messages wait behind them."""
         if failed:
             subscription_id = self.work.batch.subscription_id
-            errors = {lane: str(error) for lane, error in failed.items()}
-            for lane, why in errors.items():
-                self.hold([lane], why)
-            self.source_session(lambda source: backoff.postpone(source, subscription_id, errors))
+            for lane, error in failed.items():
+                self.hold([lane], str(error))
+            self.source_session(lambda source: backoff.postpone(source, subscription_id, failed))
 
     def succeed(self, lanes: Collection[Lane]) -> None:
         """Note that what was tried of lanes has gone, so that their attempts start again."""

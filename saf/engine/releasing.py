@@ -91,7 +91,7 @@ class Releasing:
         routed = backoff.in_turn(lane for lane in due.values() if lane.destination)
         for number, ((destination, _), group) in enumerate(groupby(routed, _group)):
             lanes = [lane.own for lane in group]
-            if number and self.parked.over:
+            if number and (self.parked.over or self.storing.stopping):
                 self.parked.hold(lanes, "others had their turn")
             else:
                 with self.source_session.in_hand(destination):
@@ -123,7 +123,7 @@ class Releasing:
         free, tried = set(lanes) - blocked.keys(), set[Lane]()
         left = free - self._behind_replay(destination, free)
         for rows in self._parked(destination, left):
-            if tried and self.parked.over:
+            if tried and (self.parked.over or self.storing.stopping):
                 self.parked.succeed(tried & left)
                 self.parked.hold(left, "others had their turn")
                 return
@@ -205,7 +205,7 @@ class Releasing:
                 set_aside.wait(part)
             else:
                 self.storing.store(part, set_aside)
-        if destination in set_aside.down:
+        if destination in set_aside.down or self.storing.brake.engaged(destination):
             for part in once:
                 set_aside.wait(part)
             once = []

@@ -102,7 +102,7 @@ class Sending:
         not possible, because something before it waits, all that waits is parked.
         """
         alone = Lane(destination=self.work.alone or "")
-        if alone not in set_aside.failed:
+        if alone not in set_aside.failed or not set_aside.parked:
             return
         error, batch = set_aside.failed[alone], self.work.batch
         taken, first = set_aside.taken, set_aside.waits_from()
@@ -113,7 +113,8 @@ class Sending:
             if taken and first is not None:
                 advance(source, batch, first - 1)
             moving = [alone] if taken else []
-            backoff.postpone(source, batch.subscription_id, {alone: str(error)}, moving)
+            backoff.postpone(source, batch.subscription_id, {alone: error}, moving)
+            self.storing.brake.write(source)
 
         self.source_session(stay)
         raise error

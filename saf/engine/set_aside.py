@@ -193,9 +193,8 @@ class SetAside:
         for destination in {part.waits_at for part in self.parked}:
             mine = [part for part in self.parked if part.waits_at == destination]
             dicts = [row for part in mine for row in self._parked(part)]
-            ids = [row["id"] for row in dicts]
-            here = parking.known(source, subscription_id, destination, ids)
-            rows += [row for row in dicts if row["id"] not in here]
+            here = parking.known(source, subscription_id, destination, dicts)
+            rows += [row for row in dicts if row["message_id"] not in here]
         if rows:
             parking.park(source, rows)
         self._postpone(source)
@@ -289,9 +288,8 @@ class SetAside:
         return parking.unpark(source, gone)
 
     def _postpone(self, source: psycopg.Connection[Any]) -> None:
-        failed = {lane: str(error) for lane, error in self.failed.items()}
         moving = [lane for lane, error in self.failed.items() if error.stored is not None]
-        backoff.postpone(source, self.work.batch.subscription_id, failed, moving)
+        backoff.postpone(source, self.work.batch.subscription_id, self.failed, moving)
 
     def _bury(self, source: psycopg.Connection[Any]) -> None:
         subscription_id = self.work.batch.subscription_id
@@ -302,9 +300,10 @@ class SetAside:
                 if there == destination
                 for row in self._dicts(rows, destination=there, reason=reason, error=error)
             ]
-            here = dead.known(source, subscription_id, destination, [row["id"] for row in dicts])
-            new = [row for row in dicts if row["id"] not in here]
-            dead.bury(source, sorted(new, key=itemgetter("id")))  # a retry keeps this order
+            here = dead.known(source, subscription_id, destination, dicts)
+            new = [row for row in dicts if row["message_id"] not in here]
+            at = {shard: times[-1] for shard, times in self._noted.items()}
+            dead.bury(source, sorted(new, key=itemgetter("id")), at)  # a retry keeps this order
             _tell(source, [row for row in new if row["reason"] == "unresolved"])
         dead.bury_as_stored(
             source,
@@ -312,6 +311,7 @@ class SetAside:
             "parked" if self.from_lanes else "outbox",
             self.unread,
             destination=self.destination,
+            not_before=self.work.batch.opened_at,
             max_bytes=self.max_bytes,
             setting="forwarder.max_bytes",
         )

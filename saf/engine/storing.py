@@ -1,13 +1,15 @@
 """Storing: the step of a delivery in which messages reach their destinations.
 
 An obstacle delays only the messages that it is about. Halving finds a message that a destination
-rejects, and its neighbours are stored.
+rejects, and its neighbours are stored. Between the halves, a request to stop is heard, and a
+destination that rejects one message after the other is given no more (`saf.engine.brake`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from time import perf_counter
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from time import monotonic, perf_counter
 from uuid import UUID
 
 import pyarrow as pa
@@ -16,6 +18,7 @@ import pyarrow.compute as pc
 from saf.database.retry import while_unavailable
 from saf.destinations import Chunk
 from saf.destinations.places import beyond
+from saf.engine.brake import Brake
 from saf.engine.destination_sessions import DestinationSessions, obstacle, prefix
 from saf.engine.held_lanes import HeldLanes
 from saf.engine.parts import Part, unroutable
@@ -29,6 +32,7 @@ from saf.errors import (
     Ahead,
     AnotherBroker,
     Behind,
+    Braked,
     ConfigurationError,
     Fenced,
     NoDialogs,
@@ -39,7 +43,7 @@ from saf.errors import (
     Unavailable,
     UnknownService,
 )
-from saf.log.cursor import lock_cursors
+from saf.log.cursor import lock_cursors, told_to_stop
 from saf.setaside.lane import Lane
 from saf.setaside.lane_columns import (
     either,
@@ -50,11 +54,14 @@ from saf.setaside.lane_columns import (
     service_lanes,
 )
 
-TO_REPAIR = (Behind, ConfigurationError, Refused, SchemaError)
+TO_REPAIR = (Behind, Braked, ConfigurationError, Refused, SchemaError)
 """Nothing can be stored there before a person has repaired something."""
 
 REFUSES = (Unavailable, *TO_REPAIR)
 """Nothing can be stored there now."""
+
+ASK_SECONDS = 0.5
+"""How often a task asks between halves whether it should stop, in seconds."""
 
 
 @dataclass
@@ -70,6 +77,13 @@ class Storing:
     transforming: Transforming
     to_repair: SafError | None = None
     """The error of a destination that nothing can be stored at before a person has repaired it."""
+    brake: Brake = field(init=False)
+    stopping: bool = False
+    """Whether a request to stop was heard between two halves."""
+    _asked: float = field(init=False, default_factory=monotonic)
+
+    def __post_init__(self) -> None:
+        self.brake = Brake(self.work, self.rules.max_rejected)
 
     def store(self, part: Part, set_aside: SetAside) -> None:
         """Store a part; messages that cannot be stored are in ``set_aside``."""
@@ -79,6 +93,9 @@ class Storing:
         set_aside.write_ahead(self.source_session)
         if not (part.rows.num_rows or part.main):
             return  # of no lane; in its own lane, a destination fences the owner before
+        if part.rows.num_rows and (braked := self.brake.engaged(name)):
+            self._wait(part, set_aside, braked)
+            return
         behind = self.lanes.services(name) if part.main else frozenset()
         chunk = replace(self._chunk(part), behind=behind)
         if part.rows.num_rows and not chunk.rows.num_rows:
@@ -136,12 +153,20 @@ class Storing:
             mine, others = _told_apart(error)
             self._let_wait(others, set_aside, error)
             self.store_once(replace(part, rows=mine), set_aside)
-        except (*REFUSES, UnknownService, Rejected) as error:
-            if isinstance(error, TO_REPAIR):
-                self.to_repair = error
+        except Rejected as error:
+            # what is rejected was not stored, so its neighbours have not left yet
+            part = self._without_stored(part, set_aside, error, perf_counter() - began)
+            if part.rows.num_rows == 1:
+                self._bury_rejected(part, set_aside, error)
+            else:
+                for half in _halves(part):
+                    self.store_once(half, set_aside)
+        except (*REFUSES, UnknownService) as error:
             self.receipts.of(name).down |= isinstance(error, REFUSES)
             part = self._without_stored(part, set_aside, error, perf_counter() - began)
             set_aside.bury(part.rows, name, "unavailable", str(error))
+            if isinstance(error, REFUSES):
+                self._hold_others(name, set_aside, error)
         else:
             self._note(part, stored.messages, perf_counter() - began)
 
@@ -171,11 +196,24 @@ class Storing:
     def _note(self, part: Part, messages: int, seconds: float) -> None:
         """Note that a part was given to its destination, which had not stored so many of it."""
         assert part.destination is not None  # noqa: S101 - it was stored there
+        if messages:
+            self.brake.stored(part.destination)
         self.receipts.of(part.destination).messages += messages
         self.receipts.delivered(part.destination, part.rows)
         self.receipts.stored(part.destination, part.rows.num_rows, seconds)
+        self.receipts.of(part.destination).early += self._early(part)
         if "parked_id" in part.rows.column_names:
             self.receipts.of(part.destination).retried += messages
+
+    def _early(self, part: Part) -> int:
+        """Return how many messages a destination that holds none got before their time."""
+        assert part.destination is not None  # noqa: S101 - it was stored there
+        times = part.rows["deliver_at"]
+        holds = self.rules.destinations[part.destination].capabilities.holds
+        if holds or times.null_count == len(times):
+            return 0
+        early = pc.sum(pc.greater(times, pa.scalar(datetime.now(UTC), times.type))).as_py()
+        return int(early or 0)
 
     def not_stored(self, part: Part, rows: pa.Table, set_aside: SetAside) -> pa.Table:
         """Ask its destination which rows of a part it has not stored before.
@@ -202,8 +240,18 @@ class Storing:
         set_aside.failed |= dict.fromkeys(part.lanes, error)
         set_aside.down.add(name)
         set_aside.wait(part)
+        if isinstance(error, Braked):
+            self._hold_others(name, set_aside, error)
         if part.main:
             self.lanes.hold(Lane(destination=name), str(error))
+
+    def _hold_others(self, name: str, set_aside: SetAside, error: SafError) -> None:
+        """Let what was not sent yet wait for its destination, which may not be tried at once."""
+        if isinstance(error, TO_REPAIR):
+            self.to_repair = error
+        lane = Lane(destination=name)
+        set_aside.failed[lane] = error
+        self.lanes.hold(lane, str(error))
 
     def _bury_unsuited(self, part: Part, set_aside: SetAside) -> Part:
         """A part without messages that its destination never takes, which become dead letters.
@@ -251,17 +299,36 @@ class Storing:
 
     def _store_halves(self, part: Part, set_aside: SetAside, error: Rejected) -> None:
         """Store what can be stored of a part in which the destination rejects something."""
+        assert part.destination is not None  # noqa: S101 - it was given to it
         if part.rows.num_rows == 1:
-            set_aside.bury(part.rows, part.destination or "", "rejected", str(error))
+            self._bury_rejected(part, set_aside, error)
             return
-        half = part.rows.num_rows // 2
-        first = replace(part, rows=part.rows.slice(0, half))
+        first, second = _halves(part)
         self.store(first, set_aside)
-        second = replace(part, rows=part.rows.slice(half))
         if part.destination in set_aside.down:
             set_aside.wait(second)
+        elif self._told_to_stop():
+            # in its lane: the next run delivers it before everything else
+            set_aside.wait(second)
+            self.lanes.hold(Lane(destination=part.destination), "the forwarder was told to stop")
         else:
             self.store(second, set_aside)
+
+    def _bury_rejected(self, part: Part, set_aside: SetAside, error: Rejected) -> None:
+        """Make a dead letter of the one message of a part, which its destination has rejected."""
+        assert part.destination is not None  # noqa: S101 - it was given to it
+        set_aside.bury(part.rows, part.destination, "rejected", str(error))
+        self.brake.rejected(part.destination, error)
+        if braked := self.brake.engaged(part.destination):
+            self._hold_others(part.destination, set_aside, braked)
+
+    def _told_to_stop(self) -> bool:
+        """Whether the task was told to stop; the source is asked now and then."""
+        if not self.stopping and monotonic() - self._asked >= ASK_SECONDS:
+            batch = self.work.batch
+            self.stopping = self.source_session.find(lambda source: told_to_stop(source, batch))
+            self._asked = monotonic()
+        return self.stopping
 
     def _store_own(self, part: Part, set_aside: SetAside, error: AnotherBroker) -> None:
         """Store the rest of a part with messages for other brokers: these wait for a route."""
@@ -329,6 +396,12 @@ class Storing:
                 self.transforming.outputs(part.rows), self.work.source, self.work.vouched_since
             ),
         )
+
+
+def _halves(part: Part) -> tuple[Part, Part]:
+    half = part.rows.num_rows // 2
+    first, second = part.rows.slice(0, half), part.rows.slice(half)
+    return replace(part, rows=first), replace(part, rows=second)
 
 
 def _told_apart(error: AnotherBroker) -> tuple[pa.Table, pa.Table]:

@@ -32,6 +32,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import numpy as np
 import psycopg
 import pyarrow as pa
 
@@ -54,7 +55,7 @@ from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing
 from saf.engine.transforming import Transforming
 from saf.engine.work import ForwardingRules, Receipt, Work
-from saf.errors import Ahead, Behind, Fenced, Rejected, Unavailable, UsageError
+from saf.errors import Ahead, Behind, Fenced, Rejected, Restored, Unavailable, UsageError
 from saf.failpoints import fail_point
 from saf.log.cursor import advance, finish, is_finished, learn_set_aside, lock_cursors
 from saf.setaside.isolation import isolate
@@ -110,6 +111,8 @@ class Task:
         )
         self.closes = closes
         self.partly = partly
+        self.read = 0
+        """The last id of the chunk before."""
         self.end: int | None = None
         """The last id of the batch, if its last chunk is in hand."""
         self.earlier = EarlierTask(work.batch, self.source_session, self.lanes)
@@ -135,9 +138,10 @@ class Task:
                 releasing.release_all()
                 cut = chunks(batches, self.rules.chunk_rows, self.rules.chunk_bytes)
                 for rows, last in with_last(cut) if self.closes else ((one, False) for one in cut):
+                    self._refuse_doubled(rows)
                     self.end = int(rows["id"][-1].as_py()) if last else None
                     stop = isolate(rows, self._forward, self._bury, self.earlier.look)
-                    if stop and not last:
+                    if stop and not summary.closed:
                         summary.stopped = True
                         break
                 else:
@@ -148,6 +152,9 @@ class Task:
         except EXPECTED as error:
             summary.error_kind, summary.error = type(error).__name__, str(error)
         finally:
+            for receipt in self.receipts:
+                if receipt.destination is not None:
+                    receipt.rejecting = self.storing.brake.counts().get(receipt.destination, 0)
             self.destinations.close()
             self.source_session.close()
         return list(self.receipts)
@@ -160,6 +167,7 @@ class Task:
             lanes=self.lanes,
             receipts=self.receipts,
             destinations=self.destinations,
+            brake=self.storing.brake,
         )
         return Releasing(
             work=self.work,
@@ -212,6 +220,15 @@ class Task:
         self.sending.send(parts, position, set_aside)
         return self._settle(set_aside, position)
 
+    def _refuse_doubled(self, rows: pa.Table) -> None:
+        """Refuse rows with the same id, of which a mark could not tell one from the other."""
+        ids = rows["id"].to_numpy()
+        again = np.flatnonzero(np.diff(ids, prepend=self.read) == 0)
+        if again.size:
+            why = f"saf.outbox has several messages with id {ids[again[0]]}"
+            raise Restored(self.work.dsn.database, f"broker {self.work.broker!r}", [why])
+        self.read = int(ids[-1])
+
     def _settle(self, set_aside: SetAside, position: int) -> bool:
         """Do step 3: move the position, or close the batch; return whether the task should stop."""
 
@@ -227,6 +244,7 @@ class Task:
             before = lock_cursors(source, batch) if set_aside else position
             stop = finish(source, batch) if ends else advance(source, batch, position)
             self.destinations.acknowledge(source)
+            self.storing.brake.write(source)
             set_aside.write(source, before)
             set_aside.count_left_out(source, beyond=before)
             fail_point("mark_forwarded")
@@ -235,6 +253,7 @@ class Task:
         stop = self.source_session(settle)
         fail_point("mark_commit")
         self.destinations.settled()
+        self.storing.brake.written()
         set_aside.written()
         summary = self.receipts.of(None)
         summary.parked += set_aside.parked_messages

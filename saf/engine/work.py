@@ -18,6 +18,8 @@ from saf.setaside.parking import Backoff
 
 LEASE_SECONDS = 30.0
 
+MAX_REJECTED = 10
+
 MOST_SERVICES = 100
 """How many services of a destination are named in counts; others are counted under `OTHER`."""
 
@@ -50,6 +52,8 @@ class Work:
     `saf.setaside.backoff.waiting`."""
     of_services: bool = False
     """Whether there are lanes of services, due or not."""
+    rejecting: Mapping[str, int] = field(default_factory=dict)
+    """How many messages each destination has rejected in a row, if any."""
     vouched_since: int | None = None
     """The source has checked who sent the messages with greater ids; None: of none. See
     `saf.engine.vouching`."""
@@ -93,6 +97,8 @@ class ForwardingRules:
     """For each service with a transform, its function; see `saf.engine.transforming`."""
     not_deterministic: frozenset[str] = frozenset()
     """Those of them whose transform may make something else of a message the next time."""
+    max_rejected: int = MAX_REJECTED
+    """Messages that a destination rejects in a row before it gets no more."""
 
     @property
     def qualities(self) -> dict[str, str]:
@@ -112,12 +118,16 @@ class Receipt:
     dropped: int = 0
     left_out: int = 0
     """Messages of which a transform has made nothing."""
+    early: int = 0
+    """Messages that the destination got before their deliver_at, because it holds none."""
     services: dict[str, int] = field(default_factory=dict)
     """Messages by service that the destination has now: stored, or dropped because it had them."""
     parked: int = 0
     dead: int = 0
     down: bool = False
     """Whether the destination did not answer, or refused everything."""
+    rejecting: int | None = None
+    """How many messages the destination has rejected in a row; None if it was asked for nothing."""
     complete: bool = False
     """Whether every message of the batch is delivered."""
     closed: bool = False

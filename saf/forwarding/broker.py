@@ -12,17 +12,18 @@ from uuid import UUID
 
 import psycopg
 
-from saf.broker import restored
+from saf.broker import whole
 from saf.broker.senders import vouched_since
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.destinations.identities import Identities
 from saf.engine import kept_results
-from saf.engine.work import Work
+from saf.engine.work import Receipt, Work
 from saf.errors import ConfigurationError, Fenced
 from saf.forwarding.quiet import Quiet
 from saf.forwarding.vigil import Vigil
-from saf.log import cursor
+from saf.log import cursor, lineage
 from saf.log.shards import NEWEST, Member
+from saf.repair.new_id import Place
 from saf.routing.matching import Routes
 from saf.routing.routers import with_problems
 from saf.routing.routes import NOTHING, Declared, current_routes, freeze, frozen_routes
@@ -49,7 +50,10 @@ GROUP BY done::text
 """
 
 IDENTITY = """
-SELECT b.broker_id, s.subscription_id
+SELECT b.broker_id, s.subscription_id, b.system_identifier,
+       (SELECT oid FROM pg_database WHERE datname = current_database())::bigint,
+       ARRAY(SELECT jsonb_build_array(r.destination, r.messages) FROM saf.rejecting r
+             WHERE r.subscription_id = s.subscription_id)
 FROM saf.broker b, saf.subscription s WHERE s.log = %(log)s AND s.name = %(subscription)s
 """
 
@@ -98,6 +102,8 @@ class SourceBroker:
         self._connection: psycopg.Connection[Any] | None = None
         self._member: Member | None = None
         self._broker_id: UUID | None = None
+        self.place: Place | None = None
+        """Which broker of which database it is, once it was met."""
         self._renewed = 0.0
         self._routes: dict[int, Routes] = {}
         self.waiting = Summary()
@@ -108,6 +114,8 @@ class SourceBroker:
         """Whether the last cycle had no time for lanes that were due when this run began."""
         self._lanes: tuple[Backoff, ...] = ()
         self._of_services = False
+        self._rejecting: dict[str, int] = {}
+        """How many messages destinations have rejected in a row, as far as this process knows."""
         self._began: datetime | None = None
         self._quiet = Quiet()
 
@@ -260,6 +268,16 @@ class SourceBroker:
         if waits or self.waiting.lanes:
             self.look_at_waiting()
 
+    def note(self, receipts: Iterable[Receipt]) -> None:
+        """Note what destinations have rejected in a row, for the next cycle."""
+        told = [one for one in receipts if one.destination and one.rejecting is not None]
+        for one in told:
+            self._rejecting.pop(str(one.destination), None)
+        for one in told:
+            if one.rejecting:
+                before = self._rejecting.get(str(one.destination), 0)
+                self._rejecting[str(one.destination)] = max(before, one.rejecting)
+
     def look_at_waiting(self) -> None:
         """Read the lanes that wait now. Called after a cycle."""
         if self._member is not None:
@@ -336,15 +354,17 @@ class SourceBroker:
                 f"broker {self.name!r}: saf.broker or the subscription {SUBSCRIPTION!r} of the "
                 "outbox is missing; `saf migrate` had created both"
             )
-        ((self._broker_id, subscription_id),) = known
+        ((self._broker_id, subscription_id, cluster, oid, rejecting),) = known
+        self.place = Place(broker_id=self._broker_id, system_identifier=cluster, oid=oid)
+        self._rejecting = dict(rejecting)
         return int(subscription_id)
 
     def _balance(self, connection: psycopg.Connection[Any]) -> None:
         if self._member is None:
-            restored.refuse(connection)
-            self._member = Member(
-                subscription_id=self._identify(connection), lease_seconds=self.lease_seconds
-            )
+            whole.refuse(connection)
+            subscription_id = self._identify(connection)
+            lineage.refuse(connection)
+            self._member = Member(subscription_id=subscription_id, lease_seconds=self.lease_seconds)
             self._member.join(connection)
         self._member.renew(connection)
         self._renewed = time.monotonic()
@@ -387,6 +407,7 @@ class SourceBroker:
             routes=self._frozen(connection, batch),
             waiting=self._lanes,
             of_services=self._of_services,
+            rejecting=dict(self._rejecting),
             vouched_since=since,
             lease_seconds=self.lease_seconds,
         )

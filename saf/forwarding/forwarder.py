@@ -27,7 +27,7 @@ from typing import TypeVar
 from saf.config import Settings
 from saf.database.background import Background
 from saf.engine.work import ForwardingRules, Receipt, Work
-from saf.errors import Fenced, JobFailed, SafError, Unavailable
+from saf.errors import Fenced, JobFailed, SafError, SparkGone, Unavailable
 from saf.forwarding import reporting
 from saf.forwarding.broker import SourceBroker
 from saf.forwarding.meter import Meter, Progress
@@ -45,6 +45,8 @@ from saf.setaside.backoff import SHOWN
 log = Log("saf.forward")
 
 T = TypeVar("T")
+
+SPARK_GONE = SparkGone.__name__
 
 TICK_SECONDS = 0.2
 RUNNER_THREADS = 3
@@ -92,6 +94,7 @@ class Forwarder:
             chunk_bytes=options.chunk_bytes,
             max_bytes=options.max_bytes,
             attempts=options.attempts,
+            max_rejected=options.max_rejected,
             transforms={one.service: one.function for one in settings.transforms},
             not_deterministic=frozenset(
                 one.service for one in settings.transforms if not one.deterministic
@@ -119,7 +122,11 @@ class Forwarder:
         try:
             while not self._stop:
                 before = self.summary.forwarded
-                worked = self.cycle()
+                try:
+                    worked = self.cycle()
+                except SparkGone as error:
+                    self._note_spark_gone(error)
+                    break
                 failed_jobs = failed_jobs + 1 if self._failed_job else 0
                 if 0 < failed_jobs < self.options.attempts:
                     self._pause(self.options.interval_seconds)
@@ -157,7 +164,12 @@ class Forwarder:
             while not self._stop:
                 self.summary = Summary()
                 began = time.monotonic()
-                worked = self.cycle()
+                try:
+                    worked = self.cycle()
+                except SparkGone as error:
+                    self._note_spark_gone(error)
+                    self._stop = True
+                    worked = False
                 self._note_failed_job()
                 self._note_waiting()
                 self.summary.seconds = time.monotonic() - began
@@ -176,6 +188,7 @@ class Forwarder:
         finally:
             self._leave()
         whole.stopped = True
+        whole.problems = [one for one in self.summary.problems if one["kind"] == SPARK_GONE]
         whole.seconds = time.monotonic() - started
         return whole
 
@@ -419,6 +432,9 @@ class Forwarder:
                 self._note(name, receipt.error_kind, receipt.error)
                 if not receipt.complete:
                     failed.add(name)
+        for name in complete:
+            mine = [one for one in receipts if work[one.work].broker == name]
+            self.roster.brokers[name].note(mine)
         done = _shards(item for mine in complete.values() for item in mine)
         for name, shards in whole.items():
             self.roster.brokers[name].unfinished = done[name] < shards
@@ -445,6 +461,9 @@ class Forwarder:
         self.summary.forwarded += receipt.messages
         self.summary.dropped += receipt.dropped
         self.summary.left_out += receipt.left_out
+        if receipt.early:
+            early = self.summary.early
+            early[receipt.destination] = early.get(receipt.destination, 0) + receipt.early
         if receipt.down:
             self._note_down([receipt.destination])
 
@@ -480,6 +499,11 @@ class Forwarder:
         until = time.monotonic() + seconds
         while not self._stop and time.monotonic() < until:
             time.sleep(min(TICK_SECONDS, max(0.0, until - time.monotonic())))
+
+    def _note_spark_gone(self, error: SparkGone) -> None:
+        """Note that Spark has ended; what the run has forwarded before is still reported."""
+        self._problem("Spark", SparkGone(error.reason, stopping=self._stop))
+        self.summary.stopped |= self._stop
 
     def _note_failed_job(self) -> None:
         if self._failed_job is not None:

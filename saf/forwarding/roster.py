@@ -13,16 +13,20 @@ the cycle in which there is something to forward: it is never connected to more 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
+from uuid import UUID
 
-from saf.config import Broker, Settings
+import psycopg
+
+from saf.broker.fleet_members import Member, missing
+from saf.config import Broker, Fleet, Settings
 from saf.database import Dsn
 from saf.destinations.identities import Identities
 from saf.engine.work import Work
-from saf.errors import Fenced, SafError, SchemaMissing
-from saf.fleets import Candidate, Listing, ask
+from saf.errors import Fenced, MemberMissing, SafError, SameBroker, SchemaMissing
+from saf.fleets import Candidate, Listing, ask, memory
 from saf.forwarding.broker import SourceBroker
 from saf.forwarding.broker_threads import BrokerThreads
 from saf.logger import Log
@@ -65,6 +69,10 @@ class Roster:
         self._identities = Identities(settings.destinations)
         self._ask_at = dict.fromkeys(settings.fleets, 0.0)
         self._listed: dict[str, dict[str, Broker]] = {"": dict(settings.brokers)}
+        self._memory = memory(settings)
+        self._met: dict[str, Member] = {}
+        """The members of fleets that this run has met."""
+        self._remembered: set[Member] = set()
         self._heard = False
         """Whether a fleet has answered since brokers were last added and removed."""
         self._visit_at: dict[str, float] = {}
@@ -98,6 +106,7 @@ class Roster:
 
         def on_result(broker: SourceBroker, work: list[Work]) -> None:
             self._failures.pop(broker.name, None)
+            self._meet(broker)
             if self.once and not work:
                 self._visit_at[broker.name] = NEVER
             self._found.extend(work)
@@ -121,8 +130,35 @@ class Roster:
         self._threads.finish(set(self.brokers))
         while self.once and not (self._found or but or self.stopped) and self._threads.busy:
             self._threads.take_results()  # there is nothing else to do
-        found, self._found = self._found, []
+        found, self._found = self._without_copies(self._found), []
         return found
+
+    def _without_copies(self, found: list[Work]) -> list[Work]:
+        """Leave out work of brokers that have the broker_id of another one: they are copies of it.
+
+        Of two databases of one cluster, the copy was created later. Of two clusters, either may be
+        the copy, so neither is forwarded.
+        """
+        met = [broker for broker in self.brokers.values() if broker.place is not None]
+        originals: dict[UUID, SourceBroker] = {}
+        copies: dict[str, SourceBroker] = {}
+        for broker in sorted(met, key=_created):
+            assert broker.place is not None  # noqa: S101 - for the type checker
+            original = originals.setdefault(broker.place.broker_id, broker)
+            if original.place is None or broker.place.database == original.place.database:
+                continue
+            copies[broker.name] = original
+            if broker.place.system_identifier != original.place.system_identifier:
+                copies.setdefault(original.name, broker)
+        for name, original in copies.items():
+            broker = self.brokers[name]
+            if broker.place is not None and name not in self._threads.busy:
+                self._problem(name, SameBroker(name, original.name, broker.place.broker_id))
+                broker.leave()
+                broker.place = None  # asked again when it is visited again
+                self._count(broker)
+                self.failed(name)
+        return [item for item in found if item.broker not in copies]
 
     def give_back(self, work: Iterable[Work]) -> None:
         """Return work by the next visit once more, because there is no room for it now."""
@@ -170,6 +206,10 @@ class Roster:
 
     def leave(self) -> None:
         """Leave all brokers. A broker that does not answer is not waited for."""
+        try:
+            self._remember(self._met.values())
+        except (SafError, psycopg.Error) as error:
+            log.warning("members_not_remembered", error=str(error))
         self.each(SourceBroker.leave, [b for b in self.brokers.values() if b.connected], quiet=True)
         self._threads.dismiss(
             lambda name: self.brokers[name].leave() if name in self.brokers else None
@@ -188,13 +228,49 @@ class Roster:
                 continue
             self._ask_at[name] = NEVER if self.once else time.monotonic() + fleet.refresh_seconds
             failed = partial(self._problem, name)
-            self._threads.start(key, partial(ask, name, fleet), partial(self._hears, name), failed)
+            question = partial(self._listed_by, name, fleet, [*self._met.values()])
+            self._threads.start(key, question, partial(self._hears, name), failed)
         asked = {f"fleet {name}" for name in self._fleets}
         while not self._threads.finish(asked) and self.once and not self.stopped:
             pass
         if self._heard:
             self._heard = False
             self._enlist()
+
+    def _meet(self, broker: SourceBroker) -> None:
+        """Note that a member of a fleet was met."""
+        fleet, _, rest = broker.name.partition("/")
+        if rest and broker.name in self._listed.get(fleet, {}):
+            broker_id = broker.place.broker_id if broker.place is not None else None
+            self._met[broker.name] = Member(fleet=fleet, name=broker.name, broker_id=broker_id)
+
+    def _listed_by(self, name: str, fleet: Fleet, met: Sequence[Member]) -> Listing:
+        """Ask a fleet who belongs to it; a member that was met before and is missing is a problem.
+
+        Called in a thread. If the store that remembers the members does not answer, those that this
+        run has met count.
+        """
+        listing = ask(name, fleet)
+        known = [one for one in met if one.fleet == name]
+        gone = missing(known, listing.brokers)
+        try:
+            if self._memory is not None:
+                self._remember(met)
+                gone = missing(self._memory.known([name]), listing.brokers)
+                self._memory.note_missing(name, [one.name for one in gone])
+        except (SafError, psycopg.Error) as error:
+            log.warning("members_not_remembered", fleet=name, error=str(error))
+        listing.problems += [
+            (name, MemberMissing(name, one.name, closed=one.name in listing.closed)) for one in gone
+        ]
+        return listing
+
+    def _remember(self, met: Iterable[Member]) -> None:
+        """Let the store remember members that this run has met."""
+        new = {*met} - self._remembered
+        if new and self._memory is not None:
+            self._memory.meet(new)
+            self._remembered |= new
 
     def _hears(self, fleet: str, listing: Listing) -> None:
         """Note who belongs to a fleet; who leaves it may be at work until the next cycle."""
@@ -277,3 +353,9 @@ class Roster:
             self._visit_at[broker.name] = NEVER  # it is no broker, or not yet
             return
         self._problem(broker.name, error)
+
+
+def _created(broker: SourceBroker) -> tuple[int, int, str]:
+    """The key by which brokers are sorted: those of one cluster as they were created."""
+    cluster, oid = broker.place.database if broker.place is not None else (0, 0)
+    return cluster, oid, broker.name

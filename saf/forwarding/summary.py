@@ -20,6 +20,8 @@ class Summary:
     """Messages delivered again, and dropped by a watermark."""
     left_out: int = 0
     """Messages that a transform has left out, counted for each destination."""
+    early: dict[str, int] = field(default_factory=dict)
+    """By destination, messages that it got before their deliver_at, because it holds none."""
     parked: int = 0
     """Messages set aside until a destination, a route or a service is there."""
     dead: int = 0
@@ -66,6 +68,8 @@ class Summary:
         self.dead += cycle.dead
         self.batches += cycle.batches
         self.cycles += cycle.cycles
+        for name, count in cycle.early.items():
+            self.early[name] = self.early.get(name, 0) + count
         for name, count in cycle.by_destination.items():
             self.by_destination[name] = self.by_destination.get(name, 0) + count
         for name, services in cycle.by_service.items():

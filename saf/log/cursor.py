@@ -212,6 +212,8 @@ RELAXED = "(SELECT set_config('synchronous_commit', 'off', true)) AS relaxed"
 
 STOPPING = "(SELECT stopping FROM saf.member WHERE member_id = c.owner)"
 
+TOLD_TO_STOP = "SELECT EXISTS (SELECT FROM saf.member WHERE member_id = %(owner)s AND stopping)"
+
 ADVANCE = f"""
 UPDATE saf.cursor c SET position = greatest(c.position, %(position)s)
 FROM {RELAXED}, {MINE}
@@ -237,7 +239,7 @@ TIMES = 20
 
 # A clock that is set back changes nothing.
 _AND_NOW = f"""(array_append(c.set_aside_at, greatest(
-    now(), c.set_aside_at[cardinality(c.set_aside_at)] + interval '1 microsecond'
+    now(), c.opened_at, c.set_aside_at[cardinality(c.set_aside_at)] + interval '1 microsecond'
 )))[greatest(cardinality(c.set_aside_at) + 2 - {TIMES}, 1):]"""
 
 # Also where the batch was closed in the same transaction
@@ -350,6 +352,12 @@ def advance(connection: psycopg.Connection[Any], batch: Batch, position: int) ->
     """
     rows = _write(connection, ADVANCE, batch, position=position)
     return any(stopping for _, stopping in rows)
+
+
+def told_to_stop(connection: psycopg.Connection[Any], batch: Batch) -> bool:
+    """Return whether the member that owns the batch should stop, as `advance` does."""
+    ((stopping,),) = fetch(connection, TOLD_TO_STOP, {"owner": batch.owner})
+    return bool(stopping)
 
 
 def attempted(connection: psycopg.Connection[Any], batch: Batch) -> dict[int, int]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from psycopg import sql
 
 from saf.columns import COLUMNS
-from saf.database import Dsn, bulk, translated
+from saf.database import Dsn, bulk, the_row, translated
 from saf.limits import KEPT
 from saf.log.columns import bounded
 from saf.log.ring import Slot
@@ -63,7 +63,7 @@ def reading(dsn: Dsn, slot: Slot) -> Iterator[SlotRows]:
     try:
         with bulk.connect(dsn, "archive", what) as connection, connection.cursor() as cursor:
             cursor.execute(WHOSE)
-            ((broker_id, incarnation),) = cursor.fetchall()
+            broker_id, incarnation = the_row(cursor.fetchall(), dsn.database)
             yield SlotRows(
                 slot=slot, broker_id=str(broker_id), incarnation=int(incarnation), cursor=cursor
             )

@@ -109,6 +109,20 @@ ATTEMPTS = _gauge(
     "broker subscription destination kind",
     "How often the lane that was tried most was tried in vain.",
 )
+MISSING_MEMBERS = _gauge(
+    "saf_missing_members",
+    "broker fleet",
+    "Members of a fleet that a forwarder has met before and that its fleet no longer lists, as the "
+    "store that remembers them was told by the last run: their databases were dropped or renamed, "
+    "or allow no connections.",
+)
+NEEDS_OPERATOR = _gauge(
+    "saf_operator_lanes",
+    "broker subscription destination kind",
+    "Lanes whose last attempt failed for a reason that only an operator can remove: no route, a "
+    "service that the destination does not know, a full disk, a login that is refused, a "
+    "destination that has rejected too many messages in a row. No value if there are none.",
+)
 DEAD = _gauge(
     "saf_dead_letters",
     "broker subscription reason",

@@ -57,7 +57,8 @@ JOIN saf.subscription s USING (subscription_id) GROUP BY 1, 2, 3
 """
 ALL_PARKED = "SELECT n_live_tup FROM pg_stat_user_tables WHERE relid = 'saf.parked'::regclass"
 LANES = """
-SELECT s.name, b.destination, b.kind, max(b.attempts), min(b.since)
+SELECT s.name, b.destination, b.kind, max(b.attempts), min(b.since),
+       count(*) FILTER (WHERE needs_operator AND attempts > 0)
 FROM saf.backoff b JOIN saf.subscription s USING (subscription_id) GROUP BY 1, 2, 3
 """
 DEAD = """
@@ -68,6 +69,9 @@ JOIN saf.subscription s USING (subscription_id) GROUP BY 1, 2
 DROPPED = """
 SELECT s.name, d.reason, sum(d.messages)::bigint
 FROM saf.dropped d JOIN saf.subscription s USING (subscription_id) GROUP BY 1, 2
+"""
+MISSING = """
+SELECT fleet, count(*) FILTER (WHERE missing_since IS NOT NULL) FROM saf.fleet_member GROUP BY 1
 """
 MEMBERS = """
 SELECT s.log, s.name, array_remove(array_agg(m.lease_until), NULL)
@@ -250,11 +254,15 @@ def _set_aside(connection: psycopg.Connection[Any], broker: str) -> Iterator[Sam
         factor = max(1.0, live / counted)
     for *lane, count in rows:
         yield _sample(m.PARKED, round(count * factor), broker, *lane)
-    for *lane, attempts, since in fetch(connection, LANES):
+    for *lane, attempts, since, waiting_for_operator in fetch(connection, LANES):
         yield _sample(m.ATTEMPTS, attempts, broker, *lane)
+        if waiting_for_operator:
+            yield _sample(m.NEEDS_OPERATOR, waiting_for_operator, broker, *lane)
         yield _age(m.OLDEST_PARKED, since, broker, *lane)
     for name, reason, count in fetch(connection, sql.SQL(DEAD).format(**most)):
         yield _sample(m.DEAD, count, broker, name, reason)
+    for fleet, count in fetch(connection, MISSING):
+        yield _sample(m.MISSING_MEMBERS, count, broker, fleet)
     for name, reason, count in fetch(connection, DROPPED):
         yield _sample(m.DROPPED, count, broker, name, reason)
 

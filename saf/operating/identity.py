@@ -9,6 +9,8 @@ from uuid import UUID
 import psycopg
 from psycopg.rows import class_row
 
+from saf.errors import RowsGone
+
 IDENTITY = """
 SELECT broker_id, name, shards, incarnation, created_at::date::text AS since,
        current_database() AS database, (SELECT version_num FROM saf.alembic_version) AS schema,
@@ -44,5 +46,6 @@ def identity(connection: psycopg.Connection[Any]) -> Identity:
     """Return who a broker is. Only reads."""
     with psycopg.Cursor(connection, row_factory=class_row(Identity)) as cursor:
         found = cursor.execute(IDENTITY).fetchone()
-    assert found is not None  # noqa: S101 - the first migration writes the row
+    if found is None:
+        raise RowsGone(connection.info.dbname, ["saf.broker has no row"])
     return found

@@ -21,7 +21,7 @@ import psycopg
 from psycopg.rows import class_row, dict_row
 
 from saf.broker.restored import refuse
-from saf.database import fetch
+from saf.database import fetch, of_broker
 from saf.errors import UsageError
 from saf.limits import HEADERS_READABLE
 from saf.log import finding
@@ -228,7 +228,7 @@ def _stored(
     if row is not None:
         params |= asdict(row)
     else:
-        ((shards,),) = fetch(connection, SHARDS)
+        (shards,) = of_broker(connection, SHARDS)
         params["shard"] = shard_of(key or "", shards)
     with psycopg.Cursor(connection, row_factory=class_row(Stored)) as cursor:
         return cursor.execute(STORED, params).fetchone()

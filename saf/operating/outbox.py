@@ -30,7 +30,7 @@ import psycopg
 from psycopg.rows import dict_row
 
 from saf.broker.restored import refuse
-from saf.database import fetch
+from saf.database import fetch, of_broker
 from saf.database.pages import Page, foreign
 from saf.errors import TookTooLong
 from saf.limits import HEADERS_READABLE
@@ -238,7 +238,7 @@ def messages(
     }
     with _bounded(connection, seconds):
         if wanted.key is not None:
-            ((shards,),) = fetch(connection, SHARDS)
+            (shards,) = of_broker(connection, SHARDS)
             params["shard"] = shard_of(wanted.key, shards)
         if wanted.state in OF_STATE:
             looked = Looked(rows=_rows(connection, OF_STATE[wanted.state], params))
@@ -314,7 +314,7 @@ def details(
             params |= {"slot": which // SLOT_ROWS % SLOTS, "id": which}
             rows = _rows(connection, ONE.replace("$which", BY_ID), params)
         else:
-            ((shards,),) = fetch(connection, SHARDS)
+            (shards,) = of_broker(connection, SHARDS)
             params |= {"message_id": which, "shard": shard_of(key or str(which), shards)}
             rows = _rows(connection, ONE.replace("$which", BY_MESSAGE_ID + IN_SHARD), params)
             if not rows and key is None:

@@ -15,6 +15,7 @@ import psycopg
 
 from saf.broker.senders import senders
 from saf.broker.services import refused, services
+from saf.database import of_broker
 from saf.errors import ConfigurationError
 from saf.plans.tables import TABLES, Entries, Key, Table, Values
 
@@ -144,9 +145,7 @@ def listed(connection: psycopg.Connection[Any]) -> dict[str, Entries]:
 
 def broker_id(connection: psycopg.Connection[Any]) -> str:
     """The broker's id, by which it is told apart whatever it is called."""
-    row = connection.execute(BROKER).fetchone()
-    assert row is not None  # noqa: S101 - the schema has one
-    return str(row[0])
+    return str(of_broker(connection, BROKER)[0])
 
 
 def _fixed(change: Change) -> ConfigurationError:

@@ -31,7 +31,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from saf import config
 from saf.broker.granted import in_kinds, rights_of
 from saf.broker.grants import Kind
-from saf.config import Name, Settings, did_you_mean
+from saf.config import ENCODING, Name, Settings, did_you_mean
 from saf.dispatch import stored
 from saf.errors import ConfigurationError
 from saf.plans.tables import TABLES, Entries
@@ -167,7 +167,7 @@ def read(path: Path) -> Plan:
         ConfigurationError: it names the file, the setting and the value at fault.
     """
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(path.read_text(encoding=ENCODING))
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:

@@ -25,10 +25,12 @@ handed out more carefully (``allowance``; see `saf.receiving.retries`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
+from psycopg.rows import tuple_row
 
 from saf.database import fetch
 from saf.errors import UsageError
@@ -42,7 +44,11 @@ ALL_CLEAR = 256
 
 # Each statement must see what was committed before it, because the cursors' snapshots do. JIT is
 # off because the estimates for a ring's slots are rough, and compiling takes longer than running.
-BEGIN = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; SET LOCAL jit = off"
+# Parameters are arrays, some with NULLs.
+BEGIN = (
+    "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; SET LOCAL jit = off; "
+    "SET LOCAL array_nulls = on"
+)
 
 # For transactions that hold nothing of the application's. A statement that is asked again and again
 # is planned once, because to plan it takes longer than to ask it. By the indexes, because a slot
@@ -305,8 +311,10 @@ def _deep(locked: Sequence[tuple[Any, ...]], limit: int) -> set[int]:
     return deep
 
 
-def move(connection: psycopg.Connection[Any], hand: Hand) -> None:
+def move(connection: psycopg.Connection[Any], hand: Hand, own: str = "") -> None:
     """Write the position of each shard in hand, unless it is written.
+
+    What it runs for that comes after ``own``, a statement that shares its round trip.
 
     Raises:
         UsageError: the transaction that locked the shards is over.
@@ -315,7 +323,9 @@ def move(connection: psycopg.Connection[Any], hand: Hand) -> None:
     if not shards and hand.marked and is_marked(connection):
         return
     if not shards:
-        same = fetch(connection, TRANSACTION) == [(hand.transaction,)]
+        with _after(own, connection) as cursor:
+            cursor.execute(TRANSACTION)
+        same = cursor.fetchall() == [(hand.transaction,)]
     else:
         columns: dict[str, Any] = {
             name: [getattr(shard, name) for shard in shards] for name in FIELDS
@@ -323,10 +333,25 @@ def move(connection: psycopg.Connection[Any], hand: Hand) -> None:
         columns["cuts"] = [f"{{{','.join(cuts)}}}" for cuts in columns["cuts"]]
         columns["subscription_id"] = hand.reader.subscription_id
         columns["transaction"] = hand.transaction
-        moved = psycopg.Cursor(connection).execute(MOVE_CURSORS, columns)
-        same = moved.rowcount == len(shards)
+        with _after(own, connection) as cursor:
+            cursor.execute(MOVE_CURSORS, columns)
+        same = cursor.rowcount == len(shards)
     if not same:
         raise UsageError(
             "the transaction of this delivery was committed or rolled back inside of its block: "
             "leave that to saf.receive"
         )
+
+
+@contextmanager
+def _after(
+    own: str, connection: psycopg.Connection[Any]
+) -> Iterator[psycopg.Cursor[tuple[Any, ...]]]:
+    """Give a cursor whose one statement is sent together with ``own``; both are run at the end."""
+    cursor = psycopg.Cursor(connection, row_factory=tuple_row)
+    if not own:
+        yield cursor
+        return
+    with connection.pipeline():
+        psycopg.Cursor(connection).execute(own)
+        yield cursor

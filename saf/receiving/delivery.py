@@ -54,7 +54,9 @@ class Delivery(Sequence[Received], Generic[C]):
         tried: Suspect | None = None,
         *,
         verifier: Verifier | None = None,
+        own: str = "",
     ) -> None:
+        self._own = own
         self.connection = connection
         self._raw = raw
         self._hand = hand
@@ -115,6 +117,14 @@ class Delivery(Sequence[Received], Generic[C]):
     def until(self, stopping: Event) -> None:
         """Give no further message once the event is set; put back those that were not given."""
         self._stopping = stopping
+
+    def take_own(self) -> str:
+        """Return the statement that restores saf's own settings, for a caller who runs it.
+
+        Otherwise `settle` runs it, before it writes; see `saf.receiving.own`.
+        """
+        own, self._own = self._own, ""
+        return own
 
     @property
     def handled(self) -> int:
@@ -185,9 +195,12 @@ class Delivery(Sequence[Received], Generic[C]):
         hand = self._hand
         if hand is None:
             return
+        own = self.take_own()
         if self._is_plain(hand):
-            claim.move(self._raw, hand)
+            claim.move(self._raw, hand, own)
             return
+        if own:
+            self._raw.execute(own.encode())
         reader = hand.reader
         if self._back:
             self._put_back(hand)

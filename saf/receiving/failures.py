@@ -18,7 +18,7 @@ from typing import Any
 
 import psycopg
 
-from saf.errors import UnreadableBody
+from saf.errors import UnreadableBody, masked
 from saf.received import Received
 from saf.receiving.retries import Policy
 from saf.tracing.log_lines import trace_of
@@ -71,6 +71,7 @@ def exception(
     for secret in _secrets(error, raw, messages):
         if len(secret) >= SHORTEST:
             text, said = (one.replace(secret, HIDDEN) for one in (text, said))
+    text, said = masked(text), masked(said)
     # structlog prints what is called stack on lines of its own, as it is
     return {"error": " ".join(said.split()), "stack": text}
 

@@ -58,6 +58,8 @@ class Link:
     """How long to wait for a lock on saf's tables."""
     always: str = ""
     """A statement with which each transaction begins; or none."""
+    own: str = ""
+    """The statement that restores saf's own settings after handlers; see `saf.receiving.own`."""
 
     @contextmanager
     def transaction(self, *, claims: bool = True, plans_once: bool = False) -> Iterator[None]:

@@ -252,7 +252,7 @@ class Loop(ABC):
                 if delivery:
                     began = perf_counter()
                     delivery.until(self._stopping.told)
-                    with Savepoints(raw) as work:
+                    with Savepoints(raw, delivery.take_own()) as work:
                         self._handle(delivery, work)
             fail_point("receive_committed")
             handled, aside = delivery.handled, SetAside(delivery.parked, delivery.buried)
@@ -287,7 +287,7 @@ class Loop(ABC):
         """
         effect = hook().by_itself(message)
         if effect is not None:
-            self._one(delivery, work, message, lambda: effect(work.raw))
+            self._one(delivery, work, message, lambda: work.as_saf(effect))
             return
         waits = self.unhandled == "wait"
         if self.summary.lacks_handler(message.message_type):

@@ -267,7 +267,7 @@ class Processors(Loop):
         gone = set(shards)
         ones = [one for one in self._live if one.shard in gone]
         self._live.throw_away(ones)
-        with Savepoints(link.raw) as work:
+        with Savepoints(link.raw, link.own) as work:
             for one in ones:
                 self._try(work, link.connection, one, "passivate")
 
@@ -295,7 +295,7 @@ class Processors(Loop):
         try:
             with link.transaction():
                 held = member.hold(link.raw, {(one.shard, one.epoch) for one in ones})
-                with Savepoints(link.raw) as work:
+                with Savepoints(link.raw, link.own) as work:
                     failed = [
                         one
                         for one in ones

@@ -22,11 +22,12 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from saf.broker import restored, services
-from saf.database import check_schema, fetch, unavailable_if_lost
+from saf.database import check_schema, of_broker, unavailable_if_lost
 from saf.database.poolers import is_pooled
 from saf.errors import UsageError
 from saf.failpoints import fail_point
@@ -36,6 +37,7 @@ from saf.receiving import claim, notify, reading, retries
 from saf.receiving.delivery import Delivery
 from saf.receiving.hand import Hand, Reader
 from saf.receiving.link import Link, connected
+from saf.receiving.own import restoring
 from saf.receiving.prefetch import Prefetch
 from saf.receiving.quiet import Quiet
 from saf.receiving.retries import Policy
@@ -168,7 +170,8 @@ class Receiver(Trying):
         self._look_at = 0.0
         """When to look next whether there is anything to be tried alone."""
         with unavailable_if_lost(f"database {link.raw.info.dbname!r}"), link.transaction():
-            if is_pooled(link.raw):
+            pooled = is_pooled(link.raw)
+            if pooled:
                 link.raw.prepare_threshold = None
                 self._prefetch.stop()
             check_schema(link.raw)
@@ -182,9 +185,10 @@ class Receiver(Trying):
                 )
             if listen:
                 notify.listen(link.raw)
+            self.link = replace(link, own=restoring(link.raw, pooled=pooled))
             self._verifier = None
             if trust is not None:
-                ((broker,),) = fetch(link.raw, BROKER)
+                (broker,) = of_broker(link.raw, BROKER)
                 self._verifier = Verifier(trust=trust, broker=broker)
         self.reader = Reader(
             subscription_id=found.subscription_id,

@@ -41,10 +41,14 @@ class Piece:
 
 
 class Savepoints:
-    """Pieces of work in one transaction."""
+    """Pieces of work in one transaction.
 
-    def __init__(self, raw: psycopg.Connection[Any]) -> None:
+    After them runs ``own``, a statement that restores saf's own settings; see `saf.receiving.own`.
+    """
+
+    def __init__(self, raw: psycopg.Connection[Any], own: str = "") -> None:
         self.raw = raw
+        self.own = own
         self._done: list[Piece] = []
         """The pieces that were done since the savepoint."""
         self._clean = True
@@ -59,7 +63,14 @@ class Savepoints:
         if kind is None:
             # released here and not by the commit, because what is written next is outside of the
             # pieces
-            self.raw.execute(RELEASE)
+            last = f"{RELEASE}; {self.own}" if self.own else RELEASE
+            self.raw.execute(last.encode())
+
+    def as_saf(self, do: Callable[[psycopg.Connection[Any]], object]) -> None:
+        """Do what is saf's own between pieces of the application's."""
+        if self.own:
+            self.raw.execute(self.own.encode())
+        do(self.raw)
 
     @contextmanager
     def piece(self) -> Iterator[None]:

@@ -223,5 +223,11 @@ class Trying:
     def _delivery(self, hand: Hand | None, tried: Suspect | None = None) -> Delivery[Any]:
         link = self.link
         return Delivery(
-            link.connection, link.raw, hand, self.policy, tried, verifier=self._verifier
+            link.connection,
+            link.raw,
+            hand,
+            self.policy,
+            tried,
+            verifier=self._verifier,
+            own=link.own,
         )

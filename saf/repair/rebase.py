@@ -7,17 +7,20 @@ A log says which transaction wrote each row, and a cursor which transactions wer
 - A cluster was set back to an older backup. The transaction ids are right. But batches and the
   numbers of lanes are given again, and a destination has stored something under the same numbers.
 
-`saf.broker.restored` notices the first; the marks of a destination tell the second
+`saf.log.lineage` notices the first; the marks of a destination tell the second
 (`saf.repair.set_back`, and `saf.errors.Ahead` chunk by chunk). Both stop before anything is
 written, and `rebase` repairs both, in one transaction:
 
-- Every row gets a transaction id below all that this cluster will still give. There is one id for
-  each way in which the subscriptions have or have not completed a row. The snapshots of the cursors
-  are written anew in these ids. So each row stays completed, in hand or pending, for each
-  subscription; ids and positions stay too. What was written since the dump was restored, by
-  whatever INSERT, is pending for all. Such a row is told by its xmin: it is the transaction that
-  the row names itself, or a later one, which a savepoint is. The rows of a dump have the xmin of
-  the transaction that brought them (saf.timeline).
+- If the transaction ids mean something else here (`saf.log.lineage.foreign`), every row gets one
+  below all that this cluster will still give. There is one id for each way in which the
+  subscriptions have or have not completed a row. The snapshots of the cursors are written anew in
+  these ids. So each row stays completed, in hand or pending, for each subscription, and positions
+  stay too. What was written here since the move, by whatever INSERT, is pending for all; which rows
+  these are is for `saf.repair.moved` to say.
+- If the next id of a log is not above its ids, because its sequence was not set, the rows that were
+  written with too low ids get new ones, in their order, and all sequences of saf's go on after
+  what is there.
+- A row that a restore over what was there has brought a second time is removed.
 - If a destination is ahead, then wherever one has got farther, the batches and epochs of its
   shards, and the numbers of lanes, go on after those that it knows. What the source had delivered
   after the backup was taken, and still has, is then delivered a second time, because it cannot be
@@ -41,15 +44,18 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from saf.broker.restored import is_restored
+from saf.broker import whole
 from saf.database import fetch
 from saf.destinations.marks import Known, adopt, shards_of
 from saf.dialogs.monologs import ReceivedMonolog
 from saf.dialogs.one_target import Target, settle
-from saf.errors import UsageError
+from saf.errors import RowsGone, UsageError
+from saf.log import lineage
 from saf.log.cursor import TIMES
 from saf.log.shards import IS_PRESENT, full
+from saf.repair import moved
 from saf.repair.incarnation import raise_incarnation
+from saf.repair.moved import MovedBy
 from saf.repair.set_back import SetBack, set_back
 from saf.setaside.lane import FOUND
 from saf.setaside.parking import PARKED_COLUMNS
@@ -65,49 +71,93 @@ LOCK TABLE saf.outbox, saf.inbox, saf.cursor, saf.member, saf.parked IN ACCESS E
 ALIVE = f"SELECT m.name FROM saf.member m WHERE {IS_PRESENT}"
 FORGET_MEMBERS = "DELETE FROM saf.member"
 
-# The transaction of the dump that brought the logs here, if one did: it brought every older row
-BROUGHT_BY = f"""
-SELECT {full("t.xmin")} FROM saf.timeline t
-WHERE t.xmin::text::bigint <> t.written::text::bigint & 4294967295
-"""
-
 NEWEST = """
 SELECT max(opened_at) FROM saf.cursor JOIN saf.subscription s USING (subscription_id)
 WHERE s.log = 'outbox' AND NOT s.stream
 """
 
-# For each row, one letter a subscription: c completed, h in hand, p pending
-STATES = f"""
-CREATE TEMPORARY TABLE saf_states ON COMMIT DROP AS
-SELECT l.id, string_agg(
-    CASE WHEN l.txid::text::bigint > {{brought_by}}
-              AND {full("l.xmin")} >= l.txid::text::bigint THEN 'p'
-         WHEN pg_visible_in_snapshot(l.txid, c.done) THEN 'c'
-         WHEN c.open IS NOT NULL AND pg_visible_in_snapshot(l.txid, c.open) THEN 'h'
-         ELSE 'p' END, '' ORDER BY c.subscription_id) AS state
-FROM {{log}} l
-LEFT JOIN (saf.cursor c JOIN saf.subscription s ON s.subscription_id = c.subscription_id
-           AND s.log = {{name}}) ON c.shard = l.shard
-GROUP BY l.id
-"""
-DISTINCT = "SELECT DISTINCT coalesce(state, '') FROM saf_states ORDER BY 1"
+DISTINCT = "SELECT DISTINCT state FROM saf_states ORDER BY 1"
 SUBSCRIPTIONS = "SELECT subscription_id FROM saf.subscription WHERE log = %(log)s ORDER BY 1"
 RENUMBER = """
 UPDATE {log} l SET txid = m.txid::text::xid8
 FROM saf_states s JOIN unnest({states}::text[], {txids}::bigint[]) AS m (state, txid)
-  ON m.state = coalesce(s.state, '')
-WHERE l.id = s.id
+  ON m.state = s.state
+WHERE (l.tableoid, l.ctid) = (s.slot, s.place)
 """
 DROP = "DROP TABLE saf_states"
+
+# One by one, because the ids are drawn in this order
+NEW_IDS = """
+DO $$ DECLARE one record; new_slot oid; new_place tid; BEGIN
+    FOR one IN {new} ORDER BY is_late, id LOOP
+        UPDATE {log} SET id = DEFAULT WHERE tableoid = one.tableoid AND ctid = one.ctid
+        RETURNING tableoid, ctid INTO new_slot, new_place;
+        UPDATE saf_states SET slot = new_slot, place = new_place
+        WHERE slot = one.tableoid AND place = one.ctid;
+    END LOOP;
+END $$
+"""
+# All that came here after the cursors. What was brought comes before the first message that was
+# certainly written here
+NEW_HERE = f"""
+SELECT l.tableoid, l.ctid, l.id, coalesce({full("l.xmin")} >= first.certain, false) AS is_late
+FROM {{log}} l JOIN saf_states s ON (l.tableoid, l.ctid) = (s.slot, s.place)
+CROSS JOIN (
+    SELECT min({full("l.xmin")}) AS certain
+    FROM {{log}} l JOIN saf_states s ON (l.tableoid, l.ctid) = (s.slot, s.place)
+    WHERE s.is_here AND l.xmin::text::bigint = l.txid::text::bigint & 4294967295) AS first
+WHERE s.is_here
+"""
+# Where nothing was moved: the younger of two with the same id, and what is pending and younger than
+# the first of these, or than the message with the highest id
+NEW_SINCE = """
+SELECT tableoid, ctid, id, true AS is_late
+FROM (SELECT *, min(txid::text::bigint) FILTER (WHERE is_twin AND is_pending) OVER () AS since
+      FROM (SELECT l.tableoid, l.ctid, l.id, l.txid,
+                   l.message_id <> first_value(l.message_id) OVER (
+                       PARTITION BY l.id ORDER BY l.txid, l.message_id) AS is_twin,
+                   s.state !~ '[ch]' AS is_pending, s.state ~ 'h' AS is_in_hand
+            FROM {log} l JOIN saf_states s ON (l.tableoid, l.ctid) = (s.slot, s.place)
+           ) AS looked_at) AS l
+WHERE is_twin AND NOT is_in_hand
+   OR is_pending AND (txid::text::bigint >= since OR id <= {last} AND {highest} > {last}
+                      AND txid > (SELECT txid FROM {log} ORDER BY id DESC, txid LIMIT 1))
+"""
+SEQUENCES = """
+SELECT c.relname, a.attname, pg_get_serial_sequence('saf.' || c.relname, a.attname)
+FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
+WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') AND NOT c.relispartition
+  AND a.attidentity <> '' AND NOT a.attisdropped
+ORDER BY 1
+"""
+# Never back: what others remember may be higher than what is here
+GO_ON_AFTER = """
+SELECT setval({sequence}::text::regclass, {highest})
+WHERE {highest} > (SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END
+                   FROM {of_sequence})
+"""
+GO_ON = "SELECT setval(%(sequence)s, %(highest)s)"
+HIGHEST = "SELECT coalesce(max({column}), 0) FROM {table}"
+
+REMOVE_DOUBLED = f"""
+DELETE FROM {{log}} l USING (
+    SELECT tableoid AS slot, ctid AS place, row_number() OVER (
+        PARTITION BY id, message_id, txid ORDER BY {full("xmin")}, tableoid, ctid) AS number
+    FROM {{log}}) AS d
+WHERE d.number > 1 AND (l.tableoid, l.ctid) = (d.slot, d.place)
+"""
+
 # A transaction in progress may write when this one is done, and so may this one itself
 NOW = "SELECT pg_current_snapshot()::text, pg_current_xact_id()::text::bigint"
-REWRITE = """
-UPDATE saf.cursor SET owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1,
+NO_OWNER = "owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1"
+REWRITE = f"""
+UPDATE saf.cursor SET {NO_OWNER},
        done = %(done)s::pg_snapshot,
        open = CASE WHEN open IS NOT NULL THEN %(open)s::pg_snapshot END,
        until = NULL, cuts = NULL
 WHERE subscription_id = %(subscription_id)s
 """
+RAISE_EPOCH = f"UPDATE saf.cursor SET {NO_OWNER}"
 TIMELINE = "UPDATE saf.timeline SET written = pg_current_xact_id()"
 BELONG = """
 UPDATE saf.broker SET system_identifier = (SELECT system_identifier FROM pg_control_system())
@@ -164,6 +214,14 @@ class Rebased:
     """When the newest batch was opened that the broker itself remembers."""
     second_targets: int = 0
     """How many targets of dialogs got an Error, because their dialogs go on with others."""
+    why: tuple[str, ...] = ()
+    """What was not true of the broker."""
+    here: int = 0
+    """How many messages were taken for written here since the move, and so for pending."""
+    new_ids: int = 0
+    """How many messages got new ids."""
+    doubled: int = 0
+    """How many rows were removed that their log had twice."""
 
 
 def rebase(
@@ -171,6 +229,8 @@ def rebase(
     known: Mapping[str, Known],
     *,
     force: bool = False,
+    moved_by: MovedBy | None = None,
+    dry_run: bool = False,
     monologs: Callable[[], Iterable[ReceivedMonolog]] = tuple,
     targets: Callable[[], Iterable[Target]] = tuple,
 ) -> Rebased | None:
@@ -182,22 +242,28 @@ def rebase(
         connection: to the broker, in autocommit, as the owner of its schema.
         known: what each destination that keeps marks knows of the broker, by its name.
         force: rebase even if nothing looks restored.
+        moved_by: how the broker was moved, where its rows do not say; see `saf.repair.moved`.
+        dry_run: only return what would be done.
         monologs: returns how far destinations have received this broker's monologs; it is called
             only if there is something to repair.
         targets: returns which targets destinations have of this broker's dialogs with services
             whose routes share; it is called only if there is something to repair.
 
     Raises:
-        UsageError: a member is still at work, or the role may not repair.
+        UsageError: a member is still at work, the role may not repair, the rows do not say how the
+            broker was moved, or it would not be healthy afterwards.
     """
+    if gone := whole.missing(connection):
+        raise RowsGone(connection.info.dbname, gone)
     if not (force or _wrong(connection, known)):
         return None  # and nobody has waited
     received, there = [*monologs()], [*targets()]
-    with connection.transaction():
+    with connection.transaction(force_rollback=dry_run):
         connection.execute(LOCK)
         wrong = _wrong(connection, known)
         if not (force or wrong):
             return None
+        why = tuple(lineage.problems(connection, whole=True))
         alive = [name for (name,) in fetch(connection, ALIVE)]
         if alive:
             raise UsageError(f"stop all forwarders and receivers first: {', '.join(alive)}")
@@ -208,25 +274,44 @@ def rebase(
         if any(one.ahead for one in differ.values()):
             ahead = {name: one for name, one in differ.items() if one.farther}
         highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
-        # if the cursors are right, they are right too for what was written since a dump
-        brought_by = fetch(connection, BROUGHT_BY) if is_restored(connection) else []
-        rows = sum(_rebase_log(connection, log, highest, brought_by) for log in ("outbox", "inbox"))
-        if ahead:
-            _go_on_after(connection, [known[name] for name in ahead], list(ahead.values()))
-        connection.execute(BELONG)
-        connection.execute(TIMELINE)
-        raise_incarnation(connection, _newest(known, ahead), received)
-        told = settle(connection, there)
+        with whole.updatable_logs(connection):
+            doubled = sum(_remove_doubled(connection, log) for log in lineage.LOGS)
+            foreign = bool([*lineage.foreign(connection, all_readers=True)])
+            how = moved.by(connection, moved_by) if foreign else moved_by
+            rows = here = new_ids = 0
+            for log in lineage.LOGS:
+                here += moved.states(connection, log, how if foreign else None)
+                new_ids += _new_ids(connection, log, is_moved=foreign)
+                if foreign or force:
+                    rows += _rebase_log(connection, log, highest)
+                connection.execute(DROP)
+            if not (foreign or force):
+                connection.execute(RAISE_EPOCH, {"epoch": highest})
+            _let_sequences_go_on(connection)
+            if ahead:
+                _go_on_after(connection, [known[name] for name in ahead], list(ahead.values()))
+            connection.execute(BELONG)
+            connection.execute(TIMELINE)
+            raise_incarnation(connection, _newest(known, ahead), received)
+            told = settle(connection, there)
+        for wrong_still in lineage.problems(connection, whole=True):
+            raise UsageError(f"not repaired, nothing was changed: {wrong_still}")
     return Rebased(
         rows=rows,
         destinations_ahead=tuple(ahead),
         remembered_until=newest,
         second_targets=told,
+        why=why,
+        here=here,
+        new_ids=new_ids,
+        doubled=doubled,
     )
 
 
 def _wrong(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> bool:
-    return is_restored(connection) or any(one.ahead for one in _ahead(connection, known).values())
+    return any(lineage.problems(connection, whole=True)) or any(
+        one.ahead for one in _ahead(connection, known).values()
+    )
 
 
 def _ahead(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> dict[str, SetBack]:
@@ -278,15 +363,52 @@ def _go_on_after(
         adopt(connection, there.destination, there.marks, one.farther)
 
 
-def _rebase_log(
-    connection: psycopg.Connection[Any], log: str, epoch: int, brought_by: Sequence[tuple[Any, ...]]
-) -> int:
-    parts: dict[str, sql.Composable] = {
+def _remove_doubled(connection: psycopg.Connection[Any], log: str) -> int:
+    if not fetch(connection, lineage.DOUBLED.format(log=log)):
+        return 0
+    query = sql.SQL(REMOVE_DOUBLED).format(log=sql.Identifier("saf", log))
+    return connection.execute(query).rowcount
+
+
+def _new_ids(connection: psycopg.Connection[Any], log: str, *, is_moved: bool) -> int:
+    """Give messages new ids whose ids were given before; return how many."""
+    ((last,),) = fetch(connection, lineage.LAST_ID.format(log=log))
+    ((highest,),) = fetch(connection, lineage.COUNTED.format(log=log))
+    went_back = highest is not None and highest > last
+    if not (went_back or fetch(connection, lineage.TWINS.format(log=log))):
+        return 0
+    parts = {
         "log": sql.Identifier("saf", log),
-        "name": sql.Literal(log),
-        "brought_by": sql.Literal(brought_by[0][0] if brought_by else None),
+        "last": sql.Literal(last),
+        "highest": sql.Literal(highest),
     }
-    connection.execute(sql.SQL(STATES).format(**parts))
+    new = sql.SQL(NEW_HERE if is_moved else NEW_SINCE).format(**parts)
+    ((count,),) = fetch(connection, sql.SQL("SELECT count(*) FROM ({}) AS new").format(new))
+    if went_back:
+        fetch(connection, GO_ON, {"sequence": f"saf.{log}_id_seq", "highest": highest})
+    connection.execute(sql.SQL(NEW_IDS).format(new=new, **parts))
+    return int(count)
+
+
+def _let_sequences_go_on(connection: psycopg.Connection[Any]) -> None:
+    for table, column, sequence in fetch(connection, SEQUENCES):
+        query = sql.SQL(HIGHEST).format(
+            column=sql.Identifier(column), table=sql.Identifier("saf", table)
+        )
+        ((highest,),) = fetch(connection, query)
+        fetch(
+            connection,
+            sql.SQL(GO_ON_AFTER).format(
+                sequence=sql.Literal(sequence),
+                of_sequence=sql.SQL(sequence),  # quoted by the server
+                highest=sql.Literal(highest),
+            ),
+        )
+
+
+def _rebase_log(connection: psycopg.Connection[Any], log: str, epoch: int) -> int:
+    """Write the transaction ids of a log and its cursors anew, by `saf.repair.moved.states`."""
+    parts: dict[str, sql.Composable] = {"log": sql.Identifier("saf", log)}
     states = [state for (state,) in fetch(connection, DISTINCT)]
     txids = {state: LOWEST_TXID + number for number, state in enumerate(states)}
     ((now, own),) = fetch(connection, NOW)
@@ -300,7 +422,6 @@ def _rebase_log(
         )
     parts |= {"states": sql.Literal(states), "txids": sql.Literal(list(txids.values()))}
     rows = connection.execute(sql.SQL(RENUMBER).format(**parts)).rowcount if states else 0
-    connection.execute(DROP)
     subscriptions = fetch(connection, SUBSCRIPTIONS, {"log": log})
     for place, (subscription_id,) in enumerate(subscriptions):
 

@@ -20,6 +20,7 @@ import psycopg
 
 from saf.columns import COLUMNS
 from saf.database import fetch
+from saf.errors import UsageError
 from saf.routing.matching import Match, Routes
 from saf.routing.route_choices import Asker, choose
 from saf.setaside.audit import ONE_AT_A_TIME, audit
@@ -119,6 +120,7 @@ def _found(
     routers = {router.service for router in routes.routers}
     place = {"shards": [shard for shard, _ in places], "ids": [number for _, number in places]}
     rows = fetch(connection, FIND, place)
+    _refuse_more_than(places, [(shard, number) for shard, number, *_ in rows])
     matches = [
         None
         if (shard, number) in known or service in routers
@@ -163,7 +165,24 @@ def _park(
         **{f"{name}s": column for name, column in zip(ADDRESS, addresses, strict=True)},
     }
     connection.execute(DUE, params)
-    connection.execute(PARK, params)
+    parked = connection.execute(PARK, params).rowcount
+    if parked > len(messages):
+        raise _more(parked, len(messages))
+
+
+def _refuse_more_than(
+    announced: Sequence[tuple[int, int]], found: Sequence[tuple[int, int]]
+) -> None:
+    """Refuse to send more than what was found to be lost: a place may hold several rows."""
+    if len(found) > len({*announced}):
+        raise _more(len(found), len({*announced}))
+
+
+def _more(found: int, announced: int) -> UsageError:
+    return UsageError(
+        f"{found} messages stand where {announced} are lost: saf.outbox has some twice, or has "
+        "given an id twice. Nothing is sent again; run `saf rebase` first, then `saf replay`"
+    )
 
 
 def _asker(service: str, broker: UUID | None, key: Any) -> Asker:

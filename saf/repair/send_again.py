@@ -35,7 +35,7 @@ from uuid import UUID
 import psycopg
 
 from saf.broker.restored import refuse
-from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
+from saf.database import Dsn, check_schema, of_broker, unavailable_if_lost
 from saf.destinations.marks import Known, adopt, reached
 from saf.destinations.settings import DestinationSettings
 from saf.dialogs.comparing import compare
@@ -192,7 +192,7 @@ def _behind(
     connection: psycopg.Connection[Any], destinations: Mapping[str, DestinationSettings]
 ) -> tuple[dict[str, Known], dict[str, SetBack]]:
     """Return what each destination that keeps marks knows, and which of them were set back."""
-    ((source,),) = fetch(connection, IDENTITY)
+    (source,) = of_broker(connection, IDENTITY)
     known: dict[str, Known] = {}
     behind: dict[str, SetBack] = {}
     for name, there in destinations.items():
@@ -229,7 +229,7 @@ def _let_subscribers_know(
     retention_seconds: float,
 ) -> None:
     """Tell subscribers at brokers that were set back which monologs they lack something of."""
-    ((source_id, shards),) = fetch(connection, SOURCE)
+    source_id, shards = of_broker(connection, SOURCE)
     for one in behind.keys() & brokers.keys():
         lacking = _Lacking(
             destination=one,

@@ -28,6 +28,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch
+from saf.errors import Braked, SafError
 from saf.log.shards import NEWEST
 from saf.setaside import parking
 from saf.setaside.lane import (
@@ -40,7 +41,7 @@ from saf.setaside.lane import (
     Lane,
     given,
 )
-from saf.setaside.parking import Backoff
+from saf.setaside.parking import BLOCKED, Backoff
 from saf.setaside.unhandled import FOR_ALL
 
 AT_ONCE = 2000
@@ -72,7 +73,7 @@ MY_SHARDS = f"ARRAY(SELECT c.shard FROM {NEWEST} AS c WHERE c.owner = %(member_i
 
 BACKOFF = f"""
 SELECT destination, kind, subject, {BROKER}, attempts, next_attempt_at,
-       next_attempt_at <= now() AS due, error, since
+       next_attempt_at <= now() AS due, error, since, needs_operator
 FROM saf.backoff b
 """
 # Lanes of services that hold nothing at all are tried too, because that deletes them
@@ -139,18 +140,25 @@ WHERE subscription_id = %(subscription_id)s
 
 # An attempt that was not due, because another member has just failed too, does not count
 POSTPONE = f"""
-INSERT INTO saf.backoff AS b (subscription_id, {THE_LANE}, error, attempts, next_attempt_at)
+INSERT INTO saf.backoff AS b (subscription_id, {THE_LANE}, error, attempts, next_attempt_at,
+                              needs_operator)
 SELECT %(subscription_id)s, {THE_LANE}, error, 1,
-       clock_timestamp() + make_interval(secs => (%(waits)s::float8[])[1])
+       CASE WHEN braked THEN '{BLOCKED}'
+            ELSE clock_timestamp() + make_interval(secs => (%(waits)s::float8[])[1]) END,
+       needs_operator
 FROM unnest(%(destinations)s::text[], %(kinds)s::text[], %(subjects)s::text[],
-            %(brokers)s::uuid[], %(errors)s::text[]) AS w ({THE_LANE}, error)
+            %(brokers)s::uuid[], %(errors)s::text[], %(needs_operator)s::boolean[],
+            %(braked)s::boolean[]) AS w ({THE_LANE}, error, needs_operator, braked)
 ORDER BY {THE_LANE}
 ON CONFLICT (subscription_id, {THE_LANE}) DO UPDATE SET
     error = excluded.error,
     attempts = b.attempts + 1,
-    next_attempt_at = clock_timestamp() + make_interval(
-        secs => (%(waits)s::float8[])[least(b.attempts + 1, cardinality(%(waits)s::float8[]))])
-WHERE b.next_attempt_at <= now()
+    next_attempt_at = CASE WHEN excluded.next_attempt_at = '{BLOCKED}' THEN '{BLOCKED}'
+        ELSE clock_timestamp() + make_interval(
+            secs => (%(waits)s::float8[])[least(b.attempts + 1, cardinality(%(waits)s::float8[]))])
+        END,
+    needs_operator = excluded.needs_operator
+WHERE b.next_attempt_at <= now() OR excluded.next_attempt_at = '{BLOCKED}'
 """
 
 THESE = f"SELECT {THE_LANE} FROM {NAMED}"
@@ -173,7 +181,8 @@ WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
 """
 # Messages in the lane need not wait any longer: those of other shards, or what is left
 RESET = f"""
-UPDATE saf.backoff b SET attempts = 0, next_attempt_at = clock_timestamp(), {FOR_ALL}
+UPDATE saf.backoff b SET attempts = 0, next_attempt_at = clock_timestamp(),
+       needs_operator = false, {FOR_ALL}
 WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
   AND EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE})
 """
@@ -322,10 +331,12 @@ def held(
 def postpone(
     connection: psycopg.Connection[Any],
     subscription_id: int,
-    failed: Mapping[Lane, str],
+    failed: Mapping[Lane, SafError],
     moving: Collection[Lane] = (),
 ) -> None:
     """Note that attempts at lanes have failed, with their errors. Call it in a transaction.
+
+    A lane that failed with `Braked` is not tried again before an operator says so.
 
     Of those that are ``moving``, something has gone nevertheless: they do not wait ever longer.
     """
@@ -333,8 +344,14 @@ def postpone(
         connection.execute(LOCK, _params(subscription_id, moving))
         connection.execute(START_AGAIN, _params(subscription_id, moving))
     if failed:
-        params = _params(subscription_id, failed) | {"errors": list(failed.values())}
-        connection.execute(POSTPONE, params | {"waits": _waits()})
+        errors = failed.values()
+        params = _params(subscription_id, failed) | {
+            "errors": [str(error) for error in errors],
+            "needs_operator": [error.needs_operator for error in errors],
+            "braked": [isinstance(error, Braked) for error in errors],
+            "waits": _waits(),
+        }
+        connection.execute(POSTPONE, params)
 
 
 def succeeded(

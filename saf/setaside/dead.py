@@ -7,7 +7,7 @@ what a person does with them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -23,7 +23,7 @@ from saf.database import backslashes, fetch
 from saf.database.pages import Page, number_at, page_of
 from saf.limits import HEADERS_READABLE, WHY_NOT
 from saf.message import MAX_BODY
-from saf.setaside.staying import OF_BATCH, TAKEN, Counted
+from saf.setaside.staying import DEAD_SINCE, OF_BATCH, TAKEN, Counted
 from saf.signing.verifier import ALTERED, UNKNOWN_KEY, UNSIGNED
 
 REASONS = (
@@ -38,30 +38,29 @@ DEAD_COLUMNS = (
     *("subscription_id", "destination", "shard", "id", "reason", "error"),
     *COLUMNS,
 )
-BURY = sql.SQL("COPY saf.dead_letter ({}) FROM STDIN").format(
-    sql.SQL(", ").join(map(sql.Identifier, DEAD_COLUMNS))
-)
+BURY = "COPY saf.dead_letter ({}) FROM STDIN"
 
 # A message that cannot be read, or moved, does not leave the database
 BURY_AS_STORED = f"""
 INSERT INTO saf.dead_letter
-    (subscription_id, destination, shard, id, reason, error, {", ".join(COLUMNS)})
+    (subscription_id, destination, shard, id, reason, error, dead_letter_at, {", ".join(COLUMNS)})
 SELECT %(subscription_id)s, %(destination)s, shard, id, u.reason, coalesce(u.error, {WHY_NOT}),
-       {", ".join(COLUMNS)}
+       greatest(now(), %(not_before)s::timestamptz), {", ".join(COLUMNS)}
 FROM saf.{{table}} JOIN unnest(%(shards)s::smallint[], %(ids)s::bigint[], %(reasons)s::text[],
                               %(errors)s::text[]) AS u (shard, {{id}}, reason, error)
     USING (shard, {{id}})
 WHERE NOT EXISTS (
     SELECT FROM saf.dead_letter d
     WHERE d.subscription_id = %(subscription_id)s AND d.destination = %(destination)s
-      AND d.shard = {{table}}.shard AND d.id = {{table}}.id)
+      AND d.shard = {{table}}.shard AND d.id = {{table}}.id
+      AND d.message_id = {{table}}.message_id)
 ORDER BY {{id}}
 """
 
 KNOWN = """
-SELECT id FROM saf.dead_letter
+SELECT message_id FROM saf.dead_letter
 WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
-  AND id = ANY (%(ids)s)
+  AND (id, message_id) IN (SELECT * FROM unnest(%(ids)s::bigint[], %(message_ids)s::uuid[]))
 """
 
 CHOSEN = """
@@ -82,7 +81,7 @@ WHERE (%(dead_letter_ids)s::bigint[] IS NULL OR dead_letter_id = ANY (%(dead_let
 STAYS = f"""
 CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
      WHEN %(to)s::text IS NOT NULL AND d.conversation_id IS NOT NULL THEN 'dialog'
-     WHEN {OF_BATCH.format(one="d", at="dead_letter_at")} THEN 'batch' END
+     WHEN {OF_BATCH.format(one="d", at=DEAD_SINCE)} THEN 'batch' END
 """
 """SQL: why a person may not decide about the dead letter d of the subscription s now, one of
 `saf.setaside.staying.WHY`; or NULL. ``to`` is where it is to be redirected, or NULL."""
@@ -167,17 +166,37 @@ class DeadLetter:
 
 
 def known(
-    connection: psycopg.Connection[Any], subscription_id: int, destination: str, ids: Sequence[int]
-) -> set[int]:
-    """Which of some messages, by their ids, are dead letters of a destination."""
-    params = {"subscription_id": subscription_id, "destination": destination, "ids": list(ids)}
-    return {id_ for (id_,) in fetch(connection, KNOWN, params)}
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    destination: str,
+    rows: Sequence[Mapping[str, Any]],
+) -> set[UUID]:
+    """Which of some messages are dead letters of a destination, by their id and message_id."""
+    params = {
+        "subscription_id": subscription_id,
+        "destination": destination,
+        "ids": [row["id"] for row in rows],
+        "message_ids": [row["message_id"] for row in rows],
+    }
+    return {message_id for (message_id,) in fetch(connection, KNOWN, params)}
 
 
-def bury(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Make dead letters of messages, as dicts of `DEAD_COLUMNS`. Call it in a transaction."""
-    with psycopg.Cursor(connection) as cursor, cursor.copy(BURY) as copy:
-        values = ([row[column] for column in DEAD_COLUMNS] for row in rows)
+def bury(
+    connection: psycopg.Connection[Any],
+    rows: Sequence[dict[str, Any]],
+    at: Mapping[int, datetime] | None = None,
+) -> None:
+    """Make dead letters of messages, as dicts of `DEAD_COLUMNS`. Call it in a transaction.
+
+    ``at`` has, for each shard, the time that they get; by default it is the transaction's. It is
+    for a forwarder, whose batch must find them again although the clock may have gone back.
+    """
+    columns = DEAD_COLUMNS if at is None else (*DEAD_COLUMNS, "dead_letter_at")
+    if at is not None:
+        rows = [{**row, "dead_letter_at": at[row["shard"]]} for row in rows]
+    statement = sql.SQL(BURY).format(sql.SQL(", ").join(map(sql.Identifier, columns)))
+    with psycopg.Cursor(connection) as cursor, cursor.copy(statement) as copy:
+        values = ([row[column] for column in columns] for row in rows)
         for row in backslashes.in_rows(connection, values):
             copy.write_row(row)
 
@@ -201,6 +220,7 @@ def bury_as_stored(
     rows: Sequence[AsStored],
     *,
     destination: str = "",
+    not_before: datetime | None = None,
     max_bytes: int = MAX_BODY,
     setting: str = "saf.message.MAX_BODY",
 ) -> None:
@@ -212,6 +232,7 @@ def bury_as_stored(
         table: "outbox", "inbox" or "parked".
         rows: the messages.
         destination: the destination that they no longer go to; empty for all.
+        not_before: the least time that they get, which is when a forwarder's batch was opened.
         max_bytes: the largest body that can be read, in bytes.
         setting: the name of the setting for that.
     """
@@ -220,6 +241,7 @@ def bury_as_stored(
     params = {
         "subscription_id": subscription_id,
         "destination": destination,
+        "not_before": not_before,
         "max_bytes": max_bytes,
         "setting": setting,
         "shards": [one.shard for one in rows],

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, TypeVar
 import psycopg
 
 from saf.database import Meaning, meaning
-from saf.errors import InvalidMessage, Rejected, SafError, UnreadableBody, UnreadableHeaders
+from saf.errors import (
+    InvalidMessage,
+    Rejected,
+    SafError,
+    UnreadableBody,
+    UnreadableHeaders,
+    masked,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -67,8 +74,8 @@ def isolate(
 ) -> T:
     """Make a step for messages, in their order, and ``bury`` those for which it raises alone.
 
-    Return what the last step or burial returns. ``undo`` is called before a step is made again for
-    fewer messages.
+    Return what the last step or burial returns. One that returns something true wants to stop: no
+    other half follows. ``undo`` is called before a step is made again for fewer messages.
     """
     try:
         return step(rows)
@@ -79,12 +86,15 @@ def isolate(
         if rows.num_rows == 1:
             return bury(rows, said(error))
     half = rows.num_rows // 2
-    isolate(rows.slice(0, half), step, bury, undo)
+    if stop := isolate(rows.slice(0, half), step, bury, undo):
+        return stop
     return isolate(rows.slice(half), step, bury, undo)
 
 
 def said(error: BaseException | str) -> str:
-    """An error as text that is kept. PostgreSQL's text holds no NUL, and no half of a character.
+    """An error as text that is kept, without what it quotes of a message (`saf.errors.masked`).
+
+    PostgreSQL's text holds no NUL, and no half of a character.
 
     >>> said(ValueError("no such account")), said("a\\0b")
     ('ValueError: no such account', 'a\\ufffdb')
@@ -92,7 +102,7 @@ def said(error: BaseException | str) -> str:
     text = str(error)
     if not isinstance(error, str):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return kept(text)[:MAX_ERROR]
+    return kept(masked(text))[:MAX_ERROR]
 
 
 def kept(text: str) -> str:

@@ -23,7 +23,7 @@ from saf.database import fetch
 from saf.database.pages import Page, number_at, page_of
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
-from saf.setaside.staying import OF_BATCH, TAKEN, Counted
+from saf.setaside.staying import OF_BATCH, PARKED_BY, TAKEN, Counted
 
 REST_SECONDS = 5.0
 """How much later than now a key of a member is due at least that a person decides about."""
@@ -43,7 +43,7 @@ CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
      THEN 'no_end'
      WHEN %(to)s::text IS NOT NULL AND p.conversation_id IS NOT NULL THEN 'dialog'
      WHEN p.destination = %(to)s::text THEN 'there'
-     WHEN {OF_BATCH.format(one="p", at="parked_at")} THEN 'batch'
+     WHEN {OF_BATCH.format(one="p", at=PARKED_BY)} THEN 'batch'
      WHEN EXISTS (
          SELECT FROM taken t
          WHERE (t.subscription_id, t.shard) = (p.subscription_id, p.shard)

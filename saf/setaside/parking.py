@@ -33,7 +33,7 @@ from psycopg import sql
 from saf.columns import COLUMNS
 from saf.database import array, backslashes, fetch
 from saf.log.cursor import Batch
-from saf.setaside.lane import BROKER, GIVEN, THE_LANE, Kind, Lane, given
+from saf.setaside.lane import BROKER, GIVEN, OF_RECEIVERS, THE_LANE, Kind, Lane, given
 
 FIRST_WAIT_SECONDS = 4
 LONGEST_WAIT_SECONDS = 64
@@ -62,6 +62,13 @@ class Backoff(Lane):
     due: bool
     error: str
     since: datetime
+    needs_operator: bool = False
+    """Whether only an operator can remove the reason for which the last attempt failed."""
+
+    @property
+    def braked(self) -> bool:
+        """Whether it is a forwarder's lane that only an operator lets be tried again."""
+        return self.next_attempt_at >= BLOCKED and self.kind not in OF_RECEIVERS
 
 
 # Whoever parks messages holds the rows of their lanes until it commits, so that `backoff.forget`,
@@ -114,21 +121,22 @@ WHERE p.destination = %(destination)s
 UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s) RETURNING parked_id"
 
 # A message parked beyond the open batch's position stays until the position has passed it: only
-# while it is here is it known that the batch must not send it as well.
+# while it is here is it known that the batch must not send it as well. The batch is recognised by
+# when it was opened; what was parked is not compared with it by time, because clocks go back.
 IN_LANES = """
 SELECT {columns} FROM saf.parked
 WHERE subscription_id = {subscription_id} AND destination = {destination}
   AND (kind, subject, broker) IN (SELECT * FROM unnest({kinds}::text[], {subjects}::text[],
                                                        {brokers}::uuid[]))
   AND shard = ANY ({shards}::smallint[])
-  AND NOT (id > {after} AND parked_at >= {opened_at}::timestamptz)
+  AND NOT (id > {after} AND opened_at = {opened_at}::timestamptz)
 ORDER BY {order}
 """
 
 SET_ASIDE = f"""
 SELECT id, destination, kind, subject, {BROKER} FROM saf.parked
 WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s::smallint[])
-  AND id > %(position)s AND parked_at >= %(opened_at)s
+  AND id > %(position)s AND opened_at = %(opened_at)s
 UNION ALL
 SELECT id, destination, NULL, NULL, NULL FROM saf.dead_letter
 WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s::smallint[])
@@ -144,9 +152,9 @@ WHERE EXISTS (
       AND shard = ANY (%(shards)s::smallint[]))
 """
 KNOWN = """
-SELECT id FROM saf.parked
+SELECT message_id FROM saf.parked
 WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
-  AND id = ANY (%(ids)s)
+  AND (id, message_id) IN (SELECT * FROM unnest(%(ids)s::bigint[], %(message_ids)s::uuid[]))
 """
 
 
@@ -266,11 +274,22 @@ def set_aside(
 
 
 def known(
-    connection: psycopg.Connection[Any], subscription_id: int, destination: str, ids: Sequence[int]
-) -> set[int]:
-    """Which of some messages, by their ids, are parked for a destination."""
-    params = {"subscription_id": subscription_id, "destination": destination, "ids": list(ids)}
-    return {id_ for (id_,) in fetch(connection, KNOWN, params)}
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    destination: str,
+    rows: Sequence[Mapping[str, Any]],
+) -> set[UUID]:
+    """Which of some messages are parked for a destination, by their id and message_id.
+
+    An id alone may have been given twice, where a sequence was set back.
+    """
+    params = {
+        "subscription_id": subscription_id,
+        "destination": destination,
+        "ids": [row["id"] for row in rows],
+        "message_ids": [row["message_id"] for row in rows],
+    }
+    return {message_id for (message_id,) in fetch(connection, KNOWN, params)}
 
 
 def occupied(connection: psycopg.Connection[Any], batch: Batch, lanes: Iterable[Lane]) -> set[Lane]:

@@ -46,8 +46,10 @@ taken AS MATERIALIZED (
 OF_BATCH = """EXISTS (
     SELECT FROM taken t
     WHERE (t.subscription_id, t.shard) = ({one}.subscription_id, {one}.shard)
-      AND t.log = 'outbox' AND {one}.id > t.position AND {one}.{at} >= t.opened_at)"""
-"""SQL: whether a forwarder's open batch, one of `TAKEN`, has set a row aside and is not past it."""
+      AND t.log = 'outbox' AND {one}.id > t.position AND {one}.{at} t.opened_at)"""
+"""SQL: whether a forwarder's open batch, one of `TAKEN`, has set a row aside and is not past it.
+``at`` is the column that says so, and how: `PARKED_BY`, `DEAD_SINCE`."""
+PARKED_BY, DEAD_SINCE = "opened_at =", "dead_letter_at >="
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ PLACES = TypeAdapter(tuple[bool, Text, bool, LessAttempts, Text, Text, Text, UUI
 """Places that a database takes."""
 PARKED = f"""
 SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attempt_at, due, error,
-       since, awaits_handler, message_type, lanes, to_jsonb(ARRAY[
+       since, needs_operator, awaits_handler, message_type, lanes, to_jsonb(ARRAY[
            (log = 'inbox')::text, subscription, (kind = ANY (%(of_service)s))::text,
            (-attempts)::text, destination, kind, subject, broker::text])::text AS place,
        (SELECT count(*) FROM (SELECT FROM saf.parked p WHERE {SAME_LANE} LIMIT %(most)s) AS counted
@@ -79,14 +79,15 @@ FROM (SELECT * FROM (
           SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due,
                  count(*) OVER () AS lanes
           FROM (SELECT subscription_id, {THE_LANE}, attempts, next_attempt_at, error, since,
-                       awaits_handler, message_type
+                       awaits_handler, message_type, needs_operator
                 FROM saf.backoff
                 UNION ALL
                 SELECT subscription_id, {THE_LANE}, 0, timestamptz '{BLOCKED}',
                        CASE kind WHEN '{Kind.AHEAD}'
                                  THEN 'an earlier message of the dialog is missing'
                                  ELSE 'nothing in saf.backoff says when it is tried' END,
-                       (SELECT min(parked_at) FROM saf.parked p WHERE {SAME_LANE}), false, NULL
+                       (SELECT min(parked_at) FROM saf.parked p WHERE {SAME_LANE}), false, NULL,
+                       false
                 FROM (SELECT DISTINCT subscription_id, {THE_LANE} FROM saf.parked) AS b
                 WHERE NOT EXISTS (SELECT FROM saf.backoff p WHERE {SAME_LANE})) AS w
           JOIN saf.subscription s USING (subscription_id)

@@ -124,7 +124,7 @@ def _material(text: SecretStr | None, file: Path | None, setting: str) -> str | 
         return text.get_secret_value()
     assert file is not None  # noqa: S101 - one of the two is there
     try:
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{setting}: cannot read {file}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -32,6 +32,7 @@ from typing import IO
 
 from saf.errors import SafError
 from saf.spark.children import left_to_itself
+from saf.spark.identity import java_options
 from saf.spark.java import Java, cache_folder, major
 
 GATEWAY = ("org.apache.spark.deploy.SparkSubmit", "pyspark-shell")
@@ -168,6 +169,7 @@ def command(java: Java, conf: Mapping[str, str]) -> list[str]:
         *QUIET,
         f"-Xmx{conf.get('spark.driver.memory', '1g')}",
         "-XX:-UsePerfData",
+        *java_options(),
         *conf.get("spark.driver.extraJavaOptions", "").split(),
     ]
     classpath = ":".join(

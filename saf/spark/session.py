@@ -21,6 +21,7 @@ from saf.database.patience import shut, sockets_to
 from saf.errors import ConfigurationError, MissingExtra
 from saf.spark import java
 from saf.spark.daemon import AHEAD, start_ahead
+from saf.spark.identity import address, log_in
 from saf.spark.jvm import Jvm, environment, launch
 from saf.spark.master import reach, refuse_connect
 
@@ -145,7 +146,7 @@ def prestart(
     require_packages()
     if _launched is None and "PYSPARK_GATEWAY_PORT" not in os.environ and not _has_jvm():
         chosen, found = settings(master, quick=quick) | dict(conf), java.find()
-        env = environment(found)
+        env = environment(found) | address(chosen, local=is_local(master))
         if is_local(master) and _forks_ours(chosen):
             env[AHEAD] = start_ahead(env)
         _launched = launch(found, chosen, env)
@@ -165,7 +166,7 @@ def start(
     Raises:
         MissingExtra: pyspark, pyarrow or ADBC is not installed.
         ConfigurationError: there is no Java to start Spark with, or Spark refuses its settings, or
-            they ask for Spark Connect.
+            they ask for Spark Connect, or executors have no address of this host.
         Unavailable: nobody answers at the master's address.
         SafError: Spark's JVM did not start.
     """
@@ -196,6 +197,7 @@ def start(
         os.environ["PYSPARK_PYTHON"] = python
         chosen["spark.pyspark.python"] = python
     conf_ = SparkConf().setMaster(with_attempts(master)).setAppName(app_name)
+    log_in(SparkContext._jvm)
     try:
         context = SparkContext.getOrCreate(conf_.setAll(list(chosen.items())))
     except Py4JJavaError as error:

@@ -71,6 +71,7 @@ class Cycle:
 
     def close(self, receipts: list[Receipt]) -> None:
         """Close the batches that are complete."""
+        self.broker.note(receipts)
         self.broker.close([self.work[r.work] for r in receipts if r.complete and not r.closed])
 
     def run(self) -> list[Receipt]:

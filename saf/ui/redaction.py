@@ -14,13 +14,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from saf.config import Ui
-from saf.errors import ConfigurationError
+from saf.errors import HIDDEN, ConfigurationError, masked
 from saf.message import CONTENT_TYPE, FRAGMENT, WHOLE
 from saf.operating.wording import shown
 
-HIDDEN = "••••••"
 QUOTED = re.compile(r"(DETAIL: ).*?(?=$|(?: (?:CONTEXT|HINT|SQLSTATE): [^:]*)+$)", re.S)
-"""Where a database quotes a row, with headers and body, in its error."""
+"""Where a database quotes a row, with headers and body, in its error; all of it is hidden here."""
 MOST_BYTES = 64 * 1024
 """How much of a body is shown."""
 LARGEST_BYTES = 1024 * 1024
@@ -113,8 +112,8 @@ def _without(document: Any, parts: Sequence[Any]) -> Any:
 
 
 def error(text: object) -> str:
-    """Return the text of an error, without the row that a database may quote in it."""
-    said = shown("" if text is None else str(text), lines=True)
+    """Return the text of an error, without what it quotes of a message."""
+    said = shown(masked("" if text is None else str(text)), lines=True)
     return QUOTED.sub(rf"\1{HIDDEN}", said)
 
 

@@ -5,19 +5,38 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 import pytest
 import sqlalchemy as sa
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from saf import Message, Outbox
+from saf import Message, Outbox, UsageError
 from saf.database import Dsn
 
 pytestmark = pytest.mark.every_postgresql
 
 outbox = Outbox()
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Order(Base):
+    __tablename__ = "orders"
+    number: Mapped[str] = mapped_column(primary_key=True)
+
+
+@pytest.fixture
+def engines(shop: Dsn) -> Iterator[tuple[sa.Engine, sa.Engine]]:
+    """Two engines of one database: one for orders, and the default of a session."""
+    engines = shop.engine(), shop.engine()
+    yield engines
+    for engine in engines:
+        engine.dispose()
 
 
 @pytest.fixture
@@ -177,3 +196,76 @@ connection.execute("INSERT INTO orders VALUES ('A')")
 saf.Outbox().send(connection, "billing", b"", key="A")
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def test_a_session_whose_rows_are_on_another_connection_sends_nothing(
+    shop: Dsn, engines: tuple[sa.Engine, sa.Engine]
+) -> None:
+    orders, default = engines
+    with Session(default, binds={Order: orders}) as session:
+        session.add(Order(number="A"))
+        session.flush()
+        with pytest.raises(UsageError, match=r"bind_arguments"):
+            outbox.send(session, "billing", b"", key="A")
+    assert rows(shop) == ([], [])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_message_does_not_outlive_rows_that_a_session_writes_later_on_another_connection(
+    shop: Dsn, engines: tuple[sa.Engine, sa.Engine], *, nested: bool
+) -> None:
+    orders, default = engines
+    with shop.connect(role="test") as connection:
+        connection.execute("INSERT INTO orders VALUES ('A')")
+    with Session(default, binds={Order: orders}) as session:
+        if nested:
+            session.begin_nested()
+        outbox.send(session, "billing", b"", key="A")
+        session.add(Order(number="A"))  # exists, so the business transaction fails at commit
+        with pytest.raises(UsageError, match=r"bind_arguments"):
+            session.commit()
+    assert rows(shop) == (["A"], [])
+
+
+def test_a_session_of_several_engines_sends_on_the_connection_that_it_is_given(
+    shop: Dsn, engines: tuple[sa.Engine, sa.Engine]
+) -> None:
+    orders, default = engines
+    with Session(default, binds={Order: orders}) as session, session.begin():
+        session.execute(sa.text("SELECT 1"))  # on the default
+        session.add(Order(number="A"))
+        where = session.connection(bind_arguments={"mapper": Order})
+        outbox.send(where, "billing", b"", key="A")
+    assert rows(shop) == (["A"], ["A"])
+
+
+def test_a_session_of_several_engines_that_are_prepared_together_sends(
+    shop: Dsn, engines: tuple[sa.Engine, sa.Engine]
+) -> None:
+    orders, default = engines
+    with Session(default, binds={Order: orders}, twophase=True) as session, session.begin():
+        outbox.send(session, "billing", b"", key="A")
+        session.add(Order(number="A"))
+    assert rows(shop) == (["A"], ["A"])
+
+
+def test_a_session_that_has_sent_writes_elsewhere_in_its_next_transaction(
+    shop: Dsn, engines: tuple[sa.Engine, sa.Engine]
+) -> None:
+    orders, default = engines
+    with Session(default, binds={Order: orders}) as session:
+        outbox.send(session, "billing", b"", key="A")
+        session.commit()
+        session.add(Order(number="B"))
+        session.commit()
+    assert rows(shop) == (["B"], ["A"])
+
+
+def test_a_session_without_a_default_engine_is_told_how_to_pass_its_connection(
+    engines: tuple[sa.Engine, sa.Engine],
+) -> None:
+    with (
+        Session(binds={Order: engines[0]}) as session,
+        pytest.raises(UsageError, match=r"bind_arguments"),
+    ):
+        outbox.send(session, "billing", b"")

@@ -15,7 +15,7 @@ from saf.database import Dsn
 from tests import on_spark
 from tests.pipeline import bodies, connect
 from tests.processes import KEYS, application, forwarder, run, start, wait
-from tests.sizes import sized
+from tests.tiers import sized
 
 IN_APPLICATION = ("business_dml", "outbox_insert", "application_commit")
 IN_FORWARDER = ("mom_insert", "mom_commit", "mark_forwarded", "mark_commit")

@@ -53,6 +53,7 @@ def test_a_task_needs_no_more_memory_for_forty_times_the_backlog(app: Dsn, mom: 
     assert peak_mib(app, mom) - small < GROWTH_MIB, "the backlog was 160 MiB"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_backlog_larger_than_the_memory_of_spark_is_forwarded(
     app: Dsn, mom: Dsn, tmp_path: Path

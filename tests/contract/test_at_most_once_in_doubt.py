@@ -9,6 +9,7 @@ from saf.engine import releasing
 from saf.engine.parts import Part
 from saf.engine.releasing import Releasing
 from saf.engine.work import Receipt
+from saf.errors import SafError
 from saf.failpoints import arm
 from saf.setaside import backoff
 from saf.setaside.lane import Lane
@@ -80,7 +81,9 @@ def test_what_may_have_left_does_not_wait_to_be_sent_again(app: Dsn, mom: Dsn, o
     with pytest.raises(Crash):
         run(app, mom=mom, other=other)
     with connect(app) as connection:
-        backoff.postpone(connection, subscription(connection), {Lane(destination="mom"): "down"})
+        backoff.postpone(
+            connection, subscription(connection), {Lane(destination="mom"): SafError("down")}
+        )
     run(app, mom=mom, other=other)
     assert dead(app) == TEXTS[2:4]
     assert count(app, "parked") == 1

@@ -106,7 +106,7 @@ class TestJsonl(DestinationConformance):
         return Jsonl(folder=tmp_path / "file")
 
 
-@pytest.mark.long
+@pytest.mark.full
 class TestJsonlWithShortLines(TestJsonl):
     """The same where a line may be too long."""
 

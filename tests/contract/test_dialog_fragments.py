@@ -43,7 +43,7 @@ from tests.dialogs import (
 from tests.pipeline import connect
 from tests.processes import run
 from tests.receivers import dead, let_keys_be_due, let_the_server_notice
-from tests.sizes import sized
+from tests.tiers import sized
 
 PINNED = 40_960
 

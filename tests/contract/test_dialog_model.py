@@ -31,7 +31,7 @@ from saf.dialogs.states import STATE, Event, State, after
 from saf.errors import DialogEnded
 from tests.dialogs import END, ERROR, SHOP, WAREHOUSE, begin, prepare, receive, said
 from tests.pipeline import connect
-from tests.sizes import sized
+from tests.tiers import sized
 
 COPY = """
 SELECT to_service, from_service, key, conversation_id, from_initiator, sequence, message_type,

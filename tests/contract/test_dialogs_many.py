@@ -17,7 +17,7 @@ from tests.dialogs import SHOP, WAREHOUSE, forward, prepare, receive, states
 from tests.pipeline import connect
 from tests.processes import run, start, wait
 from tests.receivers import dead, let_the_server_notice, waiting
-from tests.sizes import sized
+from tests.tiers import sized
 
 POINTS = ("receive_read", "receive_handled", "receive_settled", "receive_committed")
 

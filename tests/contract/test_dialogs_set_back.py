@@ -52,6 +52,7 @@ def test_what_an_initiator_that_was_set_back_says_anew_is_not_taken_for_repeats(
     ]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_initiator_whose_messages_had_not_arrived_goes_on_where_it_was(two: Two) -> None:
     dialog = two.begin("1", "2")
@@ -80,6 +81,7 @@ def test_an_initiator_of_whom_the_target_only_waits_is_found_to_have_forgotten(t
     assert two.check([dialog.conversation_id]) == {dialog.conversation_id: False}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_was_said_between_the_restore_and_the_repair_is_not_taken_for_repeats(
     two: Two,
@@ -126,6 +128,7 @@ def test_a_target_that_has_lost_what_nobody_has_any_more_fails_at_both_ends(two:
     assert "messages 2 to 4 were sent" in two.errors(dialog.conversation_id)[0]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_target_that_has_answered_and_forgotten_it_fails_at_both_ends(two: Two) -> None:
     dialog = two.begin("1")
@@ -197,6 +200,7 @@ def test_a_dialog_that_its_target_has_no_memory_of_begins_anew_if_nothing_was_an
     assert two.warehouse.remembers(dialog.conversation_id, said=False) == ["1", "2"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("answered", [False, True])
 @pytest.mark.parametrize("who_speaks", ["nobody", "initiator"])
@@ -217,6 +221,7 @@ def test_a_dialog_that_its_target_has_lost_for_good_fails_at_the_initiator(
     assert two.check([dialog.conversation_id]) == {dialog.conversation_id: False}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_the_earlier_incarnation_said_and_comes_late_is_not_mixed_up_with_the_new(
     two: Two,
@@ -249,6 +254,7 @@ def test_what_the_earlier_incarnation_said_and_comes_late_is_not_mixed_up_with_t
     assert all("before the other end was set back" in error for _, error in gone)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_set_backs_to_the_same_backup_are_told_apart(two: Two) -> None:
     dialog = two.begin("1")
@@ -264,6 +270,7 @@ def test_two_set_backs_to_the_same_backup_are_told_apart(two: Two) -> None:
     assert two.check([dialog.conversation_id]) == {dialog.conversation_id: False}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_backup_that_is_newer_than_the_last_one_but_of_another_life_does_not_seem_to_fit(
     two: Two,
@@ -308,6 +315,7 @@ def test_half_of_a_large_body_from_before_the_set_back_is_no_part_of_what_is_sai
     assert two.errors(dialog.conversation_id) == ["", ""]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_dialog_that_is_over_at_one_end_fails_at_the_other_one_that_was_set_back(
     two: Two,
@@ -504,6 +512,7 @@ def test_subscribers_that_were_set_back_get_what_they_have_lost_or_an_error_in_i
         assert "of messages 3 to 4, some are lost there" in mine[2].json()["text"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_repair_can_be_made_twice_and_nobody_is_told_twice(two: Two) -> None:
     dialog = two.begin("1")
@@ -520,6 +529,7 @@ def test_a_repair_can_be_made_twice_and_nobody_is_told_twice(two: Two) -> None:
         assert heard.count(str(Code.SET_BACK.value)) == 1
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_dump_of_an_older_state_in_another_cluster_is_found_out_by_its_dialogs(
     two: Two, own_server: EmbeddedServer
@@ -540,6 +550,7 @@ def test_a_dump_of_an_older_state_in_another_cluster_is_found_out_by_its_dialogs
     }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_older_copy_of_the_cluster_is_found_out_by_its_dialogs(
     mom: Dsn, migrated: Prepared, own_server: EmbeddedServer

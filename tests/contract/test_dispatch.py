@@ -74,7 +74,7 @@ from tests.receivers import (
     store,
     waiting,
 )
-from tests.sizes import sized
+from tests.tiers import sized
 from tests.waits import until
 
 __all__ = ["inbox", "partner"]

@@ -1,4 +1,4 @@
-"""No single message holds up another's that waits with it, whatever is raised for it."""
+"""No single message holds up another's that waits with it, whatever is wrong with it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from saf.database import Dsn
 from saf.destinations import Chunk, Stored
 from saf.destinations.postgresql import Postgresql
 from saf.destinations.postgresql.inbox import PostgresInbox
+from saf.errors import Rejected
 from saf.operating import decide
 from saf.routing.routers import add_router
 from saf.setaside.dead import Filter
@@ -20,12 +21,12 @@ from tests.pipeline import Cycle, bodies, connect, forward, forwarding_rules, le
 HOSTILE = b"hostile"
 
 
-class Raising(PostgresInbox):
-    """Raises for a message, whatever it is stored with; of others it stores each once."""
+class Rejecting(PostgresInbox):
+    """Rejects a message, whatever it is stored with; of others it stores each once."""
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         if HOSTILE in chunk.rows["body"].to_pylist():
-            raise ValueError("hostile")
+            raise Rejected(f"destination {self.name!r}", "it is hostile")
         return super().store(chunk, exactly_once=exactly_once)
 
 
@@ -43,7 +44,7 @@ def left(dsn: Dsn) -> tuple[int, int]:
         ("at_most_once", "route"),
     ],
 )
-def test_what_raises_leaves_its_lane_and_its_neighbours_arrive_in_order(
+def test_what_is_rejected_leaves_its_lane_and_its_neighbours_arrive_in_order(
     app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch, quality: str, waits_for: str
 ) -> None:
     services = ("billing", "stock", "shipping")
@@ -65,7 +66,7 @@ def test_what_raises_leaves_its_lane_and_its_neighbours_arrive_in_order(
         assert count(app, "parked") == 28
         store.execute("INSERT INTO saf.service SELECT unnest(%s::text[])", [list(services)])
     let_time_pass(app)
-    monkeypatch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", Raising)
+    monkeypatch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", Rejecting)
     run_once(app, mom=mom)
     assert sorted(bodies(mom)) == sorted(f"{s} {n}" for s in services for n in range(9))
     for service in services:
@@ -104,7 +105,7 @@ def test_what_an_attempt_before_has_moved_is_not_sent_from_there_as_well(
 ) -> None:
     """Its service is known again when the rest of its chunk is tried once more."""
 
-    class Late(Raising):
+    class Late(Rejecting):
         """Gets to know a service after it has refused it."""
 
         def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
@@ -112,7 +113,7 @@ def test_what_an_attempt_before_has_moved_is_not_sent_from_there_as_well(
             if HOSTILE in chunk.rows["body"].to_pylist() and "stock" not in services:
                 with connect(mom) as store:
                     store.execute("INSERT INTO saf.service VALUES ('stock') ON CONFLICT DO NOTHING")
-                raise ValueError("hostile")
+                raise Rejected("destination 'mom'", "it is hostile")
             return PostgresInbox.store(self, chunk, exactly_once=exactly_once)
 
     with connect(app) as connection, connect(mom) as store:

@@ -222,6 +222,7 @@ def test_a_database_may_have_any_name(
     assert Dsn(str(database)).parts == server.dsn(database.database).parts
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_roles_and_applications_may_have_any_name(app: Dsn, mom: Dsn) -> None:
     names = [text for text in HOSTILE if len(text.encode()) < 64]

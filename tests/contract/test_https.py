@@ -68,7 +68,7 @@ from tests.pipeline import (
     stores,
 )
 from tests.ring import leave_slot
-from tests.sizes import sized
+from tests.tiers import sized
 from tests.waits import until
 
 ARROW = b"vnd.apache.arrow"

@@ -13,8 +13,9 @@ from saf.database import Dsn
 from saf.destinations.iceberg import Iceberg
 from saf.testing.conformance import DestinationConformance, Read, WhileUnavailable
 from tests.iceberg_table import in_postgresql, messages
+from tests.object_store import ObjectStore
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 
 class TestIceberg(DestinationConformance):
@@ -58,7 +59,7 @@ class TestIceberg(DestinationConformance):
         )
 
 
-@pytest.mark.long
+@pytest.mark.full
 class TestIcebergInPostgresql(TestIceberg):
     """With its catalog in PostgreSQL, by service, with a column of bodies' members."""
 
@@ -76,3 +77,29 @@ class TestIcebergInPostgresql(TestIceberg):
     @pytest.fixture
     def refused(self, settings: Iceberg) -> Iceberg:
         return settings.model_copy(update={"username": "nobody", "password": SecretStr("wrong")})
+
+
+@pytest.mark.long
+class TestIcebergInAnObjectStore(TestIceberg):
+    """With its files in a bucket."""
+
+    @pytest.fixture
+    def bucket(self, objects: ObjectStore) -> str:
+        return objects.bucket()
+
+    @pytest.fixture
+    def settings(self, objects: ObjectStore, bucket: str, tmp_path: Path) -> Iceberg:
+        return Iceberg(
+            catalog=f"sqlite:///{tmp_path}/catalog.db",
+            table="shop.messages",
+            warehouse=f"s3://{bucket}/lake",
+            properties=objects.properties,
+        )
+
+    @pytest.fixture
+    def unavailable(self, objects: ObjectStore, bucket: str) -> WhileUnavailable:
+        return lambda: objects.down(bucket)
+
+    @pytest.fixture
+    def refused(self, settings: Iceberg, objects: ObjectStore) -> Iceberg:
+        return settings.model_copy(update={"warehouse": f"s3://{objects.bucket('readonly')}/lake"})

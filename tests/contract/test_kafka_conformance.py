@@ -20,7 +20,7 @@ from saf.testing.forwarder import Forwarder
 from tests.kafka_server import LARGEST, PASSWORD, KafkaQueue, KafkaServer, headers
 from tests.whole_events import Found, LimitedWholeEventsSuite
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 UUIDS, MOMENTS = (
     ("message_id", "to_broker", "conversation_id"),

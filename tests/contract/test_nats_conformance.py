@@ -19,7 +19,7 @@ from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnav
 from tests.nats_server import NatsServer, nats_server
 from tests.whole_events import Found, LimitedWholeEventsSuite
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 CANARY = "hunter2-canary"
 UUIDS, MOMENTS = (
@@ -72,7 +72,7 @@ class TestNats(DestinationConformance):
         return {"headers": '{"Nats-Rollup": "all"}'}
 
 
-@pytest.mark.long
+@pytest.mark.full
 class TestNatsInCloudEvents(TestNats):
     """The same, with the headers of CloudEvents, in batches that end within a key."""
 

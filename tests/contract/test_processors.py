@@ -317,6 +317,7 @@ def activated(inbox: Dsn) -> int:
     return len({pid for _, pid in lives(inbox, "activate")})
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_while_members_come_and_go_no_instance_is_ever_behind_the_database(inbox: Dsn) -> None:
     """Three stay; memory is checked at each message."""
@@ -551,6 +552,7 @@ def test_it_runs_on_an_engine_of_sqlalchemy(inbox: Dsn) -> None:
     assert owned(inbox) == {}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_saf_worker_runs_processors_until_sigterm(inbox: Dsn, tmp_path: Path) -> None:
     (tmp_path / "consumers.py").write_text(

@@ -25,7 +25,7 @@ from tests.pipeline import connect, forward, let_time_pass
 from tests.queue_suite import WEEK, AnyQueueSuite, errors, ids, send_numbers, texts
 from tests.rabbitmq_server import Queues, rabbitmq_server
 from tests.redis_server import free_port
-from tests.sizes import sized
+from tests.tiers import sized
 from tests.waits import until
 
 pytestmark = pytest.mark.slow  # its server takes seconds to start
@@ -69,6 +69,7 @@ def test_what_no_queue_takes_is_a_dead_letter_and_its_neighbours_are_there_once(
         assert "NO_ROUTE: no queue takes what has the routing key 'nobody' at exchange ''" in error
 
 
+@pytest.mark.full
 def test_each_message_is_persistent_and_has_its_id_and_content_type(
     app: Dsn, queue: Queues, events: Rabbitmq
 ) -> None:
@@ -83,6 +84,7 @@ def test_each_message_is_persistent_and_has_its_id_and_content_type(
     assert first.headers["n"] == "1"
 
 
+@pytest.mark.full
 def test_an_exchange_is_another_destination_with_other_routing_keys(
     app: Dsn, queue: Queues, events: Rabbitmq
 ) -> None:
@@ -102,6 +104,7 @@ def test_an_exchange_is_another_destination_with_other_routing_keys(
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stored", [0, 500])
 def test_a_server_that_is_killed_while_it_stores_has_all_messages_in_the_end(
     queue: Queues, events: Rabbitmq, stored: int
@@ -146,6 +149,7 @@ def test_what_was_confirmed_outlives_the_server(queue: Queues, events: Rabbitmq)
     assert ids(queue) == [row["message_id"] for row in rows]
 
 
+@pytest.mark.full
 def test_after_a_lost_answer_messages_come_again_and_none_is_missing(queue: Queues) -> None:
     forwarder = Forwarder()
     rows = forwarder.messages(300)
@@ -181,6 +185,7 @@ def test_what_was_confirmed_before_the_connection_broke_is_not_sent_again(queue:
     assert len(there) <= 320
 
 
+@pytest.mark.full
 def test_a_server_that_hangs_is_unavailable(queue: Queues) -> None:
     events = Rabbitmq(server=queue.address).bounded(Bounds(statement_seconds=0.5))
     forwarder = Forwarder()
@@ -369,6 +374,7 @@ def test_no_message_overtakes_one_that_a_full_queue_refuses_if_one_goes_at_a_tim
     assert got == [str(row["message_id"]) for row in rows]
 
 
+@pytest.mark.full
 def test_what_a_full_queue_refused_is_not_there_when_a_later_message_is_too_large(
     tmp_path: Path,
 ) -> None:
@@ -392,6 +398,7 @@ def test_what_a_full_queue_refused_is_not_there_when_a_later_message_is_too_larg
         ]
 
 
+@pytest.mark.full
 def test_it_cannot_be_read_back_and_says_so(app: Dsn, events: Rabbitmq) -> None:
     send_numbers(app, *range(5))
     forward(app, chunk_rows=3, events=events)
@@ -400,6 +407,7 @@ def test_it_cannot_be_read_back_and_says_so(app: Dsn, events: Rabbitmq) -> None:
     assert "its kind, 'rabbitmq', cannot be read back" in found.unread["events"]
 
 
+@pytest.mark.full
 def test_an_exchange_is_reached_with_tls_by_who_may_write_there_and_by_nobody_else(
     tmp_path: Path,
 ) -> None:

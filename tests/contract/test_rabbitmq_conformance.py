@@ -14,7 +14,7 @@ from tests.rabbitmq_rows import CANARY, COLUMNS, message
 from tests.rabbitmq_server import Queues
 from tests.whole_events import Found, WholeEventsSuite, by_amqp
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 
 class TestRabbitmq(DestinationConformance):
@@ -48,7 +48,7 @@ class TestRabbitmq(DestinationConformance):
         return {"headers": '{"saf-id": "x", "cloudEvents_id": "x"}'}
 
 
-@pytest.mark.long
+@pytest.mark.full
 class TestRabbitmqInCloudEvents(TestRabbitmq):
     """The same, with the headers of CloudEvents, a few messages at a time."""
 

@@ -13,7 +13,7 @@ from tests.rabbitmq_rows import CANARY, COLUMNS, message
 from tests.rabbitmq_server import RabbitmqServer
 from tests.whole_events import Found, WholeEventsSuite, by_amqp
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 
 class TestRabbitmqStream(DestinationConformance):
@@ -44,7 +44,7 @@ class TestRabbitmqStream(DestinationConformance):
         return {"headers": '{"saf-id": "x", "cloudEvents_id": "x"}'}
 
 
-@pytest.mark.long
+@pytest.mark.full
 class TestRabbitmqStreamInCloudEvents(TestRabbitmqStream):
     """The same, with the headers of CloudEvents, a few messages at a time."""
 

@@ -49,7 +49,7 @@ from tests.receivers import (
     waiting,
     worker,
 )
-from tests.sizes import sized
+from tests.tiers import sized
 
 POINTS = ("receive_read", "receive_handled", "receive_settled", "receive_committed")
 every_postgresql = pytest.mark.every_postgresql

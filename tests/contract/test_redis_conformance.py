@@ -17,7 +17,7 @@ from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnav
 from tests.redis_server import RedisServer
 from tests.whole_events import Found, LimitedWholeEventsSuite
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 CANARY = "hunter2-canary"
 UUIDS, MOMENTS = (

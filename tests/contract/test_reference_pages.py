@@ -113,7 +113,7 @@ def test_the_file_with_everything_has_every_key_and_loads(
     ):
         monkeypatch.setenv(f"{name}_PASSWORD", "p@ss/word")
     for name in ("REGIONS", "MOM"):
-        monkeypatch.setenv(f"{name}_DSN", "postgresql://saf@db/x")
+        monkeypatch.setenv(f"{name}_DSN", "postgresql://saf_forwarder@db/x")
     for name in ("BILLING_SECRET", "PARTNER_SECRET"):
         monkeypatch.setenv(name, "whsec_" + "c2Vj" * 8)
     for name in ("BILLING_TOKEN", "LEDGER_PASSWORD", "ORDERS_SECRET", "PROXY_PASSWORD"):

@@ -15,6 +15,7 @@ from saf.database import Dsn, fetch
 from saf.engine import sending
 from saf.engine.source_session import SourceSession
 from saf.engine.work import Receipt
+from saf.errors import SafError
 from saf.failpoints import arm
 from saf.log.cursor import TIMES, attempt, note_set_aside, note_taken_out, open_batch
 from saf.operating import decide
@@ -217,10 +218,10 @@ def test_an_attempt_that_was_not_due_does_not_count(source: psycopg.Connection[A
     lane, number = Lane(destination="other"), subscription(source)
     state = "SELECT attempts, next_attempt_at, error FROM saf.backoff"
     with source.transaction():
-        backoff.postpone(source, number, {lane: "first"})
+        backoff.postpone(source, number, {lane: SafError("first")})
     before = fetch(source, state)
     with source.transaction():
-        backoff.postpone(source, number, {lane: "second"})
+        backoff.postpone(source, number, {lane: SafError("second")})
     assert fetch(source, state) == before
     assert (before[0][0], before[0][2]) == (1, "first")
 
@@ -232,15 +233,15 @@ def test_a_lane_that_moves_waits_no_longer_and_one_that_was_not_due_stays_as_it_
     attempts = "SELECT attempts FROM saf.backoff"
     for _ in range(3):
         with source.transaction():
-            backoff.postpone(source, number, {lane: "full"})
+            backoff.postpone(source, number, {lane: SafError("full")})
         let_time_pass(app)
     for _ in range(2):
         with source.transaction():
-            backoff.postpone(source, number, {lane: "full"}, [lane])
+            backoff.postpone(source, number, {lane: SafError("full")}, [lane])
         assert fetch(source, attempts) == [(1,)]
     source.execute("UPDATE saf.backoff SET attempts = 3")
     with source.transaction():
-        backoff.postpone(source, number, {lane: "full"}, [lane])
+        backoff.postpone(source, number, {lane: SafError("full")}, [lane])
     assert fetch(source, attempts) == [(3,)]
 
 
@@ -254,7 +255,7 @@ def test_at_most_once_messages_that_wait_are_not_attempted_and_so_are_not_lost_b
     source.execute("UPDATE saf.route SET quality = 'at_most_once'")
     with source.transaction():
         lane = Lane(destination="other")
-        backoff.postpone(source, subscription(source), {lane: "down"})
+        backoff.postpone(source, subscription(source), {lane: SafError("down")})
     send_to(source, "shipping", "waits")
     crash(app, "mark_forwarded", mom=mom, other=other)
     forward(app, mom=mom, other=other)
@@ -271,7 +272,7 @@ def test_a_parked_message_leaves_its_lane_before_it_is_sent_at_most_once(
     source.execute("UPDATE saf.route SET quality = 'at_most_once'")
     with source.transaction():
         lane = Lane(destination="other")
-        backoff.postpone(source, subscription(source), {lane: "down"})
+        backoff.postpone(source, subscription(source), {lane: SafError("down")})
     send_to(source, "shipping", "once")
     forward(app, mom=mom, other=other)
     assert count(app, "parked") == 1

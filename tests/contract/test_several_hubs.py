@@ -24,7 +24,7 @@ from tests.pipeline import Cycle, connect
 from tests.processes import start, wait
 from tests.receivers import dead, let_the_server_notice, waiting
 from tests.routing import without_default
-from tests.sizes import sized
+from tests.tiers import sized
 
 INITIATORS, HUBS, TARGETS = 4, 3, 5
 DIALOGS, MESSAGES, ROUNDS = sized(12, 60), 10, (1, 4, 5)

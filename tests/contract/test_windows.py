@@ -23,7 +23,7 @@ from saf.log.columns import UNCOMMON
 from saf.log.cursor import Batch
 from saf.log.ring import SLOT_ROWS
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
-from tests.sizes import sized
+from tests.tiers import sized
 
 INSERT = "INSERT INTO saf.outbox (to_service, key, body) VALUES ('billing', %s, %s)"
 FILL = """

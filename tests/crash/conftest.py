@@ -12,10 +12,6 @@ from tests.crash.site import POLITE
 from tests.crash.world import World
 from tests.crash.writers import ACCOUNTS, TABLES
 from tests.pipeline import connect
-from tests.sizes import LONG
-
-collect_ignore = [] if LONG else ["test_stream_round.py"]
-"""A driver of Spark with streams takes minutes on a busy machine."""
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.crash.rounds import Round
 from tests.crash.shrink import as_test, shows_again, shrink
 from tests.crash.site import Site
 from tests.crash.webhooks import WebhookSite
-from tests.sizes import sized
+from tests.tiers import sized
 
 SEED = 7
 
@@ -33,7 +33,7 @@ IN_GATE = ("redis", "kafka", "rabbitmq_stream")
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(one, marks=[] if one in IN_GATE else pytest.mark.long) for one in QUEUES],
+    params=[pytest.param(one, marks=[] if one in IN_GATE else pytest.mark.full) for one in QUEUES],
 )
 def queue_site(request: pytest.FixtureRequest) -> Iterator[Site]:
     with QUEUES[request.param]() as site:
@@ -41,7 +41,7 @@ def queue_site(request: pytest.FixtureRequest) -> Iterator[Site]:
 
 
 @pytest.fixture(
-    scope="module", params=[DeltaSite, pytest.param(IcebergSite, marks=pytest.mark.long)]
+    scope="module", params=[DeltaSite, pytest.param(IcebergSite, marks=pytest.mark.full)]
 )
 def lake_site(request: pytest.FixtureRequest) -> Iterator[Site]:
     with request.param() as site:
@@ -54,7 +54,7 @@ def webhook_site() -> Iterator[Site]:
         yield site
 
 
-@pytest.mark.parametrize("number", range(sized(2, 3)))
+@pytest.mark.parametrize("number", range(sized(1, 3)))
 def test_nothing_is_lost_doubled_or_out_of_order_whatever_fails(site: Site, number: int) -> None:
     outcome = Round(site, plan(SEED, number)).run()
     assert outcome.good, outcome
@@ -63,7 +63,14 @@ def test_nothing_is_lost_doubled_or_out_of_order_whatever_fails(site: Site, numb
 EVERYBODY = {"dialogs": True, "hubs": 1, "consumers": True, "hostile": True, "pooled": True}
 
 
-@pytest.mark.parametrize("kind", ["set_back_source", "restore_source", "set_back_mom"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("set_back_source", marks=pytest.mark.full),
+        pytest.param("restore_source", marks=pytest.mark.full),
+        "set_back_mom",
+    ],
+)
 def test_nor_is_it_after_a_set_back_which_is_refused_and_repaired(site: Site, kind: str) -> None:
     """With everybody who is there in some rounds only; in one of them, to save time."""
     more = EVERYBODY if kind == "set_back_source" else {}
@@ -73,6 +80,7 @@ def test_nor_is_it_after_a_set_back_which_is_refused_and_repaired(site: Site, ki
     assert outcome.good, outcome
 
 
+@pytest.mark.full
 def test_a_finding_is_reduced_to_the_fewest_faults_people_and_messages(site: Site) -> None:
     faults = plan(SEED, 1).faults[:1]
     made = replace(plan(SEED, 1), faults=faults, writers=2, forwarders=1, poison=0.0)
@@ -86,22 +94,26 @@ def test_a_finding_is_reduced_to_the_fewest_faults_people_and_messages(site: Sit
     assert names["PLAN"] == smallest
 
 
+@pytest.mark.full
 def test_nor_is_it_with_a_queue_that_is_killed(queue_site: Site) -> None:
     outcome = Round(queue_site, queue_site.plan(SEED, number=0)).run()
     assert outcome.good, outcome
 
 
+@pytest.mark.full
 def test_nor_is_it_with_a_table_whose_writers_are_killed(lake_site: Site) -> None:
     outcome = Round(lake_site, lake_site.plan(SEED, number=0)).run()
     assert outcome.good, outcome
 
 
+@pytest.mark.full
 def test_nor_is_it_with_a_table_that_is_set_back_refused_and_repaired(lake_site: Site) -> None:
     fault = Fault(kind="set_back_table", after=1, lasts=1, target=0)
     outcome = Round(lake_site, replace(lake_site.plan(SEED, 0), faults=(fault,), purge=False)).run()
     assert outcome.good, outcome
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", range(sized(1, 2)))
 def test_nor_is_it_on_the_way_to_an_endpoint_that_fails_at_random(
     webhook_site: Site, number: int
@@ -110,6 +122,7 @@ def test_nor_is_it_on_the_way_to_an_endpoint_that_fails_at_random(
     assert outcome.good, outcome
 
 
+@pytest.mark.full
 def test_nor_is_it_where_forwarders_transform_and_are_killed_as_they_store(site: Site) -> None:
     faults = tuple(Fault(kind=HELD, after=0.5, lasts=0.5, target=target) for target in (0, 1))
     made = replace(plan(SEED, 1), transforms=tuple(QUALITIES), faults=faults)

@@ -108,6 +108,7 @@ def test_a_scenario_without_a_bug_has_no_findings(
     assert made.findings() == set()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("bug", "scenario", "finding"), PLANTED)
 def test_a_planted_bug_is_found(
     with_hub: Callable[[Callable[[World], None]], World],

@@ -1,4 +1,4 @@
-"""A round with streams of a real Spark, for ``make long``; the gate has them without Spark."""
+"""A round with streams of a real Spark, whose driver takes minutes on a busy machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from tests.crash.plan import Fault, plan
 from tests.crash.rounds import Round
 from tests.crash.site import Site
-from tests.sizes import sized
+from tests.tiers import sized
+
+pytestmark = pytest.mark.full
 
 SEED = 7
 

@@ -80,6 +80,7 @@ def test_a_stream_whose_driver_dies_has_no_findings(streamed: World) -> None:
     assert findings(streamed) == set()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("bug", "finding"),
     [

@@ -158,6 +158,7 @@ def test_an_answer_that_gets_lost_counts_nothing_twice(
     assert findings(made) == set()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("bug", "scenario", "finding"), PLANTED)
 def test_a_planted_bug_of_transforms_is_found(
     transformed: Callable[[], World],

@@ -16,7 +16,7 @@ from saf.database import Dsn, fetch
 from saf.log.archive import ParquetArchive
 from saf.log.ring import Contents, Slot
 from tests.pipeline import connect
-from tests.sizes import sized
+from tests.tiers import sized
 
 EXAMPLES = sized(25, 2_000)
 # of PostgreSQL: no NUL in a text, and no half of a pair

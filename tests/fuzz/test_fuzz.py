@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from tests.fuzz.listed import TARGETS
 from tests.fuzz.target import Target
-from tests.sizes import sized
+from tests.tiers import sized
 
-EXAMPLES = sized(150, 20_000)
+EXAMPLES = sized(50, 20_000)
 
 
 @pytest.mark.parametrize("name", TARGETS)

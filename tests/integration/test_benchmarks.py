@@ -9,6 +9,8 @@ import pytest
 from benchmarks.stage import Stage
 from tests.pipeline import forward
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.slow
 def test_the_stage_can_be_rewound_as_often_as_a_benchmark_likes(tmp_path: Path) -> None:

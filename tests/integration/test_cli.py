@@ -19,7 +19,7 @@ from saf.config import Forwarder
 from saf.database import REVISION, Dsn
 from tests.programs import BIN, ROOT, configuration, last_json, run, saf, send
 
-NOWHERE = "postgresql://saf@127.0.0.1:1/nowhere"
+NOWHERE = "postgresql://saf_forwarder@127.0.0.1:1/nowhere"
 MINIMAL = f"""
 [brokers.shop]
 dsn = "{NOWHERE}"
@@ -120,7 +120,7 @@ def test_an_environment_variable_that_is_not_set_is_named_with_the_setting_that_
 
 
 def test_a_dsn_that_is_none_is_refused_without_showing_it(tmp_path: Path) -> None:
-    for wrong in (f"postgresql://saf:{CANARY}@[host/db", f"nonsense={CANARY} dbname=x"):
+    for wrong in (f"postgresql://saf_forwarder:{CANARY}@[host/db", f"nonsense={CANARY} dbname=x"):
         said = wrong_file(tmp_path, MINIMAL.replace(NOWHERE, wrong, 1))
         assert "not a PostgreSQL connection string" in said
         assert CANARY not in said
@@ -308,7 +308,9 @@ def test_migrate_ends_with_75_where_no_server_answers() -> None:
     assert "Connection refused" in said
 
 
-@pytest.mark.parametrize("dsn", [f"saf:{CANARY}@host", f"postgresql://saf:{CANARY}@host", ""])
+@pytest.mark.parametrize(
+    "dsn", [f"saf:{CANARY}@host", f"postgresql://saf_forwarder:{CANARY}@host", ""]
+)
 def test_migrate_ends_with_2_on_a_dsn_that_is_none_and_does_not_show_it(dsn: str) -> None:
     done = saf("migrate", "--dsn", dsn)
     assert done.returncode == USAGE

@@ -12,6 +12,8 @@ from tests.pages import blocks, page, prepared
 from tests.pipeline import connect, forward
 from tests.programs import BIN, run
 
+pytestmark = pytest.mark.full
+
 ORDERS = "CREATE TABLE orders (number text PRIMARY KEY, total int)"
 INVOICE = "CREATE TABLE invoice (number text PRIMARY KEY, total int)"
 

@@ -64,6 +64,7 @@ def begin(app: Dsn) -> saf.Dialog:
         return saf.open_dialog(connection, handle)
 
 
+@pytest.mark.full
 def test_the_shop_and_the_warehouse_do_what_the_page_says(folder: Path, app: Dsn, mom: Dsn) -> None:
     assert "mom: 2 created, 0 there already\n" in shell(folder, "shell")
     begin(app)
@@ -96,6 +97,7 @@ def test_a_large_file_arrives_as_it_was(folder: Path, app: Dsn, mom: Dsn) -> Non
     assert (folder / "received.tiff").read_bytes() == drawing
 
 
+@pytest.mark.full
 def test_the_operators_commands_work_in_their_order(folder: Path, app: Dsn, mom: Dsn) -> None:
     shell(folder, "shell")
     dialog = begin(app)
@@ -114,6 +116,7 @@ def test_the_operators_commands_work_in_their_order(folder: Path, app: Dsn, mom:
     assert error.json() == {"code": 1, "text": "the shop is closed"}
 
 
+@pytest.mark.full
 def test_the_ends_compare_and_those_that_have_failed_are_shown(
     folder: Path, app: Dsn, mom: Dsn
 ) -> None:

@@ -21,14 +21,14 @@ import pytest
 from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn
 from saf.demo.flights import read
-from saf.demo.kafka import MISSING, jars
+from saf.demo.kafka import jars
 from saf.demo.proof import Proof, prove
 from saf.demo.run import WRITERS
 from saf.errors import Unavailable
 from tests import nats_server, programs
 from tests.needed import absent, needed
 from tests.programs import BIN, environment
-from tests.sizes import LONG, sized
+from tests.tiers import FULL, TIER, sized
 from tests.waits import until
 
 FLIGHTS = sized(1_000, 5_000)
@@ -74,13 +74,14 @@ def is_right(result: dict[str, Any]) -> bool:
     return counts == [FLIGHTS, FLIGHTS, *[0] * len(wrong)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("queue", KINDS[: sized(2, len(KINDS))])
 def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: str) -> None:
     if queue == "nats":
         nats_server.program()
     elif queue == "kafka":
         if jars() is None:
-            absent(MISSING)
+            absent("the broker of Kafka", "make kafka")
     elif queue not in ("delta", "iceberg"):  # which have no server
         program = f"{queue.partition('_')[0]}-server"
         needed(program, program)
@@ -88,13 +89,14 @@ def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: st
     assert is_right(first), first
     assert first["stores"] == {queue: FLIGHTS}
     assert set(first) == LINE
-    if queue != "redis" and not LONG:
+    if queue != "redis" and TIER != FULL:
         return
     second = run(folder, "--to", queue)  # its server has kept its data
     assert is_right(second), second
     assert second["forwarded_now"] == 0
 
 
+@pytest.mark.full
 def test_every_flight_arrives_once_in_order_and_a_second_run_forwards_nothing(
     folder: Path,
 ) -> None:
@@ -112,18 +114,20 @@ def test_every_flight_arrives_once_in_order_and_a_second_run_forwards_nothing(
     assert second["rolled_back"] == first["rolled_back"]
 
 
+@pytest.mark.full
 def test_as_webhooks_it_is_proven_by_what_the_receiver_has(folder: Path) -> None:
     first = run(folder, "--http")
     assert is_right(first), first
     assert first["stores"] == {"webhooks": FLIGHTS}
     assert set(first) == LINE
-    if not LONG:
+    if TIER != FULL:
         return
     second = run(folder, "--http")  # the receiver has kept what it has taken
     assert is_right(second), second
     assert second["forwarded_now"] == 0
 
 
+@pytest.mark.full
 def test_a_stream_into_a_lake_that_is_killed_in_the_middle_brings_every_flight_once(
     folder: Path,
 ) -> None:
@@ -133,13 +137,14 @@ def test_a_stream_into_a_lake_that_is_killed_in_the_middle_brings_every_flight_o
     assert first["delay_minutes"]["sent"] == first["delay_minutes"]["in_the_table"] > 0
     assert 0 < first["largest_lag"] <= FLIGHTS
     assert Path(first["chart"]).read_bytes().startswith(b"\x89PNG")
-    if not LONG:
+    if TIER != FULL:
         return
     second = run(folder, "--lake")
     assert is_right(second), second
     assert (second["streamed_now"], second["killed_now"]) == (0, 0)
 
 
+@pytest.mark.full
 def test_with_routing_each_flight_arrives_once_at_the_store_of_its_airport(folder: Path) -> None:
     origins = Counter(flight["origin"] for flight in islice(read(), FLIGHTS))
     for written in (FLIGHTS, 0)[: sized(1, 2)]:
@@ -149,6 +154,7 @@ def test_with_routing_each_flight_arrives_once_at_the_store_of_its_airport(folde
         assert result["forwarded_now"] == written
 
 
+@pytest.mark.full
 def test_a_shop_and_a_warehouse_talk_and_each_talk_ends_as_it_should(folder: Path) -> None:
     for _ in range(sized(1, 2)):
         done = programs.run(
@@ -179,6 +185,7 @@ def test_a_shop_and_a_warehouse_talk_and_each_talk_ends_as_it_should(folder: Pat
         assert "cupboard shop ← a digest: the same as ours" in script
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("database", "table"),
     [("mom", "saf.inbox"), ("flights", "flight"), ("flights", "saf.cursor")][: sized(1, 3)],
@@ -195,6 +202,7 @@ def test_a_killed_run_is_finished_by_the_next(folder: Path, database: str, table
     assert is_right(result), result
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_in_order_and_the_next_run_goes_on(folder: Path) -> None:
     dsn = EmbeddedServer(folder / "postgres").dsn("flights")
     with subprocess.Popen(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined] # it is public
 
 from saf.database import Dsn
 from tests.kafka_server import KafkaQueue, KafkaServer
 from tests.nats_server import nats_server
+from tests.object_store import ObjectStore
 from tests.programs import saf
 from tests.rabbitmq_server import RabbitmqServer
 from tests.redis_server import free_port, redis_server
@@ -131,3 +133,53 @@ def test_it_says_what_a_broker_and_a_folder_give(app: Dsn, mom: Dsn, tmp_path: P
     said = saf("destination", "check", "there", cwd=tmp_path)
     assert said.returncode == 0, said.stderr
     assert "promise: at least once" in said.stdout
+
+
+def in_a_bucket(objects: ObjectStore, kind: str, folder: Path, app: Dsn, of: str) -> str:
+    """A destination in a bucket of a kind, in saf.toml; return the bucket."""
+    bucket = objects.bucket(of)
+    where, options = f"s3://{bucket}/lake", objects.options
+    if kind == "iceberg":
+        options = {name: one.get_secret_value() for name, one in objects.properties.items()}
+    said = {
+        "delta": f'table = "{where}"\n[destinations.there.storage_options]\n',
+        "iceberg": f'catalog = "sqlite:///{folder}/catalog.db"\ntable = "shop.messages"\n'
+        f'warehouse = "{where}"\n[destinations.there.properties]\n',
+    }
+    more = "".join(f"{json.dumps(name)} = {json.dumps(value)}\n" for name, value in options.items())
+    configuration(folder, app, f'kind = "{kind}"\n{said[kind]}{more}')
+    return bucket
+
+
+@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+def test_it_tries_an_object_store_and_leaves_nothing_there(
+    app: Dsn, tmp_path: Path, objects: ObjectStore, kind: str
+) -> None:
+    bucket = in_a_bucket(objects, kind, tmp_path, app, "bucket")
+    said = saf("destination", "check", "there", cwd=tmp_path)
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert "promise: exactly once" in said.stdout
+    assert [key for key in objects.keys(bucket) if not key.endswith("/")] == []  # but folders
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("delta", "unconditional", 2, "lets two commits write the same file of a table's log"),
+        ("delta", "undeletable", 1, "its login may not delete: 11 files of a probe stay at s3://"),
+        ("delta", "readonly", 2, "lacked the necessary privileges"),
+        ("iceberg", "undeletable", 1, "its login may not delete: a probe stays at s3://"),
+        ("iceberg", "readonly", 2, "ACCESS_DENIED"),
+    ],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
+def test_it_finds_what_an_object_store_does_not_keep(
+    app: Dsn, tmp_path: Path, objects: ObjectStore, case: tuple[str, str, int, str]
+) -> None:
+    kind, of, code, what = case
+    in_a_bucket(objects, kind, tmp_path, app, of)
+    said = saf("destination", "check", "there", cwd=tmp_path)
+    assert said.returncode == code, said.stdout + said.stderr
+    assert what in " ".join((said.stdout + said.stderr).split())
+    assert ("promise: exactly once" in said.stdout) == (code == 1)
+    assert "hunter2" not in said.stdout + said.stderr

@@ -27,6 +27,8 @@ from tests.programs import BIN, ROOT, activated, last_json, run, saf, send
 from tests.rabbitmq_server import Queues, RabbitmqServer
 from tests.redis_server import redis_server
 
+pytestmark = pytest.mark.full
+
 PAGE = (ROOT / "docs" / "destinations.md").read_text()
 
 

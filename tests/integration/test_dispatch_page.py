@@ -21,6 +21,8 @@ from tests.pipeline import connect
 from tests.programs import ROOT, activated, configuration, run
 from tests.receivers import prepare, put
 
+pytestmark = pytest.mark.full
+
 PAGE = (ROOT / "docs" / "dispatch.md").read_text()
 BLOCKS = dict(re.findall(r"<!-- test: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 SECRET = "whsec_" + "c2Vj" * 8

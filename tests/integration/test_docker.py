@@ -188,7 +188,7 @@ def test_the_compose_files_services_do_their_work(
 
 
 def test_the_health_check_fails_while_a_database_is_away(tmp_path: Path) -> None:
-    nowhere = "postgresql://saf@127.0.0.1:1/saf"
+    nowhere = "postgresql://saf_forwarder@127.0.0.1:1/saf"
     check = json.loads(_last("forwarder", "HEALTHCHECK").split("CMD", 1)[1])
     done = run(
         check,

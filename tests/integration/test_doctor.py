@@ -27,11 +27,15 @@ from saf.config import Broker, Settings, Waits, load
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql import Postgresql
 from saf.dispatch.condition import Book
+from saf.errors import Braked
 from saf.log import stream
 from saf.operating.doctor import Finding, Limits, examine
 from saf.operating.doctor.examination import BROKER
+from saf.setaside.backoff import postpone
+from saf.setaside.lane import Lane
+from tests.destinations import subscription as number_of
 from tests.needed import absent
-from tests.pipeline import connect, forward, send
+from tests.pipeline import Cycle, connect, forward, forwarding_rules, send
 from tests.poolers import PgBouncer
 from tests.programs import configuration, saf
 
@@ -195,7 +199,7 @@ def test_clear_text_over_a_network_is_found(own_server: EmbeddedServer) -> None:
             probe.connect(("192.0.2.1", 9))  # sends nothing
             address = probe.getsockname()[0]
     except OSError:
-        absent("this machine is on no network")
+        absent("a network interface", "connect this machine to a network")
     with socket.socket() as listener:
         listener.bind((address, 0))
         port = listener.getsockname()[1]
@@ -500,6 +504,73 @@ def test_endpoints_that_nothing_is_sent_to_are_found(mom: Dsn) -> None:
     assert "is down since" in down.what
     assert "no answer within 15 s" in down.what
     assert "was paused by postgres at" in paused.what
+
+
+def at_first(app: Dsn, mom: Dsn) -> tuple[str, str, str]:
+    """What the doctor says of the one lane that waits, by the limits that it has by itself."""
+    return the(diagnosis("parked", app, mom, limits=Limits()))
+
+
+def test_a_service_that_the_store_does_not_know_is_found_at_the_first_attempt(
+    app: Dsn, mom: Dsn
+) -> None:
+    execute(mom, "INSERT INTO saf.service VALUES ('billing'), ('shipping')")
+    execute(app, "INSERT INTO saf.outbox (to_service, body) VALUES ('biling', '')")
+    forward(app, mom=mom)
+    severity, what, cure = at_first(app, mom)
+    assert severity == "error"
+    assert "knows no service 'biling'" in what
+    create, _, otherwise = cure.partition("; or, ")
+    assert create == "saf service create biling --broker mom"
+    assert "(did you mean 'billing'?)" in otherwise
+    assert "saf parked discard --destination mom --kind service --subject biling" in otherwise
+
+
+def test_a_message_without_a_route_is_found_at_the_first_attempt(app: Dsn, mom: Dsn) -> None:
+    execute(app, "INSERT INTO saf.outbox (to_service, body) VALUES ('billing', '')")
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
+        cycle.default = None
+        cycle.run()
+    severity, what, cure = at_first(app, mom)
+    assert severity == "error"
+    assert "no route for service 'billing'" in what
+    assert cure == "saf route add DESTINATION --service billing --broker app"
+
+
+def test_a_full_disk_of_a_store_is_found_at_the_first_attempt(app: Dsn, mom: Dsn) -> None:
+    execute(
+        mom,
+        "CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE "
+        "'could not extend file: No space left on device' USING ERRCODE = 'disk_full'; END $$; "
+        "CREATE TRIGGER full_disk BEFORE INSERT ON saf.inbox FOR EACH ROW "
+        "EXECUTE FUNCTION full_disk()",
+    )
+    execute(app, "INSERT INTO saf.outbox (to_service, body) VALUES ('billing', '')")
+    (receipt,) = [one for one in forward(app, mom=mom) if one.error_kind]
+    assert receipt.error_kind == "DiskFull"
+    severity, what, cure = at_first(app, mom)
+    assert severity == "error"
+    assert "the disk of destination 'mom' is full: " in what
+    assert cure.endswith("then saf parked retry-now --destination mom --broker app")
+
+
+def test_a_destination_that_is_stopped_by_its_rejections_is_found_with_what_lifts_it(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection:
+        error = Braked("mom", 10, "it is bad")
+        postpone(connection, number_of(connection), {Lane(destination="mom"): error})
+    severity, what, cure = at_first(app, mom)
+    assert severity == "error"
+    assert "has rejected 10 messages in a row" in what
+    assert "is not tried again before an operator says so" in what
+    assert cure.endswith("saf parked retry-now --destination mom --broker app")
+
+
+def test_what_may_pass_by_itself_is_no_finding_at_the_first_attempt(app: Dsn, mom: Dsn) -> None:
+    execute(app, "INSERT INTO saf.outbox (to_service, body) VALUES ('billing', '')")
+    forward(app, mom=NOWHERE)
+    assert diagnosis("parked", app, mom, limits=Limits()) == []
 
 
 def test_lanes_that_fail_and_dead_letters_are_found_with_their_errors(app: Dsn, mom: Dsn) -> None:

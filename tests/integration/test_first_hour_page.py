@@ -15,6 +15,8 @@ from tests.needed import needed
 from tests.pages import blocks, clone, page
 from tests.programs import run
 
+pytestmark = pytest.mark.full
+
 PAGE = page("first-hour.md")
 
 

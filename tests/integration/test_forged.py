@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psycopg
 import pytest
@@ -10,9 +10,11 @@ from psycopg.conninfo import make_conninfo
 
 from saf import Outbox
 from saf.broker.grants import Kind, grant
+from saf.broker.migrate import migrate
 from saf.config import Broker, Settings
 from saf.database import Dsn
 from saf.destinations.postgresql import Postgresql
+from saf.errors import ConfigurationError
 from saf.operating.doctor import Finding, examine
 from tests.pipeline import bodies, connect, forward, let_time_pass, send
 
@@ -52,6 +54,50 @@ def test_a_writer_s_rights_are_for_what_a_sender_says_only(writer: Dsn, column: 
                 f"INSERT INTO saf.outbox ({column}, to_service, body) "
                 "OVERRIDING SYSTEM VALUE VALUES (DEFAULT, 'billing', 'three')"
             )
+
+
+@pytest.fixture
+def grouped(new_database: Callable[[str], Dsn]) -> Iterator[tuple[Dsn, str]]:
+    """A broker whose tables were created while default privileges let a group write; a member."""
+    app = new_database("grouped")
+    group = f"group_{app.database}"
+    with connect(app) as owner:
+        owner.execute(f"CREATE ROLE {group}; CREATE ROLE {group}_member LOGIN IN ROLE {group}")
+        owner.execute(f"ALTER DEFAULT PRIVILEGES GRANT INSERT ON TABLES TO {group}")
+        owner.execute(f"ALTER DEFAULT PRIVILEGES GRANT USAGE ON SCHEMAS TO {group}")
+        migrate(app)
+        yield app, group
+        owner.execute(f"DROP OWNED BY {group}, {group}_member; DROP ROLE {group}_member, {group}")
+
+
+@pytest.mark.every_postgresql
+def test_a_writer_has_no_more_rights_by_a_group_and_its_default_privileges(
+    grouped: tuple[Dsn, str],
+) -> None:
+    app, group = grouped
+    member = f"{group}_member"
+
+    def groups() -> list[Finding]:
+        settings = Settings(brokers={"a": Broker(dsn=app)}, destinations={"m": Postgresql(dsn=app)})
+        return [
+            one
+            for one in examine(settings)
+            if one.check == "forgers" and one.where == "broker 'a'" and one.what
+        ]
+
+    with connect(app) as owner:
+        with pytest.raises(ConfigurationError, match=rf"by the rights of {group}: as the owner"):
+            grant(owner, member, [Kind.WRITER])
+        (one,) = groups()
+        assert f"{group} and its members may write any column of saf.inbox" in one.what
+        owner.execute(one.cure.removeprefix("as the owner, ").partition(", run `saf grant`")[0])
+        assert groups() == []
+        grant(owner, member, [Kind.WRITER])
+    with connect(Dsn(make_conninfo(app.conninfo, user=member))) as writer:
+        Outbox(allow_autocommit=True).send(writer, "billing", b"one")
+        for log in ("outbox", "outbox_0", "inbox"):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                writer.execute(FORGE.format(log=log, number=LATER))
 
 
 @pytest.mark.every_postgresql

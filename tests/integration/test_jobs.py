@@ -265,7 +265,7 @@ def test_the_dag_forwards_and_is_done(
 def test_the_dag_tries_again_while_a_database_is_down_and_not_what_a_person_has_to_mend(
     task: Operator, etc: Path, app: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nowhere = "postgresql://saf@127.0.0.1:1/nowhere"
+    nowhere = "postgresql://saf_forwarder@127.0.0.1:1/nowhere"
     _set(monkeypatch, etc, SHOP_DSN=nowhere, MOM_DSN=app.conninfo)
     with pytest.raises(Failed, match="exit code 75"):
         task.execute({})
@@ -324,8 +324,8 @@ def _set(monkeypatch: pytest.MonkeyPatch, etc: Path, **variables: str) -> None:
 
 
 def test_the_example_configuration_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOP_DSN", "postgresql://saf:secret@db1/shop")
-    monkeypatch.setenv("MOM_DSN", "postgresql://saf:secret@mom/mom")
+    monkeypatch.setenv("SHOP_DSN", "postgresql://saf_forwarder:secret@db1/shop")
+    monkeypatch.setenv("MOM_DSN", "postgresql://saf_forwarder:secret@mom/mom")
     settings = load(JOBS / "saf.toml")
     assert set(settings.brokers) == {"shop"}
     assert set(settings.destinations) == {"mom"}

@@ -50,6 +50,7 @@ def test_the_page_shows_each_planted_error_and_what_it_leads_to() -> None:
     assert told == [(run.model, " ".join(run.switches), run.finds) for run in PLANTED]
 
 
+@pytest.mark.full
 def test_the_page_shows_how_to_replay_what_leads_to_an_error(tmp_path: Path) -> None:
     for program, package in NEEDED.items():
         needed(program, package)

@@ -15,6 +15,8 @@ from tests.pipeline import connect, forward
 from tests.programs import BIN, ROOT, run, send
 from tests.scraping import value
 
+pytestmark = pytest.mark.full
+
 SOURCE = "\n".join(file.read_text() for file in sorted((ROOT / "saf").rglob("*.py")))
 
 

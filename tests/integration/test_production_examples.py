@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -41,6 +40,8 @@ def pods() -> dict[str, dict[str, Any]]:
     "manifest", MANIFESTS, ids=lambda one: f"{one['kind']}/{one['metadata']['name']}"
 )
 def test_kubernetes_takes_each_manifest(manifest: dict[str, Any]) -> None:
+    import kubernetes_validate  # takes seconds, which every run's collection would pay
+
     kubernetes_validate.validate(manifest, "1.33", strict=True)
 
 

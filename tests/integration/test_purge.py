@@ -145,7 +145,7 @@ def test_settings_say_what_options_do_not(tmp_path: Path, app: Dsn, mom: Dsn) ->
 def test_one_broker_can_be_chosen_and_one_that_is_away_does_not_keep_the_others(
     tmp_path: Path, app: Dsn, mom: Dsn
 ) -> None:
-    away = Dsn("postgresql://saf@127.0.0.1:1/nowhere")
+    away = Dsn("postgresql://saf_forwarder@127.0.0.1:1/nowhere")
     configuration(tmp_path / "saf.toml", {"away": away, "app": app}, {"mom": mom})
 
     done = saf("purge", "--json", cwd=tmp_path)

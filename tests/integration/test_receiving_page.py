@@ -88,6 +88,28 @@ def test_the_worker_whose_handlers_wait_handles_what_is_there(inbox: Dsn, tmp_pa
     assert len(invoices(inbox)) == 40
 
 
+def test_the_worker_whose_handlers_take_a_role_handles_what_is_there(
+    inbox: Dsn, tmp_path: Path
+) -> None:
+    for number in range(3):
+        put(inbox, "", key=str(number), message_type="OrderPlaced")
+    tenant = f"tenant_{inbox.database}"
+    (code,) = blocks("tenant worker")
+    (tmp_path / "consumers.py").write_text(code.replace("ROLE tenant", f"ROLE {tenant}"))
+    with connect(inbox) as owner:
+        owner.execute(f"CREATE ROLE {tenant}; GRANT ALL ON invoice TO {tenant}")
+        try:
+            done = run(
+                [BIN / "saf", "worker", "consumers:worker", "--drain"],
+                env={"INBOX": inbox.conninfo},
+                cwd=tmp_path,
+            )
+        finally:
+            owner.execute(f"DROP OWNED BY {tenant}; DROP ROLE {tenant}")
+    assert done.stdout == "handled 3 messages\n", done.stderr
+    assert len(invoices(inbox)) == 3
+
+
 def test_the_block_under_asyncio_handles_what_is_there(inbox: Dsn) -> None:
     put(inbox, json.dumps({"order": "A-1", "total": 90}), key="A-1")
     (code,) = blocks("asyncio")

@@ -25,7 +25,7 @@ from saf.routing.routes import add_route, add_topic, remove_topic
 from saf.setaside import dead
 from tests.pipeline import Cycle, connect, forward, forwarding_rules, stores
 from tests.programs import configuration, last_json, saf, send
-from tests.sizes import sized
+from tests.tiers import sized
 
 SAME, DIFFERENT, USAGE, TRY_AGAIN = 0, 1, 2, 75
 WEEK = 7 * 86400.0

@@ -25,6 +25,8 @@ from tests.programs import BIN, ROOT, activated, environment, run, saf
 from tests.programs import configuration as configure
 from tests.routing import broker_id, without_default
 
+pytestmark = pytest.mark.full
+
 PAGE = (ROOT / "docs" / "routing.md").read_text()
 DONE, USAGE, TRY_AGAIN = 0, 2, 75
 

@@ -19,7 +19,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return file.read_text()
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_it_is_valid_and_names_what_saf_with_its_extras_consists_of(text: str) -> None:
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     bill = json.loads(text)

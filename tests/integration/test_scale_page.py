@@ -12,6 +12,8 @@ from saf.database import Dsn
 from tests.pipeline import connect
 from tests.programs import ROOT, activated, received, run, send
 
+pytestmark = pytest.mark.full
+
 PAGE = (ROOT / "docs" / "scale.md").read_text()
 (SHELL,) = re.findall(r"<!-- test: shell -->\n```sh\n(.*?)```", PAGE, re.DOTALL)
 TOMLS = re.findall(r"<!-- test: toml -->\n```toml\n(.*?)```", PAGE, re.DOTALL)

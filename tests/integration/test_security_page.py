@@ -17,6 +17,8 @@ from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import connect, forward
 from tests.programs import BIN, run
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def folder(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:

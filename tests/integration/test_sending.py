@@ -105,6 +105,26 @@ def test_an_async_session_sends_every_field_in_its_transaction(
     assert keys(app) == ["A", "0", "1"]
 
 
+def test_an_async_session_whose_rows_are_on_another_connection_sends_nothing(
+    app: Dsn, outbox: Outbox
+) -> None:
+    async def business() -> None:
+        default, other = (async_engine(app, "psycopg") for _ in range(2))
+        try:
+            async with AsyncSession(default) as session, session.begin():
+                await outbox.asend(session, "billing", b"")
+                await session.execute(
+                    sa.text("SELECT 1"), bind_arguments={"bind": other.sync_engine}
+                )
+        finally:
+            await default.dispose()
+            await other.dispose()
+
+    with pytest.raises(UsageError, match="bind_arguments"):
+        asyncio.run(business())
+    assert stored(app) == []
+
+
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_an_async_connection_and_a_scoped_session_send(
     app: Dsn, outbox: Outbox, driver: str

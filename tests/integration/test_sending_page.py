@@ -5,11 +5,18 @@ from __future__ import annotations
 import re
 import sys
 
+import psycopg
 import pytest
 
+import saf
+from saf.broker.services import create_service
 from saf.database import Dsn, fetch
+from saf.receiving.notify import switch
+from saf.routing.routes import add_route
 from tests.pipeline import connect
 from tests.programs import ROOT, run, url
+
+pytestmark = pytest.mark.full
 
 PAGE = (ROOT / "docs" / "sending.md").read_text()
 
@@ -39,6 +46,35 @@ def test_the_block_under_asyncio_sends(app: Dsn, driver: str) -> None:
 
 def test_the_block_without_asyncio_sends_one_and_many(app: Dsn) -> None:
     assert [key for key, *_ in sent(app, block("sync"))] == ["A-1", "A-2", "A-3"]
+
+
+def test_a_session_of_several_engines_sends_on_the_connection_of_its_rows(app: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute("CREATE TABLE orders (number text PRIMARY KEY)")
+    assert [key for key, *_ in sent(app, block("several engines"))] == ["A-1"]
+    with connect(app) as connection:
+        assert fetch(connection, "SELECT number FROM orders") == [("A-1",)]
+
+
+@pytest.mark.every_postgresql
+def test_a_transaction_that_notifies_cannot_be_prepared_as_the_page_says(app: Dsn) -> None:
+    with connect(app) as connection:
+        create_service(connection, "billing")
+        add_route(connection, "here", service="billing", local=True)
+        switch(connection, True)
+        with pytest.raises(psycopg.errors.FeatureNotSupported, match="cannot PREPARE a trans"):
+            prepare(app, "told")
+        switch(connection, False)
+        prepare(app, "not told")
+        connection.execute(f"COMMIT PREPARED '{app.database}'")
+        assert fetch(connection, "SELECT key FROM saf.inbox") == [("not told",)]
+
+
+def prepare(app: Dsn, key: str) -> None:
+    with app.connect(role="test") as connection:
+        connection.execute("BEGIN")
+        saf.Outbox().send(connection, "billing", b"", key=key)
+        connection.execute(f"PREPARE TRANSACTION '{app.database}'")
 
 
 def test_a_copy_sends_in_bulk(app: Dsn) -> None:

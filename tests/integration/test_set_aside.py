@@ -221,6 +221,10 @@ def test_rebase_leaves_alone_what_was_not_restored(config: Path) -> None:
             "rows": 0,
             "destinations_ahead": [],
             "second_targets": 0,
+            "why": [],
+            "written_here": 0,
+            "new_ids": 0,
+            "doubled": 0,
             "purged_since": [],
         }
         for name in ("mom", "shop")

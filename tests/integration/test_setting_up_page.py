@@ -13,6 +13,8 @@ from saf.database import Dsn
 from tests.pipeline import connect
 from tests.programs import ROOT, activated, configuration, run
 
+pytestmark = pytest.mark.full
+
 PAGE = (ROOT / "docs" / "setting-up.md").read_text()
 ROLES = ("billing_app", "shop_app")
 
@@ -50,7 +52,9 @@ def _roles(app: Dsn, mom: Dsn) -> Iterator[None]:
 def test_init_does_what_the_page_says(new_database: Callable[[str], Dsn], tmp_path: Path) -> None:
     text = block("init")
     for name in ("shop", "mom"):
-        text = re.sub(rf"postgresql://saf@db\d/{name}", f"'{new_database(name).conninfo}'", text)
+        text = re.sub(
+            rf"postgresql://saf_owner@db\d/{name}", f"'{new_database(name).conninfo}'", text
+        )
     assert "received it at mom" in shell(text, tmp_path)
 
 
@@ -65,4 +69,4 @@ def test_the_plan_is_applied_exported_and_applied_again(app: Dsn, mom: Dsn, tmp_
 def test_a_file_of_secrets_that_a_shell_and_systemd_read_alike() -> None:
     (line,) = re.findall(r"`(SHOP_DSN='.*?')`", PAGE)
     done = run(["sh", "-c", f'{line}; printf %s "$SHOP_DSN"'])
-    assert done.stdout == "postgresql://saf:p$ss@db1/shop"
+    assert done.stdout == "postgresql://saf_forwarder:p$ss@db1/shop"

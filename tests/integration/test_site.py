@@ -15,6 +15,8 @@ import pytest
 from docs.pictures import architecture
 from tests.programs import ROOT, environment
 
+pytestmark = pytest.mark.full
+
 LOADS = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}
 
 

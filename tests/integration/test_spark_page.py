@@ -22,6 +22,8 @@ from tests.pipeline import bodies, connect, run
 from tests.programs import INSTALLED
 from tests.programs import run as run_program
 
+pytestmark = pytest.mark.full
+
 SEND = """
 INSERT INTO saf.outbox (to_service, key, body, created_at)
 SELECT CASE WHEN n % 3 = 0 THEN 'shipping' ELSE 'billing' END, 'k',
@@ -58,7 +60,7 @@ def test_a_run_of_the_stream_brings_what_is_there_into_the_lake_and_commits_it(
     assert "shop: stream lake of the outbox dropped" in said
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_scoring_job_sends_once_however_often_it_is_run(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
@@ -106,7 +108,7 @@ def test_the_settings_of_a_transform_that_is_not_deterministic_are_settings(
     assert [one.deterministic for one in settings.transforms] == [False]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_what_was_purged_into_the_lake_is_counted_with_what_is_in_the_log(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ from tests.pages import blocks, page, prepared, shell
 from tests.programs import INSTALLED, send
 from tests.receivers import put
 
+pytestmark = pytest.mark.full
+
 PAGE = page("tracing.md")
 
 

@@ -12,6 +12,8 @@ from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import connect, forward, send
 from tests.programs import ROOT
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def folder(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:

@@ -20,6 +20,8 @@ from tests.pipeline import Cycle, connect, drain, forward, forwarding_rules
 from tests.programs import ROOT, received, send
 from tests.waits import until
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def folder(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:

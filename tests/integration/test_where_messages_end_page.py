@@ -32,7 +32,7 @@ from tests.pipeline import Cycle, connect, drain, forwarding_rules
 from tests.programs import ROOT, activated, configuration, run, saf
 from tests.signing import hmac_key, signer
 
-pytestmark = pytest.mark.usefixtures("disarmed")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("disarmed")]
 
 PAGE = (ROOT / "docs" / "where-messages-end.md").read_text()
 

@@ -20,9 +20,10 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from saf import Outbox
+from saf.broker.embedded import DEFAULT_VERSION, programs
 from saf.broker.migrate import config, migrate
-from saf.database import REVISION, Dsn
-from saf.errors import ConfigurationError, SafError, SchemaMismatch, Unavailable
+from saf.database import REVISION, Dsn, check_schema
+from saf.errors import ConfigurationError, RowsGone, SafError, SchemaMismatch, Unavailable
 from saf.message import Row
 from saf.schema import build_metadata, message_columns
 
@@ -36,7 +37,7 @@ CATALOG = {
     "tables": """
         SELECT c.relname, c.relkind, c.relpersistence, c.reloptions,
                pg_get_partkeydef(c.oid), pg_get_expr(c.relpartbound, c.oid),
-               obj_description(c.oid, 'pg_class'), c.relrowsecurity, am.amname
+               obj_description(c.oid, 'pg_class'), c.relrowsecurity, c.relreplident, am.amname
         FROM pg_class c LEFT JOIN pg_am am ON am.oid = c.relam
         WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p', 'i', 'I', 'S')
     """,
@@ -266,6 +267,30 @@ def test_a_foreign_schema_of_that_name_is_left_alone(new_database: NewDatabase) 
     with pytest.raises(ConfigurationError, match="schema saf that these migrations did not make"):
         migrate(dsn)
     assert saf_objects(dsn) == ["outbox"]
+
+
+def test_a_copy_of_the_schema_alone_is_told_what_to_do_whoever_asks(
+    app: Dsn, new_database: NewDatabase
+) -> None:
+    copy = new_database("copy")
+    dumped = run([programs(DEFAULT_VERSION) / "pg_dump", "--schema-only", "-d", app.conninfo])
+    run([programs(DEFAULT_VERSION) / "psql", "-q", "-d", copy.conninfo], input=dumped)
+    with copy.connect(role="test") as connection, pytest.raises(RowsGone):
+        check_schema(connection)
+    with copy.connect(role="test") as connection, pytest.raises(RowsGone):
+        Outbox().send(connection, "billing", "1")
+    with pytest.raises(RowsGone, match=r"rows are gone.* DROP SCHEMA saf CASCADE"):
+        migrate(copy)
+    with copy.connect(role="test") as connection:
+        connection.execute("DROP SCHEMA saf CASCADE")
+    migrate(copy)
+    with copy.connect(role="test") as connection:
+        check_schema(connection)
+
+
+def run(program: list[Any], input: str = "") -> str:  # noqa: A002 - as subprocess has it
+    done = subprocess.run(program, input=input, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def test_a_database_in_another_encoding_is_refused(server: Any, app: Dsn) -> None:

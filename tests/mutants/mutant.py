@@ -8,11 +8,13 @@ check covers it, is `harmless`: the list says why, and so does a comment beside 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+FULL_MARK = "pytest.mark.full"
 
 LONGEST_SECONDS = 240.0
 """A bug that makes its tests hang has been noticed after so long."""
@@ -60,17 +62,42 @@ def harmless(name: str, file: str, before: str, after: str, why: str) -> Mutant:
     return Mutant(name, file, before, after, (), why)
 
 
+def in_gate(test: str) -> bool:
+    """Tell whether the gate runs a test, or some test of a file; both by path below tests/."""
+    path, _, name = test.partition("::")
+    functions = _functions(path)
+    if not name:
+        return any(functions.values())
+    return functions.get(name.partition("[")[0].rpartition("::")[2], False)
+
+
 def _exists(test: str) -> bool:
     path, _, name = test.partition("::")
-    function = name.partition("[")[0]
+    function = name.partition("[")[0].rpartition("::")[2]
     return bool(_functions(path)) if not name else function in _functions(path)
 
 
 @cache
-def _functions(path: str) -> frozenset[str]:
-    """The test functions of a file."""
+def _functions(path: str) -> Mapping[str, bool]:
+    """The test functions of a file, each with whether the gate runs it."""
     file = ROOT / "tests" / path
     if not file.is_file():
-        return frozenset()
-    nodes = ast.walk(ast.parse(file.read_text()))
-    return frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef))
+        return {}
+    tree = ast.parse(file.read_text())
+    whole = any(
+        isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node) and _is_full(node.value)
+        for node in tree.body
+    )
+    found: dict[str, bool] = {}
+    for node in ast.walk(tree):
+        for each in [node, *(node.body if isinstance(node, ast.ClassDef) else ())]:
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                decorators = [*each.decorator_list, *getattr(node, "decorator_list", ())]
+                left_out = whole or any(map(_is_full, decorators))
+                found[each.name] = found.get(each.name, True) and not left_out
+    return found
+
+
+def _is_full(node: ast.expr) -> bool:
+    marks = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+    return FULL_MARK in map(ast.unparse, marks)

@@ -29,6 +29,7 @@ from saf.broker.migrate import migrate
 from saf.testing.databases import Database, Databases, embedded_server
 from tests.conftest import LENT
 from tests.mutants.mutant import LONGEST_SECONDS, ROOT, Mutant
+from tests.tiers import CHECK
 
 LEFT_OUT = shutil.ignore_patterns(
     *(".git", ".venv", ".saf", ".*_cache", ".hypothesis", "__pycache__"),
@@ -73,6 +74,7 @@ class Field:
             "PYTHONPATH": str(self.tree),
             "PYTHONDONTWRITEBYTECODE": "1",
             LENT: template.dsn.conninfo,
+            "SAF_TESTS": CHECK,  # the gate's tests are the ones to catch it
         }
         asked = "import saf, tests; print(saf.__file__, tests.__path__)"
         answer = self.run([sys.executable, "-c", asked], folder)

@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from benchmarks.peers.charts import COLOURS, OURS, STYLE
 from tests.soak.flatness import HOUR, MOST_POINTS, Sample, thinned
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WIDE, HIGH = 4.6, 2.7
 MOST = 5
@@ -44,6 +44,9 @@ PANELS = (
 
 def draw(samples: Sequence[Sample], file: Path) -> None:
     """Write ``file`` with the suffixes .svg and .png."""
+    import matplotlib as mpl  # takes a second, which every run's collection would pay
+    from matplotlib.figure import Figure
+
     whole = list(_along(samples))
     with mpl.rc_context(STYLE):
         rows = -(-len(PANELS) // 3)

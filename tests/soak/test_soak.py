@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from tests.programs import ROOT, environment
-from tests.sizes import sized
 from tests.soak import __main__ as command
 from tests.soak import charts, flatness, hindrance, ledger
 from tests.soak.flatness import LIMITS, Sample, judge
@@ -23,6 +22,7 @@ from tests.soak.ledger import Balance
 from tests.soak.piece import Piece
 from tests.soak.programs import Programs, family
 from tests.soak.record import Record
+from tests.tiers import sized
 from tests.waits import until
 
 HEARING = ("billing", "events", "hooks", "shop", "totals", "warehouse")
@@ -156,6 +156,7 @@ def soak(folder: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_piece_with_everything_on_goes_well_and_is_stopped_by_a_signal(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)

@@ -29,6 +29,8 @@ from saf.spark import java
 from tests.files import files_where
 from tests.programs import ROOT, configuration, environment, last_json, received, send
 
+pytestmark = pytest.mark.full
+
 CANARY = "canary-kX7pQ2vN9"
 SPARK = Path(pyspark.__file__).parent
 START_SECONDS = 60
@@ -219,7 +221,7 @@ def test_classifiers_run_on_the_executors_that_get_their_module_with_the_job(
         assert numbers == [n for n in range(1, 1001) if n % 2 == remainder]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_each_database_that_is_not_there_is_one_sentence_without_its_password(
     cluster: Cluster, folder: Path, new_broker: Callable[[str], Dsn]
 ) -> None:

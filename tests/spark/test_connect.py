@@ -127,6 +127,7 @@ def with_password(dsn: Dsn) -> Dsn:
     return Dsn(f"{dsn.conninfo} password={PASSWORD}")
 
 
+@pytest.mark.full
 def test_it_forwards_without_a_jvm_and_shows_no_password(
     server: ConnectServer, app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn], tmp_path: Path
 ) -> None:
@@ -157,6 +158,7 @@ def test_a_plan_that_the_server_writes_to_its_log_holds_no_password(
     assert files_where(server.folder, lambda content: PASSWORD.encode() in content) == []
 
 
+@pytest.mark.full
 def test_what_it_cannot_do_is_said_and_everything_else_is_done(
     server: ConnectServer, app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
@@ -173,7 +175,8 @@ def test_what_it_cannot_do_is_said_and_everything_else_is_done(
     assert "classifiers in SQL are not evaluated over Spark Connect" in done.stdout + done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.full
 def test_tables_streams_and_sinks_work_there_as_everywhere(
     server: ConnectServer, app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
@@ -202,6 +205,7 @@ def test_tables_streams_and_sinks_work_there_as_everywhere(
     assert files_where(server.folder, lambda content: PASSWORD.encode() in content) == []
 
 
+@pytest.mark.full
 def test_after_its_server_was_killed_the_next_run_goes_on(
     server: ConnectServer, app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
@@ -237,6 +241,7 @@ def test_after_its_server_was_killed_the_next_run_goes_on(
     in_order(mom, sent)
 
 
+@pytest.mark.full
 def test_a_server_that_is_not_there_is_named_without_its_token(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
@@ -249,6 +254,7 @@ def test_a_server_that_is_not_there_is_named_without_its_token(
     assert bodies(mom) == []
 
 
+@pytest.mark.full
 def test_a_cluster_with_another_saf_is_told_apart(app: Dsn, mom: Dsn, tmp_path: Path) -> None:
     send(app, 1)
     place = tmp_path / "other"
@@ -277,6 +283,7 @@ class Item:
     routes: Routes = field(default_factory=Routes)
 
 
+@pytest.mark.full
 def test_a_job_that_hangs_can_be_cancelled_and_a_server_given_up(
     server: ConnectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from saf.spark import transforms
 from tests.on_spark import forward
 from tests.pipeline import bodies, connect, let_time_pass
 from tests.programs import BIN, ROOT, configuration, run
-from tests.sizes import sized
+from tests.tiers import sized
 
 SEND = "INSERT INTO saf.outbox (to_service, key, body) VALUES (%s, %s, %s)"
 MIXED = """
@@ -100,6 +100,7 @@ def test_with_both_each_message_arrives_once_in_the_order_of_its_key_also_after_
     assert dead(source) == {}
 
 
+@pytest.mark.full
 def test_what_raises_for_a_message_makes_a_dead_letter_of_it_and_nothing_else(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:
@@ -115,6 +116,7 @@ def test_what_raises_for_a_message_makes_a_dead_letter_of_it_and_nothing_else(
     assert "transform of 'billing': its function raises" in dead(source)["billing"]
 
 
+@pytest.mark.full
 def test_a_transform_that_fails_parks_its_service_and_what_sql_routes_goes_on(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:
@@ -148,6 +150,7 @@ def test_of_an_expression_that_spark_dies_of_only_its_routers_messages_wait(
     assert (waits(source), dead(source)) == ({}, {})
 
 
+@pytest.mark.full
 def test_messages_of_both_kinds_that_have_waited_go_on_in_order(
     source: psycopg.Connection[Any],
     app: Dsn,
@@ -183,6 +186,7 @@ def test_messages_of_both_kinds_that_have_waited_go_on_in_order(
     assert (waits(source), dead(source)) == ({}, {})
 
 
+@pytest.mark.full
 def test_what_the_transform_of_a_router_in_sql_has_made_is_kept_whatever_is_drawn_again(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:
@@ -204,6 +208,7 @@ def test_what_the_transform_of_a_router_in_sql_has_made_is_kept_whatever_is_draw
     assert source.execute("SELECT count(*) FROM saf.kept_result").fetchone() == (0,)
 
 
+@pytest.mark.full
 def test_a_dead_letter_of_either_kind_is_evaluated_again_when_it_is_retried(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:
@@ -220,6 +225,7 @@ def test_a_dead_letter_of_either_kind_is_evaluated_again_when_it_is_retried(
     assert dead(source) == {}
 
 
+@pytest.mark.full
 def test_a_deep_backlog_with_both_is_evaluated_some_at_a_time_in_order(
     source: psycopg.Connection[Any], mom: Dsn, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +241,7 @@ def test_a_deep_backlog_with_both_is_evaluated_some_at_a_time_in_order(
     assert by_key(mom) == expected(120)
 
 
+@pytest.mark.full
 def test_routers_of_all_kinds_follow_each_other_beside_a_transform(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:

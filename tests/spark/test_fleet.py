@@ -136,6 +136,7 @@ def in_order(mom: Dsn, what: str) -> bool:
     return all(numbers == sorted(set(numbers)) and len(numbers) for numbers in by_key.values())
 
 
+@pytest.mark.full
 def test_in_one_run_nobody_waits_for_a_giant(
     new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
@@ -152,7 +153,8 @@ def test_in_one_run_nobody_waits_for_a_giant(
     assert in_order(mom, "giant")
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.full
 def test_in_a_loop_what_comes_later_does_not_wait_for_a_giant_either(
     new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
@@ -175,6 +177,7 @@ def test_in_a_loop_what_comes_later_does_not_wait_for_a_giant_either(
         assert connection.execute("SELECT count(*) FROM saf.member").fetchone() == (0,)
 
 
+@pytest.mark.full
 def test_a_giant_that_nobody_waits_for_is_not_interrupted(
     new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
@@ -185,6 +188,7 @@ def test_a_giant_that_nobody_waits_for_is_not_interrupted(
     assert summary.cycles == 1
 
 
+@pytest.mark.full
 def test_each_broken_source_is_named_with_its_cure_and_the_others_go_on(
     new_broker: NewBroker, new_database: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
@@ -209,6 +213,7 @@ def test_each_broken_source_is_named_with_its_cure_and_the_others_go_on(
     assert summary.exit_code == 2
 
 
+@pytest.mark.full
 def test_sources_that_hang_are_waited_for_together_and_hold_up_nobody(
     new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
@@ -237,6 +242,7 @@ def test_sources_that_hang_are_waited_for_together_and_hold_up_nobody(
     assert seconds < 3 * 10
 
 
+@pytest.mark.full
 def test_a_fleet_is_followed_by_a_running_loop(
     new_broker: NewBroker, app: Dsn, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
@@ -269,6 +275,7 @@ def test_a_fleet_is_followed_by_a_running_loop(
     assert "row 2" in problems[0]["error"]
 
 
+@pytest.mark.full
 def test_a_source_and_a_destination_have_no_more_connections_than_they_may(
     new_broker: NewBroker, server: EmbeddedServer, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
@@ -293,6 +300,7 @@ def test_a_source_and_a_destination_have_no_more_connections_than_they_may(
     assert most[mom.database, "deliver"] == 1
 
 
+@pytest.mark.full
 def test_a_loop_stays_connected_where_connections_are_not_counted(
     app: Dsn, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
@@ -321,6 +329,7 @@ def test_a_loop_stays_connected_where_connections_are_not_counted(
             )
 
 
+@pytest.mark.full
 def test_more_sources_than_sessions_are_visited_in_turn_and_all_are_drained(
     new_broker: NewBroker, server: EmbeddedServer, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_second_run_has_nothing_to_do(app: Dsn, mom: Dsn, tmp_path: Path) -> N
     assert len(bodies(mom)) == 100
 
 
+@pytest.mark.full
 def test_overlapping_runs_share_or_leave_and_neither_fails(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_overlapping_runs_share_or_leave_and_neither_fails(
         assert numbers == sorted(numbers)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_all_its_processes_ends_it_after_the_chunk_in_hand(
     app: Dsn, mom: Dsn, tmp_path: Path, number: signal.Signals
@@ -110,6 +112,7 @@ def test_a_signal_to_all_its_processes_ends_it_after_the_chunk_in_hand(
     assert len(arrived) == len(set(arrived)) == 10_000
 
 
+@pytest.mark.full
 def test_a_loop_forwards_what_comes_until_it_is_stopped(app: Dsn, mom: Dsn, tmp_path: Path) -> None:
     process = start(configuration(tmp_path, app, mom), "--loop", "--interval", "0.1")
     for total in (10, 20, 30):
@@ -119,6 +122,7 @@ def test_a_loop_forwards_what_comes_until_it_is_stopped(app: Dsn, mom: Dsn, tmp_
     finish(process)
 
 
+@pytest.mark.full
 def test_of_two_forwarders_one_is_killed_and_the_other_forwards_the_rest_in_order(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:

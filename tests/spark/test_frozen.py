@@ -16,8 +16,10 @@ from saf.database import Dsn
 from tests import on_spark
 from tests.pipeline import bodies, connect
 from tests.programs import BIN, configuration, environment, last_json, received, saf, send
-from tests.sizes import sized
+from tests.tiers import sized
 from tests.waits import until
+
+pytestmark = pytest.mark.full
 
 MESSAGES = 10_000
 LEASE_SECONDS = 3.0
@@ -116,7 +118,7 @@ def test_what_is_stopped_loses_its_shards_to_the_next_run(
         assert numbers == sorted(numbers)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_loop_whose_spark_hangs_between_two_cycles_ends(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:

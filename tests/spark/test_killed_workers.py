@@ -68,6 +68,7 @@ def test_a_run_forwards_everything_all_the_same(
     assert sorted(map(int, bodies(mom))) == list(range(1, 1001))
 
 
+@pytest.mark.full
 def test_a_loop_notes_the_problem_and_goes_on(app: Dsn, mom: Dsn, tmp_path: Path) -> None:
     fill(app, 1000)
     config = configuration(tmp_path, app, mom, interval_seconds=0.2)
@@ -93,6 +94,7 @@ def test_a_loop_notes_the_problem_and_goes_on(app: Dsn, mom: Dsn, tmp_path: Path
     assert sorted(map(int, bodies(mom))) == list(range(1, 1001))
 
 
+@pytest.mark.full
 def test_a_master_that_spark_does_not_know_is_one_sentence(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:

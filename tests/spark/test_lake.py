@@ -18,6 +18,7 @@ from pyspark.serializers import CloudPickleSerializer
 import saf.spark
 from saf.database import Dsn
 from saf.errors import ConfigurationError
+from tests.object_store import ObjectStore
 from tests.pipeline import connect
 from tests.programs import configuration
 from tests.spark.tables import session
@@ -106,6 +107,7 @@ def test_a_micro_batch_that_comes_again_is_not_in_the_table_twice(
     assert in_the_lake(tmp_path) == (115, 115, 1, 115, 115)
 
 
+@pytest.mark.full
 def test_python_workers_that_are_killed_in_mid_stream_cost_another_attempt_and_no_message(
     app: Dsn, config: Path, tmp_path: Path
 ) -> None:
@@ -128,3 +130,15 @@ def test_python_workers_that_are_killed_in_mid_stream_cost_another_attempt_and_n
     query.awaitTermination(240)
     assert not query.isActive
     assert in_the_lake(tmp_path) == (number, number, 1, number, number)
+
+
+def test_a_stream_appends_to_a_table_in_an_object_store(
+    app: Dsn, config: Path, tmp_path: Path, objects: ObjectStore
+) -> None:
+    where = f"s3://{objects.bucket()}/lake"
+    append = saf.spark.to_delta(where, storage_options=objects.options)
+    for first in (1, 11):
+        send(app, first, first + 9)
+        start(read(config), tmp_path, to=append).awaitTermination(240)
+    table = DeltaTable(where, storage_options=objects.options).to_pyarrow_table()
+    assert sorted(table["id"].to_pylist()) == [*range(1, 21)]

@@ -17,6 +17,8 @@ from saf.errors import Unavailable
 from saf.spark import java, master
 from tests.programs import ROOT, configuration, run, saf, send
 
+pytestmark = pytest.mark.full
+
 USAGE, TRY_AGAIN = 2, 75
 CONNECT = "sc://127.0.0.1:1/;x-canary=canary-31"
 

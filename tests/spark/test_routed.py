@@ -16,6 +16,8 @@ from tests.on_spark import forward
 from tests.pipeline import connect, let_time_pass
 from tests.programs import BIN, run
 
+pytestmark = pytest.mark.full
+
 FILL = """
 INSERT INTO saf.outbox (to_service, key, body)
 SELECT service, 'k' || n %% 100, convert_to(n::text, 'UTF8')

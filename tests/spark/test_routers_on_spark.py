@@ -21,6 +21,8 @@ from tests.pipeline import connect, let_time_pass
 from tests.programs import BIN, ROOT, configuration, run
 from tests.routing import broker_id
 
+pytestmark = pytest.mark.full
+
 FILL = """
 INSERT INTO saf.outbox (to_service, key, body)
 SELECT 'departures', 'k' || n %% 100,

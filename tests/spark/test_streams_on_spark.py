@@ -21,8 +21,8 @@ from saf.spark import java, jvm
 from tests import short_lived
 from tests.pipeline import connect
 from tests.programs import INSTALLED, configuration, environment
-from tests.sizes import sized
 from tests.spark.tables import session
+from tests.tiers import sized
 from tests.waits import until
 
 COLUMNS = "id bigint, key string, text string"
@@ -175,6 +175,7 @@ def kill_after(batches: int, folder: Path) -> None:
     assert program.returncode == -signal.SIGKILL
 
 
+@pytest.mark.full
 def test_a_driver_that_is_killed_again_and_again_loses_and_repeats_nothing(
     app: Dsn, config: Path, tmp_path: Path
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_driver_that_is_killed_again_and_again_loses_and_repeats_nothing(
     assert in_the_lake(tmp_path) == everything
 
 
+@pytest.mark.full
 def test_an_executor_that_is_killed_in_mid_stream_costs_another_attempt_and_no_message(
     app: Dsn, config: Path, tmp_path: Path
 ) -> None:
@@ -211,6 +213,7 @@ def test_an_executor_that_is_killed_in_mid_stream_costs_another_attempt_and_no_m
     assert in_the_lake(tmp_path) == sent("first", number)
 
 
+@pytest.mark.full
 def test_a_database_that_crashes_in_mid_stream_ends_the_query_and_costs_no_message(
     own_server: EmbeddedServer, mom: Dsn, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from psycopg.types.json import Jsonb
 from saf.database import Dsn, fetch
 from tests.hostile import LONG_KEY, unbounded
 from tests.pipeline import connect, run, send
-from tests.spark.tables import Tables
+from tests.spark.tables import Tables, session
 
 PLAIN = "INSERT INTO saf.outbox (to_service, key, body) VALUES ('billing', %s, %s)"
 
@@ -224,3 +224,22 @@ def test_two_brokers_are_joined_by_what_both_have(
     joined = sent.join(arrived, "message_id").select("message_id").collect()
     assert sorted(row.message_id for row in joined) == sorted(map(str, ids))
     assert sent.unionByName(tables("other")).join(arrived, "message_id", "anti").count() == 0
+
+
+def test_a_table_of_the_catalog_is_read_with_a_file_of_brokers_alone(
+    app: Dsn, tmp_path: Path
+) -> None:
+    config = tmp_path / "saf.toml"
+    config.write_text(f"[brokers.app]\ndsn = {json.dumps(app.conninfo)}\n")
+    with connect(app) as connection:
+        send(connection, "one", key="k")
+    spark = session()
+    spark.sql(
+        f"CREATE TABLE sent USING saf LOCATION '{tmp_path}/nothing' TBLPROPERTIES ('team' = 'a') "
+        f"OPTIONS (broker 'app', log 'outbox', config '{config}')"
+    )
+    try:
+        found = spark.sql("SELECT key, text FROM sent WHERE key = 'k'").collect()
+    finally:
+        spark.sql("DROP TABLE sent")
+    assert [tuple(row) for row in found] == [("k", "one")]

@@ -24,9 +24,9 @@ from saf.spark.table import archived
 from tests.archives import DONE, FORMS, Reading, fill, in_log, may_go, next_slot, place, texts
 from tests.dying import Crash, crash
 from tests.pipeline import connect, send
-from tests.sizes import sized
 from tests.spark import filters
 from tests.spark.tables import Tables
+from tests.tiers import sized
 
 READ_SECONDS = sized(3, 30)
 

@@ -28,9 +28,9 @@ from saf.spark.table.filters import condition, shards_of
 from saf.spark.table.part import Part
 from saf.spark.table.source import Messages
 from tests.pipeline import connect
-from tests.sizes import sized
 from tests.spark.filters import BEGIN, COLUMNS, TEXTS, conditions, fill
 from tests.spark.tables import Tables
+from tests.tiers import sized
 
 
 def test_a_read_with_filters_gives_what_spark_would_keep_of_a_read_without(

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 
 from saf.database import Dsn
 from tests.programs import ROOT, configuration, saf
+
+pytestmark = pytest.mark.full
 
 SEND = """
 INSERT INTO saf.outbox (to_service, key, headers, body)

@@ -24,7 +24,7 @@ from tests.destinations import NOWHERE
 from tests.on_spark import forward
 from tests.pipeline import bodies, connect, let_time_pass
 from tests.programs import BIN, ROOT, configuration, last_json, run, saf
-from tests.sizes import sized
+from tests.tiers import sized
 
 SEND = """
 INSERT INTO saf.outbox (to_service, key, headers, body) VALUES (%s, %s, '{"a": 1}', %s)
@@ -92,6 +92,7 @@ def waits(source: psycopg.Connection[Any]) -> dict[str, str]:
     return {lane.subject: lane.error for lane in parked(source).shown}
 
 
+@pytest.mark.full
 def test_a_masked_body_is_all_that_arrives_and_the_rest_stays_as_it_was(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_masked_body_is_all_that_arrives_and_the_rest_stays_as_it_was(
     ]
 
 
+@pytest.mark.full
 def test_a_join_with_a_table_enriches_and_may_give_key_and_headers(
     source: psycopg.Connection[Any],
     mom: Dsn,
@@ -127,6 +129,7 @@ def test_a_join_with_a_table_enriches_and_may_give_key_and_headers(
     ]
 
 
+@pytest.mark.full
 def test_what_a_transform_leaves_out_is_counted_and_not_sent_again(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:
@@ -148,6 +151,7 @@ def test_what_a_transform_leaves_out_is_counted_and_not_sent_again(
     assert "lost counts what transforms leave out, too: 7 messages so far\n" in shown
 
 
+@pytest.mark.full
 def test_parts_of_a_message_are_in_their_order_with_ids_that_follow_from_its_own(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:
@@ -165,6 +169,7 @@ def test_parts_of_a_message_are_in_their_order_with_ids_that_follow_from_its_own
     ]
 
 
+@pytest.mark.full
 def test_a_batch_that_is_read_again_after_a_crash_gives_the_same_once(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:
@@ -266,6 +271,7 @@ def by_chance(path: Path, chunk_rows: int = 1000) -> None:
     path.write_text(f"{text}deterministic = false\n")
 
 
+@pytest.mark.full
 def test_a_message_that_a_transform_fails_on_is_a_dead_letter_and_its_neighbours_go_on(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:
@@ -278,6 +284,7 @@ def test_a_message_that_a_transform_fails_on_is_a_dead_letter_and_its_neighbours
     assert "CAST_INVALID_INPUT" in error
 
 
+@pytest.mark.full
 def test_several_messages_of_one_have_numbers_or_it_is_a_dead_letter(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:
@@ -289,6 +296,7 @@ def test_several_messages_of_one_have_numbers_or_it_is_a_dead_letter(
     assert "in a column part" in error
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -312,6 +320,7 @@ def test_where_the_function_itself_is_at_fault_its_service_waits_and_others_go_o
     assert why in error
 
 
+@pytest.mark.full
 def test_what_has_waited_for_its_transform_goes_on_in_order_when_that_is_mended(
     source: psycopg.Connection[Any],
     app: Dsn,
@@ -335,6 +344,7 @@ def test_what_has_waited_for_its_transform_goes_on_in_order_when_that_is_mended(
     assert [body for body, _ in dead(source)] == [b"no number"]
 
 
+@pytest.mark.full
 def test_a_function_that_fails_for_many_messages_parks_its_service(
     source: psycopg.Connection[Any], mom: Dsn, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +355,7 @@ def test_a_function_that_fails_for_many_messages_parks_its_service(
     assert "fails for more than 1 messages" in waits(source)["billing"]
 
 
+@pytest.mark.full
 def test_parked_messages_are_transformed_when_their_destination_is_back(
     source: psycopg.Connection[Any], app: Dsn, mom: Dsn, other: Dsn, config: Config
 ) -> None:
@@ -373,6 +384,7 @@ ROUTERS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("says", [("python", "tests.classifiers:to_billing"), ("sql", "'billing'")])
 def test_what_comes_by_a_router_to_a_service_with_a_transform_waits_and_is_not_sent_as_it_is(
     source: psycopg.Connection[Any], mom: Dsn, config: Config, says: tuple[str, str]
@@ -386,6 +398,7 @@ def test_what_comes_by_a_router_to_a_service_with_a_transform_waits_and_is_not_s
     assert why in waits(source)["front"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("says", ROUTERS)
 def test_what_is_sent_to_a_router_with_a_transform_is_classified_as_sent_and_arrives_transformed(
     source: psycopg.Connection[Any], mom: Dsn, config: Config, says: tuple[str, str]
@@ -402,6 +415,7 @@ def test_what_is_sent_to_a_router_with_a_transform_is_classified_as_sent_and_arr
     assert kept(source) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("says", ROUTERS)
 @pytest.mark.parametrize("purged", [False, True])
 def test_what_a_router_has_led_on_and_is_parked_is_transformed_also_after_the_outbox_lost_it(
@@ -432,6 +446,7 @@ def test_what_a_router_has_led_on_and_is_parked_is_transformed_also_after_the_ou
     assert kept(source) == 0, "a purge has removed it"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("says", ROUTERS)
 def test_what_has_waited_for_the_transform_of_its_router_is_led_on_when_that_is_mended(
     source: psycopg.Connection[Any],
@@ -454,6 +469,7 @@ def test_what_has_waited_for_the_transform_of_its_router_is_led_on_when_that_is_
     assert [body for body, _ in dead(source)] == [b"no number"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("function", "columns", "ordered"),
     [
@@ -493,6 +509,7 @@ def test_no_more_columns_are_read_than_a_function_needs_and_what_loses_the_order
     assert bodies(mom) == [how.format(n) for n in range(30)]
 
 
+@pytest.mark.full
 def test_a_deep_backlog_is_transformed_some_at_a_time_in_order(
     source: psycopg.Connection[Any], mom: Dsn, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,6 +527,7 @@ def test_a_deep_backlog_is_transformed_some_at_a_time_in_order(
     assert said["cycles"] > 2
 
 
+@pytest.mark.full
 def test_each_destination_of_a_topic_gets_what_the_transform_made(
     source: psycopg.Connection[Any], mom: Dsn, other: Dsn, config: Config
 ) -> None:
@@ -521,6 +539,7 @@ def test_each_destination_of_a_topic_gets_what_the_transform_made(
     assert (bodies(mom), bodies(other), said["left_out"]) == (["2", "4"], ["2", "4"], 2)
 
 
+@pytest.mark.full
 def test_without_a_spark_of_its_own_a_forwarder_lets_such_messages_wait(
     source: psycopg.Connection[Any], mom: Dsn, config: Config
 ) -> None:

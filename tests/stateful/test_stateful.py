@@ -69,11 +69,12 @@ PLANTED = [
     ("aside", bugs.watermark_not_moved),
     ("receiving", position_of_a_receiver_not_moved),
     ("dialogs", bugs.repeats_in_a_dialog_taken),
-    pytest.param("dialogs_set_back", incarnation_not_raised, marks=pytest.mark.long),
+    pytest.param("dialogs_set_back", incarnation_not_raised, marks=pytest.mark.full),
     ("streaming", end_of_a_cut_not_kept),
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "bug"), PLANTED)
 def test_a_planted_bug_is_found(
     made: Callable[[str], Make],

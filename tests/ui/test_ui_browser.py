@@ -27,6 +27,8 @@ from tests.waits import until
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+pytestmark = pytest.mark.full
+
 READ = sorted(
     path
     for path, one in PAGES.items()

@@ -20,7 +20,7 @@ from tests.waits import until
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 
 def decide(page: Page, action: str, why: str = "") -> None:

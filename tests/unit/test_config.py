@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,3 +136,41 @@ def test_names_may_hold_what_a_url_escapes() -> None:
     dsn = Dsn("postgresql://u%40x:p%2Fw@host:5432,5433/a%40b")
     assert (dsn.database, dsn.parts["password"], dsn.parts["user"]) == ("a@b", "p/w", "u@x")
     assert Dsn(make_conninfo(host="@abstract", dbname="a@b")).database == "a@b"
+
+
+WITHOUT_UTF_8 = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+"""A locale whose encoding is ASCII."""
+NAMES = "from saf.config import load; print(ascii([*load().brokers]))"
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "with a mark"])
+def test_a_file_is_utf_8_whatever_the_locale_is(tmp_path: Path, mark: bytes) -> None:
+    text = f'[brokers."Zürich"]\ndsn = "host=h dbname=d"\n{DESTINATION}'
+    (tmp_path / "saf.toml").write_bytes(mark + text.encode())
+    done = subprocess.run(
+        [sys.executable, "-c", NAMES],
+        env=os.environ | WITHOUT_UTF_8,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "['Z\\xfcrich']\n"
+
+
+def test_what_the_locale_cannot_encode_is_printed_nevertheless() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "saf", "purge", "--help"],
+        env=os.environ | WITHOUT_UTF_8 | {"PYTHONIOENCODING": "latin-1:strict"},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"\u" in done.stdout
+
+
+def test_a_destination_is_needed_only_where_messages_are_delivered(tmp_path: Path) -> None:
+    assert refused(tmp_path, BROKER).endswith(
+        "saf.toml: there is no [destinations.NAME], where messages are delivered"
+    )
+    assert [*load(tmp_path / "saf.toml", delivers=False).brokers] == ["a"]

@@ -21,7 +21,13 @@ def met(*kinds: str) -> Summary:
         *(
             ((kind,), USAGE)
             for kind in (
-                *("SchemaMissing", "SchemaMismatch", "Restored", "ConfigurationError"),
+                *(
+                    "SchemaMissing",
+                    "RowsGone",
+                    "SchemaMismatch",
+                    "Restored",
+                    "ConfigurationError",
+                ),
                 *("Ahead", "Behind", "Refused"),
             )
         ),

@@ -72,6 +72,7 @@ class Delta(LakeSettings):
         waits = {
             "connect_timeout": f"{self.bounds.network_seconds:g}s",
             "timeout": f"{self.bounds.statement_seconds:g}s",
+            "retry_timeout": f"{self.bounds.statement_seconds:g}s",
         }
         return waits | said(self.storage_options)
 
@@ -127,6 +128,15 @@ class Delta(LakeSettings):
                 "saf's marks then, and not the messages",
                 "saf reconcile, which names what is missing; restore a copy of the folder instead",
             )
+
+    def probe(self, name: str) -> Iterator[tuple[str, str]]:
+        """Let two commits meet in an object store; see `DestinationSettings.probe`."""
+        if self.folder:
+            return
+        with self._connected(name) as link:
+            from saf.destinations.delta.probing import probe
+
+            yield from probe(link)
 
     def guarantee(self, name: str) -> Guarantee:
         """Return what the place of the table really gives; see `DestinationSettings.guarantee`."""

@@ -3,6 +3,10 @@
 On this machine, what `Files.write` has written is durable when it returns: the content of the
 file, and its name. `Files.sync` makes durable what deltalake has written. An object store has made
 durable whatever it has acknowledged.
+
+The client of an object store is deltalake's own, so that both find the same login. It holds
+Python's lock while it opens, lists and removes files. So each chunk begins with what does not
+(`Files.there`): a store that hangs is noticed there, and no other thread of the process waits.
 """
 
 from __future__ import annotations
@@ -52,8 +56,8 @@ class Files:
 
     def content(self, path: str) -> bytes:
         """Return the bytes of a file."""
-        with self.filesystem.open_input_stream(path) as file:
-            return bytes(file.read())
+        with self.filesystem.open_input_file(path) as file:
+            return bytes(file.read(file.size()))  # in one request
 
     def readable(self, path: str) -> Any:
         """Open a file for a reader of Parquet."""
@@ -63,8 +67,10 @@ class Files:
         """Write a new file."""
         if self._folder is None:
             assert self._store is not None  # noqa: S101 - one of the two
-            with self._store.open_output_stream(path) as out:
-                out.write(content)
+            # without pyarrow's stream around it, which passes buffers; deltalake takes only bytes
+            upload = self._store._handler.open_output_stream(path, None)
+            upload.write(content)
+            upload.close()  # type: ignore[attr-defined] # until then, there is no file
             return
         file = self._folder / path
         if file.parent != self._folder and not file.parent.exists():
@@ -84,11 +90,15 @@ class Files:
         for folder in {self._folder, *(file.parent for file in files)}:
             disk.sync(folder)
 
-    def remove(self, paths: Iterable[str]) -> None:
-        """Remove files that no reader knows, as far as that is possible."""
+    def remove(self, paths: Iterable[str]) -> list[str]:
+        """Remove files that no reader knows; return those that cannot be removed."""
+        left = []
         for path in paths:
-            with suppress(OSError):
+            try:
                 self.filesystem.delete_file(path)
+            except OSError:
+                left.append(path)
+        return left
 
 
 def sizes_of(table: DeltaTable) -> list[int]:

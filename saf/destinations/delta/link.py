@@ -24,12 +24,14 @@ from saf.destinations.lake.names import DESTINATION
 from saf.destinations.lake.state import State
 from saf.destinations.marks import Known
 from saf.destinations.queues import readable, unusable
-from saf.errors import Unavailable
+from saf.errors import Refused, Unavailable
 
 if TYPE_CHECKING:
     from saf.destinations.delta import Delta
     from saf.destinations.delta.log import Log
 
+DENIED = ("lacked the necessary privileges", "lacked valid authentication credentials")
+"""How an object store's client says that a login is not enough: it says so only in words."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 REMOVING = ("DELETE", "UPDATE", "MERGE", "TRUNCATE", "REPLACE TABLE", "RESTORE")
 """Operations after which rows may be missing on purpose, as deltalake or Spark name them."""
@@ -112,11 +114,21 @@ class Link:
             ) from None
         except OSError as error:
             if error.errno is None:  # an object store's
-                raise Unavailable(self.what, self.said(error)) from None
+                raise self._of_store(error) from None
             with unavailable_if_lost(self.what):
                 raise
         except DeltaError as error:
-            raise Unavailable(self.what, self.said(error)) from None
+            raise self._of_store(error) from None
+
+    def _of_store(self, error: Exception) -> Unavailable:
+        said = self.said(error)
+        if any(words in said for words in DENIED):
+            return Refused(
+                self.what,
+                said,
+                "let its login list, read, write and delete below the table's address",
+            )
+        return Unavailable(self.what, said)
 
     def said(self, error: Exception) -> str:
         """Return what an error says, on one line and without secrets."""

@@ -39,7 +39,7 @@ class Https(LinkedSettings):
     """The inbox of a broker behind a URL."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        exactly_once=True, fences=True, knows_services=True
+        holds=True, exactly_once=True, fences=True, knows_services=True
     )
 
     kind: Literal["https"] = "https"

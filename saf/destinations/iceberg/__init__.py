@@ -116,6 +116,13 @@ class Iceberg(LakeSettings):
                 check(link, table)
         yield from ()
 
+    def probe(self, name: str) -> Iterator[tuple[str, str]]:
+        """Write a file to an object store; see `DestinationSettings.probe`."""
+        with self._connected(name) as link:
+            from saf.destinations.iceberg.probing import probe
+
+            yield from probe(link)
+
     def guarantee(self, name: str) -> Guarantee:
         """Return what the place of the table really gives; see `DestinationSettings.guarantee`."""
         with self._connected(name) as link:

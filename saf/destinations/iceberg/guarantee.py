@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from saf.destinations.iceberg.address import file_of, is_sql
 from saf.destinations.iceberg.link import Link
+from saf.destinations.iceberg.probing import place_of
 from saf.destinations.settings import Guarantee
 
+S3 = ("s3://", "s3a://")
 MANY_FILES = 1_000
 SMALL_BYTES = 8 << 20
 """So many files that are smaller than this on average are worth compacting."""
@@ -47,7 +49,8 @@ def guarantee(link: Link) -> Guarantee:
     kept_by = "a crash of the process or of the machine loses nothing that was acknowledged"
     if not settings.folder:
         kept_by = "what was acknowledged is as safe as the object store keeps it"
-        more.append(("object stores are not tested by saf", "your own test of yours"))
+        if not place_of(link, table).startswith(S3):
+            more.append(("saf tests only object stores that speak S3", "your own test of yours"))
     if not is_sql(settings.catalog):
         more.append(("no product with a REST catalog is tested by saf", "your own test of yours"))
         where = "a REST catalog"

@@ -30,6 +30,7 @@ from pyiceberg.exceptions import (
     UnauthorizedError,
     ValidationException,
 )
+from pyiceberg.io import S3_CONNECT_TIMEOUT, S3_REQUEST_TIMEOUT
 from sqlalchemy import URL, inspect, make_url
 from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
     from saf.destinations.iceberg import Iceberg
 
+DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH")
+"""How pyarrow says that an object store's login is not enough: it says so only in words."""
 ATTEMPTS, PAUSE_SECONDS = 5, 0.1
 """How often to try to make the catalog's tables, and how long to wait for another who does so."""
 
@@ -160,6 +163,9 @@ class Link:
             raise self._of_database(error) from None
         except OSError as error:
             if error.errno is None:  # an object store's, or one of HTTP
+                if any(word in str(error) for word in DENIED):
+                    cure = "let its login list, read, write and delete below the table's address"
+                    raise Refused(self.what, self.said(error), cure) from None
                 raise Unavailable(self.what, self.said(error)) from None
             with unavailable_if_lost(self.what):
                 raise
@@ -197,12 +203,21 @@ class Link:
             self._catalog = catalog
         return self._catalog
 
-    def _open(self, *, make: bool) -> Catalog:
-        settings = self.settings
-        properties = said(settings.properties)
+    def properties(self) -> dict[str, str]:
+        """Return what pyiceberg is told; it waits for an object store within saf's bounds."""
+        settings, bounds = self.settings, self.settings.bounds
+        properties = {
+            S3_CONNECT_TIMEOUT: f"{bounds.network_seconds:g}",
+            S3_REQUEST_TIMEOUT: f"{bounds.statement_seconds:g}",
+            **said(settings.properties),
+        }
         if settings.warehouse is not None:
             folder = settings.folder
             properties["warehouse"] = f"file://{folder}" if folder else settings.warehouse
+        return properties
+
+    def _open(self, *, make: bool) -> Catalog:
+        settings, properties = self.settings, self.properties()
         if not is_sql(settings.catalog):
             return _rest(settings, properties)
         if settings.folder:

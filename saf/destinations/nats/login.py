@@ -53,7 +53,7 @@ def said(name: str, settings: Nats, nonce: str) -> dict[str, Any]:
 
 def _text(what: str, file: Path) -> str:
     try:
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise unusable(what, f"{file} cannot be read ({error})", "let it be readable") from None
 

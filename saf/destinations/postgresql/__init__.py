@@ -1,7 +1,7 @@
 """The kind ``postgresql``: another broker's inbox.
 
     [destinations.mom]
-    dsn = "postgresql://saf@mom/mom?password=${MOM_PASSWORD}"
+    dsn = "postgresql://saf_forwarder@mom/mom?password=${MOM_PASSWORD}"
 
 `saf.destinations.postgresql.inbox` stores, and needs Arrow. `saf.destinations.postgresql.reading`
 reads back.
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import ClassVar, Literal, Self
 from uuid import UUID
 
-from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
+from saf.database import Dsn, check_schema, fetch, of_broker, unavailable_if_lost
 from saf.database.bounds import Bounds
 from saf.destinations import Capabilities, Destination
 from saf.destinations.marks import Known
@@ -32,7 +32,12 @@ class Postgresql(DestinationSettings):
     """A broker's inbox: where it is."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        exactly_once=True, fences=True, knows_services=True, reads_back=True, takes_parts=True
+        holds=True,
+        exactly_once=True,
+        fences=True,
+        knows_services=True,
+        reads_back=True,
+        takes_parts=True,
     )
 
     kind: Literal["postgresql"] = "postgresql"
@@ -56,7 +61,7 @@ class Postgresql(DestinationSettings):
             unavailable_if_lost(f"destination {name!r}"),
             self.dsn.connect(role="identify", autocommit=True) as connection,
         ):
-            ((broker_id,),) = fetch(connection, IDENTITY)
+            (broker_id,) = of_broker(connection, IDENTITY)
             return UUID(str(broker_id))
 
     def known(self, name: str, source: UUID, *, role: str) -> Known:

@@ -35,6 +35,7 @@ from saf.database import (
     connections,
     meaning,
     require_revision,
+    require_schema,
     translated,
 )
 from saf.destinations import Chunk, Stored
@@ -328,7 +329,7 @@ class PostgresInbox:
         """Raise if there is no schema, or another revision's."""
         ((exists,),) = cursor.ask(HAS_SCHEMA)
         found = cursor.ask(SCHEMA_REVISION) if exists else []
-        require_revision(self.dsn.database, found[0][0] if found else None)
+        require_schema(self.dsn.database, exists, found)
 
     def _translate(self, error: adbc.Error) -> Exception:
         reason = self.dsn.redact(str(error))

@@ -11,7 +11,7 @@ from uuid import UUID
 import psycopg
 from psycopg import sql
 
-from saf.database import Dsn, fetch
+from saf.database import Dsn, fetch, of_broker
 from saf.destinations.marks import Known, Mark, Place
 from saf.destinations.reading import Compared, Figures, Reading
 from saf.log.side import IN_RANGE, PLAIN, Side, in_order, open_side, shard_of
@@ -55,7 +55,7 @@ class InboxReading:
 
     def identity(self) -> UUID:
         """Return the broker_id."""
-        ((broker_id,),) = self.side.fetch(IDENTITY, {})
+        (broker_id,) = of_broker(self.side.connection, IDENTITY)
         return UUID(str(broker_id))
 
     def purged(self) -> str | None:
@@ -91,7 +91,7 @@ def read(name: str, dsn: Dsn) -> Iterator[Reading]:
 
 def known_at(connection: psycopg.Connection[Any], source: UUID) -> Known:
     """Return what the broker of a connection knows of a source."""
-    ((destination,),) = fetch(connection, IDENTITY)
+    (destination,) = of_broker(connection, IDENTITY)
     marks: dict[Place, Mark] = {}
     epochs: dict[int, int] = {}
     for lane, shard, epoch, *mark in fetch(connection, KNOWN, {"source": source}):

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 
+import psycopg
 from psycopg import sql
+from psycopg.rows import class_row
 
+from saf.broker import grants, whole
 from saf.broker.grants import RIGHTS, Kind
 from saf.broker.restored import IS_RESTORED
-from saf.database import check_schema
+from saf.config import Settings, did_you_mean
+from saf.database import check_schema, fetch
 from saf.dialogs.statements import Code
-from saf.errors import SchemaError
+from saf.errors import REFILL, RowsGone, SafError, SchemaError
+from saf.log import lineage
 from saf.log.cursor import COMPLETE
-from saf.operating.doctor.patient import Found, Patient, Severity
+from saf.operating.doctor.patient import Check, Found, Patient, Severity
 from saf.operating.wording import counted
 from saf.setaside import lane
 from saf.setaside.backoff import SHOWN
-from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Lane
+from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE
+from saf.setaside.parking import Backoff
 from saf.setaside.unhandled import unhandled
 
 
@@ -24,9 +31,47 @@ def schema(patient: Patient) -> Found:
     """Whether the schema is the one that this library was written for."""
     try:
         check_schema(patient.connection)
+    except RowsGone as error:
+        yield "error", f"saf's own rows are gone: {'; '.join(error.missing)}", REFILL
     except SchemaError as error:
         text, _, cure = str(error).partition(": ")
         yield "error", text, cure
+
+
+def rows(patient: Patient) -> Found:
+    """Whether saf's own rows are complete; without them, no other check means anything."""
+    if gone := whole.missing(patient.connection):
+        yield "error", f"saf's own rows are gone: {'; '.join(gone)}", REFILL
+
+
+def policies(patient: Patient) -> Found:
+    """Whether row-level security may hide rows from this login, which would be passed over."""
+    for table, names in whole.narrowed(patient.connection):
+        yield (
+            "error",
+            f"row-level security of saf.{table} applies to user "
+            f"{patient.connection.info.user!r} (policies: {names}): rows could be hidden, and "
+            "nothing is read or stored",
+            whole.policies_cure(table),
+        )
+
+
+def publications(patient: Patient) -> Found:
+    """Whether a publication publishes a table that has no replica identity."""
+    for table in whole.without_identity(patient.connection):
+        yield (
+            "error",
+            f"saf.{table} is published, by a publication such as one FOR ALL TABLES, and has no "
+            "replica identity: PostgreSQL refuses each UPDATE and DELETE of it",
+            f"as the owner, ALTER TABLE saf.{table} REPLICA IDENTITY FULL",
+        )
+
+
+def search_path(patient: Patient) -> Found:
+    """Whether schema saf is the first of anybody's, who would create tables in it unawares."""
+    if found := whole.first_for(patient.connection):
+        what, cure = found
+        yield "warning", what, cure
 
 
 MISSING_RIGHTS = """
@@ -61,15 +106,38 @@ def rights(patient: Patient) -> Found:
         )
 
 
+READABLE = """
+SELECT log FROM unnest(%(logs)s::text[]) AS log
+WHERE has_table_privilege('saf.' || log, 'SELECT')
+  AND has_sequence_privilege('saf.' || log || '_id_seq', 'SELECT')
+"""
+
+# Of each shard, of the oldest messages: those that a backup had, which was restored over them
+DOUBLED = """
+SELECT count(*), min(f.id)
+FROM saf.broker b CROSS JOIN LATERAL generate_series(0, b.shards - 1) AS s (shard)
+CROSS JOIN LATERAL (
+    SELECT id FROM (SELECT id, message_id, txid FROM {log} l
+                    WHERE l.shard = s.shard::smallint ORDER BY txid LIMIT 100) AS oldest
+    GROUP BY id, message_id, txid HAVING count(*) > 1) AS f
+HAVING count(*) > 0
+"""
+
+
 def restored(patient: Patient) -> Found:
-    """Whether its cursors name transactions of another cluster, or ones that were undone."""
-    if patient.ask(IS_RESTORED) == [(True,)]:
-        yield (
-            "error",
-            "the database was restored into another cluster, or its transaction ids went back: "
-            "its cursors do not say any more what was read",
-            "saf rebase",
-        )
+    """Whether its ids and transaction ids go on from those that are there; see saf.log.lineage."""
+    logs = tuple(log for (log,) in patient.ask(READABLE, logs=list(lineage.LOGS)))
+    for what in lineage.problems(patient.connection, logs):
+        yield "error", what, "saf rebase"
+    for log in logs:
+        query = sql.SQL(DOUBLED).format(log=sql.Identifier("saf", log))
+        for count, first in patient.ask(query):
+            yield (
+                "error",
+                f"the {log} has {counted(count, 'message')} twice, of those looked at, the first "
+                f"with id {first}: a backup was restored over what was there",
+                "saf rebase",
+            )
 
 
 # By the index, so each shard has to be given
@@ -97,8 +165,20 @@ def forged(patient: Patient) -> Found:
                     "column: nobody gets what is there, and its slots are not purged",
                     f"as the owner, UPDATE saf.{log} SET txid = DEFAULT WHERE txid >= "
                     "pg_snapshot_xmax(pg_current_snapshot()), and take INSERT on the table from "
-                    "whoever sends: saf grant --role writer …",
+                    "whoever sends: what the check forgers says, or saf grant --role writer …",
                 )
+
+
+def forgers(patient: Patient) -> Found:
+    """Who may write what is the server's to say, such as a message's transaction."""
+    for whose, tables in grants.forgers(patient.connection):
+        yield (
+            "error" if whose == "PUBLIC" else "warning",
+            f"{whose} and its members may write any column of saf.{tables[0]}"
+            f"{f' and {len(tables) - 1} more tables' if tables[1:] else ''}, as no kind of role "
+            "may: a message with a transaction that is still to come is never forwarded",
+            grants.forgers_cure(whose),
+        )
 
 
 # Rows that are not visible in done, by the index, less those complete in the batch in hand. Those
@@ -183,38 +263,89 @@ def _abandoned(
 
 
 LANES = f"""
-SELECT destination, kind, subject, {BROKER}, attempts, next_attempt_at::text, b.error, lanes,
-       (SELECT count(*) FROM saf.parked p WHERE {SAME_LANE})
+SELECT destination, kind, subject, {BROKER}, attempts, next_attempt_at, b.error, needs_operator,
+       lanes, next_attempt_at <= now() AS due, since,
+       (SELECT count(*) FROM saf.parked p WHERE {SAME_LANE}) AS messages
 FROM (SELECT *, count(*) OVER () AS lanes FROM saf.backoff
-      WHERE attempts >= %(attempts)s
+      WHERE attempts >= %(attempts)s OR needs_operator AND attempts > 0
       ORDER BY kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
       LIMIT %(shown)s) AS b
 ORDER BY kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
 """
 
 
-def parked(patient: Patient) -> Found:
-    """Lanes whose attempts have failed again and again."""
-    found = patient.ask(
-        LANES,
-        attempts=patient.limits.many_attempts,
-        of_service=list(OF_SERVICE),
-        shown=SHOWN,
-    )
-    for destination, kind, subject, broker, attempts, next_at, error, _, count in found:
-        it = Lane(destination=destination, kind=lane.Kind(kind), subject=subject, broker=broker)
-        yield (
-            "error",
-            f"the lane of {it} has failed {counted(attempts, 'time')}, has "
-            f"{counted(count, 'message')} parked in it, and is tried again at {next_at}: {error}",
-            "mend what the error says; nothing is lost meanwhile",
+@dataclass(frozen=True, kw_only=True)
+class Failing(Backoff):
+    """A lane that has failed; its messages, and how many such lanes there are."""
+
+    messages: int
+    lanes: int
+
+
+def parked_by(config: Settings) -> Check:
+    """The check for one saf.toml."""
+
+    def parked(patient: Patient) -> Found:
+        """Lanes that need an operator, at once; others when they have failed again and again."""
+        params = {
+            "attempts": patient.limits.many_attempts,
+            "of_service": list(OF_SERVICE),
+            "shown": SHOWN,
+        }
+        with psycopg.Cursor(patient.connection, row_factory=class_row(Failing)) as cursor:
+            found = cursor.execute(LANES, params).fetchall()
+        for one in found:
+            again = (
+                "is not tried again before an operator says so"
+                if one.braked
+                else f"is tried again at {one.next_attempt_at.isoformat()}"
+            )
+            yield (
+                "error",
+                f"the lane of {one.own} has failed {counted(one.attempts, 'time')}, has "
+                f"{counted(one.messages, 'message')} parked in it, and {again}: {one.error}",
+                _what_helps(patient, config, one),
+            )
+        if found and (more := found[0].lanes - len(found)):
+            yield (
+                "error",
+                f"{more} more lanes need an operator, or have failed "
+                f"{patient.limits.many_attempts} times or more",
+                f"{patient.command('parked', 'list')}, with a --limit, names them",
+            )
+
+    return parked
+
+
+def _what_helps(patient: Patient, config: Settings, one: Failing) -> str:
+    """Return what an operator does about a lane: the command, if there is one."""
+    lane_of = ("--destination", one.destination, "--kind", one.kind, "--subject", one.subject)
+    if one.kind in (lane.Kind.SERVICE, lane.Kind.FOUND_ROUTE) and one.needs_operator:
+        create = shlex.join(("saf", "service", "create", one.subject, "--broker", one.destination))
+        meant = did_you_mean(one.subject, _living(config, one.destination))
+        return (
+            f"{create}; or, if the sender has misspelt it{meant}, correct the sender, and give up "
+            f"what waits: {patient.command('parked', 'discard', *lane_of, '--why', 'misspelt')}"
         )
-    if found and (more := found[0][7] - len(found)):
-        yield (
-            "error",
-            f"{more} more lanes have failed {patient.limits.many_attempts} times or more",
-            f"{patient.command('parked', 'list')}, with a --limit, names them",
-        )
+    if one.unrouted and one.broker is None:
+        return patient.command("route", "add", "DESTINATION", "--service", one.subject)
+    if one.needs_operator and one.destination:
+        retry = patient.command("parked", "retry-now", "--destination", one.destination)
+        return f"do what the error says; then {retry}"
+    return "mend what the error says; nothing is lost meanwhile"
+
+
+def _living(config: Settings, destination: str) -> list[str]:
+    """Return the services that live at a destination, as far as it answers."""
+    there = config.destinations.get(destination)
+    dsn = there.broker() if there is not None else None
+    if dsn is None:
+        return []
+    try:
+        with dsn.connect(role="doctor", autocommit=True) as connection:
+            return [name for (name,) in fetch(connection, "SELECT name FROM saf.service")]
+    except (psycopg.Error, SafError):
+        return []  # its own examination says so
 
 
 # If no service lives here, messages for any service are stored, and whoever reads all gets them

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
+from uuid import UUID
 
 import psycopg
 
+from saf.broker.fleet_members import missing
 from saf.config import Settings
 from saf.database import HAS_SCHEMA, LOST, Dsn, Meaning, meaning, refusal
 from saf.database.refusal import SILENT
-from saf.errors import ConfigurationError, Refused, Unavailable
-from saf.fleets import Candidate, ask_all
+from saf.errors import (
+    ConfigurationError,
+    MemberMissing,
+    Refused,
+    SafError,
+    SameBroker,
+    Unavailable,
+)
+from saf.fleets import Candidate, Listing, ask_all, memory
 from saf.operating.doctor.ageing import (
     dialogs_blocked,
     dialogs_expired,
@@ -28,13 +38,18 @@ from saf.operating.doctor.broker import (
     dialogs_set_back,
     endpoints,
     forged,
+    forgers,
     inbox_left_lying,
     no_handler,
     outbox_left_lying,
-    parked,
+    parked_by,
+    policies,
+    publications,
     restored,
     rights,
+    rows,
     schema,
+    search_path,
     unheard,
 )
 from saf.operating.doctor.locks import locks
@@ -51,6 +66,7 @@ from saf.operating.doctor.server import (
 )
 from saf.operating.doctor.set_back import set_back_by
 from saf.operating.doctor.transactions import long_transactions, prepared_transactions, sight
+from saf.repair.new_id import Place, place
 
 SERVER: tuple[Check, ...] = (
     locks,
@@ -64,17 +80,23 @@ SERVER: tuple[Check, ...] = (
 )
 """Checks of any database."""
 
+FIT: tuple[Check, ...] = (schema, rows)
+"""Checks without whose success the following ones mean nothing."""
+
 BROKER: tuple[Check, ...] = (
     rights,
+    policies,
+    publications,
+    search_path,
     constraints,
     restored,
     forged,
+    forgers,
     long_transactions,
     prepared_transactions,
     outbox_left_lying,
     inbox_left_lying,
     unheard,
-    parked,
     no_handler,
     endpoints,
     dead_letters,
@@ -104,10 +126,10 @@ def examine(
     A database that does not answer is a finding, check `REACHABLE`; one that refuses the login,
     check `LOGIN`.
     """
-    of_source = _of_source(config)
+    of_source, of_store = _of_source(config), (*BROKER, parked_by(config))
     databases = [("broker", name, one.dsn, of_source) for name, one in config.brokers.items()]
     databases += [
-        ("destination", name, dsn, BROKER)
+        ("destination", name, dsn, of_store)
         for name, one in config.destinations.items()
         if (dsn := one.broker())
     ]
@@ -131,12 +153,17 @@ def examine(
             patients.append(patient)
             found += _examined(patient, dsn, checks)
         found += _disagreements(patients)
-    return [*found, *_elsewhere(config), *_fleets(config, limits, clock)]
+        places = [
+            (patient.where, patient.name, one) for patient in patients for one in _place(patient)
+        ]
+    fleets = [*_fleets(config, limits, clock, places)]
+    return [*found, *_elsewhere(config), *fleets, *_copies(places)]
 
 
 def _of_source(config: Settings) -> tuple[Check, ...]:
     """The checks of a database whose outbox is forwarded."""
-    return (*BROKER, routes_by(config), local_by(config), dialogs_by(config), set_back_by(config))
+    by_config = (parked_by, routes_by, local_by, dialogs_by, set_back_by)
+    return (*BROKER, *(check(config) for check in by_config))
 
 
 def _elsewhere(config: Settings) -> Iterator[Finding]:
@@ -167,8 +194,60 @@ def _elsewhere(config: Settings) -> Iterator[Finding]:
             yield Finding(check="promise", where=where, severity="warning", what=what, cure=to_do)
 
 
-def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Iterator[Finding]:
-    """Examine the brokers of fleets, which may be too many to be connected to at once."""
+def _missing(config: Settings, listing: Listing) -> Iterator[Finding]:
+    """Find members of fleets that forwarders have met and that are not listed any more."""
+    there = memory(config)
+    asked = {*config.fleets} - listing.unlisted
+    if there is None or not asked:
+        return
+    try:
+        known = there.known(asked)
+    except (SafError, psycopg.Error):
+        return  # the examination of the store says so
+    for one in missing(known, listing.brokers):
+        error = MemberMissing(one.fleet, one.name, closed=one.name in listing.closed)
+        cure = shlex.join(("saf", "fleet", "forget", one.name))
+        yield Finding(
+            check="fleet_member",
+            where=f"fleet {one.fleet!r}",
+            severity="error",
+            what=str(error),
+            cure=f"bring it back; or, if it is gone for good, {cure}",
+        )
+
+
+def _place(patient: Patient) -> Iterator[Place]:
+    """Give which broker of which database it is, if it says."""
+    try:
+        yield place(patient.connection)
+    except (psycopg.Error, ValueError):
+        return  # its own examination says so
+
+
+def _copies(places: Iterable[tuple[str, str, Place]]) -> Iterator[Finding]:
+    """Find databases that have the broker_id of another one."""
+    originals: dict[UUID, tuple[str, str, Place]] = {}
+    found: set[tuple[int, int]] = set()
+    for where, name, one in sorted(places, key=lambda known: known[2].database):
+        _, original, first = originals.setdefault(one.broker_id, (where, name, one))
+        if one.database == first.database or one.database in found:
+            continue
+        found.add(one.database)
+        error = SameBroker(name, original, one.broker_id)
+        cure = shlex.join(("saf", "broker", "new-id", "--broker", name))
+        yield Finding(check="broker_id", where=where, severity="error", what=str(error), cure=cure)
+
+
+def _fleets(
+    config: Settings,
+    limits: Limits,
+    clock: Callable[[], float],
+    places: list[tuple[str, str, Place]],
+) -> Iterator[Finding]:
+    """Examine the brokers of fleets, which may be too many to be connected to at once.
+
+    Which broker of which database each is, is added to ``places``.
+    """
     listing = ask_all(config.fleets)
     for name, error in listing.problems:
         where = f"fleet {name!r}"
@@ -177,6 +256,7 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
         else:
             to_do = "mend its row or its query; the others are forwarded meanwhile"
             yield Finding(check="fleet", where=where, severity="error", what=str(error), cure=to_do)
+    yield from _missing(config, listing)
     for name, broker in listing.brokers.items():
         where = f"broker {name!r}"
         try:
@@ -188,6 +268,7 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
                     continue
                 yield Finding(check=REACHABLE, where=where, severity="ok")
                 yield from _examined(patient, broker.dsn, _of_source(config))
+                places += [(where, name, one) for one in _place(patient)]
         except Unavailable as error:
             yield _not_let_in(where, error, broker.dsn)
         except ConfigurationError as error:
@@ -225,11 +306,13 @@ def _examined(patient: Patient, dsn: Dsn, checks: tuple[Check, ...]) -> Iterator
     try:
         for check in SERVER:
             yield from _made(check, patient)
-        fit = list(_made(schema, patient))
-        yield from fit
-        if all(finding.severity == "ok" for finding in fit):
-            for check in checks:
-                yield from _made(check, patient)
+        for check in FIT:
+            fit = list(_made(check, patient))
+            yield from fit
+            if any(finding.severity == "error" for finding in fit):
+                return
+        for check in checks:
+            yield from _made(check, patient)
     except LOST as error:
         yield _unreachable(patient.where, dsn.redact(str(error)))
 

@@ -14,8 +14,11 @@ def primary(patient: Patient) -> Found:
 
 
 UNSAFE = """
-SELECT name, CASE name WHEN 'autovacuum' THEN 'warning' ELSE 'error' END FROM pg_settings
-WHERE name IN ('fsync', 'full_page_writes', 'autovacuum') AND setting = 'off' ORDER BY name
+SELECT name, CASE WHEN name IN ('autovacuum', 'array_nulls') THEN 'warning' ELSE 'error' END
+FROM pg_settings
+WHERE name IN ('fsync', 'full_page_writes', 'autovacuum') AND setting = 'off'
+   OR name = 'array_nulls' AND reset_val = 'off' -- saf's own sessions have it on
+ORDER BY name
 """
 
 
@@ -23,6 +26,7 @@ def settings(patient: Patient) -> Found:
     """Settings with which a crash loses what was committed, or tables only grow."""
     for name, severity in patient.ask(UNSAFE):
         harm = {
+            "array_nulls": "applications send many messages at once in vain",
             "autovacuum": "the tables of cursors and watermarks bloat with each batch",
         }.get(name, "a crash of the machine loses or corrupts committed messages")
         yield severity, f"{name} = off: {harm}", f"ALTER SYSTEM SET {name} = on, then reload"

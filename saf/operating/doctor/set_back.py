@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import psycopg
 
 from saf.config import Settings
+from saf.database import of_broker
 from saf.destinations.marks import shards_of
 from saf.errors import SafError, in_words
 from saf.operating.doctor.patient import Check, Found, Patient
@@ -48,7 +49,7 @@ def set_back_by(config: Settings) -> Check:
 def _met(patient: Patient, config: Settings) -> Iterator[tuple[str, SetBack]]:
     """What the forwarder would meet at each destination that answers."""
     source = patient.connection
-    ((broker_id,),) = patient.ask(IDENTITY)
+    (broker_id,) = of_broker(source, IDENTITY)
     for name, there in config.destinations.items():
         if not there.capabilities.exactly_once:
             continue

@@ -8,6 +8,8 @@ merged here in bounded memory, so that each message at fault is named:
     lost         complete at the source, and in no destination; or, for a topic's message, no longer
                  in a destination that was set back (`saf.repair.reconcile.copies`)
     duplicate    in the destinations more often than at the source
+    doubled      its row stands twice at the source, because a backup was restored over what was
+                 there; `saf rebase` removes one
     unexpected   in a destination, and not at the source
 
 A destination that cannot be read back is named, and not compared. A message that may be there, and

@@ -104,8 +104,11 @@ def _judged(
     entries: list[Entry], topics: frozenset[str], copies: Copies | None, unread: Unread
 ) -> Iterator[Difference]:
     """Give the differences that the rows of one message id show."""
-    complete = [one for one in entries if one.state == "complete"]
-    known = complete + [one for one in entries if one.state in ("aside", "pending")]
+    rows = [one for one in entries if one.state in ("complete", "aside", "pending")]
+    rows.sort(key=lambda one: ("complete", "aside", "pending").index(one.state))
+    # a message is recognised by its message_id and its place: two rows may be one message
+    known = [*{(one.shard, one.id): one for one in reversed(rows)}.values()][::-1]
+    complete = [one for one in known if one.state == "complete"]
     everywhere = stored = [one for one in entries if one.state == "stored"]
     if stored and stored[0].service in topics:
         # each destination has a copy: the one that has most decides
@@ -124,6 +127,8 @@ def _judged(
             if not gone.at
         ]
         wrong += [("in_flight", one) for one in known[len(complete) : len(stored)]]
+    if len(rows) > len(known):
+        wrong.append(("doubled", known[0]))
     if gone.at:
         wrong.append(("lost", known[0]))
     if gone.uncertain and stored:

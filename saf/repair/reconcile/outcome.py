@@ -8,7 +8,9 @@ from datetime import datetime
 from typing import Any, Literal
 from uuid import UUID
 
-Kind = Literal["lost", "uncertain", "duplicate", "unexpected", "in_flight", "not_compared"]
+Kind = Literal[
+    "lost", "uncertain", "duplicate", "doubled", "unexpected", "in_flight", "not_compared"
+]
 
 
 HARMLESS = ("in_flight", "not_compared", "uncertain")

@@ -72,9 +72,9 @@ def read_both(
                 there.append(stack.enter_context(settings.reading(one)))
             except CannotReadBack as error:
                 unread[one] = error.why
-        ((broker_id, shards, subscription_id, snapshot, now, topics),) = here.fetch(SOURCE, {})
         with unavailable_if_lost(here.what):
             refuse(here.connection)
+        ((broker_id, shards, subscription_id, snapshot, now, topics),) = here.fetch(SOURCE, {})
         _refuse_twins(there)
         purged = [f"outbox of {here.what}"] if here.may_be_purged() else []
         purged += [

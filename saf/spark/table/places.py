@@ -19,7 +19,7 @@ def configured(name: str, config: Path | None, *, fleets: bool = False) -> dict[
         ConfigurationError: there is no such broker.
         Unavailable: a fleet does not say who belongs to it.
     """
-    settings = load(config)
+    settings = load(config, delivers=False)
     stores = {
         place: Broker(dsn=dsn)
         for place, one in settings.destinations.items()

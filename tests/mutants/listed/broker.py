@@ -4,10 +4,93 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-REBASE = "saf/repair/rebase.py"
+REBASE, MOVED, LINEAGE = "saf/repair/rebase.py", "saf/repair/moved.py", "saf/log/lineage.py"
+MOVES, COPIES = "moves/test_moves.py", "moves/test_copies.py"
 REBASED, HONEST = "contract/test_rebase.py", "contract/test_10_honest.py"
 
+WHOLE, OWN = "contract/test_whole.py", "contract/test_own_settings.py"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a policy may hide rows from a session",
+        "saf/database/bounds.py",
+        "set_config('row_security', 'off', false)",
+        "set_config('row_security', 'on', false)",
+        f"{WHOLE}::test_rows_that_a_policy_hides_from_a_forwarder_at_work_are_not_passed_over",
+    ),
+    mutant(
+        "NULL in an array is what the server takes it for",
+        "saf/database/bounds.py",
+        "set_config('array_nulls', 'on', false)",
+        "current_setting('array_nulls')",
+        f"{WHOLE}::"
+        "test_where_array_nulls_is_off_messages_are_forwarded_and_received_and_the_doctor_warns",
+    ),
+    mutant(
+        "no policy is looked for at the first contact",
+        "saf/broker/whole.py",
+        'BOTH = f"SELECT NULL, gone.* FROM ({ROWS}) AS gone UNION ALL ({POLICIES})"',
+        'BOTH = f"SELECT NULL, gone.* FROM ({ROWS}) AS gone"',
+        f"{WHOLE}::test_rows_that_a_policy_hides_from_a_receiver_are_not_passed_over",
+    ),
+    mutant(
+        "a shard without a cursor is no matter",
+        "saf/broker/whole.py",
+        "HAVING count(c.shard) <> b.shards",
+        "HAVING count(c.shard) = 0",
+        f"{WHOLE}::test_each_of_saf_s_own_rows_that_is_gone_is_named",
+    ),
+    mutant(
+        "a rebase updates published slots that have no identity",
+        "saf/broker/whole.py",
+        "    for slot, statement in product(slots, IDENTIFY):",
+        "    for slot, statement in product([], IDENTIFY):",
+        f"{WHOLE}::test_all_goes_on_where_a_publication_publishes_all_tables",
+    ),
+    mutant(
+        "a table that is published without an identity is tried again",
+        "saf/database/sqlstates.py",
+        "    errors.ObjectNotInPrerequisiteState.sqlstate: Meaning.PUBLISHED,\n",
+        "",
+        f"{WHOLE}::test_a_table_that_cannot_be_changed_for_want_of_an_identity_has_a_meaning",
+    ),
+    mutant(
+        "whose schema comes first is not asked of its own name",
+        "saf/broker/whole.py",
+        "'$user', rolname)",
+        "'$user', '')",
+        f"{WHOLE}::"
+        "test_a_role_for_which_schema_saf_is_the_first_is_named_at_migrating_and_by_the_doctor",
+    ),
+    mutant(
+        "a worker's own statements run as a handler's role",
+        "saf/receiving/loop.py",
+        "Savepoints(raw, delivery.take_own())",
+        'Savepoints(raw, delivery.take_own() and "SELECT")',
+        f"{OWN}::test_what_a_handler_sets_is_no_matter_to_a_worker",
+    ),
+    mutant(
+        "a delivery's own statements run as a block's role",
+        "saf/receiving/delivery.py",
+        "            claim.move(self._raw, hand, own)\n",
+        "            claim.move(self._raw, hand)\n",
+        f"{OWN}::test_what_a_block_sets_is_no_matter_to_its_delivery",
+    ),
+    mutant(
+        "what a handler sets for the session holds for later deliveries",
+        "saf/receiving/own.py",
+        "format(name, value, pooled)",
+        "format(name, value, True)",
+        f"{OWN}::test_what_a_handler_sets_is_no_matter_to_a_worker",
+    ),
+    mutant(
+        "a group may let a writer say which transaction has sent",
+        "saf/broker/grants.py",
+        "in forgers(connection, role) if kinds else ():",
+        "in ():",
+        "integration/test_forged.py::"
+        "test_a_writer_has_no_more_rights_by_a_group_and_its_default_privileges",
+    ),
     mutant(
         "a server compiles the statements of a session",
         "saf/database/bounds.py",
@@ -57,17 +140,17 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what was sent since a restore goes before what the dump had pending",
-        REBASE,
-        """>= l.txid::text::bigint THEN 'p'""",
-        """>= l.txid::text::bigint THEN 'h'""",
+        MOVED,
+        """AND ({{is_here}}) THEN 'p'""",
+        """AND ({{is_here}}) THEN 'h'""",
         "contract/test_sent_before_a_repair.py::"
         "test_what_is_sent_between_a_restore_and_the_repair_follows_what_the_dump_had_pending",
     ),
     mutant(
         "the inbox is not rebased",
         REBASE,
-        'for log in ("outbox", "inbox"))',
-        'for log in ("outbox",))',
+        "for log in lineage.LOGS:\n                here",
+        "for log in lineage.LOGS[:1]:\n                here",
         f"{REBASED}::test_of_a_restored_inbox_the_unread_is_received_and_the_read_is_not",
     ),
     mutant(
@@ -87,11 +170,98 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a restored database is not refused",
-        "saf/broker/restored.py",
-        "system_identifier <> (SELECT",
-        "system_identifier < 0 * (SELECT",
+        "saf/log/lineage.py",
+        "SELECT system_identifier <> (SELECT",
+        "SELECT system_identifier < 0 * (SELECT",
         f"{REBASED}::"
         "test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_own",
+    ),
+    mutant(
+        "a sequence that was set back is not noticed",
+        LINEAGE,
+        "if highest is not None and highest > last:",
+        "if highest is not None and highest < 0 * last:",
+        f"{MOVES}::test_what_was_sent_with_the_ids_of_older_messages_is_not_taken_for_them",
+    ),
+    mutant(
+        "cursors that are older than what they count as complete are not noticed",
+        LINEAGE,
+        "for count, first in fetch(connection, WRITTEN_AFTER.format(log=log, which=which)):",
+        "for count, first in ():",
+        f"{COPIES}::test_a_storage_copy_that_caught_up_by_logical_replication_loses_nothing",
+    ),
+    mutant(
+        "what logical replication brought is taken for written here",
+        MOVED,
+        "& 4294967295 OR {_AFTER_CURSOR})",
+        "& 4294967295 OR true OR {_AFTER_CURSOR})",
+        f"{MOVES}::test_logical_replication_to_a_new_server_loses_and_doubles_nothing",
+    ),
+    mutant(
+        "what was sent since the transaction ids went back counts as complete",
+        MOVED,
+        "MovedBy.COPY: _AFTER_CURSOR,",
+        'MovedBy.COPY: "false",',
+        f"{COPIES}::test_after_a_reset_of_the_epoch_and_the_named_cure_new_messages_arrive",
+    ),
+    mutant(
+        "an upgrade sends again what came since saf.timeline was rewritten",
+        REBASE,
+        "foreign = bool([*lineage.foreign(connection, all_readers=True)])",
+        "foreign = True",
+        f"{COPIES}::"
+        "test_what_was_rewritten_or_moved_within_its_cluster_is_not_sent_again_after_an_upgrade",
+    ),
+    mutant(
+        "messages are known again by their ids alone",
+        "saf/setaside/parking.py",
+        "SELECT message_id FROM saf.parked\nWHERE subscription_id = %(subscription_id)s AND "
+        "destination = %(destination)s\n  AND (id, message_id) IN (SELECT * FROM "
+        "unnest(%(ids)s::bigint[], %(message_ids)s::uuid[]))",
+        "SELECT (%(message_ids)s::uuid[])[array_position(%(ids)s::bigint[], id)] FROM saf.parked\n"
+        "WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s\n"
+        "  AND id = ANY (%(ids)s)",
+        f"{MOVES}::test_what_was_sent_with_the_ids_of_older_messages_is_not_taken_for_them",
+    ),
+    mutant(
+        "a row that stands twice is two messages to reconcile",
+        "saf/repair/reconcile/comparing.py",
+        "    known = [*{(one.shard, one.id): one for one in reversed(rows)}.values()][::-1]\n",
+        "    known = rows\n",
+        "moves/test_restored_over.py::"
+        "test_it_is_seen_and_nothing_that_is_stored_is_called_lost_or_sent_again",
+    ),
+    mutant(
+        "a replay sends what was not announced",
+        "saf/repair/replay.py",
+        "if len(found) > len({*announced}):",
+        "if len(found) < 0:",
+        "moves/test_restored_over.py::"
+        "test_it_is_seen_and_nothing_that_is_stored_is_called_lost_or_sent_again",
+    ),
+    mutant(
+        "a batch has a row twice",
+        "saf/engine/task.py",
+        "        if again.size:\n",
+        "        if again.size < 0:\n",
+        "moves/test_restored_over.py::"
+        "test_messages_that_were_pending_then_and_now_are_not_stored_twice",
+    ),
+    mutant(
+        "dead letters are not found again after the clock went back",
+        "saf/log/cursor.py",
+        "now(), c.opened_at, c.set",
+        "now(), c.set",
+        "moves/test_clocks.py::"
+        "test_a_forwarder_that_dies_after_the_clock_went_back_has_stored_nothing_twice",
+    ),
+    mutant(
+        "what was parked when the clock was ahead waits",
+        "saf/setaside/parking.py",
+        "AND opened_at = {opened_at}::timestamptz)",
+        "AND parked_at >= {opened_at}::timestamptz)",
+        "moves/test_clocks.py::"
+        "test_what_an_earlier_batch_parked_goes_on_in_order_after_the_clock_went_back",
     ),
     mutant(
         "a rebase does not wait for members at work",

@@ -12,11 +12,12 @@ WATERMARKS, ISOLATED, CRASH = (
     "contract/test_7_isolated.py",
     "contract/test_set_aside_crash.py",
 )
-HONEST = "contract/test_10_honest.py"
+HONEST, FAULTS = "contract/test_10_honest.py", "contract/test_destination_faults.py"
 SCRIPT, STREAMS = "saf/destinations/redis/script.py", "saf/destinations/redis/streams.py"
 NATS, KAFKA = "contract/test_nats.py", "contract/test_kafka.py"
 RABBITMQ, RABBITMQ_STREAM = "contract/test_rabbitmq_stream.py", "saf/destinations/rabbitmq_stream"
 QUEUES = "contract/test_rabbitmq.py"
+OBJECTS, CHECK = "contract/test_object_stores.py", "integration/test_destination_check.py"
 DELTA, LAKE = "saf/destinations/delta", "contract/test_delta.py"
 ICEBERG, BERG = "saf/destinations/iceberg", "contract/test_iceberg.py"
 REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
@@ -55,10 +56,54 @@ MUTANTS: list[Mutant] = [
         "test_in_a_cluster_the_rights_that_the_page_lists_are_enough_and_one_that_lacks_is_named",
     ),
     mutant(
+        "nobody hears of what went before its deliver_at",
+        "saf/engine/storing.py",
+        "if holds or times.null_count == len(times):",
+        "if True:",
+        "contract/test_given_early.py::"
+        "test_a_run_counts_what_went_before_its_time_to_a_destination_that_holds_none",
+    ),
+    mutant(
+        "what a client raises is the fault of each message",
+        "saf/engine/destination_sessions.py",
+        """            with self._blamed(name):
+                return known, ask(destination, chunk)
+        except Ahead""",
+        """            if True:
+                return known, ask(destination, chunk)
+        except Ahead""",
+        f"{FAULTS}::test_what_a_client_raises_makes_no_dead_letters_and_delays_nobody_else",
+    ),
+    mutant(
+        "a destination that rejects everything is given everything",
+        "saf/engine/brake.py",
+        "if messages < self.most or",
+        "if True or",
+        f"{FAULTS}::"
+        "test_more_than_a_few_rejections_in_a_row_stop_a_destination_until_an_operator_lifts_it",
+    ),
+    mutant(
+        "rejections in a row are forgotten by the next run",
+        "saf/forwarding/broker.py",
+        "        self._rejecting = dict(rejecting)\n",
+        "",
+        f"{FAULTS}::"
+        "test_rejections_in_a_row_are_counted_over_runs_and_a_stored_message_ends_the_row",
+    ),
+    mutant(
+        "a stop is not heard between halves",
+        "saf/engine/storing.py",
+        "elif self._told_to_stop():",
+        "elif False:",
+        f"{FAULTS}::test_a_stop_is_heard_between_the_halves_of_what_is_rejected",
+    ),
+    mutant(
         "a destination that cannot say which it is makes dead letters",
         "saf/engine/destination_sessions.py",
-        "if isinstance(error, SafError) or not of_messages(error):",
-        "if True:",
+        """        with self._blamed(name):
+            if name not in self._open:""",
+        """        if True:
+            if name not in self._open:""",
         "contract/test_jsonl.py::test_a_destination_that_cannot_say_which_it_is_makes_no_dead_letters",
     ),
     mutant(
@@ -806,5 +851,40 @@ MUTANTS: list[Mutant] = [
         "from_json(body, allow_inf_nan=False)",
         "from_json(body, allow_inf_nan=True)",
         "unit/test_doctests.py",
+    ),
+    mutant(
+        "what is written to an object store passes through pyarrow's stream",
+        f"{DELTA}/files.py",
+        "upload = self._store._handler.open_output_stream(path, None)",
+        "upload = self._store.open_output_stream(path)",
+        f"{OBJECTS}::test_messages_are_rows_and_each_is_there_once",
+    ),
+    mutant(
+        "an object store is waited for as long as its client likes",
+        f"{DELTA}/__init__.py",
+        '            "retry_timeout": f"{self.bounds.statement_seconds:g}s",\n',
+        "",
+        f"{OBJECTS}::test_a_store_is_waited_for_within_saf_s_bounds",
+    ),
+    mutant(
+        "a store that lets two commits win passes the check",
+        f"{DELTA}/probing.py",
+        "if max(won) > 1:",
+        "if max(won) > AT_ONCE:",
+        f"{CHECK}::test_it_finds_what_an_object_store_does_not_keep",
+    ),
+    mutant(
+        "a probe stays where it was written",
+        f"{DELTA}/probing.py",
+        "left = files.remove([*paths, *(",
+        "left = files.remove([*(",
+        f"{CHECK}::test_it_tries_an_object_store_and_leaves_nothing_there",
+    ),
+    mutant(
+        "what cannot be deleted is not mentioned",
+        f"{DELTA}/files.py",
+        "                left.append(path)\n",
+        "                pass\n",
+        f"{CHECK}::test_it_finds_what_an_object_store_does_not_keep",
     ),
 ]

@@ -33,6 +33,7 @@ OWNERS = "contract/test_dispatch_owners.py"
 STORED = "contract/test_dispatch_stored.py"
 RUNNING = "contract/test_dispatch_running.py"
 BOUNDS = "contract/test_dispatch_bounds.py"
+OF_GUARD = "unit/test_guard.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -461,9 +462,23 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an address inside of IPv6 passes for a public one",
         GUARD,
-        "    if inside is not None and not is_public(str(inside)):\n        return False\n",
-        "",
-        "unit/test_doctests.py",
+        "ip = _meant(_parsed(address))",
+        "ip = _parsed(address)",
+        f"{OF_GUARD}::test_an_address_of_ipv6_that_stands_for_one_inside_is_not_called",
+    ),
+    mutant(
+        "what is public depends on the version of Python",
+        GUARD,
+        "return not any(ip in network for network in _NOT_PUBLIC)",
+        "return ip.is_global and not ip.is_multicast and not ip.is_reserved",
+        f"{OF_GUARD}::test_a_special_purpose_address_is_not_called_whatever_version_python_has",
+    ),
+    mutant(
+        "all of IPv6 is public but for what is listed",
+        GUARD,
+        "if isinstance(ip, ipaddress.IPv6Address) and ip not in _UNICAST:",
+        "if False:",
+        f"{OF_GUARD}::test_a_special_purpose_address_is_not_called_whatever_version_python_has",
     ),
     mutant(
         "an event that is sent again is stored again",

@@ -33,6 +33,8 @@ UNKNOWN = f"{ISOLATED}::test_messages_for_a_service_that_the_destination_does_no
 POLLING = "contract/test_polling.py"
 QUIET = "saf/forwarding/quiet.py"
 
+SESSION = "spark/test_session.py"
+
 MUTANTS: list[Mutant] = [
     mutant(
         "a quiet source is looked at whatever other databases do",
@@ -117,21 +119,21 @@ MUTANTS: list[Mutant] = [
         "saf/spark/jvm.py",
         "END if self.in_shell else signal.SIGKILL",
         "signal.SIGKILL",
-        "spark/test_session.py::test_a_jvm_that_hangs_when_it_is_to_end_is_killed[True]",
+        f"{SESSION}::test_a_jvm_that_hangs_when_it_is_to_end_is_killed[True]",
     ),
     mutant(
         "a JVM that hangs is asked to stop, after it was given up",
         "saf/spark/runner.py",
         "        self._spark = None\n        session.abandon()",
         "        session.abandon()",
-        "spark/test_session.py::test_a_driver_ends_whose_jvm_hangs_and_is_somebody_else_s",
+        f"{SESSION}::test_a_driver_ends_whose_jvm_hangs_and_is_somebody_else_s",
     ),
     mutant(
         "the end of a process waits for a call that hangs",
         "saf/database/background.py",
         "daemon=True",
         "daemon=False",
-        "spark/test_session.py::test_a_driver_ends_whose_jvm_hangs_and_is_somebody_else_s",
+        f"{SESSION}::test_a_driver_ends_whose_jvm_hangs_and_is_somebody_else_s",
     ),
     mutant(
         "a drain whose jobs fail each time never ends",
@@ -314,7 +316,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored source is forwarded",
         BROKER,
-        "            restored.refuse(connection)\n",
+        "            lineage.refuse(connection)\n",
         "",
         "contract/test_rebase.py::"
         "test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_own",
@@ -558,5 +560,19 @@ MUTANTS: list[Mutant] = [
         "        for handed in partition:\n",
         "        for handed in list(partition)[:0]:\n",
         "spark/test_forward.py::test_a_second_run_has_nothing_to_do",
+    ),
+    mutant(
+        "a user without a name is left to the login of Hadoop",
+        "saf/spark/session.py",
+        "    log_in(SparkContext._jvm)\n",
+        "",
+        f"{SESSION}::test_a_user_without_a_name_on_a_host_whose_name_does_not_resolve_starts_a_session",
+    ),
+    mutant(
+        "a host whose name does not resolve is looked up by Spark",
+        "saf/spark/session.py",
+        "environment(found) | address(chosen, local=is_local(master))",
+        "environment(found)",
+        f"{SESSION}::test_a_user_without_a_name_on_a_host_whose_name_does_not_resolve_starts_a_session",
     ),
 ]

@@ -32,9 +32,60 @@ OF_FLEETS, CLI = (
 OF_TOPICS = "contract/test_set_back_topics.py"
 FIGURES, OF_FIGURES = "saf/operating/figures.py", "contract/test_figures_kept.py"
 OF_STATUS, SETTINGS = "contract/test_status.py", "unit/test_settings.py"
-OF_DOCTOR = "integration/test_doctor.py"
+OF_DOCTOR, OF_COPIES = "integration/test_doctor.py", "integration/test_copied_brokers.py"
 
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a misspelt service is no finding before its tenth attempt",
+        "saf/operating/doctor/broker.py",
+        "      WHERE attempts >= %(attempts)s OR needs_operator AND attempts > 0\n",
+        "      WHERE attempts >= %(attempts)s\n",
+        f"{OF_DOCTOR}::test_a_service_that_the_store_does_not_know_is_found_at_the_first_attempt",
+    ),
+    mutant(
+        "a full disk is taken for a server that does not answer",
+        "saf/database/sqlstates.py",
+        "    errors.DiskFull.sqlstate: Meaning.DISK_FULL,\n",
+        "",
+        f"{OF_DOCTOR}::test_a_full_disk_of_a_store_is_found_at_the_first_attempt",
+    ),
+    mutant(
+        "an error shows the row that a database quotes in it",
+        "saf/errors.py",
+        "return masked(super().__str__())",
+        "return super().__str__()",
+        "contract/test_masked_errors.py::test_a_row_that_a_store_quotes_is_not_in_the_dead_letter",
+    ),
+    mutant(
+        "a command fails where standard error is closed",
+        "saf/cli/__init__.py",
+        "    open_standard_streams()\n",
+        "",
+        "integration/test_standard_streams.py::"
+        "test_a_run_forwards_whatever_its_standard_streams_are",
+    ),
+    mutant(
+        "a member of a fleet that is gone is not missed",
+        "saf/broker/fleet_members.py",
+        "member for member in known if member.name not in listed and",
+        "member for member in known if False and",
+        "integration/test_missing_members.py::"
+        "test_a_member_that_is_not_listed_any_more_is_a_problem_a_metric_and_a_row_in_the_doctor",
+    ),
+    mutant(
+        "a copy is forwarded beside its original",
+        "saf/forwarding/roster.py",
+        "return [item for item in found if item.broker not in copies]",
+        "return found",
+        f"{OF_COPIES}::test_a_copy_is_refused_by_name_and_is_a_broker_of_its_own_after_new_id",
+    ),
+    mutant(
+        "a copy sends what its original sends as well",
+        "saf/repair/new_id.py",
+        "        for statement in GIVE_UP:\n",
+        "        for statement in ():\n",
+        f"{OF_COPIES}::test_a_copy_is_refused_by_name_and_is_a_broker_of_its_own_after_new_id",
+    ),
     mutant(
         "a schedule calls a person where an answer only takes long",
         "saf/operating/forwarded.py",
@@ -314,8 +365,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "templates are asked for their messages",
         FLEETS,
-        "WHERE datallowconn AND NOT datistemplate",
-        "WHERE datallowconn",
+        "WHERE NOT datistemplate ORDER",
+        "ORDER",
         f"{OF_FLEETS}::test_a_pattern_finds_no_templates",
     ),
     mutant(
@@ -543,5 +594,27 @@ MUTANTS: list[Mutant] = [
         "        for process in running.values():\n            process.terminate()\n",
         "        for process in [*running.values()][:-1]:\n            process.terminate()\n",
         "contract/test_worker.py::test_sigterm_while_a_process_is_started_ends_that_one_too",
+    ),
+    mutant(
+        "a copy of the schema alone is sent round and round",
+        "saf/broker/migrate.py",
+        "if exists and not connection.exec_driver_sql(SCHEMA_REVISION).all():",
+        "if False:",
+        "migration/test_migrations.py::"
+        "test_a_copy_of_the_schema_alone_is_told_what_to_do_whoever_asks",
+    ),
+    mutant(
+        "a file of settings is read as the locale says",
+        "saf/config.py",
+        "path.read_text(encoding=ENCODING)",
+        "path.read_text()",
+        "unit/test_config.py::test_a_file_is_utf_8_whatever_the_locale_is",
+    ),
+    mutant(
+        "what the locale cannot encode ends the command",
+        "saf/cli/__init__.py",
+        "    write_any_character()\n    _configure_logging()\n",
+        "    _configure_logging()\n",
+        "unit/test_config.py::test_what_the_locale_cannot_encode_is_printed_nevertheless",
     ),
 ]

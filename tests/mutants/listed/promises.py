@@ -121,16 +121,16 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what was sent since a restore counts as complete",
-        "saf/repair/rebase.py",
-        "CASE WHEN l.txid::text::bigint > {{brought_by}}",
-        "CASE WHEN 0 > {{brought_by}}",
+        "saf/repair/moved.py",
+        'MovedBy.DUMP: "l.txid::text::bigint > copied.last"',
+        'MovedBy.DUMP: "0 > copied.last"',
         "contract/test_10_honest.py::test_what_is_sent_between_a_restore_and_the_rebase_is_forwarded_and_nothing_twice",
     ),
     mutant(
         "what a savepoint has sent since a restore is taken for what its id meant elsewhere",
-        "saf/repair/rebase.py",
-        """AND {full("l.xmin")} >= l.txid::text::bigint THEN 'p'""",
-        """AND {full("l.xmin")} = l.txid::text::bigint THEN 'p'""",
+        "saf/repair/moved.py",
+        """CASE WHEN {full("l.xmin")} >= l.txid::text::bigint""",
+        """CASE WHEN {full("l.xmin")} = l.txid::text::bigint""",
         "contract/test_sent_before_a_repair.py::test_what_a_savepoint_has_sent_between_a_restore_and_the_repair_is_forwarded",
     ),
     mutant(

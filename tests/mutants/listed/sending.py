@@ -18,6 +18,30 @@ ACCEPTED = "migrations/versions/0028_accepted_soon.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a session may write its rows on a second connection after a send",
+        "saf/transaction.py",
+        "        _sent_on[transaction] = connection\n",
+        "",
+        "contract/test_1_atomic.py::"
+        "test_a_message_does_not_outlive_rows_that_a_session_writes_later_on_another_connection",
+    ),
+    mutant(
+        "a session may have written its rows on another connection before a send",
+        "saf/transaction.py",
+        "            if one is not connection:\n",
+        "            if False:\n",
+        "contract/test_1_atomic.py::"
+        "test_a_session_whose_rows_are_on_another_connection_sends_nothing",
+    ),
+    mutant(
+        "an empty table saf.broker is no matter to a sender",
+        "saf/transaction.py",
+        "        if is_empty:\n",
+        "        if False:\n",
+        "contract/test_whole.py::"
+        "test_a_broker_whose_tables_were_truncated_is_named_by_everything_that_meets_it",
+    ),
+    mutant(
         "bytes of an array are escaped where backslashes are",
         "saf/transaction.py",
         "        params = params and backslashes.in_arrays(self.connection, params)\n",
@@ -179,8 +203,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a database that was refused is accepted the next time",
         TRANSACTION,
-        "        require_revision(str(name)",
-        "        self._checked[transaction.database] = False\n        require_revision(str(name)",
+        "        require_schema(str(name)",
+        "        self._checked[transaction.database] = False\n        require_schema(str(name)",
         f"{ENTRANCE}::test_a_database_that_was_refused_is_refused_again",
     ),
     mutant(

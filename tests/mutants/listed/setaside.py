@@ -266,7 +266,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is written ahead is parked twice",
         ASIDE,
-        'rows += [row for row in dicts if row["id"] not in here]',
+        'rows += [row for row in dicts if row["message_id"] not in here]',
         "rows += dicts",
         f"{ONCE}::"
         "test_what_is_written_ahead_of_a_watermark_is_parked_once_although_the_answer_got_lost",
@@ -303,8 +303,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "dead letters of the same chunk die in any order",
         ASIDE,
-        'dead.bury(source, sorted(new, key=itemgetter("id")))',
-        'dead.bury(source, sorted(new, key=itemgetter("id"), reverse=True))',
+        'dead.bury(source, sorted(new, key=itemgetter("id")), at)',
+        'dead.bury(source, sorted(new, key=itemgetter("id"), reverse=True), at)',
         "contract/test_routers.py::"
         "test_dead_letters_of_several_reasons_die_in_the_order_in_which_they_were_sent",
     ),

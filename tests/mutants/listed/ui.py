@@ -91,8 +91,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what the open batch has set aside is discarded",
         "saf/setaside/parked_messages.py",
-        'WHEN {OF_BATCH.format(one="p", at="parked_at")} THEN \'batch\'',
-        'WHEN {OF_BATCH.format(one="p", at="parked_at")} THEN NULL',
+        "WHEN {OF_BATCH.format(one=\"p\", at=PARKED_BY)} THEN 'batch'",
+        'WHEN {OF_BATCH.format(one="p", at=PARKED_BY)} THEN NULL',
         f"{DECIDED}::test_what_the_open_batch_has_set_aside_beyond_its_position_stays",
     ),
     mutant(

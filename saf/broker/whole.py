@@ -1,0 +1,214 @@
+"""Whether a broker is whole: saf's own rows exist, none is hidden, and each can be changed.
+
+Tools that know nothing of saf damage a broker in ways that its revision does not show:
+
+    rows          somebody truncated or deleted saf's own rows, as cleaners of tests do, or copied
+                  the schema without its data
+    policies      row-level security hides rows from this login, so that messages would be passed
+                  over
+    publications  a publication (``FOR ALL TABLES``, as Debezium makes it) publishes a table that
+                  has no replica identity, so PostgreSQL refuses each UPDATE and DELETE of it;
+                  the migrations give one to each table but the slots of the logs
+    search_path   schema saf is the first of an application's, because its role is called saf (the
+                  default path begins with "$user"): what the application creates lands there
+
+Each is one query of the catalogs and of saf's smallest tables, which any login with a duty may ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import psycopg
+from psycopg import sql
+from psycopg.pq import TransactionStatus
+
+from saf.database import fetch
+from saf.errors import ConfigurationError, RowsGone
+
+SCHEMA = "saf"
+
+# The size of a table needs no right on it, and is 0 after a TRUNCATE and in a copy without data
+ROWS = """
+SELECT 'saf.broker has no row' WHERE NOT EXISTS (SELECT FROM saf.broker)
+UNION ALL
+SELECT format('saf.%s is empty', c.relname) FROM pg_class c
+WHERE c.oid IN ('saf.timeline'::regclass, 'saf.cursor_key'::regclass)
+  AND pg_relation_size(c.oid) = 0
+UNION ALL
+SELECT 'saf.subscription lacks ''forwarder'' of the outbox' WHERE NOT EXISTS (
+    SELECT FROM saf.subscription WHERE log = 'outbox' AND name = 'forwarder')
+UNION ALL
+SELECT format('saf.cursor has %s of the %s rows of subscription %L', count(c.shard), b.shards,
+              s.name)
+FROM saf.broker b CROSS JOIN saf.subscription s LEFT JOIN saf.cursor c USING (subscription_id)
+GROUP BY b.shards, s.subscription_id, s.name HAVING count(c.shard) <> b.shards
+"""
+"""SQL: what is missing of saf's own rows, in words; no row if they are complete."""
+
+# saf's own two policies restrict who sends as whom, and hide nothing: see `saf.broker.senders`
+POLICIES = """
+SELECT c.relname::text,
+       coalesce(string_agg(quote_ident(p.polname), ', ' ORDER BY p.polname), 'none')
+FROM pg_class c LEFT JOIN pg_policy p ON p.polrelid = c.oid
+WHERE c.relnamespace = 'saf'::regnamespace AND c.relrowsecurity AND row_security_active(c.oid)
+GROUP BY c.relname
+HAVING c.relname <> 'outbox'
+    OR array_agg(p.polname ORDER BY p.polname) <> '{outbox_read,outbox_sender}'
+    OR bool_or(p.polname = 'outbox_read' AND pg_get_expr(p.polqual, p.polrelid) <> 'true')
+ORDER BY 1
+"""
+"""SQL: the tables of which policies may hide rows from this login, with the policies' names."""
+
+BOTH = f"SELECT NULL, gone.* FROM ({ROWS}) AS gone UNION ALL ({POLICIES})"
+"""SQL: both questions in one round trip."""
+
+# A publication names tables, and of a partitioned table either it or its partitions
+WITHOUT_IDENTITY = """
+SELECT c.relname, c.relispartition FROM pg_class c
+WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind = 'r' AND NOT (
+    c.relreplident = 'f'
+    OR c.relreplident IN ('d', 'i') AND EXISTS (
+        SELECT FROM pg_index i WHERE i.indrelid = c.oid
+        AND CASE c.relreplident WHEN 'd' THEN i.indisprimary ELSE i.indisreplident END))
+AND EXISTS (
+    SELECT FROM pg_publication_tables t
+    JOIN pg_publication p ON p.pubname = t.pubname AND (p.pubupdate OR p.pubdelete)
+    WHERE t.schemaname = 'saf' AND (
+        t.tablename = c.relname
+        OR c.relispartition AND t.tablename = split_part(c.relname, '_', 1)))
+ORDER BY 1
+"""
+"""SQL: the published tables whose rows nobody can update or delete; whether it is a log's slot."""
+
+IDENTIFY = (
+    "CREATE UNIQUE INDEX saf_identity_{slot} ON saf.{slot} (id)",
+    "ALTER TABLE saf.{slot} REPLICA IDENTITY USING INDEX saf_identity_{slot}",
+)
+FORGET = (
+    "ALTER TABLE saf.{slot} REPLICA IDENTITY DEFAULT",
+    "DROP INDEX saf.saf_identity_{slot}",
+)
+
+
+# A role's setting in this database, else in all, else the database's, else everybody's, else the
+# server's. The path skips schemas that do not exist or that the role may not use.
+FIRST = """
+WITH setting AS (
+    SELECT setrole, setdatabase, substr(one, length('search_path=') + 1) AS path
+    FROM pg_db_role_setting, unnest(setconfig) AS one
+    WHERE one LIKE 'search_path=%' AND setdatabase IN (
+        0, (SELECT oid FROM pg_database WHERE datname = current_database()))
+), paths AS (
+    SELECT r.oid, r.rolname, coalesce(
+        (SELECT path FROM setting WHERE setrole IN (0, r.oid)
+         ORDER BY setrole = r.oid DESC, setdatabase <> 0 DESC LIMIT 1),
+        (SELECT CASE WHEN source = 'configuration file' THEN reset_val ELSE boot_val END
+         FROM pg_settings WHERE name = 'search_path')) AS path
+    FROM pg_roles r WHERE r.rolcanlogin
+)
+SELECT rolname, path FROM paths WHERE 'saf' = (
+    SELECT nspname FROM unnest(string_to_array(path, ',')) WITH ORDINALITY AS part (name, place)
+    JOIN pg_namespace n
+      ON nspname = replace(btrim(name, ' "'), '$user', rolname)
+     AND has_schema_privilege(paths.oid, n.oid, 'USAGE')
+    ORDER BY place LIMIT 1)
+ORDER BY rolname
+"""
+"""SQL: the logins for which schema saf is the first of the search_path, and their search_path."""
+
+SHOWN = 3
+"""How many of these logins are named."""
+
+
+def missing(connection: psycopg.Connection[Any]) -> list[str]:
+    """Return what is missing of saf's own rows, in words."""
+    return [what for (what,) in fetch(connection, ROWS)]
+
+
+def narrowed(connection: psycopg.Connection[Any]) -> list[tuple[str, str]]:
+    """Return the tables of which policies may hide rows from this login, and the policies."""
+    return [(table, names) for table, names in fetch(connection, POLICIES)]
+
+
+def without_identity(connection: psycopg.Connection[Any]) -> list[str]:
+    """Return the published tables whose rows nobody can update or delete, but should.
+
+    Rows of the logs are not updated, except by a repair; see `updatable_logs`.
+    """
+    return [table for table, is_slot in fetch(connection, WITHOUT_IDENTITY) if not is_slot]
+
+
+@contextmanager
+def updatable_logs(connection: psycopg.Connection[Any]) -> Iterator[None]:
+    """Run a block of a transaction that has locked the logs, and in which it may update them.
+
+    Slots of the logs have no replica identity, because an index on the id would cost each send.
+    REPLICA IDENTITY FULL is no way out: PostgreSQL 18 refuses it for a generated column such as
+    the shard. So published slots have such an index as long as the block runs.
+    """
+    slots = [slot for slot, is_slot in fetch(connection, WITHOUT_IDENTITY) if is_slot]
+    for slot, statement in product(slots, IDENTIFY):
+        connection.execute(statement.format(slot=slot).encode())
+    yield
+    for slot, statement in product(slots, FORGET):
+        connection.execute(statement.format(slot=slot).encode())
+
+
+def first_for(connection: psycopg.Connection[Any]) -> tuple[str, str] | None:
+    """Return what is wrong if schema saf is the first of a login's search_path, and the cure."""
+    found = fetch(connection, FIRST)
+    if not found:
+        return None
+    role, path = found[0]
+    others = ", ".join(repr(name) for name, _ in found[1:SHOWN])
+    what = (
+        f"schema saf is the first in the search_path of role {role!r} ({path})"
+        f"{f', and of {others}' if others else ''}: what it creates without naming a schema lands "
+        "among saf's tables, and its own Alembic finds saf's version there"
+    )
+    cure = sql.SQL("ALTER ROLE {} SET search_path = public").format(sql.Identifier(role))
+    if role == SCHEMA:
+        return what, f"use another role, such as saf_owner, or {cure.as_string(connection)}"
+    return what, cure.as_string(connection)
+
+
+def policies_cure(table: str) -> str:
+    """Return what to do about policies of a table."""
+    if table == "outbox":
+        return (
+            "As the owner, DROP POLICY each of saf.outbox but outbox_read and outbox_sender, which "
+            "`saf sender` needs"
+        )
+    return f"As the owner, ALTER TABLE saf.{table} DISABLE ROW LEVEL SECURITY"
+
+
+def refuse(connection: psycopg.Connection[Any]) -> None:
+    """Raise if saf's own rows are not complete, or if any row may be hidden from this login.
+
+    Raises:
+        RowsGone: saf's own rows are not complete.
+        ConfigurationError: row-level security applies to this login.
+    """
+    try:
+        found = fetch(connection, BOTH)
+    except psycopg.errors.InsufficientPrivilege as error:
+        # saf's own sessions have row_security off, so that nothing is read where a policy applies
+        if connection.info.transaction_status is TransactionStatus.INERROR:
+            raise
+        found = fetch(connection, POLICIES)
+        if not found:
+            raise error from None
+    gone = [what for table, what in found if table is None]
+    for table, policies in found:
+        if table is not None:
+            raise ConfigurationError(
+                f"database {connection.info.dbname!r}: row-level security of saf.{table} applies "
+                f"to user {connection.info.user!r} (policies: {policies}), so messages could be "
+                f"hidden and passed over. {policies_cure(table)}"
+            )
+    if gone:
+        raise RowsGone(connection.info.dbname, gone)

@@ -1,0 +1,64 @@
+"""``saf fleet``: the members of fleets that forwarders have met, and those that are missing."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from saf.cli.brokers import AsJson, Config
+from saf.cli.console import echo
+from saf.cli.listing import Listing
+from saf.config import load
+from saf.errors import UsageError
+from saf.fleets import memory
+
+app = typer.Typer(no_args_is_help=True, help="Members of fleets, and which are missing.")
+
+
+@app.command("list")
+def list_(config: Config = None, as_json: AsJson = False) -> None:
+    """Show the members of fleets that forwarders have met.
+
+    One that its fleet no longer lists is missing: its database was dropped or renamed, or allows no
+    connections.
+    """
+    settings = load(config)
+    there = memory(settings)
+    known = there.known(list(settings.fleets)) if there is not None else []
+    if as_json:
+        rows = [
+            {
+                "member": one.name,
+                "fleet": one.fleet,
+                "broker_id": one.broker_id and str(one.broker_id),
+                "missing_since": one.missing_since,
+            }
+            for one in known
+        ]
+        echo(json.dumps({"members": rows}))
+        return
+    listing = Listing("member", "broker_id", "missing since")
+    for one in known:
+        listing.add(one.name, str(one.broker_id or ""), one.missing_since or "")
+    listing.show()
+
+
+@app.command()
+def forget(
+    members: Annotated[list[str], typer.Argument(metavar="FLEET/NAME…", help="The members.")],
+    *,
+    config: Config = None,
+) -> None:
+    """Forget members that are gone for good.
+
+    A member that its fleet still lists is remembered again by the next run.
+    """
+    there = memory(load(config))
+    if there is None:
+        raise UsageError("no destination of saf.toml is a broker, so no member is remembered")
+    for name in members:
+        if not there.forget(name.partition("/")[0], name):
+            raise UsageError(f"no forwarder has met {name!r}: `saf fleet list` shows the members")
+        echo(f"{name} is forgotten")

@@ -1,0 +1,82 @@
+"""A probe in an object store: commits for the same version of a table, of which one must win.
+
+What a table promises rests on that: a store that lets a second commit overwrite the first one loses
+what the first one has acknowledged, and says nothing. Only writing tells whether a store does. The
+commits are made at the same time, because deltalake looks for others just before it writes. So a
+store that passes all rounds may have been lucky, but one that fails is certainly wrong.
+
+The probe is a table of its own in the folder ``_saf_probe`` below the address of the table, where
+no reader and no vacuum looks, and it is deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from uuid import uuid4
+
+import pyarrow as pa
+from deltalake import DeltaTable
+
+from saf.destinations.delta.appending import commit, write
+from saf.destinations.delta.files import Files
+from saf.destinations.delta.link import Link
+from saf.destinations.delta.log import LOG
+from saf.destinations.queues import unusable
+
+FOLDER = "_saf_probe"
+ROWS = pa.table({"n": pa.array([1], pa.int64())})
+AT_ONCE = 4
+ROUNDS = 2
+
+
+def probe(link: Link) -> Iterator[tuple[str, str]]:
+    """Give what is wrong with the object store that a table is in, each with its cure.
+
+    Raises:
+        Refused: its login may not write there, or the store lets two commits win.
+        Unavailable: it does not answer.
+    """
+    settings = link.settings
+    address, options = f"{settings.table}/{FOLDER}/{uuid4()}", settings.options
+    with link.errors():
+        files, paths = Files(address, None, options), list[str]()
+        try:
+            DeltaTable.create(address, ROWS.schema, storage_options=options)
+            with ThreadPoolExecutor(AT_ONCE) as threads:
+                won = [_winners(link, address, files, paths, threads) for _ in range(ROUNDS)]
+        finally:
+            left = files.remove([*paths, *(f"{LOG}/{name}" for name in files.names(LOG))])
+    if max(won) > 1:
+        raise unusable(
+            link.what,
+            "its store lets two commits write the same file of a table's log: of two forwarders, "
+            "one overwrites what the other has acknowledged",
+            "use a store with conditional writes (If-None-Match), which S3 has; or set "
+            'AWS_S3_LOCKING_PROVIDER = "dynamodb" in storage_options',
+        )
+    if left:
+        yield (
+            f"its login may not delete: {len(left)} files of a probe stay at {address}",
+            "let its login delete below the table's address, which `saf lake optimize` needs, too",
+        )
+
+
+def _winners(
+    link: Link, address: str, files: Files, paths: list[str], threads: ThreadPoolExecutor
+) -> int:
+    """Let commits meet that give a number to the same transaction; return how many of them win.
+
+    ``paths`` gets the files that they write.
+    """
+    ready = Barrier(AT_ONCE)
+
+    def commits(_: int) -> bool:
+        added = [*write(files, ROWS, (), ())]
+        paths.extend(one.path for one in added)
+        table = DeltaTable(address, storage_options=link.settings.options)
+        ready.wait(link.settings.bounds.statement_seconds)
+        return commit(link.what, table, files, added, by=(), numbers=[("saf-probe", 1)])
+
+    return sum(threads.map(commits, range(AT_ONCE)))

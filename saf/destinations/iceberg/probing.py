@@ -1,0 +1,56 @@
+"""A probe in an object store: a file that is written beside a table's own, read, and deleted.
+
+Commits meet in the catalog. So of the store, a table needs only that it keeps files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from pyiceberg.io import load_file_io
+
+from saf.destinations.iceberg.link import Link
+from saf.errors import Unavailable
+
+if TYPE_CHECKING:
+    from pyiceberg.table import Table
+
+NAME = "_saf_probe"
+CONTENT = b"a probe by saf destination check"
+
+
+def place_of(link: Link, table: Table | None) -> str:
+    """Return where the files of a table are, or will be; empty if only a REST catalog knows."""
+    if table is not None:
+        return table.location()
+    where = link.settings.warehouse or ""
+    return where if "://" in where else ""
+
+
+def probe(link: Link) -> Iterator[tuple[str, str]]:
+    """Give what is wrong with the object store that a table is in, each with its cure.
+
+    Raises:
+        Unavailable: it does not answer, or its login may not write there.
+    """
+    table = link.load()
+    where = place_of(link, table)
+    if not where or link.settings.folder:
+        return
+    address = f"{where}/{NAME}-{uuid4()}"
+    with link.errors():
+        io = table.io if table else load_file_io(link.properties(), address)
+        with io.new_output(address).create() as file:
+            file.write(CONTENT)
+        with io.new_input(address).open() as found:
+            if found.read() != CONTENT:
+                raise Unavailable(link.what, f"what was written to {address} is not what is read")
+        try:
+            io.delete(address)
+        except OSError:
+            yield (
+                f"its login may not delete: a probe stays at {address}",
+                "let its login delete files of the table, which expiring snapshots needs, too",
+            )

@@ -1,0 +1,169 @@
+"""A new broker_id for a copy: it becomes a broker of its own beside its original.
+
+`CREATE DATABASE … TEMPLATE` and a copied data directory make a database that has its original's
+broker_id. Both number their batches alike under one name, so a destination takes the messages of
+one for repeats of the other's. Nothing in the copy was set back, and `saf rebase` would not help.
+
+`give_new_id` makes the copy another broker, in one transaction:
+
+- What waits at the copy, and is the original's to send, goes: messages that are pending, parked or
+  dead in the copy and that the original has, or has set aside, by their message_id. The copy's own
+  messages stay.
+- What destinations have acknowledged to the original goes, and so does how far other sources have
+  stored in the original: nobody knows the new broker yet.
+- The broker gets a new broker_id. Members of the original, which are not at work here, are
+  forgotten, and shards are free.
+
+Messages in the copied inbox stay, and its subscriptions receive them here as well. An end of a
+dialog exists twice afterwards, and the other end knows the original's: so open dialogs of the copy
+are counted, and their applications end them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf.database import fetch
+from saf.dialogs.states import State
+from saf.errors import UsageError
+from saf.log.cursor import COMPLETE
+from saf.log.shards import IS_PRESENT
+
+AT_ONCE = 50_000
+"""How many messages the original is asked about at a time."""
+
+# Waits for those who write, and keeps all out
+LOCK = """
+LOCK TABLE saf.outbox, saf.cursor, saf.member, saf.parked, saf.dead_letter, saf.watermark,
+           saf.acknowledged IN ACCESS EXCLUSIVE MODE
+"""
+ALIVE = f"SELECT m.name FROM saf.member m WHERE {IS_PRESENT}"
+
+# As `saf status` counts them, of every subscription of the outbox
+WAITING = f"""
+SELECT DISTINCT message_id FROM (
+    SELECT o.message_id FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
+    JOIN saf.outbox o ON o.shard = c.shard
+    WHERE s.log = 'outbox' AND NOT pg_visible_in_snapshot(o.txid, c.done)
+      AND NOT {COMPLETE.format(row="o")}
+    UNION ALL SELECT message_id FROM saf.parked
+    UNION ALL SELECT message_id FROM saf.dead_letter) AS waiting
+"""
+# By one scan for many; a purge of the original has taken nothing that it has set aside
+KNOWN = """
+SELECT message_id FROM saf.outbox WHERE message_id = ANY (%(message_ids)s)
+UNION SELECT message_id FROM saf.parked WHERE message_id = ANY (%(message_ids)s)
+UNION SELECT message_id FROM saf.dead_letter WHERE message_id = ANY (%(message_ids)s)
+"""
+GIVE_UP = tuple(
+    f"DELETE FROM saf.{table} WHERE message_id = ANY (%(message_ids)s)"
+    for table in ("outbox", "parked", "dead_letter")
+)
+FORGET = (
+    "DELETE FROM saf.backoff b WHERE NOT EXISTS (SELECT FROM saf.parked p WHERE "
+    "(p.subscription_id, p.destination, p.kind, p.subject, p.broker) = "
+    "(b.subscription_id, b.destination, b.kind, b.subject, b.broker))",
+    "DELETE FROM saf.rejecting",
+    "DELETE FROM saf.taken_out",
+    "DELETE FROM saf.acknowledged",
+    "DELETE FROM saf.watermark",
+    "UPDATE saf.cursor SET owner = NULL, epoch = epoch + 1",
+    "DELETE FROM saf.member",
+)
+NEW_ID = "UPDATE saf.broker SET broker_id = gen_random_uuid() RETURNING broker_id"
+IDENTITY = """
+SELECT b.broker_id, (SELECT system_identifier FROM pg_control_system()),
+       (SELECT oid FROM pg_database WHERE datname = current_database())::bigint
+FROM saf.broker b
+"""
+DIALOGS = "SELECT count(*) FROM saf.conversation WHERE NOT monolog AND state <> ALL (%(over)s)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which broker a database is, and which database of which cluster."""
+
+    broker_id: UUID
+    system_identifier: int
+    oid: int
+    """PostgreSQL numbers databases in the order in which they are created."""
+
+    @property
+    def database(self) -> tuple[int, int]:
+        """What tells the database apart from all others, whatever its name is."""
+        return self.system_identifier, self.oid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renewed:
+    """What a copy has become."""
+
+    broker_id: UUID
+    given_up: int
+    """Messages that waited at the copy, and are the original's to send."""
+    waiting: int
+    """The copy's own messages, which wait as before."""
+    open_dialogs: int
+
+
+def place(connection: psycopg.Connection[Any]) -> Place:
+    """Return which broker a database is, and which database. Only reads."""
+    ((broker_id, system_identifier, oid),) = fetch(connection, IDENTITY)
+    return Place(broker_id=broker_id, system_identifier=system_identifier, oid=oid)
+
+
+def give_new_id(
+    connection: psycopg.Connection[Any], original: psycopg.Connection[Any] | None
+) -> Renewed:
+    """Make a copy a broker of its own.
+
+    Args:
+        connection: to the copy, in autocommit, as the owner of its schema.
+        original: to the broker that it is a copy of; None if it cannot be asked. Then all that
+            waits at the copy is taken for the copy's own.
+
+    Raises:
+        UsageError: a member is at work at the copy, or the other is not its original.
+    """
+    if original is not None:
+        mine, other = place(connection), place(original)
+        if mine.broker_id != other.broker_id or mine.database == other.database:
+            raise UsageError(
+                f"database {original.info.dbname!r} is not the original of "
+                f"{connection.info.dbname!r}: they are not two databases with one broker_id"
+            )
+    with connection.transaction():
+        connection.execute(LOCK)
+        if alive := [name for (name,) in fetch(connection, ALIVE)]:
+            raise UsageError(f"stop all forwarders and receivers first: {', '.join(alive)}")
+        waiting = [one for (one,) in fetch(connection, WAITING)]
+        known = [one for some in _some(waiting) for one in _known(original, some)]
+        for statement in GIVE_UP:
+            connection.execute(statement, {"message_ids": known})
+        for statement in FORGET:
+            connection.execute(statement)
+        ((dialogs,),) = fetch(connection, DIALOGS, {"over": [State.CLOSED, State.ERROR]})
+        ((broker_id,),) = fetch(connection, NEW_ID)
+    return Renewed(
+        broker_id=broker_id,
+        given_up=len(known),
+        waiting=len(waiting) - len(known),
+        open_dialogs=dialogs,
+    )
+
+
+def _known(original: psycopg.Connection[Any] | None, message_ids: Sequence[UUID]) -> list[UUID]:
+    """Return which of some messages the original has, or has set aside."""
+    if original is None:
+        return []
+    return [one for (one,) in fetch(original, KNOWN, {"message_ids": list(message_ids)})]
+
+
+def _some(message_ids: Sequence[UUID]) -> Iterator[Sequence[UUID]]:
+    for first in range(0, len(message_ids), AT_ONCE):
+        yield message_ids[first : first + AT_ONCE]

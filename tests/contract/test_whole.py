@@ -1,0 +1,353 @@
+"""What other tools do to a broker is refused by name: rows gone or hidden, publications."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+from psycopg import sql
+
+import saf
+from saf import Outbox
+from saf.broker import whole
+from saf.broker.grants import Kind, grant
+from saf.broker.senders import add_senders, remove_senders
+from saf.broker.services import create_service
+from saf.database import Dsn, fetch
+from saf.database.sqlstates import Meaning, meaning, translated
+from saf.destinations.postgresql.reading import known_at
+from saf.errors import ConfigurationError, RowsGone
+from saf.operating.maintenance import purge_broker
+from saf.repair.rebase import rebase
+from saf.routing.routes import add_route
+from tests.pipeline import Cycle, bodies, connect, drain, forward, forwarding_rules, run, send
+from tests.programs import ROOT, configuration
+from tests.programs import saf as run_saf
+from tests.roles import as_user
+
+every_postgresql = pytest.mark.every_postgresql
+
+
+def execute(dsn: Dsn, *statements: str) -> None:
+    with connect(dsn) as connection:
+        for statement in statements:
+            connection.execute(statement.encode())
+
+
+def send_ten(app: Dsn) -> list[str]:
+    with connect(app) as connection:
+        for number in range(10):
+            send(connection, str(number), key=str(number))
+    return [str(number) for number in range(10)]
+
+
+@pytest.fixture
+def login(app: Dsn, mom: Dsn) -> Iterator[str]:
+    """A role that forwards and receives, and is neither an owner nor a superuser."""
+    name = f"whole_{app.database}"
+    execute(app, f"CREATE ROLE {name} LOGIN")
+    for dsn in (app, mom):
+        with connect(dsn) as connection:
+            grant(connection, name, [Kind.WRITER, Kind.FORWARDER, Kind.RECEIVER])
+    yield name
+    for dsn in (app, mom):
+        execute(dsn, f"DROP OWNED BY {name}")
+    execute(app, f"DROP ROLE {name}")
+
+
+# Rows that are gone
+
+
+def empty(dsn: Dsn, *, but: tuple[str, ...] = ()) -> None:
+    """What a cleaner of tests does: it truncates every table."""
+    with connect(dsn) as connection:
+        tables = fetch(
+            connection,
+            "SELECT relname FROM pg_class WHERE relnamespace = 'saf'::regnamespace "
+            "AND relkind IN ('r', 'p') AND relname <> ALL (%(but)s)",
+            {"but": [*but]},
+        )
+        names = sql.SQL(", ").join(sql.Identifier("saf", name) for (name,) in tables)
+        connection.execute(sql.SQL("TRUNCATE {} CASCADE").format(names))
+
+
+@every_postgresql
+@pytest.mark.parametrize("but", [(), ("alembic_version",)])
+def test_a_broker_whose_tables_were_truncated_is_named_by_everything_that_meets_it(
+    app: Dsn, mom: Dsn, tmp_path: Path, but: tuple[str, ...]
+) -> None:
+    send_ten(app)
+    empty(app, but=but)
+    with connect(app) as connection:
+        with pytest.raises(RowsGone, match="rows are gone"), connection.transaction():
+            Outbox().send(connection, "billing", b"")
+        with pytest.raises(RowsGone, match="rows are gone"):
+            rebase(connection, {})
+        assert fetch(connection, "SELECT count(*) FROM saf.outbox") == [(0,)]
+    file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    for command in (
+        *("status", "rebase", "forward", "purge", "doctor", "reconcile", "outbox list"),
+        *("members", "dead list", "route add mom", "sender list"),
+    ):
+        done = run_saf(*command.split(), "--config", file)
+        said = " ".join((done.stdout + done.stderr).split())
+        assert done.returncode in (1, 2), (command, said)
+        assert "rows are gone" in said, (command, said)
+    found = json.loads(run_saf("doctor", "--json", "--config", file).stdout)["findings"]
+    (error,) = [one for one in found if "rows are gone" in one["what"]]
+    assert (error["severity"], "DROP SCHEMA saf CASCADE" in error["cure"]) == ("error", True)
+    migrated = run_saf("migrate", "--dsn", app.conninfo)
+    assert (migrated.returncode, "rows are gone" in migrated.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [
+        ("DELETE FROM saf.broker", "saf.broker has no row"),
+        ("TRUNCATE saf.timeline", "saf.timeline is empty"),
+        ("TRUNCATE saf.cursor_key", "saf.cursor_key is empty"),
+        ("DELETE FROM saf.subscription", "lacks 'forwarder'"),
+        ("DELETE FROM saf.cursor WHERE shard = 7", "63 of the 64 rows of subscription 'forwarder'"),
+    ],
+)
+def test_each_of_saf_s_own_rows_that_is_gone_is_named(
+    app: Dsn, mom: Dsn, loss: str, named: str
+) -> None:
+    execute(app, loss)
+    with connect(app) as connection:
+        assert [named in one for one in whole.missing(connection)] == [True]
+    with pytest.raises(RowsGone, match=named):
+        forward(app, mom=mom)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda mom: saf.begin_dialog(mom, from_service="a", to_service="b"),
+        lambda mom: known_at(mom, uuid4()),
+    ],
+)
+def test_what_asks_who_the_broker_is_says_that_its_row_is_gone(
+    mom: Dsn, ask: Callable[[psycopg.Connection[Any]], object]
+) -> None:
+    execute(mom, "DELETE FROM saf.broker")
+    with mom.connect(role="test") as connection, pytest.raises(RowsGone, match="rows are gone"):
+        ask(connection)
+
+
+# Rows that are hidden
+
+
+HIDE = (
+    "ALTER TABLE saf.{0} ENABLE ROW LEVEL SECURITY",
+    "CREATE POLICY everything ON saf.{0} USING (true)",
+    "CREATE POLICY tenant ON saf.{0} AS RESTRICTIVE USING ({1})",
+)
+SHOW = ("DROP POLICY tenant ON saf.{0}", "ALTER TABLE saf.{0} DISABLE ROW LEVEL SECURITY")
+
+
+def apply(dsn: Dsn, statements: tuple[str, ...], *values: str) -> None:
+    execute(dsn, *(one.format(*values) for one in statements))
+
+
+@every_postgresql
+@pytest.mark.parametrize(
+    ("table", "which"), [("outbox", "id % 2 = 0"), ("cursor", "shard % 2 = 0")]
+)
+def test_rows_that_a_policy_hides_from_a_forwarder_are_not_passed_over(
+    app: Dsn, mom: Dsn, login: str, table: str, which: str
+) -> None:
+    sent = send_ten(app)
+    apply(app, HIDE, table, which)
+    with pytest.raises(ConfigurationError, match=rf"saf.{table} applies to user '{login}'"):
+        forward(as_user(app, login), mom=mom)
+    apply(app, SHOW, table)
+    run(as_user(app, login), mom=mom)
+    assert sorted(bodies(mom)) == sent
+
+
+def test_rows_that_a_policy_hides_from_a_forwarder_at_work_are_not_passed_over(
+    app: Dsn, mom: Dsn, login: str
+) -> None:
+    with Cycle(as_user(app, login), forwarding_rules(mom=mom)) as cycle:
+        drain(cycle)
+        sent = send_ten(app)
+        cycle.open()
+        apply(app, HIDE, "outbox", "id % 2 = 0")
+        receipts = cycle.deliver()
+        assert [one.complete for one in receipts] == [False] * len(receipts) != []
+        cycle.close(receipts)
+        assert bodies(mom) == []
+        apply(app, SHOW, "outbox")
+        drain(cycle)
+    assert sorted(bodies(mom)) == sent
+
+
+def test_rows_that_a_policy_hides_from_a_receiver_are_not_passed_over(mom: Dsn, login: str) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+    apply(mom, HIDE, "inbox", "false")
+    with (
+        pytest.raises(ConfigurationError, match=r"saf.inbox applies"),
+        saf.receive(as_user(mom, login), "billing"),
+    ):
+        pass
+
+
+def test_the_rules_of_saf_sender_hide_nothing_and_other_policies_beside_them_are_named(
+    app: Dsn, mom: Dsn, login: str
+) -> None:
+    sent = send_ten(app)
+    with connect(app) as connection:
+        add_senders(connection, login, "shop", refuse_others=True)
+        with connect(as_user(app, login)) as forwarder:
+            assert whole.narrowed(forwarder) == []
+        run(as_user(app, login), mom=mom)
+        assert sorted(bodies(mom)) == sent
+        connection.execute("CREATE POLICY tenant ON saf.outbox AS RESTRICTIVE USING (false)")
+    with pytest.raises(ConfigurationError, match="but outbox_read and outbox_sender"):
+        forward(as_user(app, login), mom=mom)
+
+
+# Publications
+
+
+@pytest.fixture
+def published(app: Dsn, mom: Dsn) -> None:
+    """Source and store publish all tables, as Debezium does by default."""
+    for dsn in (app, mom):
+        execute(dsn, "CREATE PUBLICATION everything FOR ALL TABLES")
+
+
+@every_postgresql
+@pytest.mark.usefixtures("published")
+def test_all_goes_on_where_a_publication_publishes_all_tables(
+    app: Dsn, mom: Dsn, other: Dsn, login: str
+) -> None:
+    with connect(app) as source, connect(mom) as store:
+        for destination in ("mom", "other"):
+            add_route(source, destination, service="billing")
+        create_service(store, "billing")
+        for _ in range(2):
+            sent = send_ten(app)
+            run(app, mom=mom, other=other)
+        assert set(bodies(mom)) | set(bodies(other)) == set(sent)
+        assert fetch(source, "SELECT count(*) FROM saf.route_choice") == [(10,)]
+        with saf.receive(mom, "billing") as delivery:
+            assert [message.body.decode() for message in delivery] == bodies(mom)[: len(delivery)]
+        add_senders(source, login, "shop", refuse_others=True)
+        assert remove_senders(source, login, allow_others=True) == 1
+        for connection in (source, store):
+            purge_broker(connection, retention_seconds=0, rotate_after_seconds=0)
+        send_ten(app)
+        ((broker,),) = fetch(source, "SELECT broker_id FROM saf.broker")
+        rebased = rebase(source, {"mom": known_at(store, broker)}, force=True)
+        assert rebased is not None
+        assert rebased.rows >= 10
+        assert fetch(source, "SELECT FROM pg_class WHERE relname ~ 'identity'") == []
+        assert whole.without_identity(source) == []
+    run(app, mom=mom, other=other)
+
+
+@pytest.mark.usefixtures("published")
+def test_a_published_table_without_an_identity_is_named_with_the_cure(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    execute(app, "ALTER TABLE saf.route_choice REPLICA IDENTITY DEFAULT")
+    file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    found = json.loads(run_saf("doctor", "--json", "--config", file).stdout)["findings"]
+    (one,) = [one for one in found if one["check"] == "publications" and one["what"]]
+    assert "saf.route_choice is published" in one["what"]
+    purged = run_saf("purge", "--retention", "0s", "--config", file)
+    assert (purged.returncode, "saf doctor" in purged.stderr + purged.stdout) == (2, True)
+    execute(app, one["cure"].removeprefix("as the owner, "))
+    assert run_saf("purge", "--retention", "0s", "--config", file).returncode == 0
+
+
+def test_a_table_that_cannot_be_changed_for_want_of_an_identity_has_a_meaning() -> None:
+    assert meaning("55000") is Meaning.PUBLISHED
+    assert "replica identity" in str(translated("broker 'app'", "55000", "cannot delete"))
+
+
+# The search_path
+
+
+@pytest.fixture
+def named_saf(app: Dsn) -> Iterator[Dsn]:
+    """A login named saf, which may create schemas, as in a tutorial."""
+    execute(app, "CREATE ROLE saf LOGIN", f"GRANT CREATE ON DATABASE {app.database} TO saf")
+    yield as_user(app, "saf")
+    execute(app, "DROP OWNED BY saf CASCADE", "DROP ROLE saf")
+
+
+@every_postgresql
+def test_a_role_for_which_schema_saf_is_the_first_is_named_at_migrating_and_by_the_doctor(
+    app: Dsn, mom: Dsn, named_saf: Dsn, tmp_path: Path
+) -> None:
+    execute(app, "DROP SCHEMA saf CASCADE")
+    done = run_saf("migrate", "--dsn", named_saf.conninfo)
+    assert done.returncode == 0
+    said = " ".join(done.stderr.split())
+    assert "the first in the search_path of role 'saf'" in said
+    file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+
+    def found() -> list[str]:
+        findings = json.loads(run_saf("doctor", "--json", "--config", file).stdout)["findings"]
+        return [
+            f"{one['severity']}: {one['cure']}"
+            for one in findings
+            if one["check"] == "search_path" and one["what"]
+        ]
+
+    (cure,) = found()
+    assert cure.startswith("warning: use another role, such as saf_owner, or ALTER ROLE")
+    execute(app, cure.partition(", or ")[2])
+    assert found() == []
+    execute(app, f'ALTER DATABASE {app.database} SET search_path = nowhere, "saf", public')
+    assert "SET search_path = public" in found()[0]
+
+
+def test_no_file_that_people_copy_logs_in_as_saf() -> None:
+    text = re.compile(
+        r"postgresql(\+\w+)?://saf[:@]|\buser=saf\b|POSTGRES_USER: saf$|-U saf\b", re.M
+    )
+    folders = ("docs", "docker", "jobs", "examples", "airflow", "ops", "saf", "README.md")
+    files = [
+        path
+        for name in folders
+        for path in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))
+        if path.suffix in (".md", ".yaml", ".yml", ".toml", ".py", ".sh", ".service", ".env")
+        and "reference" not in path.parts
+    ]
+    assert len(files) > 100
+    assert [str(path) for path in files if text.search(path.read_text())] == []
+
+
+# Arrays
+
+
+def test_where_array_nulls_is_off_messages_are_forwarded_and_received_and_the_doctor_warns(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    for dsn in (app, mom):
+        execute(dsn, f"ALTER DATABASE {dsn.database} SET array_nulls = off")
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+    sent = send_ten(app)
+    run(app, mom=mom)
+    received = []
+    while True:
+        with saf.receive(mom, "billing", max_messages=3) as delivery:
+            received += [message.body.decode() for message in delivery]
+        if not delivery:
+            break
+    assert sorted(received) == sent
+    file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    found = json.loads(run_saf("doctor", "--json", "--config", file).stdout)["findings"]
+    assert [one["severity"] for one in found if "array_nulls" in one["what"]] == ["warning"] * 2

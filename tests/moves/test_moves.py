@@ -1,0 +1,82 @@
+"""A database that is moved: nothing is lost, doubled or out of order, or it is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from saf import Restored
+from saf.database import Dsn, fetch
+from tests.moves import ways
+from tests.moves.conftest import Site
+from tests.moves.ways import arrived, burn, burn_beyond, follow, in_order, repair, send_numbers
+from tests.pipeline import connect, let_time_pass, run
+
+LATER = pytest.mark.parametrize("burnt", [0, 700], ids=["at-once", "later"])
+
+
+def goes_on(moved: Dsn, mom: Dsn, last: int, refuses: bool = True, **options: object) -> None:
+    """It is refused by name; after the repair, everything up to the last number arrives once."""
+    if refuses:
+        before = arrived(mom)
+        with pytest.raises(Restored, match="saf rebase"):
+            run(moved, mom=mom)
+        assert arrived(mom) == before, "nothing was sent"
+    repair(moved, mom, **options)
+    run(moved, mom=mom)
+    let_time_pass(moved)
+    run(moved, mom=mom)
+    assert arrived(mom) == list(range(last))
+    assert in_order(mom)
+
+
+@pytest.mark.slow
+@LATER
+@pytest.mark.parametrize("sequences", [False, True], ids=["sequences-not-set", "sequences-set"])
+@pytest.mark.parametrize("counter", ["behind", "ahead", "overtakes"])
+def test_logical_replication_to_a_new_server_loses_and_doubles_nothing(
+    site: Site, sequences: bool, counter: str, burnt: int
+) -> None:
+    if counter == "ahead":
+        burn_beyond(site.new, site.old, 500)
+    else:
+        burn_beyond(site.old, site.new, 500)
+    send_numbers(site.app, *range(30))
+    run(site.app, mom=site.mom)
+    follower = follow(site.old, site.new, site.app, site.name())
+    if counter == "overtakes":
+        burn_beyond(site.new, site.old, 40)
+    send_numbers(site.app, *range(30, 60))
+    run(site.app, mom=site.mom)
+    send_numbers(site.app, *range(60, 64))
+    send_numbers(site.app, *range(64, 70), savepoint=True)
+    follower.cut()
+    if sequences:
+        ways.set_sequences(site.app, follower.new)
+    send_numbers(follower.new, *range(70, 84))
+    send_numbers(follower.new, *range(84, 90), savepoint=True)
+    burn(site.new, burnt)
+    goes_on(follower.new, site.mom, 90)
+
+
+@pytest.mark.parametrize("new", [3, 5])
+def test_what_was_sent_with_the_ids_of_older_messages_is_not_taken_for_them(
+    site: Site, new: int
+) -> None:
+    send_numbers(site.app, *range(5), service="unknown")
+    with connect(site.mom) as store:
+        store.execute("INSERT INTO saf.service (name) VALUES ('billing')")
+    run(site.app, mom=site.mom)
+    with connect(site.app) as connection:
+        fetch(connection, "SELECT setval('saf.outbox_id_seq', 1, false)")
+    send_numbers(site.app, *range(5, 5 + new), service="unknown")
+    if new < 5:  # else its ids are above all others again
+        with pytest.raises(Restored, match=r"saf.outbox.*next id.*saf rebase"):
+            run(site.app, mom=site.mom)
+        repair(site.app, site.mom)
+    run(site.app, mom=site.mom)
+    with connect(site.mom) as store:
+        store.execute("INSERT INTO saf.service (name) VALUES ('unknown')")
+    let_time_pass(site.app)
+    run(site.app, mom=site.mom)
+    assert arrived(site.mom) == list(range(5 + new))
+    assert in_order(site.mom)
