@@ -56,7 +56,7 @@ class TestDeltaByService(TestDelta):
         return Delta(table=str(tmp_path / "table"), partition_by="service", promote={"a": "string"})
 
 
-@pytest.mark.long
+@pytest.mark.full
 class TestDeltaInAnObjectStore(TestDelta):
     """The same in a bucket."""
 

@@ -79,7 +79,7 @@ class TestIcebergInPostgresql(TestIceberg):
         return settings.model_copy(update={"username": "nobody", "password": SecretStr("wrong")})
 
 
-@pytest.mark.long
+@pytest.mark.full
 class TestIcebergInAnObjectStore(TestIceberg):
     """With its files in a bucket."""
 

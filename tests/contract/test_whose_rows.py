@@ -17,6 +17,7 @@ from saf.broker import services
 from saf.database import Dsn, fetch
 from saf.destinations import marks
 from saf.destinations.marks import MAIN, Mark
+from saf.errors import SafError
 from saf.log.cursor import Batch
 from saf.log.shards import Member, living
 from saf.received import ID
@@ -35,6 +36,7 @@ Connection = psycopg.Connection[Any]
 MINE, OTHER = Lane(destination="mom"), Lane(destination="other")
 LATER = datetime.now(UTC) + timedelta(hours=1)
 AT_ONE, AT_TWO = UUID(int=1), UUID(int=2)
+DOWN = SafError("down")
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def park(source: Connection, subscription_id: int, *ids: int, **more: Any) -> No
         "body": b"",
         "created_at": datetime.now(UTC),
     } | more
-    rows = [{**columns, "id": id_, "message_id": uuid4()} for id_ in ids]
+    rows = [{**columns, "id": id_, "message_id": UUID(int=id_)} for id_ in ids]
     with source.transaction():
         parking.park(source, rows)
 
@@ -82,7 +84,7 @@ def bury(source: Connection, subscription_id: int, destination: str, *ids: int) 
         "body": b"",
         "created_at": datetime.now(UTC),
     }
-    dead.bury(source, [{**columns, "id": id_, "message_id": uuid4()} for id_ in ids])
+    dead.bury(source, [{**columns, "id": id_, "message_id": UUID(int=id_)} for id_ in ids])
 
 
 def batch(subscription_id: int, *shards: int, **more: Any) -> Batch:
@@ -157,7 +159,7 @@ def test_only_a_lane_that_is_due_starts_again_while_something_goes(
         "UPDATE saf.backoff SET next_attempt_at = now() + '1 h' WHERE destination = 'other'"
     )
     with source.transaction():
-        backoff.postpone(source, mine, {MINE: "down", OTHER: "down"}, moving=[MINE, OTHER])
+        backoff.postpone(source, mine, {MINE: DOWN, OTHER: DOWN}, moving=[MINE, OTHER])
     assert lanes_of(source, mine) == [("mom", 1, False), ("other", 3, False)]
     assert lanes_of(source, others) == [("mom", 3, True)]
 
@@ -233,15 +235,18 @@ def test_what_is_set_aside_is_known_by_subscription_and_destination(
     park(source, mine, 1)
     park(source, mine, 2, destination="other")
     park(source, others, 3)
-    for known, ids in ((parking.known, [1, 2, 3]), (dead.known, [1, 2, 3])):
+    rows = [{"id": number, "message_id": UUID(int=number)} for number in (1, 2, 3)]
+    for known in (parking.known, dead.known):
         if known is dead.known:
             bury(source, mine, "mom", 1)
             bury(source, mine, "other", 2)
             bury(source, others, "mom", 3)
-        assert known(source, mine, "mom", ids) == {1}
-        assert known(source, mine, "other", ids) == {2}
-        assert known(source, others, "mom", ids) == {3}
-        assert known(source, mine, "mom", [2, 3]) == set()
+        assert known(source, mine, "mom", rows) == {UUID(int=1)}
+        assert known(source, mine, "other", rows) == {UUID(int=2)}
+        assert known(source, others, "mom", rows) == {UUID(int=3)}
+        assert known(source, mine, "mom", rows[1:]) == set()
+        twin = {"id": 1, "message_id": UUID(int=9)}
+        assert known(source, mine, "mom", [twin]) == set(), "another message has the same id"
 
 
 def test_lanes_are_read_for_the_batchs_shards_and_without_what_it_has_set_aside_itself(
@@ -262,22 +267,23 @@ def test_lanes_are_read_for_the_batchs_shards_and_without_what_it_has_set_aside_
     assert read(batch(mine), "other") == [5]
     assert read(batch(mine), kind=Kind.RETRY) == [6]
     assert read(batch(others)) == [7]
-    ((parked_at,),) = fetch(source, "SELECT parked_at FROM saf.parked WHERE id = 3")
-    assert read(batch(mine, opened_at=parked_at, position=2)) == [1, 2]
-    assert read(batch(mine, opened_at=parked_at, position=3)) == [1, 2, 3]
-    older = batch(mine, opened_at=parked_at + timedelta(microseconds=1), position=0)
-    assert read(older) == [1, 2, 3], "it was parked before the batch was opened"
+    opened_at = datetime.now(UTC)
+    source.execute("UPDATE saf.parked SET opened_at = %s WHERE id = 3", [opened_at])
+    assert read(batch(mine, opened_at=opened_at, position=2)) == [1, 2]
+    assert read(batch(mine, opened_at=opened_at, position=3)) == [1, 2, 3]
+    another = batch(mine, opened_at=opened_at + timedelta(microseconds=1), position=0)
+    assert read(another) == [1, 2, 3], "it was parked by another batch"
 
 
 def test_a_batch_has_set_aside_what_is_beyond_its_position_since_it_was_opened(
     source: Connection, mine: int, others: int
 ) -> None:
-    park(source, mine, 1, 2)
-    park(source, mine, 3, shard=8)
-    park(source, others, 4)
+    opened_at = datetime.now(UTC) - timedelta(hours=1)
+    park(source, mine, 1, 2, opened_at=opened_at)
+    park(source, mine, 3, shard=8, opened_at=opened_at)
+    park(source, others, 4, opened_at=opened_at)
     bury(source, mine, "mom", 5)
     bury(source, others, "mom", 6)
-    opened_at = datetime.now(UTC) - timedelta(hours=1)
     found = parking.set_aside(source, batch(mine, opened_at=opened_at, position=1))
     assert sorted(id_ for id_, *_ in found) == [2, 5]
     assert {id_: lane for id_, _, lane in found}[5] is None

@@ -130,8 +130,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "lanes of another subscription are made due",
         BACKOFF,
-        f"next_attempt_at = clock_timestamp(), {{FOR_ALL}}\nWHERE {MINE} AND",
-        "next_attempt_at = clock_timestamp(), {FOR_ALL}\nWHERE",
+        f"needs_operator = false, {{FOR_ALL}}\nWHERE {MINE} AND ({{THE_LANE}})",
+        "needs_operator = false, {FOR_ALL}\nWHERE ({THE_LANE})",
         LANE,
     ),
     mutant(
@@ -185,13 +185,6 @@ MUTANTS: list[Mutant] = [
         READ,
     ),
     mutant(
-        "what was parked as the batch was opened is older",
-        PARKING,
-        "parked_at >= {opened_at}::timestamptz)",
-        "parked_at > {opened_at}::timestamptz)",
-        READ,
-    ),
-    mutant(
         "dead letters of another subscription are the batch's",
         PARKING,
         f"WHERE {MINE} AND shard = ANY (%(shards)s::smallint[])\n"
@@ -202,8 +195,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is parked at the position is beyond it",
         PARKING,
-        "AND id > %(position)s AND parked_at",
-        "AND id >= %(position)s AND parked_at",
+        "AND id > %(position)s AND opened_at",
+        "AND id >= %(position)s AND opened_at",
         ASIDE,
     ),
     mutant(
@@ -223,8 +216,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is parked for another destination is known",
         PARKING,
-        f"WHERE {MINE} AND destination = %(destination)s\n  AND id = ANY",
-        f"WHERE {MINE}\n  AND id = ANY",
+        f"WHERE {MINE} AND destination = %(destination)s\n  AND (id, message_id)",
+        f"WHERE {MINE}\n  AND (id, message_id)",
         KNOWN,
     ),
     mutant(
@@ -244,8 +237,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a dead letter of another destination is known",
         DEAD,
-        f"WHERE {MINE} AND destination = %(destination)s\n  AND id = ANY",
-        f"WHERE {MINE}\n  AND id = ANY",
+        f"WHERE {MINE} AND destination = %(destination)s\n  AND (id, message_id)",
+        f"WHERE {MINE}\n  AND (id, message_id)",
         KNOWN,
     ),
     mutant(
