@@ -618,12 +618,11 @@ def _read(path: Path, *, delivers: bool) -> Settings:
     # who reads all of it does not sign: the secrets of [signing] need not be there
     signing = {name: tables[name] for name in ("signing",) if name in tables}
     rest = {name: table for name, table in tables.items() if name not in signing}
-    settings = _checked(path, tables, lambda: Settings(**_expand(rest, ()), **signing))
-    if delivers and not settings.destinations:
+    if delivers and not tables.get("destinations"):
         raise ConfigurationError(
             f"{path}: there is no [destinations.NAME], where messages are delivered"
         )
-    return settings
+    return _checked(path, tables, lambda: Settings(**_expand(rest, ()), **signing))
 
 
 def _read_signing(path: Path, make: Callable[[Signing], S], others: Collection[str]) -> S:

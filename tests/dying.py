@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Crash(Exception):
+class Crash(BaseException):
     """The process dies here; what it had in memory is gone."""
 
 

@@ -23,7 +23,7 @@ MOST_STEPS = 200
 COLUMNS = ("id", "shard", "key", "body")
 
 
-class Crash(Exception):
+class Crash(BaseException):
     """The driver is gone."""
 
 

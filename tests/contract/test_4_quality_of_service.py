@@ -9,7 +9,7 @@ from saf.failpoints import arm
 from tests.pipeline import Cycle, bodies, connect, forward, forwarding_rules, send
 
 
-class Crash(Exception):
+class Crash(BaseException):
     """The process dies here; what it had in memory is gone."""
 
 

@@ -12,7 +12,7 @@ from tests.destinations import NOWHERE, count, route, send_to
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 
 
-class Crash(Exception):
+class Crash(BaseException):
     """The process dies here."""
 
 
