@@ -112,7 +112,7 @@ def test_the_file_of_secrets_means_to_the_crontabs_shell_what_it_means_to_system
     assert done.returncode == 0, done.stderr
     for name, value in meant.items():
         assert f"{name}={value}\n" in done.stdout
-        assert Dsn(value).parts["user"] == "saf"
+        assert Dsn(value).parts["user"] == "saf_forwarder"
 
 
 # systemd
