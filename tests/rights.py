@@ -117,7 +117,7 @@ SOME = {
     ("parked", "u"): "destination deliver_at kind subject broker",
     ("backoff", "s"): "destination subject",
     ("backoff", "u"): "attempts next_attempt_at error awaits_handler message_type needs_operator",
-    ("dead_letter", "s"): "subscription_id destination shard id dead_letter_at",
+    ("dead_letter", "s"): "subscription_id destination shard id message_id dead_letter_at",
     ("dead_letter", "u"): "error",
     ("service", "i"): "name",
     ("audit", "i"): "action message_ids why person",

@@ -123,7 +123,7 @@ SETTING_ASIDE: Rights = {
     },
     # no bodies: only which are there already
     "dead_letter": {
-        "SELECT": ("subscription_id", "destination", "shard", "id", "dead_letter_at"),
+        "SELECT": ("subscription_id", "destination", "shard", "id", "dead_letter_at", "message_id"),
         "INSERT": WHOLE,
     },
 }
