@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,8 +147,31 @@ def test_each_command_that_lists_something_is_tried_here() -> None:
 
     listing = {one for one in commands(get_command(app_of_saf)) if one[-1] in LISTING}
     tried = {one[:2] if len(one) > 1 and one[1][0] != "-" else one[:1] for one in WHOLE}
-    # it starts Spark, and shows a route's explanation
-    assert listing - tried == {("router", "explain")}
+    # the one starts Spark, and shows a route's explanation; the other has a test of its own below
+    assert listing - tried == {("router", "explain"), ("fleet", "list")}
+
+
+def test_members_of_a_fleet_are_shown_whole_on_a_terminal_of_80_columns(
+    mom: Dsn, tmp_path: Path
+) -> None:
+    file = configuration(tmp_path / "saf.toml", {}, {"mom": mom})
+    fleet = f"[fleets.warehouses]\ndsn = {json.dumps(mom.conninfo)}\ndatabases = 'none_*'\n"
+    file.write_text(fleet + file.read_text())
+    member = f"warehouses/{SERVICE.rpartition('/')[2]}_of_the_second_customer_of_the_year_2031"
+    with connect(mom) as connection:
+        connection.execute(
+            "INSERT INTO saf.fleet_member (fleet, name, broker_id, missing_since) "
+            "VALUES ('warehouses', %s, %s, '2031-02-03')",
+            [member, HANDLE],
+        )
+    said = on_a_terminal("fleet", "list", "--config", str(file), columns=COLUMNS)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", said)
+    assert "\u2026" not in plain
+    for text in (member, HANDLE, "2031-02-03"):
+        assert text in " ".join(plain.split())
+    (row,) = json.loads(saf("fleet", "list", "--json", "--config", file).stdout)["members"]
+    assert (row["member"], row["broker_id"]) == (member, HANDLE)
+    assert row["missing_since"].startswith("2031-02-03")
 
 
 def test_no_command_has_another_kind_of_table() -> None:
