@@ -96,6 +96,7 @@ def test_two_forwarders_killed_at_random_steps_while_an_application_writes(
     check(accounts, mom, {1})
 
 
+@pytest.mark.check
 @pytest.mark.slow
 @pytest.mark.parametrize("point", IN_FORWARDER[sized(1, 0) : sized(2, 4)])
 def test_the_spark_job_killed_at_a_step_and_run_again_delivers_exactly_once(

@@ -412,6 +412,7 @@ def test_many_subscriptions_on_one_inbox_each_get_everything(inbox: Dsn) -> None
         assert [s.state for s in outcome.slots if s.log == "inbox" and s.number == 0] == ["purged"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_held_xmin_horizon_does_not_slow_receiving_down(inbox: Dsn) -> None:
     """A forgotten transaction keeps every old version of the cursors."""

@@ -103,6 +103,7 @@ def test_replicas_that_are_killed_anywhere_lose_and_repeat_nothing_and_keep_the_
     assert dead(hub.hub) == []
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_replicas_share_the_work_and_neither_direction_waits_for_ever(hub: Hub) -> None:
     with hub.app.connect(role="test") as connection:

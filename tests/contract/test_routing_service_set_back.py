@@ -70,7 +70,14 @@ def errors(dsn: Dsn) -> list[int | None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["app", "hub", "ewr"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("app", marks=pytest.mark.full),
+        "hub",
+        pytest.param("ewr", marks=pytest.mark.full),
+    ],
+)
 def test_whichever_broker_forgets_what_was_said_both_parties_get_an_error(
     hub: Hub, backup: Callable[[Dsn], Dsn], name: str
 ) -> None:

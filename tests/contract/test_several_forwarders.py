@@ -84,6 +84,7 @@ def broker(new_database: Callable[[str], Dsn]) -> Dsn:
     return dsn
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_sixth_takes_sixteen_of_a_hundred_shards_and_only_those_come_back_when_it_is_killed(
     broker: Dsn, mom: Dsn, tmp_path: Path

@@ -124,7 +124,11 @@ def site(new_broker: Callable[[str], Dsn]) -> Iterator[Site]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("killed", "return_routes"), [("", "by service"), ("receive_handled:2", "by themselves")]
+    ("killed", "return_routes"),
+    [
+        pytest.param("", "by service", marks=pytest.mark.full),
+        ("receive_handled:2", "by themselves"),
+    ],
 )
 def test_every_reply_reaches_the_initiator_that_asked_by_the_hub_that_its_dialog_took(
     site: Site, killed: str, return_routes: str

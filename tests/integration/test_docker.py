@@ -150,6 +150,7 @@ def test_the_databases_health_check_is_a_command_that_works(
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_the_compose_files_services_do_their_work(
     new_database: Callable[[str], Dsn], tmp_path: Path
 ) -> None:
@@ -211,6 +212,7 @@ def test_dockers_saf_toml_needs_only_what_compose_gives(monkeypatch: pytest.Monk
     assert settings.forwarder.default_destination in settings.destinations
 
 
+@pytest.mark.full
 def test_the_build_stage_builds_the_wheel_from_what_it_copies(tmp_path: Path) -> None:
     source = tmp_path / "src"
     source.mkdir()

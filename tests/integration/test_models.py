@@ -31,6 +31,7 @@ def switches(model: str) -> set[str]:
     return set(re.findall(r"(?:ifdef|defined\()\s*(\w+)\)?\s*/\* planted", text))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", sorted({run.model for run in PROVEN}))
 def test_a_model_is_proven_and_its_planted_errors_are_found(model: str) -> None:
     for run in runs(model):

@@ -201,6 +201,7 @@ def started(arguments: Sequence[object]) -> Iterator[None]:
             process.wait(timeout=60)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_real_prometheus_scrapes_a_loop_and_the_databases_and_a_rule_fires(
     app: Dsn, mom: Dsn, tmp_path: Path

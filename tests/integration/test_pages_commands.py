@@ -42,6 +42,6 @@ def quoted(text: str) -> list[str]:
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
 def test_no_command_in_a_sentence_of_a_page_is_refused(file: Path) -> None:
     for command in quoted(file.read_text()):
-        words = shlex.split(command.replace("NUMBER", "1"))[1:]
+        words = shlex.split(command.replace("NUMBER", "1").removesuffix(" [OPTIONS]"))[1:]
         done = saf(*words, env={"SAF_CONFIG": "/nonexistent"})
         assert done.stderr.startswith("saf: cannot read /nonexistent"), (command, done.stderr)
