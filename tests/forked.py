@@ -52,17 +52,38 @@ def saf(
         tempfile.NamedTemporaryFile(mode="a+b") as out,
         tempfile.NamedTemporaryFile(mode="a+b") as err,
         Path(os.devnull).open("rb") as nothing,
-        socket.socket(socket.AF_UNIX) as connection,
+        start(
+            arguments,
+            env=env,
+            cwd=cwd,
+            streams=(nothing.fileno(), out.fileno(), err.fileno()),
+            timeout=timeout,
+        ) as connection,
     ):
-        connection.settimeout(timeout)
-        connection.connect(str(on_path().parent / "server"))
-        streams = (nothing.fileno(), out.fileno(), err.fileno())
-        forked_client.ask(connection, arguments, env, str(cwd or Path.cwd()), streams)
         try:
             code = forked_client.wait(connection)
         except TimeoutError:
             raise subprocess.TimeoutExpired(command, timeout, _text(out), _text(err)) from None
         return subprocess.CompletedProcess(command, code, _text(out), _text(err))
+
+
+def start(
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path | None,
+    streams: Sequence[int],
+    timeout: float | None = None,
+) -> socket.socket:
+    """Start it with these standard streams; `forked_client.wait` at what is returned waits for it.
+
+    Closing what is returned kills it, if it has not ended.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(timeout)
+    connection.connect(str(on_path().parent / "server"))
+    forked_client.ask(connection, arguments, env, str(cwd or Path.cwd()), streams)
+    return connection
 
 
 @cache

@@ -5,11 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-import subprocess
 import termios
 from pathlib import Path
 
-from tests.programs import BIN, environment
+from tests import forked
+from tests.programs import environment
 
 ROWS = 50
 
@@ -21,13 +21,12 @@ def on_a_terminal(
     terminal, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
     env = {name: value for name, value in environment().items() if name != "COLUMNS"}
-    typed = theirs if answer else None
-    with subprocess.Popen(
-        [BIN / "saf", *arguments], env=env, cwd=cwd, stdin=typed, stdout=theirs, stderr=theirs
-    ):
-        os.write(terminal, answer.encode())
-        os.close(theirs)
-        said = until_the_end(terminal)
+    with Path(os.devnull).open("rb") as nothing:
+        typed = theirs if answer else nothing.fileno()
+        with forked.start(arguments, env=env, cwd=cwd, streams=(typed, theirs, theirs)):
+            os.write(terminal, answer.encode())
+            os.close(theirs)
+            said = until_the_end(terminal)
     return said.removesuffix("\r\n")
 
 
