@@ -86,6 +86,7 @@ def test_eight_receivers_with_rollbacks_and_restarts_read_every_conversation_fro
     assert set(states(app)) == set(states(mom)) == {"conversing"}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_many_dialogs_are_open_at_once(app: Dsn, mom: Dsn) -> None:
     count = sized(1_500, 10_000)

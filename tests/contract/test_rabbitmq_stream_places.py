@@ -54,6 +54,7 @@ def definitions(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.full
 def test_it_is_reached_with_tls_by_who_has_its_rights_and_by_nobody_else(tmp_path: Path) -> None:
     authority, public, key = signed(tmp_path)
     tls = free_port()

@@ -390,6 +390,7 @@ def test_waiting_ends_with_the_first_message(inbox: Dsn) -> None:
     timer.join()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_many_subscriptions_on_one_inbox_each_get_everything(inbox: Dsn) -> None:
     names = [f"reader {number}" for number in range(sized(100, 1000))]

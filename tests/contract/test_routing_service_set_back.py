@@ -93,6 +93,7 @@ def test_whichever_broker_forgets_what_was_said_both_parties_get_an_error(
     assert errors(hub.app) == errors(hub.ewr) == [Code.SET_BACK]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_hub_that_has_forgotten_the_dialog_tells_both_parties(
     hub: Hub, backup: Callable[[Dsn], Dsn]

@@ -76,6 +76,7 @@ def test_it_says_what_a_nats_server_gives_and_whether_it_can_be_used(
     assert "destination 'there' is unavailable" in gone.stderr
 
 
+@pytest.mark.full
 def test_it_says_what_a_kafka_cluster_gives_and_whether_it_can_be_used(
     app: Dsn, tmp_path: Path, running_kafka: KafkaServer
 ) -> None:
@@ -101,6 +102,7 @@ def test_it_says_what_a_kafka_cluster_gives_and_whether_it_can_be_used(
     assert "%3|" not in gone.stderr
 
 
+@pytest.mark.full
 def test_it_says_what_a_rabbitmq_server_gives_and_whether_it_can_be_used(
     app: Dsn, rabbitmq: RabbitmqServer, tmp_path: Path
 ) -> None:

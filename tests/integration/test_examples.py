@@ -126,6 +126,7 @@ def test_a_worker_writes_the_invoice_of_an_order(app: Dsn, mom: Dsn) -> None:
         assert fetch(store, "SELECT number, total FROM invoice") == ORDER
 
 
+@pytest.mark.full
 def test_each_tenant_gets_an_invoice_from_one_service(
     server: EmbeddedServer, mom: Dsn, tmp_path: Path
 ) -> None:

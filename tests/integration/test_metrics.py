@@ -212,6 +212,7 @@ def test_a_broker_that_hangs_holds_up_no_other_and_is_back_when_it_answers(
         watch.close()
 
 
+@pytest.mark.full
 def test_brokers_whose_host_drops_packets_hide_none_that_is_healthy(app: Dsn, config: Path) -> None:
     with mute() as gone:
         places = {f"gone {n}": Broker(dsn=gone) for n in range(40)}

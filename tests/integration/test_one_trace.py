@@ -129,6 +129,7 @@ def test_a_request_and_the_handler_in_another_service_are_one_trace(
     assert chunk["context"]["trace_id"] != f"0x{TRACE}"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_off_nothing_is_carried_and_nothing_imported(
     app: Dsn, mom: Dsn, toml: Path, tmp_path: Path

@@ -58,6 +58,7 @@ def test_what_is_logged_and_printed_is_never_glued_to_the_bar_and_stdout_stays_s
     assert problem == "saf: a problem"
 
 
+@pytest.mark.full
 def test_where_there_is_no_terminal_progress_is_logged_as_often_as_it_was_asked_for(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:

@@ -269,6 +269,7 @@ def archive_and_tell(app: Dsn, folder: Path, tell: Connection) -> None:
     tell.send((slot.state, slot.messages, peak_mib))
 
 
+@pytest.mark.full
 def test_archiving_four_times_as_much_needs_no_more_memory(tmp_path: Path, app: Dsn) -> None:
     found: list[tuple[str, int | None, float]] = []
     peaks = []

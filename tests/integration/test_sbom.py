@@ -32,6 +32,7 @@ def test_it_is_valid_and_names_what_saf_with_its_extras_consists_of(text: str) -
         assert one["purl"] == f"pkg:pypi/{normal(one['name'])}@{one['version']}"
 
 
+@pytest.mark.full
 def test_each_dependency_is_a_component(text: str) -> None:
     bill = json.loads(text)
     root = bill["metadata"]["component"]["bom-ref"]

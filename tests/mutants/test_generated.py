@@ -90,6 +90,7 @@ def test_there_are_many_changes_of_each_folder_and_nearly_all_are_python(folder:
     assert every > 100
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_each_change_is_drawn_with_the_tests_that_execute_it_and_they_notice_it(
     ground: Field, recordings: Recordings

@@ -91,6 +91,7 @@ def test_what_looks_beyond_its_row_or_says_something_else_each_time_is_refused(
     assert repr(expression) in said
 
 
+@pytest.mark.full
 def test_one_that_is_too_long_to_be_looked_at_or_nested_too_deeply_is_refused() -> None:
     assert "10,000 are looked at" in str(compiled("'a' || " * 2000 + "'b'"))
     assert "Spark does not understand" in str(compiled("(" * 4990 + "'a'" + ")" * 4990))
@@ -221,6 +222,7 @@ def test_the_dead_letter_says_what_its_expression_has_raised(
     assert errors["nulls"] == "router 'nulls': its classifier says nothing"
 
 
+@pytest.mark.full
 def test_explain_evaluates_sql_and_says_what_it_raises_or_why_it_is_refused(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
