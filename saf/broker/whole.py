@@ -45,7 +45,9 @@ UNION ALL
 SELECT format('saf.cursor has %s of the %s rows of subscription %L', count(c.shard), b.shards,
               s.name)
 FROM saf.broker b CROSS JOIN saf.subscription s LEFT JOIN saf.cursor c USING (subscription_id)
-GROUP BY b.shards, s.subscription_id, s.name HAVING count(c.shard) <> b.shards
+GROUP BY b.shards, s.subscription_id, s.name, s.log
+HAVING count(c.shard) <> b.shards
+   AND (count(c.shard) > 0 OR (s.log, s.name) = ('outbox', 'forwarder'))
 """
 """SQL: what is missing of saf's own rows, in words; no row if they are complete."""
 

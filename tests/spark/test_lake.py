@@ -80,6 +80,7 @@ def in_the_lake(folder: Path) -> Any:
     return found
 
 
+@pytest.mark.full
 def test_a_micro_batch_that_comes_again_is_not_in_the_table_twice(
     app: Dsn, config: Path, tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ def test_python_workers_that_are_killed_in_mid_stream_cost_another_attempt_and_n
     assert in_the_lake(tmp_path) == (number, number, 1, number, number)
 
 
+@pytest.mark.full
 def test_a_stream_appends_to_a_table_in_an_object_store(
     app: Dsn, config: Path, tmp_path: Path, objects: ObjectStore
 ) -> None:
