@@ -158,7 +158,9 @@ def test_a_zombie_sends_nothing_of_a_lane_that_the_new_owner_has_read(
     """The destination cannot fence it: it has heard nothing of the new owner yet."""
     route(app)
     with connect(app) as connection:
-        backoff.postpone(connection, subscription(connection), {Lane(destination="mom"): "down"})
+        backoff.postpone(
+            connection, subscription(connection), {Lane(destination="mom"): SafError("down")}
+        )
         send(connection, "1", "key")
     run(app, mom=mom, other=other)
     assert count(app, "parked") == 1

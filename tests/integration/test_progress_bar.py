@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from saf.database import Dsn
 from tests.programs import configuration, environment, last_json, saf, send
 from tests.terminals import until_the_end

@@ -28,7 +28,8 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.planting import Fate, Field, Verdict, field
 from tests.mutants.recording import Recordings, in_groups
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 SHOWN_LINES = 15
 """Of what the tests said, where a verdict needs looking into."""

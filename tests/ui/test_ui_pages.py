@@ -22,10 +22,9 @@ import saf.ui
 from saf.broker.services import create_service
 from saf.config import Settings
 from saf.database import Dsn, fetch
-from saf.errors import ConfigurationError
+from saf.errors import HIDDEN, ConfigurationError
 from saf.log import finding
 from saf.ui.pages import PAGES, message, outbox
-from saf.ui.redaction import HIDDEN
 from tests.dashboard import Dashboard, dashboard, finished, message_id, served, settings
 from tests.long_lists import DECISIONS, DIALOGS, FOREIGN, LANES
 from tests.pipeline import bodies, connect, new_member, run, send

@@ -9,7 +9,8 @@ import pytest
 
 from saf.config import Ui
 from saf.database import Dsn
-from saf.ui.redaction import HIDDEN, LARGEST_BYTES, Redaction
+from saf.errors import HIDDEN
+from saf.ui.redaction import LARGEST_BYTES, Redaction
 from tests.dashboard import dashboard, message_id, settings
 from tests.pipeline import connect
 
