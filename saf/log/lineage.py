@@ -188,8 +188,9 @@ def foreign(
 
 
 def _ids(connection: psycopg.Connection[Any], log: str, *, whole: bool) -> Iterator[str]:
-    ((last,),) = fetch(connection, LAST_ID.format(log=log))
+    # in this order: a message that is committed between the two questions has drawn its id by then
     ((highest,),) = fetch(connection, (COUNTED if whole else HIGHEST_ID).format(log=log))
+    ((last,),) = fetch(connection, LAST_ID.format(log=log))
     if highest is not None and highest > last:
         yield (
             f"saf.{log} has ids up to {highest}, and its next id is {last + 1}: its sequence was "
