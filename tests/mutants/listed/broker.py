@@ -286,4 +286,13 @@ MUTANTS: list[Mutant] = [
         "contract/test_set_back.py::"
         "test_the_refusal_of_a_store_names_what_was_acknowledged_and_what_it_has",
     ),
+    mutant(
+        "a sender at work makes a source look set back",
+        "saf/log/lineage.py",
+        "    ((highest,),) = fetch(connection, (COUNTED if whole else HIGHEST_ID).format(log=log))\n"
+        "    ((last,),) = fetch(connection, LAST_ID.format(log=log))\n",
+        "    ((last,),) = fetch(connection, LAST_ID.format(log=log))\n"
+        "    ((highest,),) = fetch(connection, (COUNTED if whole else HIGHEST_ID).format(log=log))\n",
+        "moves/test_senders_at_work.py",
+    ),
 ]
