@@ -10,6 +10,9 @@ REBASED, HONEST = "contract/test_rebase.py", "contract/test_10_honest.py"
 
 WHOLE, OWN = "contract/test_whole.py", "contract/test_own_settings.py"
 
+HIGHEST = "((highest,),) = fetch(connection, (COUNTED if whole else HIGHEST_ID).format(log=log))"
+LAST = "((last,),) = fetch(connection, LAST_ID.format(log=log))"
+
 MUTANTS: list[Mutant] = [
     mutant(
         "a policy may hide rows from a session",
@@ -289,10 +292,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a sender at work makes a source look set back",
         "saf/log/lineage.py",
-        "    ((highest,),) = fetch(connection, (COUNTED if whole else HIGHEST_ID).format(log=log))\n"
-        "    ((last,),) = fetch(connection, LAST_ID.format(log=log))\n",
-        "    ((last,),) = fetch(connection, LAST_ID.format(log=log))\n"
-        "    ((highest,),) = fetch(connection, (COUNTED if whole else HIGHEST_ID).format(log=log))\n",
+        f"    {HIGHEST}\n    {LAST}\n",
+        f"    {LAST}\n    {HIGHEST}\n",
         "moves/test_senders_at_work.py",
     ),
 ]
