@@ -31,7 +31,8 @@ from saf.errors import ConfigurationError, RowsGone
 
 SCHEMA = "saf"
 
-# The size of a table needs no right on it, and is 0 after a TRUNCATE and in a copy without data
+# Streams may be an outbox's only readers. The size of a table needs no right on it, and is 0 after a
+# TRUNCATE and in a copy without data.
 ROWS = """
 SELECT 'saf.broker has no row' WHERE NOT EXISTS (SELECT FROM saf.broker)
 UNION ALL
@@ -40,7 +41,7 @@ WHERE c.oid IN ('saf.timeline'::regclass, 'saf.cursor_key'::regclass)
   AND pg_relation_size(c.oid) = 0
 UNION ALL
 SELECT 'saf.subscription lacks ''forwarder'' of the outbox' WHERE NOT EXISTS (
-    SELECT FROM saf.subscription WHERE log = 'outbox' AND name = 'forwarder')
+    SELECT FROM saf.subscription WHERE log = 'outbox' AND (name = 'forwarder' OR stream))
 UNION ALL
 SELECT format('saf.cursor has %s of the %s rows of subscription %L', count(c.shard), b.shards,
               s.name)

@@ -119,6 +119,7 @@ def test_each_change_is_drawn_with_the_tests_that_execute_it_and_they_notice_it(
     assert [one.name for one in left] == [drawn[0].name]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_constant_is_changed_for_the_tests_that_execute_what_uses_it(
     recordings: Recordings,
