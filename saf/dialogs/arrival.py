@@ -276,7 +276,7 @@ def _meet(arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: R
             return
     endpoint.facts = after
     if verdict is Verdict.WAIT:
-        endpoint.asks |= endpoint.was_set_back and fresh
+        endpoint.asks |= bool(endpoint.lineage) and fresh
         arrival.ahead.append(message)
     elif verdict is Verdict.DROP:
         why = why_dropped(before, message, ended_here=endpoint.ended_here, over=endpoint.over)

@@ -43,7 +43,7 @@ LOCK = f"""
 SELECT {FIELDS}, (SELECT broker_id FROM saf.broker), contract, contract_version, group_id,
        ended_here, coalesce(expires_at <= now(), false),
        receive_sequence, ended_there, error_code, error_text, timer, answered_by,
-       send_sequence, lineage IS NOT NULL, far_lineage
+       send_sequence, lineage, far_lineage
 FROM {OF_THESE} ORDER BY handle FOR NO KEY UPDATE OF c
 """
 
@@ -134,7 +134,8 @@ class Endpoint:
     facts: Facts
     sent: int
     """The number of the last message sent."""
-    was_set_back: bool
+    lineage: Lineage
+    """Empty where its broker was never set back."""
     far_lineage: Lineage
     failure: tuple[Code, str] | None = None
     answers: bool = False
@@ -229,11 +230,11 @@ def _endpoint(row: tuple[Any, ...], known: dict[tuple[str, int], Contract]) -> E
         contract=known.get((contract, version)),
     )
     names = [name for name in RECEIVED if name != "handle"]
-    *known_facts, sent, was_set_back, far_lineage = row[12:]
+    *known_facts, sent, lineage, far_lineage = row[12:]
     facts = Facts(**dict(zip(names, known_facts, strict=True)))
     return Endpoint(
         dialog=dialog, ended_here=ended_here, over=over, stored=facts, facts=facts, sent=sent,
-        was_set_back=was_set_back, far_lineage=read(far_lineage),
+        lineage=read(lineage), far_lineage=read(far_lineage),
     )  # fmt: skip
 
 

@@ -150,8 +150,8 @@ def compare(endpoint: Endpoint, message: Received) -> None:
             text = f"the other end has failed, and this one did not know: {facts.error_text}"
     elif received > endpoint.sent:
         text = (
-            f"messages {endpoint.sent + 1} to {received} were received by the other end, and are "
-            f"not known to service {endpoint.dialog.service!r} any more"
+            f"messages {_known_there(endpoint) + 1} to {received} were received by the other end, "
+            f"and are not known to service {endpoint.dialog.service!r} any more"
         )
     elif sent > facts.receive_sequence and not facts.ended_there:
         text = (
@@ -264,6 +264,15 @@ def _answer(message: Received, sequence: int, message_type: str, body: object) -
         "message_type": message_type,
         "body": json.dumps(body),
     }
+
+
+def _known_there(endpoint: Endpoint) -> int:
+    """Return the last number under which both ends know the same message of this end.
+
+    The other end has received more than was sent, so it has not heard of the newest incarnation.
+    Under the numbers of that one, it knows messages that were sent before the set-back.
+    """
+    return min([endpoint.sent, *(after for _, after in endpoint.lineage[-1:])])
 
 
 def _standing(message: Received) -> tuple[int, bool]:

@@ -99,6 +99,26 @@ def test_what_was_said_between_the_restore_and_the_repair_is_not_taken_for_repea
     assert "messages 3 to 4 were received" in two.errors(dialog.conversation_id)[0]
 
 
+@pytest.mark.parametrize("first", ["shop", "warehouse"])
+def test_both_ends_name_all_numbers_that_stand_for_two_messages_where_few_were_sent_anew(
+    two: Two, first: str
+) -> None:
+    """Whichever end hears of it first, from what the other one says of itself."""
+    dialog = two.begin("1", "2")
+    two.talk()
+    backup = two.shop.backup()
+    two.shop.says(dialog, "3", "4", "5")
+    two.talk()
+    two.shop.go_back(backup)
+    two.shop.says(dialog, "new 3")
+    two.repair(two.shop)
+    two.carry()
+    {"shop": two.shop, "warehouse": two.warehouse}[first].hears()
+    two.talk()
+    for error in two.errors(dialog.conversation_id):
+        assert "messages 3 to 5 were received" in error
+
+
 @pytest.mark.slow
 def test_a_target_that_was_set_back_receives_again_what_it_has_lost(two: Two) -> None:
     dialog = two.begin("1")

@@ -131,6 +131,14 @@ MUTANTS: list[Mutant] = [
         ANY_ORDER,
     ),
     mutant(
+        "what was sent before a repair counts as known to the other end",
+        "saf/dialogs/set_back.py",
+        "    return min([endpoint.sent, *(after for _, after in endpoint.lineage[-1:])])\n",
+        "    return endpoint.sent\n",
+        f"{SET_BACK}::"
+        "test_both_ends_name_all_numbers_that_stand_for_two_messages_where_few_were_sent_anew",
+    ),
+    mutant(
         "an error waits for what is missing",
         FACTS,
         "    if message.message_type == ERROR:\n        # what",
