@@ -31,8 +31,8 @@ from saf.errors import ConfigurationError, RowsGone
 
 SCHEMA = "saf"
 
-# Streams may be an outbox's only readers. The size of a table needs no right on it, and is 0 after a
-# TRUNCATE and in a copy without data.
+# Streams may be an outbox's only readers. The size of a table needs no right on it, and is 0 after
+# a TRUNCATE and in a copy without data.
 ROWS = """
 SELECT 'saf.broker has no row' WHERE NOT EXISTS (SELECT FROM saf.broker)
 UNION ALL
