@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("options", nargs="*", help="options of pytest")
     given = parser.parse_args()
     changed = differing(given.since)
-    chosen = tests_of(changed)
+    chosen = chosen_for(changed)
     if ground := [file for file in changed if file in GROUND]:
         print(f"every test rests on {', '.join(ground)}: run make check too")
     if not chosen:
@@ -66,7 +66,7 @@ def differing(revision: str) -> list[str]:
     return sorted(found - {""})
 
 
-def tests_of(changed: Iterable[str]) -> list[str]:
+def chosen_for(changed: Iterable[str]) -> list[str]:
     """Return the arguments of pytest for these files, a whole file before its single tests."""
     chosen = {test for file in changed for test in _tests_of(file)}
     whole = {test for test in chosen if "::" not in test}

@@ -11,8 +11,7 @@ from saf.repair.moved import MovedBy
 from saf.repair.rebase import rebase
 from tests.moves import ways
 from tests.moves.conftest import Site
-from tests.moves.test_moves import goes_on
-from tests.moves.ways import Subscription, burn, repair, send_numbers
+from tests.moves.ways import Subscription, burn, goes_on, repair, send_numbers
 from tests.pipeline import connect, run
 
 

@@ -5,28 +5,22 @@ from __future__ import annotations
 import pytest
 
 from saf import Restored
-from saf.database import Dsn, fetch
+from saf.database import fetch
 from tests.moves import ways
 from tests.moves.conftest import Site
-from tests.moves.ways import arrived, burn, burn_beyond, follow, in_order, repair, send_numbers
+from tests.moves.ways import (
+    arrived,
+    burn,
+    burn_beyond,
+    follow,
+    goes_on,
+    in_order,
+    repair,
+    send_numbers,
+)
 from tests.pipeline import connect, let_time_pass, run
 
 LATER = pytest.mark.parametrize("burnt", [0, 700], ids=["at-once", "later"])
-
-
-def goes_on(moved: Dsn, mom: Dsn, last: int, refuses: bool = True, **options: object) -> None:
-    """It is refused by name; after the repair, everything up to the last number arrives once."""
-    if refuses:
-        before = arrived(mom)
-        with pytest.raises(Restored, match="saf rebase"):
-            run(moved, mom=mom)
-        assert arrived(mom) == before, "nothing was sent"
-    repair(moved, mom, **options)
-    run(moved, mom=mom)
-    let_time_pass(moved)
-    run(moved, mom=mom)
-    assert arrived(mom) == list(range(last))
-    assert in_order(mom)
 
 
 @pytest.mark.slow

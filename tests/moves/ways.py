@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 from psycopg import sql
 
+from saf import Restored
 from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.reading import known_at
 from saf.repair.rebase import rebase
-from tests.pipeline import bodies, connect
+from tests.pipeline import bodies, connect, let_time_pass, run
 
 SETTINGS = {
     "fsync": False,
@@ -260,3 +262,18 @@ def storage_copy(old: EmbeddedServer, broker: Dsn, slot: str = "") -> Iterator[E
             yield copy
     finally:
         shutil.rmtree(parent, ignore_errors=True)
+
+
+def goes_on(moved: Dsn, mom: Dsn, last: int, refuses: bool = True, **options: object) -> None:
+    """It is refused by name; after the repair, everything up to the last number arrives once."""
+    if refuses:
+        before = arrived(mom)
+        with pytest.raises(Restored, match="saf rebase"):
+            run(moved, mom=mom)
+        assert arrived(mom) == before, "nothing was sent"
+    repair(moved, mom, **options)
+    run(moved, mom=mom)
+    let_time_pass(moved)
+    run(moved, mom=mom)
+    assert arrived(mom) == list(range(last))
+    assert in_order(mom)

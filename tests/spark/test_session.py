@@ -105,7 +105,11 @@ def test_a_user_without_a_name_on_a_host_whose_name_does_not_resolve_starts_a_se
     program = [sys.executable, "-c", START + "print(spark.sparkUser())" + COUNT + STOP]
     done = subprocess.run(
         [*NOWHERE, *NOBODY, *program],
-        env=driver_env(shared_cache, HADOOP_USER_NAME="", SPARK_USER=""),
+        env={
+            name: value
+            for name, value in driver_env(shared_cache).items()
+            if name not in ("HADOOP_USER_NAME", "SPARK_USER")
+        },
         capture_output=True,
         text=True,
         timeout=240,

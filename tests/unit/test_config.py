@@ -55,7 +55,7 @@ def test_every_number_has_a_range(tmp_path: Path, text: str, setting: str, value
 
 
 def test_the_numbers_of_the_forwarder_are_known_here() -> None:
-    assert len(NUMBERS[FORWARDER]) == 10
+    assert len(NUMBERS[FORWARDER]) == 11
 
 
 def test_a_number_out_of_its_range_is_named_with_both_ends(tmp_path: Path) -> None:

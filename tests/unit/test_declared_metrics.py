@@ -21,8 +21,18 @@ from saf.metrics.tally import Tally
 from tests.scraping import families, series, value
 
 HERE = Path(saf.__file__).parent
-UNITS = ("_seconds", "_messages", "_slots", "_shards", "_attempts", "_letters", "_total")
-COUNTED = {"saf_up", "saf_members", "saf_endpoint_state", "saf_destination_state"}
+UNITS = (
+    "_seconds",
+    "_messages",
+    "_slots",
+    "_shards",
+    "_attempts",
+    "_letters",
+    "_lanes",
+    "_members",
+    "_total",
+)
+COUNTED = {"saf_up", "saf_endpoint_state", "saf_destination_state"}
 """Names without a unit: of what is counted in itself, or is a state."""
 
 

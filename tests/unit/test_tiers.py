@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from tests import changed, full, needed
-from tests.changed import tests_of
+from tests.changed import chosen_for
 from tests.mutants.mutant import ROOT
 from tests.tiers import FIRST_RUN, in_first_run
 
@@ -48,24 +48,24 @@ def test_an_unknown_tier_is_refused_by_name() -> None:
 
 
 def test_a_changed_module_runs_its_doctests_its_planted_bugs_and_what_imports_it() -> None:
-    chosen = tests_of(["saf/log/ring.py"])
+    chosen = chosen_for(["saf/log/ring.py"])
     assert f"{changed.DOCTESTS}[saf.log.ring]" in chosen
-    assert "tests/contract/test_ring.py" in chosen
+    assert any(test.startswith("tests/contract/test_ring.py") for test in chosen)
 
 
 def test_a_changed_page_runs_the_tests_that_name_it() -> None:
-    assert "tests/integration/test_receiving_page.py" in tests_of(["docs/receiving.md"])
+    assert "tests/integration/test_receiving_page.py" in chosen_for(["docs/receiving.md"])
 
 
 def test_a_changed_module_of_tests_runs_the_tests_that_rest_on_it() -> None:
-    assert {*tests_of(["tests/endpoints.py"])} >= {
+    assert {*chosen_for(["tests/endpoints.py"])} >= {
         "tests/contract/test_dispatch.py",
         "tests/contract/test_dispatch_owners.py",
     }
 
 
 def test_a_whole_file_stands_for_its_single_tests() -> None:
-    chosen = tests_of(["tests/contract/test_ring.py", "saf/log/ring.py"])
+    chosen = chosen_for(["tests/contract/test_ring.py", "saf/log/ring.py"])
     assert [one for one in chosen if one.startswith("tests/contract/test_ring.py::")] == []
 
 
