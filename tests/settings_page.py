@@ -246,6 +246,7 @@ turn_seconds = 2.0
 max_connections = 10
 max_sessions = 200
 attempts = 3
+max_rejected = 10
 use_spark = "auto"
 master = "local[*]"
 tasks = 8

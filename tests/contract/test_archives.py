@@ -151,6 +151,7 @@ def test_a_purge_that_is_killed_neither_loses_nor_doubles_a_message(
     assert (texts(where), in_log(app)) == (["a", "b", "c", "late", "later"], [])
 
 
+@pytest.mark.full
 def test_slots_of_many_turns_and_what_is_inserted_late_are_there_once(
     app: Dsn, mom: Dsn, where: str
 ) -> None:

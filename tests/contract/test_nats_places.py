@@ -132,6 +132,7 @@ def cluster(tmp_path: Path) -> Iterator[list[NatsServer]]:
             one.kill()
 
 
+@pytest.mark.full
 def test_a_cluster_goes_on_without_one_of_its_servers(cluster: list[NatsServer]) -> None:
     address = "nats://" + ",".join(f"127.0.0.1:{one.port}" for one in cluster)
     events = Nats(server=address, replicas=3).bounded(Bounds(statement_seconds=2))

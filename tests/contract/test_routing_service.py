@@ -428,7 +428,7 @@ def test_a_message_of_no_dialog_that_cannot_be_resolved_is_a_dead_letter(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["a dialog", "a message"])
+@pytest.mark.parametrize("kind", [pytest.param("a dialog", marks=pytest.mark.full), "a message"])
 def test_a_circle_of_routing_services_ends_after_sixteen(hub: Hub, kind: str) -> None:
     with connect(hub.hub) as connection:
         create_service(connection, "a")

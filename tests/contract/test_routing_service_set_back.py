@@ -106,6 +106,7 @@ def test_a_hub_that_has_forgotten_the_dialog_tells_both_parties(
     assert talk(hub) == ([ERROR], [ERROR])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_hub_that_has_forgotten_nothing_goes_on(hub: Hub, backup: Callable[[Dsn], Dsn]) -> None:
     dialog = begin(hub.app, "EWR", to_service="departures")

@@ -102,8 +102,8 @@ def set_aside(inbox: Dsn) -> tuple[int, int]:
     ("which", "arguments", "told"),
     [
         ("worker", (), signal.SIGTERM),
-        ("worker", (), signal.SIGINT),
-        ("worker", ("--drain",), signal.SIGTERM),
+        pytest.param("worker", (), signal.SIGINT, marks=pytest.mark.full),
+        pytest.param("worker", ("--drain",), signal.SIGTERM, marks=pytest.mark.full),
         ("worker", ("--processes", "2"), signal.SIGTERM),
         ("processors", (), signal.SIGTERM),
     ],

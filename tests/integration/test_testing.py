@@ -78,6 +78,7 @@ def run(
     )
 
 
+@pytest.mark.full
 def test_the_page_works_as_it_stands(project: Path, server: EmbeddedServer) -> None:
     for name, code in FILES.items():
         (project / name).write_text(code)
@@ -149,6 +150,7 @@ def test_alone(saf_database, saf_outbox, time):
     assert (project / "made").read_text() == "once "
 
 
+@pytest.mark.full
 def test_runs_at_the_same_time_share_a_server_and_leave_nothing_there(
     project: Path, server: EmbeddedServer
 ) -> None:

@@ -78,6 +78,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environm
     return Environment(folder)
 
 
+@pytest.mark.full
 def test_the_wheel_migrates_sends_and_forwards_where_only_it_is_installed(
     installed: Environment,
     new_database: Callable[[str], Dsn],

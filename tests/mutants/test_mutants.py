@@ -129,6 +129,7 @@ def test_what_is_noticed_what_is_not_and_what_does_not_fit_are_told_apart(plante
     assert (planted.tree / VISIBLE.file).read_text() == before
 
 
+@pytest.mark.full
 def test_a_sample_is_caught(planted: Field) -> None:
     """In the gate always the same; `make full` plants others each day."""
     quick = [one for one in ALL if one.tests and all(t.startswith(QUICK) for t in one.tests)]

@@ -264,6 +264,7 @@ def test_a_run_shows_the_password_nowhere_while_it_works_or_afterwards(
     assert b"saf deliver" in locked.log.read_bytes()
 
 
+@pytest.mark.full
 def test_a_run_that_meets_everything_that_can_go_wrong_shows_the_password_nowhere(
     tmp_path: Path, locked: Locked
 ) -> None:
@@ -538,6 +539,7 @@ session.stop(context)
 """
 
 
+@pytest.mark.full
 def test_a_table_shows_the_password_nowhere_in_plans_pages_events_or_errors(
     tmp_path: Path, locked: Locked
 ) -> None:

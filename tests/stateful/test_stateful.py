@@ -22,10 +22,12 @@ from tests.crash import bugs
 from tests.stateful.machines import MACHINES
 from tests.stateful.run import Make, run
 from tests.stateful.site import Site
+from tests.tiers import sized
 
-IN_THE_GATE = set(MACHINES)
+SLOW = {"dialogs", "dialogs_set_back", "set_back"}
+"""Machines that take half a minute; tests of their own keep their promises in the gate."""
 
-EXAMPLES, STEPS = 6, 20
+EXAMPLES, STEPS = sized(3, 6), 20
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,13 @@ def made(servers: Servers) -> Iterator[Callable[[str], Make]]:
     site.close()
 
 
-@pytest.mark.parametrize("name", sorted(IN_THE_GATE))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if name in SLOW else [])
+        for name in sorted(MACHINES)
+    ],
+)
 def test_whatever_happens_each_message_has_one_end(made: Callable[[str], Make], name: str) -> None:
     run(made(name), examples=EXAMPLES, steps=STEPS)
 

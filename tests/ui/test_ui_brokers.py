@@ -21,6 +21,7 @@ from tests.silence import Silence, mute
 from tests.waits import until
 
 
+@pytest.mark.full
 def test_brokers_whose_host_drops_packets_hide_none_that_is_healthy(app: Dsn) -> None:
     with mute() as gone:
         there = {f"gone {n}": Broker(dsn=gone) for n in range(60)} | {"shop": Broker(dsn=app)}

@@ -149,6 +149,7 @@ def test_a_wrong_setting_is_named_and_nothing_is_served(config: Path) -> None:
     assert "short" not in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_demo_shows_what_flows_and_stays_until_it_is_told_to_end(tmp_path: Path) -> None:
     folder = Path(tempfile.mkdtemp(prefix="saf-demo-"))  # not tmp_path: too long for a socket

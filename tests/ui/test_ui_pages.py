@@ -420,6 +420,7 @@ def test_the_stream_says_when_there_are_new_figures(there: Dashboard) -> None:
         assert next(line for line in lines if line.startswith("event:")) == "event: tick"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_hundred_brokers_are_shown_in_time(
     new_broker: Callable[[str], Dsn], mom: Dsn, tmp_path: Path

@@ -32,8 +32,17 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-def imports(tree: ast.Module, *, for_types: bool = False) -> Iterator[str]:
+def imports(tree: ast.Module, *, for_types: bool = False) -> tuple[str, ...]:
     """What a module imports, at its top and in its functions."""
+    return _imports(tree, for_types)
+
+
+@cache
+def _imports(tree: ast.Module, for_types: bool) -> tuple[str, ...]:
+    return tuple(_imported(tree, for_types=for_types))
+
+
+def _imported(tree: ast.Module, *, for_types: bool) -> Iterator[str]:
     skipped: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
