@@ -267,7 +267,6 @@ def rebase(
         alive = [name for (name,) in fetch(connection, ALIVE)]
         if alive:
             raise UsageError(f"stop all forwarders and receivers first: {', '.join(alive)}")
-        connection.execute(FORGET_MEMBERS)
         ((newest,),) = fetch(connection, NEWEST)
         differ = _ahead(connection, known)
         ahead: dict[str, SetBack] = {}
@@ -285,6 +284,8 @@ def rebase(
                 if foreign or force:
                     rows += _rebase_log(connection, log, highest)
                 connection.execute(DROP)
+            # not before: it writes their cursors, whose xmin says what was written here since
+            connection.execute(FORGET_MEMBERS)
             if not (foreign or force):
                 connection.execute(RAISE_EPOCH, {"epoch": highest})
             _let_sequences_go_on(connection)
