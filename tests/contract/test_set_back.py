@@ -258,7 +258,8 @@ def test_a_source_set_back_that_hosts_a_service_has_a_way_out(
             connection.execute(
                 "INSERT INTO saf.subscription (name, log) VALUES ('reader', 'inbox');"
                 "INSERT INTO saf.cursor (subscription_id, shard, batch)"
-                " SELECT subscription_id, 0, 1000 FROM saf.subscription WHERE name = 'reader'"
+                " SELECT subscription_id, generate_series(0, 63), 1000"
+                " FROM saf.subscription WHERE name = 'reader'"
             )
     send_numbers(app, 0)
     run(app, mom=mom)
