@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.log import lineage
 from tests.pipeline import connect, send
 
@@ -15,8 +15,6 @@ from tests.pipeline import connect, send
 def test_a_message_that_is_committed_between_two_questions_is_no_problem(
     app: Dsn, monkeypatch: pytest.MonkeyPatch, *, whole: bool
 ) -> None:
-    fetch = lineage.fetch
-
     def fetch_and_send(*asked: Any) -> list[tuple[Any, ...]]:
         rows = fetch(*asked)
         with connect(app) as sender:
