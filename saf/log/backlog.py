@@ -6,11 +6,9 @@ first. If a shard has no more, the count is exact. Otherwise the rest is estimat
 were given out since, slot by slot, and from how many of the ids that were read were this shard's.
 
 A batch in hand may be complete in large part. Ids and transaction ids rise together, so the first
-transaction that is not complete is looked for by halving, and reading begins there. The position
-may lie inside the transaction before it, such as a COPY. Of that one, messages are read from its
-end, so that those beyond the position come first, and at most `LOOK` of a shard. A message that
-was written by an older transaction and has a higher id may be left out of the count until its batch
-is complete; it is in no count that decides anything.
+message that is not complete is looked for by halving, and reading begins there. A message that was
+written by an old transaction and has a high id may then be left out of the count until its batch is
+complete; it is in no count that decides anything.
 """
 
 from __future__ import annotations
@@ -56,51 +54,43 @@ WHERE c.subscription_id = s.subscription_id AND c.shard = n.shard
 ORDER BY s.log DESC, s.name, n.shard
 """
 
-# Of each shard, about the first transaction of its open batch with messages beyond the position
-# only, and the one before it, in which the position may lie. Looked for by halving, of all shards
-# in one statement: next to many small ones, the server's work for each would be most of it.
+# Of each shard, about the first transaction of its open batch with messages beyond the position.
+# Looked for by halving, of all shards in one statement: next to many small ones, the server's work
+# for each would be most of it.
 NOT_COMPLETE_FROM = """
-WITH RECURSIVE halving (shard, position, low, high, begun) AS (
-    SELECT *, NULL::bigint FROM unnest({shards}::smallint[], {positions}::bigint[],
-                                       {low}::bigint[], {high}::bigint[])
+WITH RECURSIVE halving (shard, position, low, high) AS (
+    SELECT * FROM unnest({shards}::smallint[], {positions}::bigint[], {low}::bigint[],
+                         {high}::bigint[])
     UNION ALL
     SELECT h.shard, h.position,
            CASE WHEN first.id <= h.position THEN first.txid + 1 ELSE h.low END,
-           CASE WHEN first.id <= h.position THEN h.high ELSE m.middle END,
-           CASE WHEN first.id <= h.position THEN first.txid ELSE h.begun END
+           CASE WHEN first.id <= h.position THEN h.high ELSE m.middle END
     FROM halving h CROSS JOIN LATERAL (SELECT (h.low + h.high) / 2 AS middle) AS m
     LEFT JOIN LATERAL (
         SELECT o.id, o.txid::text::bigint AS txid FROM {log} o
         WHERE o.shard = h.shard AND o.txid >= m.middle::text::xid8
         ORDER BY o.txid LIMIT 1) AS first ON true
     WHERE h.low < h.high)
-SELECT shard, low, begun FROM halving WHERE low >= high
+SELECT shard, low FROM halving WHERE low >= high
 """
 
-# Oldest transactions first, by the index; those that were in progress at ``done`` by themselves,
-# and the one in which the position may lie, each from its end (a range of one, because the order of
-# an equality would be any). What was read and is complete counts for the estimate only.
+# Oldest transactions first, by the index; those that were in progress at ``done`` by themselves.
+# What was read and is complete counts for the estimate only.
 READ = """
 SELECT shard, to_service, to_broker,
        open IS NULL OR NOT (pg_visible_in_snapshot(txid, open)
                             AND (id <= position OR id <@ beyond)) AS left,
-       is_begun, count(*), min(written), min(id), max(id)
-FROM unnest({shards}::smallint[], {start}::xid8[], {xip}::text[], {begun}::xid8[],
-            {open}::pg_snapshot[], {position}::bigint[], {beyond}::int8multirange[])
-     AS n (shard, start, xip, begun, open, position, beyond)
+       count(*), min(written), min(id), max(id)
+FROM unnest({shards}::smallint[], {start}::xid8[], {xip}::text[], {open}::pg_snapshot[],
+            {position}::bigint[], {beyond}::int8multirange[])
+     AS n (shard, start, xip, open, position, beyond)
 CROSS JOIN LATERAL (
-    (SELECT id, txid, to_service, to_broker, {written} AS written, false AS is_begun FROM {log} o
+    (SELECT id, txid, to_service, to_broker, {written} AS written FROM {log} o
      WHERE o.shard = n.shard AND o.txid >= n.start ORDER BY o.txid LIMIT {look})
     UNION ALL
-    (SELECT ended.*, false FROM unnest(n.xip::xid8[]) AS one (txid) CROSS JOIN LATERAL (
-        SELECT id, txid, to_service, to_broker, {written} AS written FROM {log} o
-        WHERE o.shard = n.shard AND o.txid >= one.txid AND o.txid <= one.txid
-        ORDER BY o.txid DESC LIMIT {look}) AS ended LIMIT {look})
-    UNION ALL
-    (SELECT id, txid, to_service, to_broker, {written} AS written, true FROM {log} o
-     WHERE o.shard = n.shard AND o.txid >= n.begun AND o.txid <= n.begun
-     ORDER BY o.txid DESC LIMIT {look})) AS looked
-GROUP BY 1, 2, 3, 4, 5
+    (SELECT id, txid, to_service, to_broker, {written} AS written FROM {log} o
+     WHERE o.shard = n.shard AND o.txid = ANY (n.xip::xid8[]) LIMIT {look})) AS looked
+GROUP BY 1, 2, 3, 4
 """
 
 # Of each slot, a row of the newest transaction has about the highest id
@@ -108,9 +98,6 @@ LAST_IDS = """
 SELECT n.shard, newest.id
 FROM unnest({shards}::smallint[]) AS n (shard) CROSS JOIN LATERAL ({slots}) AS newest
 """
-LEFT, IS_BEGUN = 3, 4
-"""Columns of `READ`."""
-
 LAST_ID = "(SELECT id FROM {slot} s WHERE s.shard = n.shard ORDER BY txid DESC LIMIT 1)"
 
 
@@ -213,25 +200,17 @@ def backlogs(
 def _look(connection: psycopg.Connection[Any], backlog: Backlog, look: int) -> None:
     """Read what is left of some shards, and add it to their backlog."""
     rows = fetch(connection, _query(connection, backlog, look))
-    looked, low, high = _extent(row for row in rows if not row[IS_BEGUN])
+    looked, low, high = _extent(rows)
     cut = [shard for shard, count in looked.items() if count >= look]
-    factor = {(shard, False): 1.0 for shard in looked}
+    factor = dict.fromkeys(looked, 1.0)
     if cut:
         backlog.exact = False
         for shard, rest in _beyond(connection, backlog.log, cut, high):
             density = looked[shard] / (high[shard] - low[shard] + 1)
-            factor[shard, False] += rest * density / looked[shard]
-    begun, low, high = _extent(row for row in rows if row[IS_BEGUN] and row[LEFT])
-    for one in backlog.shards:
-        factor[one.shard, True] = 1.0
-        if begun[one.shard] >= look:
-            # as dense from the position to its end as where it was read
-            backlog.exact = False
-            extent = high[one.shard] - low[one.shard] + 1
-            factor[one.shard, True] = (high[one.shard] - one.position) / extent
-    for shard, service, broker, left, is_begun, count, written, _, _ in rows:
+            factor[shard] += rest * density / looked[shard]
+    for shard, service, broker, left, count, written, _, _ in rows:
         if left and backlog.service in (None, service):
-            messages = count * factor[shard, is_begun]
+            messages = count * factor[shard]
             backlog.by_shard[shard].add(messages, written)
             backlog.by_address[service, broker].add(messages, written)
 
@@ -243,7 +222,7 @@ def _extent(
     looked: dict[int, int] = defaultdict(int)
     low: dict[int, int] = {}
     high: dict[int, int] = {}
-    for shard, _, _, _, _, count, _, first, last in rows:
+    for shard, _, _, _, count, _, first, last in rows:
         looked[shard] += count
         low[shard] = min(low.get(shard, first), first)
         high[shard] = max(high.get(shard, last), last)
@@ -268,13 +247,10 @@ def _query(connection: psycopg.Connection[Any], backlog: Backlog, look: int) -> 
     shards = backlog.shards
     begun = [begun_since(one.done) for one in shards]
     known = _not_complete_from(connection, backlog)
-    found = [
-        known.get(one.shard, (first, None)) for one, (first, _) in zip(shards, begun, strict=True)
-    ]
+    start = [known.get(one.shard, first) for one, (first, _) in zip(shards, begun, strict=True)]
     columns = {
         "shards": [one.shard for one in shards],
-        "start": [first for first, _ in found],
-        "begun": [before for _, before in found],
+        "start": start,
         "xip": [f"{{{','.join(xip)}}}" for _, xip in begun],
         "open": [one.open for one in shards],
         "position": [one.position for one in shards],
@@ -288,13 +264,8 @@ def _query(connection: psycopg.Connection[Any], backlog: Backlog, look: int) -> 
     )
 
 
-def _not_complete_from(
-    connection: psycopg.Connection[Any], backlog: Backlog
-) -> dict[int, tuple[str, str | None]]:
-    """Of each shard that has completed some of its open batch: where the rest begins, about.
-
-    The first transaction of the rest, and the one that the position may lie in.
-    """
+def _not_complete_from(connection: psycopg.Connection[Any], backlog: Backlog) -> dict[int, str]:
+    """Of each shard that has completed some of its open batch: where the rest begins, about."""
     in_hand = [one for one in backlog.shards if one.open is not None and one.position]
     if not in_hand:
         return {}
@@ -308,7 +279,4 @@ def _not_complete_from(
         log=sql.Identifier("saf", backlog.log),
         **{name: sql.Literal(values) for name, values in columns.items()},
     )
-    return {
-        shard: (str(low), None if begun is None else str(begun))
-        for shard, low, begun in fetch(connection, query)
-    }
+    return {shard: str(txid) for shard, txid in fetch(connection, query)}

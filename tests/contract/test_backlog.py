@@ -73,44 +73,6 @@ def test_of_a_batch_in_hand_only_what_is_beyond_the_position_is_left(app: Dsn) -
         assert left(connection).messages == 0
 
 
-@every_postgresql
-def test_of_a_transaction_that_the_position_lies_in_the_rest_is_left(app: Dsn) -> None:
-    """Such as a COPY: more of it than is read, and less."""
-    sent = "INSERT INTO saf.outbox (to_service, key, body) SELECT 'billing', 'k', '' \
-            FROM generate_series(1, 3000)"
-    with connect(app) as connection:
-        send(connection, "before", key="k")
-        connection.execute(sent)
-        send(connection, "after", key="k")
-        member = new_member(connection)
-        member.balance(connection)
-        (batch,) = open_batch(connection, "outbox", member)
-        ids = [i for (i,) in fetch(connection, "SELECT id FROM saf.outbox ORDER BY id")]
-        for done in (1, 2, 1500, 2900, 3000, 3001, 3002):
-            with connection.transaction():
-                advance(connection, batch, ids[done - 1])
-            for look in (200, 5000):
-                found = left(connection, look=look)
-                assert (found.messages, found.exact) == (3002 - done, 3002 - done < look)
-
-
-def test_of_a_transaction_that_went_on_at_the_last_batch_the_rest_is_left(app: Dsn) -> None:
-    with connect(app) as connection, connect(app) as long:
-        long.execute("BEGIN")
-        long.execute("SELECT pg_current_xact_id()")
-        member = new_member(connection)
-        member.balance(connection)
-        close(connection, open_batch(connection, "outbox", member))
-        for number in range(300):
-            send(long, str(number), key="k")
-        long.execute("COMMIT")
-        (batch,) = open_batch(connection, "outbox", member)
-        ids = [i for (i,) in fetch(connection, "SELECT id FROM saf.outbox ORDER BY id")]
-        with connection.transaction():
-            advance(connection, batch, ids[249])
-        assert left(connection, look=100).messages == 50
-
-
 def test_the_message_at_the_position_is_not_left_where_an_older_transaction_wrote_after_it(
     app: Dsn,
 ) -> None:

@@ -128,22 +128,6 @@ SURVIVORS: list[Mutant] = [
         f"{OWNERS}::test_a_lease_lasts_its_term_from_when_the_member_was_last_heard_of",
     ),
     mutant(
-        "what is left of a transaction that the position lies in is not counted",
-        "saf/log/backlog.py",
-        "THEN first.txid ELSE h.begun END",
-        "THEN h.begun ELSE h.begun END",
-        "contract/test_backlog.py::"
-        "test_of_a_transaction_that_the_position_lies_in_the_rest_is_left",
-    ),
-    mutant(
-        "a transaction that went on at the last batch is read from its beginning",
-        "saf/log/backlog.py",
-        "        ORDER BY o.txid DESC LIMIT {look}) AS ended",
-        "        ORDER BY o.txid LIMIT {look}) AS ended",
-        "contract/test_backlog.py::"
-        "test_of_a_transaction_that_went_on_at_the_last_batch_the_rest_is_left",
-    ),
-    mutant(
         "the message at the position is left",
         "saf/log/backlog.py",
         "AND (id <= position OR id <@ beyond)",
