@@ -119,6 +119,7 @@ def test_the_wheel_migrates_sends_and_forwards_where_only_it_is_installed(
     assert len(received(mom)) == 11
 
 
+@pytest.mark.full
 def test_the_package_s_page_leads_to_the_sources_of_its_version(installed: Environment) -> None:
     (about,) = installed.folder.glob("lib/python*/site-packages/saf_outbox-*.dist-info/METADATA")
     text = about.read_text()

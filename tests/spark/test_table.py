@@ -226,20 +226,18 @@ def test_two_brokers_are_joined_by_what_both_have(
     assert sent.unionByName(tables("other")).join(arrived, "message_id", "anti").count() == 0
 
 
-def test_a_table_of_the_catalog_is_read_with_a_file_of_brokers_alone(
-    app: Dsn, tmp_path: Path
-) -> None:
+def test_a_view_of_sql_is_read_with_a_file_of_brokers_alone(app: Dsn, tmp_path: Path) -> None:
     config = tmp_path / "saf.toml"
     config.write_text(f"[brokers.app]\ndsn = {json.dumps(app.conninfo)}\n")
     with connect(app) as connection:
         send(connection, "one", key="k")
     spark = session()
     spark.sql(
-        f"CREATE TABLE sent USING saf LOCATION '{tmp_path}/nothing' TBLPROPERTIES ('team' = 'a') "
+        "CREATE TEMPORARY VIEW sent USING saf "
         f"OPTIONS (broker 'app', log 'outbox', config '{config}')"
     )
     try:
         found = spark.sql("SELECT key, CAST(body AS STRING) FROM sent WHERE key = 'k'").collect()
     finally:
-        spark.sql("DROP TABLE sent")
+        spark.sql("DROP VIEW sent")
     assert [tuple(row) for row in found] == [("k", "one")]

@@ -41,7 +41,6 @@ class Streaming(Senders):
         self.limit: int | None = None
         self.query = Query(options={})
         Site.empty(app)
-        app.person.execute(NO_OTHERS)
 
     @classmethod
     def on(cls, site: Site) -> Callable[[], Self]:
@@ -64,6 +63,8 @@ class Streaming(Senders):
             **{"dsn_from": DSN_FROM, "log": "outbox", "subscription": "lake"},
             **{"partitions": str(partitions), **given},
         }
+        self.query.start()  # registers the stream: an outbox without any reader is refused
+        self.app.person.execute(NO_OTHERS)
 
     # What is sent
 

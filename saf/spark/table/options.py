@@ -51,8 +51,6 @@ OF_SINKS = ("txnAppId", "txnVersion")
 OF_READS = ("archive",)
 CHECKPOINT = "checkpointlocation"
 """An option of Spark itself, which it hands to those who write a stream."""
-OF_TABLES = "option."
-"""The prefix with which Spark hands over the options of a table of its catalog."""
 NAMES = ("broker", "config", "dsn_from", "log", "partitions", *OF_READS, *OF_STREAMS, *OF_SINKS)
 LOGS = ("outbox", "inbox")
 
@@ -138,7 +136,7 @@ def options_of(given: Mapping[str, str]) -> Options:
         ConfigurationError: it names the option at fault. Values of unknown ones are not shown.
     """
     spelled = {name.lower(): name for name in NAMES}
-    known = {spelled.get(name.lower(), name): value for name, value in _of_table(given).items()}
+    known = {spelled.get(name.lower(), name): value for name, value in given.items()}
     for name in known:
         if name not in NAMES:
             secret = (
@@ -181,29 +179,6 @@ def options_of(given: Mapping[str, str]) -> Options:
     )
 
 
-def _of_table(given: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the options of a table of Spark's catalog (``CREATE TABLE … USING saf OPTIONS (…)``).
-
-    Spark hands them over twice, once with a prefix, among properties of its own such as
-    ``provider`` and ``path``. What is no table has no such prefix, and is returned as it is.
-
-    >>> _of_table({"provider": "saf", "broker": "app", "option.broker": "app", "option.logs": "x"})
-    {'broker': 'app', 'logs': 'x'}
-    >>> _of_table({"broker": "app", "path": "/x"})
-    {'broker': 'app', 'path': '/x'}
-    """
-    of_table = {
-        name.removeprefix(OF_TABLES): value
-        for name, value in given.items()
-        if name.startswith(OF_TABLES)
-    }
-    if not of_table:
-        return given
-    names = {name.lower() for name in NAMES}
-    besides = {name: value for name, value in given.items() if name.lower() in names}
-    return besides | {name: of_table[name] for name in of_table if name not in besides}
-
-
 def refuse_for_batch(options: Options) -> None:
     """Make sure that a batch read was asked for nothing that only a stream does.
 
@@ -225,7 +200,6 @@ def for_sink(given: Mapping[str, str], *, stream: bool) -> Options:
     Raises:
         ConfigurationError: it names the option at fault.
     """
-    given = _of_table(given)
     mine = {name: value for name, value in given.items() if name.lower() != CHECKPOINT}
     said = any(name.lower() == "log" for name in mine)
     options = options_of(mine if said else {**mine, "log": "outbox"})
