@@ -34,23 +34,23 @@ SCHEMA = "saf"
 # Streams may be an outbox's only readers. The size of a table needs no right on it, and is 0 after
 # a TRUNCATE and in a copy without data.
 ROWS = """
-SELECT 'saf.broker has no row' WHERE NOT EXISTS (SELECT FROM saf.broker)
+SELECT 'saf.broker has no row' AS what, '' AS reader WHERE NOT EXISTS (SELECT FROM saf.broker)
 UNION ALL
-SELECT format('saf.%s is empty', c.relname) FROM pg_class c
+SELECT format('saf.%s is empty', c.relname), '' FROM pg_class c
 WHERE c.oid IN ('saf.timeline'::regclass, 'saf.cursor_key'::regclass)
   AND pg_relation_size(c.oid) = 0
 UNION ALL
-SELECT 'saf.subscription lacks ''forwarder'' of the outbox' WHERE NOT EXISTS (
+SELECT 'saf.subscription lacks ''forwarder'' of the outbox', 'outbox/forwarder' WHERE NOT EXISTS (
     SELECT FROM saf.subscription WHERE log = 'outbox' AND (name = 'forwarder' OR stream))
 UNION ALL
 SELECT format('saf.cursor has %s of the %s rows of subscription %L', count(c.shard), b.shards,
-              s.name)
+              s.name), format('%s/%s', s.log, s.name)
 FROM saf.broker b CROSS JOIN saf.subscription s LEFT JOIN saf.cursor c USING (subscription_id)
 GROUP BY b.shards, s.subscription_id, s.name, s.log
 HAVING count(c.shard) <> b.shards
    AND (count(c.shard) > 0 OR (s.log, s.name) = ('outbox', 'forwarder'))
 """
-"""SQL: what is missing of saf's own rows, in words; no row if they are complete."""
+"""SQL: what is missing of saf's own rows, in words, and for which reader; no row if nothing is."""
 
 # saf's own two policies restrict who sends as whom, and hide nothing: see `saf.broker.senders`
 POLICIES = """
@@ -66,7 +66,9 @@ ORDER BY 1
 """
 """SQL: the tables of which policies may hide rows from this login, with the policies' names."""
 
-BOTH = f"SELECT NULL, gone.* FROM ({ROWS}) AS gone UNION ALL ({POLICIES})"
+BOTH = f"""
+SELECT NULL, gone.* FROM ({ROWS}) AS gone UNION ALL SELECT p.*, NULL FROM ({POLICIES}) AS p
+"""
 """SQL: both questions in one round trip."""
 
 # A publication names tables, and of a partitioned table either it or its partitions
@@ -129,7 +131,7 @@ SHOWN = 3
 
 def missing(connection: psycopg.Connection[Any]) -> list[str]:
     """Return what is missing of saf's own rows, in words."""
-    return [what for (what,) in fetch(connection, ROWS)]
+    return [what for what, _ in fetch(connection, ROWS)]
 
 
 def narrowed(connection: psycopg.Connection[Any]) -> list[tuple[str, str]]:
@@ -189,8 +191,11 @@ def policies_cure(table: str) -> str:
     return f"As the owner, ALTER TABLE saf.{table} DISABLE ROW LEVEL SECURITY"
 
 
-def refuse(connection: psycopg.Connection[Any]) -> None:
+def refuse(connection: psycopg.Connection[Any], *, reader: str = "") -> None:
     """Raise if saf's own rows are not complete, or if any row may be hidden from this login.
+
+    What only one reader lacks stops that one alone: ``reader`` is its log and name, with a slash
+    in between. `missing` returns it all.
 
     Raises:
         RowsGone: saf's own rows are not complete.
@@ -202,11 +207,11 @@ def refuse(connection: psycopg.Connection[Any]) -> None:
         # saf's own sessions have row_security off, so that nothing is read where a policy applies
         if connection.info.transaction_status is TransactionStatus.INERROR:
             raise
-        found = fetch(connection, POLICIES)
+        found = [(*row, None) for row in fetch(connection, POLICIES)]
         if not found:
             raise error from None
-    gone = [what for table, what in found if table is None]
-    for table, policies in found:
+    gone = [what for table, what, whose in found if table is None and whose in ("", reader)]
+    for table, policies, _ in found:
         if table is not None:
             raise ConfigurationError(
                 f"database {connection.info.dbname!r}: row-level security of saf.{table} applies "

@@ -361,7 +361,7 @@ class SourceBroker:
 
     def _balance(self, connection: psycopg.Connection[Any]) -> None:
         if self._member is None:
-            whole.refuse(connection)
+            whole.refuse(connection, reader="outbox/forwarder")
             subscription_id = self._identify(connection)
             lineage.refuse(connection)
             self._member = Member(subscription_id=subscription_id, lease_seconds=self.lease_seconds)

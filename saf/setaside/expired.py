@@ -29,7 +29,7 @@ WITH gone AS (
         SELECT parked_id FROM saf.parked
         WHERE subscription_id = %(subscription_id)s AND kind = '{Kind.ROUTE}'
           AND expires_at <= %(opened_at)s AND shard = ANY (%(shards)s)
-          AND NOT (id > %(position)s AND opened_at = %(opened_at)s)
+          AND (id <= %(position)s OR opened_at IS DISTINCT FROM %(opened_at)s)
         ORDER BY expires_at LIMIT {AT_ONCE} FOR UPDATE SKIP LOCKED)
     RETURNING *
 )

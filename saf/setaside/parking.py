@@ -129,7 +129,7 @@ WHERE subscription_id = {subscription_id} AND destination = {destination}
   AND (kind, subject, broker) IN (SELECT * FROM unnest({kinds}::text[], {subjects}::text[],
                                                        {brokers}::uuid[]))
   AND shard = ANY ({shards}::smallint[])
-  AND NOT (id > {after} AND opened_at = {opened_at}::timestamptz)
+  AND (id <= {after} OR opened_at IS DISTINCT FROM {opened_at}::timestamptz)
 ORDER BY {order}
 """
 

@@ -316,8 +316,10 @@ def test_a_route_that_asks_for_more_than_the_kind_can_lets_its_messages_wait(
             brokers={"app": Broker(dsn=app)}, destinations={"files": blind, **stores(mom=mom)}
         )
         assert [
-            one.severity for one in examine(config) if "cannot store exactly once" in one.what
-        ] == ["error"]
+            (one.check, one.severity)
+            for one in examine(config)
+            if "cannot store exactly once" in one.what
+        ] == [("parked", "error"), ("routes", "error")]
         connection.execute("UPDATE saf.route SET quality = NULL")
         connection.execute("UPDATE saf.parked SET quality = NULL")
         let_time_pass(app)

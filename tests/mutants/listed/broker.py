@@ -32,8 +32,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "no policy is looked for at the first contact",
         "saf/broker/whole.py",
-        'BOTH = f"SELECT NULL, gone.* FROM ({ROWS}) AS gone UNION ALL ({POLICIES})"',
-        'BOTH = f"SELECT NULL, gone.* FROM ({ROWS}) AS gone"',
+        "AS gone UNION ALL SELECT p.*, NULL FROM ({POLICIES}) AS p",
+        "AS gone",
         f"{WHOLE}::test_rows_that_a_policy_hides_from_a_receiver_are_not_passed_over",
     ),
     mutant(
@@ -261,8 +261,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was parked when the clock was ahead waits",
         "saf/setaside/parking.py",
-        "AND opened_at = {opened_at}::timestamptz)",
-        "AND parked_at >= {opened_at}::timestamptz)",
+        "OR opened_at IS DISTINCT FROM {opened_at}::timestamptz)",
+        "OR parked_at < {opened_at}::timestamptz)",
         "moves/test_clocks.py::"
         "test_what_an_earlier_batch_parked_goes_on_in_order_after_the_clock_went_back",
     ),

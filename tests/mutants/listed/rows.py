@@ -166,8 +166,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "parked messages of other shards are read",
         PARKING,
-        "  AND shard = ANY ({shards}::smallint[])\n  AND NOT",
-        "  AND NOT",
+        "  AND shard = ANY ({shards}::smallint[])\n  AND (id <=",
+        "  AND (id <=",
         READ,
     ),
     mutant(
@@ -180,8 +180,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was parked at the position is left in its lane",
         PARKING,
-        "AND NOT (id > {after} AND",
-        "AND NOT (id >= {after} AND",
+        "AND (id <= {after} OR",
+        "AND (id < {after} OR",
         READ,
     ),
     mutant(

@@ -181,11 +181,4 @@ MUTANTS: list[Mutant] = [
         '        if name not in (*NAMES, "dsn"):\n',
         "spark/test_table_errors.py::test_a_dsn_in_an_option_is_refused_and_not_repeated",
     ),
-    mutant(
-        "a table of the catalog is refused for what Spark adds",
-        "saf/spark/table/options.py",
-        "    if not of_table:\n        return given\n",
-        "    return given\n",
-        "spark/test_table.py::test_a_table_of_the_catalog_is_read_with_a_file_of_brokers_alone",
-    ),
 ]
