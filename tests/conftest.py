@@ -50,7 +50,7 @@ from tests.object_store import ObjectStore, object_store
 from tests.rabbitmq_server import Queues, RabbitmqServer, rabbitmq_server
 from tests.receivers import prepare
 from tests.redis_server import RedisServer, redis_server
-from tests.tiers import FULL, LATER, TEST, TIER, in_first_run
+from tests.tiers import FULL, LATER, TEST, TIER, is_later
 
 SUPPORTED = (15, 16, 18)
 VERSIONS = {TEST: SUPPORTED[-1:], FULL: SUPPORTED}.get(TIER, (SUPPORTED[0], SUPPORTED[-1]))
@@ -97,10 +97,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """In the first tier, leave out other files before they import anything."""
-    if TIER != TEST or collection_path.is_dir():
+    """Leave out the files of later tiers before they import anything, unless they are named."""
+    if collection_path.is_dir() or collection_path.suffix != ".py":
         return None
-    return not in_first_run(collection_path.relative_to(HERE).as_posix()) or None
+    return is_later(collection_path.relative_to(HERE).as_posix(), collection_path) or None
 
 
 def pytest_sessionfinish() -> None:
@@ -262,6 +262,15 @@ def backup(new_copy: Callable[..., Dsn]) -> Callable[[Dsn], Dsn]:
 def new_broker(migrated: Prepared) -> Iterator[Callable[[str], Dsn]]:
     """Creates migrated databases with 64 shards, which go with the test."""
     copies = Copies(migrated.databases, migrated.template)
+    yield lambda name: copies(name).dsn
+    copies.drop()
+
+
+@pytest.fixture(scope="module")
+def shared_broker(servers: Servers) -> Iterator[Callable[[str], Dsn]]:
+    """Creates migrated databases for a module whose tests only read them."""
+    prepared = servers[DEFAULT_VERSION]
+    copies = Copies(prepared.databases, prepared.template)
     yield lambda name: copies(name).dsn
     copies.drop()
 
