@@ -40,6 +40,7 @@ static: $(VENV)/.installed ## format, lint and types, without a test
 	--recursive saf migrations jobs airflow/saf_airflow packaging
 	$(PY) -m mypy
 
+check: WORKERS := 3
 check: static ## the gate, half an hour on two slow cores: format, lint, types and every promise; warnings are errors
 	SAF_TESTS=check $(PYTEST) --durations 25
 

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -373,8 +373,21 @@ def inbox(mom: Dsn) -> Dsn:
 @pytest.fixture
 def own_server(pg_version: int) -> Iterator[EmbeddedServer]:
     """A durable server for this test alone, to stop, crash and start again; holds no broker."""
+    with _durable_server(pg_version) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def modules_server() -> Iterator[EmbeddedServer]:
+    """A durable server for the tests of a module, none of which stops it; holds no broker."""
+    with _durable_server(DEFAULT_VERSION) as server:
+        yield server
+
+
+@contextmanager
+def _durable_server(version: int) -> Iterator[EmbeddedServer]:
     folder = Path(tempfile.mkdtemp(prefix="saf-test-"))
-    server = EmbeddedServer(folder / "data", pg_version, SETTINGS)
+    server = EmbeddedServer(folder / "data", version, SETTINGS)
     server.start()
     yield server
     server.stop_immediately()

@@ -152,6 +152,7 @@ def test_what_no_schema_would_take_any_more_is_read_as_a_message_without_a_body(
     assert [(row.key, row.body) for row in rows] == [(None, None), ("k", b"body")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("partitions", [1, 3, 64, 1024])
 def test_every_message_is_in_one_partition_and_each_partition_is_in_the_order_of_ids(
     app: Dsn, tables: Tables, partitions: int

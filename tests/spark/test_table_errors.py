@@ -65,6 +65,7 @@ def tables(app: Dsn, mom: Dsn, tmp_path: Path) -> Tables:
     return Tables(tmp_path, mom, app=app)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "schema", "said"),
     [
