@@ -17,14 +17,13 @@ Each is one query of the catalogs and of saf's smallest tables, which any login 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
 import psycopg
 from psycopg import sql
-from psycopg.pq import TransactionStatus
 
 from saf.database import fetch
 from saf.errors import ConfigurationError, RowsGone
@@ -55,7 +54,8 @@ HAVING count(c.shard) <> b.shards
 # saf's own two policies restrict who sends as whom, and hide nothing: see `saf.broker.senders`
 POLICIES = """
 SELECT c.relname::text,
-       coalesce(string_agg(quote_ident(p.polname), ', ' ORDER BY p.polname), 'none')
+       coalesce(string_agg(quote_ident(p.polname), ', ' ORDER BY p.polname), 'none'),
+       session_user::text
 FROM pg_class c LEFT JOIN pg_policy p ON p.polrelid = c.oid
 WHERE c.relnamespace = 'saf'::regnamespace AND c.relrowsecurity AND row_security_active(c.oid)
 GROUP BY c.relname
@@ -64,10 +64,10 @@ HAVING c.relname <> 'outbox'
     OR bool_or(p.polname = 'outbox_read' AND pg_get_expr(p.polqual, p.polrelid) <> 'true')
 ORDER BY 1
 """
-"""SQL: the tables of which policies may hide rows from this login, with the policies' names."""
+"""SQL: the tables of which policies may hide rows from this login, the policies, and the login."""
 
 BOTH = f"""
-SELECT NULL, gone.* FROM ({ROWS}) AS gone UNION ALL SELECT p.*, NULL FROM ({POLICIES}) AS p
+SELECT NULL, gone.* FROM ({ROWS}) AS gone UNION ALL SELECT p.* FROM ({POLICIES}) AS p
 """
 """SQL: both questions in one round trip."""
 
@@ -136,7 +136,7 @@ def missing(connection: psycopg.Connection[Any]) -> list[str]:
 
 def narrowed(connection: psycopg.Connection[Any]) -> list[tuple[str, str]]:
     """Return the tables of which policies may hide rows from this login, and the policies."""
-    return [(table, names) for table, names in fetch(connection, POLICIES)]
+    return [(table, names) for table, names, _ in fetch(connection, POLICIES)]
 
 
 def without_identity(connection: psycopg.Connection[Any]) -> list[str]:
@@ -191,32 +191,26 @@ def policies_cure(table: str) -> str:
     return f"As the owner, ALTER TABLE saf.{table} DISABLE ROW LEVEL SECURITY"
 
 
-def refuse(connection: psycopg.Connection[Any], *, reader: str = "") -> None:
-    """Raise if saf's own rows are not complete, or if any row may be hidden from this login.
+def refuse(found: Sequence[Sequence[Any]], database: str, *, reader: str = "") -> None:
+    """Raise if saf's own rows are not complete, or if any row may be hidden from the login.
 
-    What only one reader lacks stops that one alone: ``reader`` is its log and name, with a slash
-    in between. `missing` returns it all.
+    Args:
+        found: the rows of `BOTH`, or of `POLICIES`.
+        database: names the database for people.
+        reader: log and name, with a slash in between. What only one reader lacks stops that one
+            alone; `missing` returns it all.
 
     Raises:
         RowsGone: saf's own rows are not complete.
-        ConfigurationError: row-level security applies to this login.
+        ConfigurationError: row-level security applies to the login.
     """
-    try:
-        found = fetch(connection, BOTH)
-    except psycopg.errors.InsufficientPrivilege as error:
-        # saf's own sessions have row_security off, so that nothing is read where a policy applies
-        if connection.info.transaction_status is TransactionStatus.INERROR:
-            raise
-        found = [(*row, None) for row in fetch(connection, POLICIES)]
-        if not found:
-            raise error from None
-    gone = [what for table, what, whose in found if table is None and whose in ("", reader)]
-    for table, policies, _ in found:
+    for table, policies, login in found:
         if table is not None:
             raise ConfigurationError(
-                f"database {connection.info.dbname!r}: row-level security of saf.{table} applies "
-                f"to user {connection.info.user!r} (policies: {policies}), so messages could be "
-                f"hidden and passed over. {policies_cure(table)}"
+                f"database {database!r}: row-level security of saf.{table} applies to user "
+                f"{login!r} (policies: {policies}), so messages could be hidden and passed over. "
+                f"{policies_cure(table)}"
             )
+    gone = [what for _, what, whose in found if whose in ("", reader)]
     if gone:
-        raise RowsGone(connection.info.dbname, gone)
+        raise RowsGone(database, gone)

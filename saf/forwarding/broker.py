@@ -12,7 +12,7 @@ from uuid import UUID
 
 import psycopg
 
-from saf.broker import whole
+from saf.broker import health
 from saf.broker.senders import vouched_since
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.destinations.identities import Identities
@@ -21,7 +21,7 @@ from saf.engine.work import Receipt, Work
 from saf.errors import ConfigurationError, Fenced
 from saf.forwarding.quiet import Quiet
 from saf.forwarding.vigil import Vigil
-from saf.log import cursor, lineage
+from saf.log import cursor
 from saf.log.shards import NEWEST, Member
 from saf.repair.new_id import Place
 from saf.routing.matching import Routes
@@ -361,9 +361,8 @@ class SourceBroker:
 
     def _balance(self, connection: psycopg.Connection[Any]) -> None:
         if self._member is None:
-            whole.refuse(connection, reader="outbox/forwarder")
+            health.refuse(connection, LOG, reader=f"{LOG}/{SUBSCRIPTION}")
             subscription_id = self._identify(connection)
-            lineage.refuse(connection)
             self._member = Member(subscription_id=subscription_id, lease_seconds=self.lease_seconds)
             self._member.join(connection)
         self._member.renew(connection)

@@ -275,7 +275,7 @@ def rebase(
         highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
         with whole.updatable_logs(connection):
             doubled = sum(_remove_doubled(connection, log) for log in lineage.LOGS)
-            foreign = bool([*lineage.foreign(connection, all_readers=True)])
+            foreign = bool(lineage.foreign(connection))
             how = moved.by(connection, moved_by) if foreign else moved_by
             rows = here = new_ids = 0
             for log in lineage.LOGS:
@@ -310,7 +310,7 @@ def rebase(
 
 
 def _wrong(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> bool:
-    return any(lineage.problems(connection, whole=True)) or any(
+    return bool(lineage.problems(connection, whole=True)) or any(
         one.ahead for one in _ahead(connection, known).values()
     )
 

@@ -21,6 +21,7 @@ from saf.broker.senders import add_senders, remove_senders
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.database.sqlstates import Meaning, meaning, translated
+from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.destinations.postgresql.reading import known_at
 from saf.errors import ConfigurationError, RowsGone
 from saf.operating.maintenance import purge_broker
@@ -198,6 +199,15 @@ def test_rows_that_a_policy_hides_from_a_receiver_are_not_passed_over(mom: Dsn, 
         saf.receive(as_user(mom, login), "billing"),
     ):
         pass
+
+
+@pytest.mark.parametrize("table", ["inbox", "cursor"])
+def test_rows_that_a_policy_hides_at_a_store_are_named_before_anything_is_stored(
+    mom: Dsn, login: str, table: str
+) -> None:
+    apply(mom, HIDE, table, "false")
+    with pytest.raises(ConfigurationError, match=rf"saf.{table} applies to user '{login}'"):
+        PostgresInbox("mom", as_user(mom, login)).connect()
 
 
 def test_the_rules_of_saf_sender_hide_nothing_and_other_policies_beside_them_are_named(

@@ -316,8 +316,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored source is forwarded",
         BROKER,
-        "            lineage.refuse(connection)\n",
-        "",
+        "            health.refuse(connection, LOG, reader",
+        "            health.require_rows(connection, reader",
         "contract/test_rebase.py::"
         "test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_own",
     ),

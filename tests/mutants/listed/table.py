@@ -163,7 +163,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored broker is a table",
         SNAPSHOT,
-        "    restored.refuse(connection)\n",
+        "    health.refuse(connection, log, reader=reader)\n",
         "",
         "spark/test_table_errors.py::test_a_restored_broker_is_refused",
     ),
