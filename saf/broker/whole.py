@@ -26,7 +26,7 @@ import psycopg
 from psycopg import sql
 
 from saf.database import fetch
-from saf.errors import ConfigurationError, RowsGone
+from saf.errors import ConfigurationError, RowsGone, UsageError
 
 SCHEMA = "saf"
 
@@ -89,8 +89,9 @@ ORDER BY 1
 """
 """SQL: the published tables whose rows nobody can update or delete; whether it is a log's slot."""
 
+# An id may have been given twice, to different messages
 IDENTIFY = (
-    "CREATE UNIQUE INDEX saf_identity_{slot} ON saf.{slot} (id)",
+    "CREATE UNIQUE INDEX saf_identity_{slot} ON saf.{slot} (id, message_id, txid)",
     "ALTER TABLE saf.{slot} REPLICA IDENTITY USING INDEX saf_identity_{slot}",
 )
 FORGET = (
@@ -98,6 +99,21 @@ FORGET = (
     "DROP INDEX saf.saf_identity_{slot}",
 )
 
+PUBLISHED_DELETES = """
+SELECT p.pubname, pg_has_role(p.pubowner, 'USAGE'), concat_ws(
+    ', ', CASE WHEN pubinsert THEN 'insert' END, CASE WHEN pubupdate THEN 'update' END,
+    CASE WHEN pubtruncate THEN 'truncate' END)
+FROM pg_publication p
+WHERE p.pubdelete AND EXISTS (
+    SELECT FROM pg_publication_tables t
+    WHERE t.pubname = p.pubname AND t.schemaname = 'saf'
+      AND split_part(t.tablename, '_', 1) IN ('outbox', 'inbox'))
+ORDER BY 1
+"""
+"""SQL: the publications of deletes of the logs; whether this login may alter them; all else that
+they publish."""
+
+PUBLISH = "ALTER PUBLICATION {name} SET (publish = {what})"
 
 # A role's setting in this database, else in all, else the database's, else everybody's, else the
 # server's. The path skips schemas that do not exist or that the role may not use.
@@ -153,7 +169,8 @@ def updatable_logs(connection: psycopg.Connection[Any]) -> Iterator[None]:
 
     Slots of the logs have no replica identity, because an index on the id would cost each send.
     REPLICA IDENTITY FULL is no way out: PostgreSQL 18 refuses it for a generated column such as
-    the shard. So published slots have such an index as long as the block runs.
+    the shard. So published slots have such an index as long as the block runs. No row may be there
+    twice; see `deletable_doubles`.
     """
     slots = [slot for slot, is_slot in fetch(connection, WITHOUT_IDENTITY) if is_slot]
     for slot, statement in product(slots, IDENTIFY):
@@ -161,6 +178,36 @@ def updatable_logs(connection: psycopg.Connection[Any]) -> Iterator[None]:
     yield
     for slot, statement in product(slots, FORGET):
         connection.execute(statement.format(slot=slot).encode())
+
+
+@contextmanager
+def deletable_doubles(connection: psycopg.Connection[Any]) -> Iterator[None]:
+    """Run a block of a transaction that has locked the logs, and in which it may delete of them.
+
+    Two rows that are the same have no identity, so their publications publish no delete as long as
+    the block runs. Only this transaction sees that.
+
+    Raises:
+        UsageError: this login may not alter a publication.
+    """
+    found = fetch(connection, PUBLISHED_DELETES)
+    for name, may_alter, _ in found:
+        if not may_alter:
+            raise UsageError(
+                f"publication {name!r} publishes deletes of saf's logs, which have messages twice: "
+                "PostgreSQL lets nobody delete one of two rows that are the same. Run this as the "
+                f"owner of the publication or as a superuser, or drop it meanwhile"
+            )
+    for name, _, others in found:
+        _publish(connection, name, others)
+    yield
+    for name, _, others in found:
+        _publish(connection, name, ", ".join(filter(None, (others, "delete"))))
+
+
+def _publish(connection: psycopg.Connection[Any], name: str, what: str) -> None:
+    query = sql.SQL(PUBLISH).format(name=sql.Identifier(name), what=sql.Literal(what))
+    connection.execute(query)
 
 
 def first_for(connection: psycopg.Connection[Any]) -> tuple[str, str] | None:

@@ -23,7 +23,7 @@ from saf.database import Dsn, fetch
 from saf.database.sqlstates import Meaning, meaning, translated
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.destinations.postgresql.reading import known_at
-from saf.errors import ConfigurationError, RowsGone
+from saf.errors import ConfigurationError, RowsGone, UsageError
 from saf.operating.maintenance import purge_broker
 from saf.repair.rebase import rebase
 from saf.routing.routes import add_route
@@ -263,6 +263,54 @@ def test_all_goes_on_where_a_publication_publishes_all_tables(
         assert fetch(source, "SELECT FROM pg_class WHERE relname ~ 'identity'") == []
         assert whole.without_identity(source) == []
     run(app, mom=mom, other=other)
+
+
+COLUMNS = "id, txid, message_id, to_service, key, body"
+DOUBLE = f"""
+INSERT INTO saf.outbox ({COLUMNS}) OVERRIDING SYSTEM VALUE SELECT {COLUMNS} FROM saf.outbox
+"""
+
+
+@every_postgresql
+@pytest.mark.usefixtures("published")
+def test_a_repair_removes_doubled_rows_that_a_publication_publishes(
+    app: Dsn, mom: Dsn, login: str
+) -> None:
+    sent = send_ten(app)
+    run(app, mom=mom)
+    sent += send_ten(app)
+    execute(app, "CREATE PUBLICATION logs FOR TABLE saf.outbox WITH (publish = 'delete')", DOUBLE)
+    with connect(app) as source:
+        with (
+            connect(as_user(app, login)) as other,
+            pytest.raises(UsageError, match=r"publication 'everything'.*drop it meanwhile"),
+            whole.deletable_doubles(other),
+        ):
+            pass
+        published = fetch(source, "SELECT * FROM pg_publication ORDER BY 1")
+        rebased = rebase(source, {})
+        assert rebased is not None
+        assert rebased.doubled == 20
+        assert fetch(source, "SELECT * FROM pg_publication ORDER BY 1") == published
+    run(app, mom=mom)
+    assert sorted(bodies(mom)) == sorted(sent)
+
+
+@every_postgresql
+@pytest.mark.usefixtures("published")
+def test_a_repair_gives_new_ids_to_messages_that_a_publication_publishes(
+    app: Dsn, mom: Dsn
+) -> None:
+    sent = send_ten(app)
+    run(app, mom=mom)
+    with connect(app) as source:
+        fetch(source, "SELECT setval('saf.outbox_id_seq', 1, false)")
+        sent += send_ten(app)
+        rebased = rebase(source, {})
+        assert rebased is not None
+        assert rebased.new_ids == 10
+    run(app, mom=mom)
+    assert sorted(bodies(mom)) == sorted(sent)
 
 
 @pytest.mark.usefixtures("published")

@@ -205,7 +205,6 @@ class Followed:
             unavailable_if_lost(self.what),
             self.dsn.connect(role="stream", autocommit=True) as connection,
         ):
-            log = None if self._met else self.log
-            snapshot.check(connection, log, reader=f"{self.log}/{self.subscription}")
+            snapshot.check(connection, None if self._met else self.log)
             self._met = True
             yield connection

@@ -129,11 +129,11 @@ def storage(connection: psycopg.Connection[Any], log: str) -> Storage:
     return Storage(kept=bool(kept), files=tuple(files))
 
 
-def check(connection: psycopg.Connection[Any], log: str | None, *, reader: str = "") -> None:
+def check(connection: psycopg.Connection[Any], log: str | None) -> None:
     """Make sure that a database can be read by snapshots; see `saf.broker.health.refuse`.
 
     Raises:
         SchemaError: it is no broker of this version, or was restored.
     """
     check_schema(connection)
-    health.refuse(connection, log, reader=reader)
+    health.refuse(connection, log)

@@ -77,6 +77,27 @@ MUTANTS: list[Mutant] = [
         f"{WHOLE}::test_all_goes_on_where_a_publication_publishes_all_tables",
     ),
     mutant(
+        "ids that were given twice are no identity of a published slot",
+        "saf/broker/whole.py",
+        "ON saf.{slot} (id, message_id, txid)",
+        "ON saf.{slot} (id)",
+        f"{WHOLE}::test_a_repair_gives_new_ids_to_messages_that_a_publication_publishes",
+    ),
+    mutant(
+        "doubled rows are deleted of a log whose deletes are published",
+        "saf/broker/whole.py",
+        "    for name, _, others in found:\n        _publish(connection, name, others)\n",
+        "",
+        f"{WHOLE}::test_a_repair_removes_doubled_rows_that_a_publication_publishes",
+    ),
+    mutant(
+        "deletes are published no more after a repair",
+        "saf/broker/whole.py",
+        'filter(None, (others, "delete"))',
+        "filter(None, (others,))",
+        f"{WHOLE}::test_a_repair_removes_doubled_rows_that_a_publication_publishes",
+    ),
+    mutant(
         "a table that is published without an identity is tried again",
         "saf/database/sqlstates.py",
         "    errors.ObjectNotInPrerequisiteState.sqlstate: Meaning.PUBLISHED,\n",

@@ -163,7 +163,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored broker is a table",
         SNAPSHOT,
-        "    health.refuse(connection, log, reader=reader)\n",
+        "    health.refuse(connection, log)\n",
         "",
         "spark/test_table_errors.py::test_a_restored_broker_is_refused",
     ),
