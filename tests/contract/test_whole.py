@@ -107,6 +107,24 @@ def test_a_broker_whose_tables_were_truncated_is_named_by_everything_that_meets_
     assert (migrated.returncode, "rows are gone" in migrated.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("but", [(), ("alembic_version",), ("alembic_version", "broker")])
+def test_a_truncated_store_is_for_a_person_to_mend_and_no_message_is_given_up(
+    app: Dsn, mom: Dsn, tmp_path: Path, but: tuple[str, ...]
+) -> None:
+    file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    send_ten(app)
+    empty(mom, but=but)
+    done = run_saf("forward", "--json", "--config", file)
+    assert done.returncode == 2, done.stderr
+    (problem,) = json.loads(done.stdout.splitlines()[-1])["problems"]
+    assert (problem["kind"], "rows are gone" in problem["error"]) == ("RowsGone", True)
+    found = json.loads(run_saf("doctor", "--json", "--config", file).stdout)["findings"]
+    errors = [one for one in found if one["severity"] == "error" and "mom" in one["where"]]
+    assert any("saf's own rows are gone" in one["what"] for one in errors)
+    with connect(app) as connection:
+        assert fetch(connection, "SELECT count(*) FROM saf.dead_letter") == [(0,)]
+
+
 @pytest.mark.parametrize(
     ("loss", "named"),
     [

@@ -42,6 +42,13 @@ MUTANTS: list[Mutant] = [
         f"{HEALTH}::test_whoever_meets_a_store_refuses_one_that_is_not_healthy_by_name",
     ),
     mutant(
+        "a store without saf's own rows is tried again",
+        "saf/destinations/postgresql/inbox.py",
+        "        whole.refuse(cursor.ask(whole.BOTH), database)\n",
+        "",
+        f"{WHOLE}::test_a_truncated_store_is_for_a_person_to_mend_and_no_message_is_given_up",
+    ),
+    mutant(
         "what hides a store's own rows is taken for a missing right",
         "saf/destinations/postgresql/inbox.py",
         "case Meaning.NO_RIGHT:",
