@@ -56,6 +56,14 @@ MUTANTS: list[Mutant] = [
         "test_in_a_cluster_the_rights_that_the_page_lists_are_enough_and_one_that_lacks_is_named",
     ),
     mutant(
+        "a doctor takes any destination for one that holds messages",
+        "saf/operating/doctor/routing.py",
+        "not there.capabilities.holds",
+        "there.capabilities.holds",
+        "contract/test_given_early.py::"
+        "test_a_route_and_a_run_say_that_a_destination_holds_no_message",
+    ),
+    mutant(
         "nobody hears of what went before its deliver_at",
         "saf/engine/storing.py",
         "if holds or times.null_count == len(times):",
