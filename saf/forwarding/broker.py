@@ -23,6 +23,7 @@ from saf.forwarding.quiet import Quiet
 from saf.forwarding.vigil import Vigil
 from saf.log import cursor
 from saf.log.shards import NEWEST, Member
+from saf.logger import Log
 from saf.repair.new_id import Place
 from saf.routing.matching import Routes
 from saf.routing.routers import with_problems
@@ -31,6 +32,8 @@ from saf.setaside import backoff
 from saf.setaside.backoff import Summary
 from saf.setaside.lane import Kind
 from saf.setaside.parking import Backoff
+
+log = Log("saf.forward")
 
 LOG = "outbox"
 SUBSCRIPTION = "forwarder"
@@ -118,6 +121,8 @@ class SourceBroker:
         """How many messages destinations have rejected in a row, as far as this process knows."""
         self._began: datetime | None = None
         self._quiet = Quiet()
+        self._has_work = False
+        """Whether it has looked for work before, so that what is in hand may be its own."""
 
     @property
     def connected(self) -> bool:
@@ -213,6 +218,7 @@ class SourceBroker:
                 return []
             owned = cursor.owned(connection, LOG, member)
             self.resumed = bool(owned.in_hand)
+            self._say_resumed(owned.in_hand)
             due = any(lane.due for lane in self._lanes) and backoff.due_here(
                 connection, member.subscription_id, member.member_id
             )
@@ -234,6 +240,19 @@ class SourceBroker:
                 for item in work
                 if not self._in_vain(item)
             ]
+
+    def _say_resumed(self, in_hand: Iterable[cursor.Batch]) -> None:
+        """Say once what an earlier run has marked of batches in hand, and this run cannot count."""
+        begun = [batch for batch in in_hand if batch.position]
+        if begun and not self._has_work:
+            log.info(
+                "resumed",
+                broker=self.name,
+                shards=sum(len(batch.epochs) for batch in begun),
+                detail="an earlier run has marked messages of these shards' open batches: they are "
+                "in its counts, or, if it was killed, in none",
+            )
+        self._has_work = True
 
     def _sized(self, connection: psycopg.Connection[Any], work: Work) -> Work:
         if not cursor.has_more_than(connection, work.batch, LITTLE):

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from saf.config import Settings, load
 from saf.database import Dsn, fetch
@@ -331,6 +332,23 @@ def test_a_brief_visit_finds_what_an_earlier_run_has_left_in_hand(app: Dsn, mom:
         with connect(app) as connection:
             connection.execute("UPDATE saf.cursor SET done = open WHERE open IS NOT NULL")
     assert len(brief(app)) == 1
+
+
+def test_a_run_says_what_an_earlier_one_has_marked_and_may_have_told_nobody(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection:
+        for number in range(3):
+            send(connection, str(number), key="k")
+        with Cycle(app, forwarding_rules(mom=mom)) as killed:
+            killed.open()
+            connection.execute("UPDATE saf.cursor SET position = 2 WHERE open IS NOT NULL")
+    with capture_logs() as events, Cycle(app, forwarding_rules(mom=mom)) as cycle:
+        assert sum(one.messages for one in cycle.run()) == 1
+        cycle.run()
+    (said,) = [one for one in events if one["event"] == "resumed"]
+    assert (said["broker"], said["shards"]) == ("app", 64)
+    assert "if it was killed, in none" in said["detail"]
 
 
 def test_a_brief_visit_finds_lanes_whose_time_has_come(app: Dsn, mom: Dsn) -> None:

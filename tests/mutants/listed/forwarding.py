@@ -307,6 +307,14 @@ MUTANTS: list[Mutant] = [
         f"{OWNERS}::test_a_forwarder_renews_its_lease_well_before_it_is_over",
     ),
     mutant(
+        "nobody hears of what a killed run has marked",
+        BROKER,
+        "begun = [batch for batch in in_hand if batch.position]",
+        "begun = [batch for batch in in_hand if batch.position < 0]",
+        f"{FORWARDER}::"
+        "test_a_run_says_what_an_earlier_one_has_marked_and_may_have_told_nobody",
+    ),
+    mutant(
         "a batch in hand is not taken up again",
         BROKER,
         "batch in [*owned.in_hand, *opened]",
