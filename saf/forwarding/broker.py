@@ -378,9 +378,12 @@ class SourceBroker:
         self._rejecting = dict(rejecting)
         return int(subscription_id)
 
+    def _refuse_unhealthy(self, connection: psycopg.Connection[Any]) -> None:
+        health.refuse(connection, LOG, reader=f"{LOG}/{SUBSCRIPTION}")
+
     def _balance(self, connection: psycopg.Connection[Any]) -> None:
         if self._member is None:
-            health.refuse(connection, LOG, reader=f"{LOG}/{SUBSCRIPTION}")
+            self._refuse_unhealthy(connection)
             subscription_id = self._identify(connection)
             self._member = Member(subscription_id=subscription_id, lease_seconds=self.lease_seconds)
             self._member.join(connection)
@@ -399,6 +402,9 @@ class SourceBroker:
         """Whether any member would find something to forward. Only reads."""
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
+            if self.place is None:
+                # cursors that mean nothing may find nothing for ever, and nobody would join
+                self._refuse_unhealthy(connection)
             subscription_id = self._identify(connection)
             found = fetch(connection, PENDING, {"subscription_id": subscription_id})
             self._look_at_waiting(connection, subscription_id)

@@ -56,7 +56,7 @@ SELECT format('its cursors name transaction %s, and the next one here is %s: its
               'went back, or another cluster''s cursors were brought here',
               max(pg_snapshot_xmax({_NAMED})::text::bigint) - 1,
               pg_snapshot_xmax(pg_current_snapshot()))
-FROM {_READERS}
+FROM saf.cursor c
 HAVING max(pg_snapshot_xmax({_NAMED})::text::bigint)
        > pg_snapshot_xmax(pg_current_snapshot())::text::bigint
 """

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from saf.config import Settings, load
 from saf.database import Dsn, fetch
 from saf.engine.work import Receipt, Work
-from saf.errors import JobFailed, Unavailable
+from saf.errors import JobFailed, Restored, Unavailable
 from saf.forwarding.broker import LITTLE, SourceBroker
 from saf.forwarding.summary import Summary
 from saf.routing.routes import add_route
@@ -320,6 +320,15 @@ def test_who_has_nothing_to_do_in_a_brief_visit_ends_with_its_session(app: Dsn) 
         while fetch(connection, sessions):
             assert time.monotonic() < until
         assert fetch(connection, "SELECT FROM saf.member") == []
+
+
+def test_a_brief_visit_refuses_a_broker_whose_cursors_mean_nothing(app: Dsn) -> None:
+    """They count what was sent as complete, so nothing would ever be found."""
+    with connect(app) as connection:
+        connection.execute("UPDATE saf.cursor SET done = '1000000:1000000:'")
+        send(connection, "x")
+    with pytest.raises(Restored, match=r"name transaction 999999.*saf rebase"):
+        brief(app)
 
 
 def test_a_brief_visit_finds_what_an_earlier_run_has_left_in_hand(app: Dsn, mom: Dsn) -> None:

@@ -14,7 +14,7 @@ import pytest
 from psycopg import sql
 
 import saf
-from saf import Outbox
+from saf import Message, Outbox
 from saf.broker import whole
 from saf.broker.grants import Kind, grant
 from saf.broker.senders import add_senders, remove_senders
@@ -243,6 +243,28 @@ def test_the_rules_of_saf_sender_hide_nothing_and_other_policies_beside_them_are
         forward(as_user(app, login), mom=mom)
 
 
+def test_a_policy_that_is_added_beside_the_rules_of_saf_sender_is_noticed_by_the_next_cycle(
+    app: Dsn, mom: Dsn, login: str
+) -> None:
+    with connect(app) as connection:
+        add_senders(connection, login, "shop", refuse_others=True)
+        with Cycle(as_user(app, login), forwarding_rules(mom=mom)) as cycle:
+            before = send_ten(app)
+            drain(cycle)
+            assert sorted(bodies(mom)) == sorted(before)
+            connection.execute(
+                "CREATE POLICY tenant ON saf.outbox AS RESTRICTIVE USING (id % 2 = 0)"
+            )
+            after = send_ten(app)
+            for _ in range(2):
+                with pytest.raises(ConfigurationError, match="but outbox_read and outbox_sender"):
+                    cycle.run()
+            assert sorted(bodies(mom)) == sorted(before)
+            connection.execute("DROP POLICY tenant ON saf.outbox")
+            drain(cycle)
+    assert sorted(bodies(mom)) == sorted(before + after)
+
+
 # Publications
 
 
@@ -406,6 +428,29 @@ def test_no_file_that_people_copy_logs_in_as_saf() -> None:
 
 
 # Arrays
+
+
+@every_postgresql
+def test_where_array_nulls_is_off_many_messages_are_sent_as_they_are_or_not_at_all(
+    app: Dsn,
+) -> None:
+    """From a session that is not saf's own, which the doctor warns of."""
+    few = [Message("billing", f"{number}") for number in range(3)]
+    many = [
+        Message("billing", f"{number}", key="NULL" * (number % 2) or None) for number in range(200)
+    ]
+    stored = "SELECT convert_from(body, 'utf8'), key FROM saf.outbox ORDER BY id"
+    execute(app, f"ALTER DATABASE {app.database} SET array_nulls = off")
+    with psycopg.connect(app.conninfo) as connection:
+        with pytest.raises(psycopg.DataError), connection.transaction():
+            Outbox().send_many(connection, few)
+        assert fetch(connection, stored) == []
+        Outbox().send_many(connection, many)
+        assert fetch(connection, stored) == [(one.body, one.key) for one in many]
+        connection.rollback()
+        connection.execute("SET array_nulls = on")
+        Outbox().send_many(connection, few)
+        assert fetch(connection, stored) == [(one.body, None) for one in few]
 
 
 def test_where_array_nulls_is_off_messages_are_forwarded_and_received_and_the_doctor_warns(

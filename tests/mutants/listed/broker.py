@@ -70,6 +70,14 @@ MUTANTS: list[Mutant] = [
         f"{HEALTH}::test_whoever_meets_a_store_refuses_one_that_is_not_healthy_by_name",
     ),
     mutant(
+        "a policy that is added beside the rules for senders hides rows until the next connection",
+        "saf/broker/senders.py",
+        "    whole.refuse(policies or (), connection.info.dbname)\n",
+        "",
+        f"{WHOLE}::"
+        "test_a_policy_that_is_added_beside_the_rules_of_saf_sender_is_noticed_by_the_next_cycle",
+    ),
+    mutant(
         "a shard without a cursor is no matter",
         "saf/broker/whole.py",
         "HAVING count(c.shard) <> b.shards",
