@@ -435,9 +435,10 @@ def test_where_array_nulls_is_off_many_messages_are_sent_as_they_are_or_not_at_a
     app: Dsn,
 ) -> None:
     """From a session that is not saf's own, which the doctor warns of."""
-    few = [Message("billing", f"{number}") for number in range(3)]
+    few = [Message(service="billing", body=f"{number}") for number in range(3)]
     many = [
-        Message("billing", f"{number}", key="NULL" * (number % 2) or None) for number in range(200)
+        Message(service="billing", body=f"{number}", key="NULL" * (number % 2) or None)
+        for number in range(200)
     ]
     stored = "SELECT convert_from(body, 'utf8'), key FROM saf.outbox ORDER BY id"
     execute(app, f"ALTER DATABASE {app.database} SET array_nulls = off")
