@@ -307,6 +307,20 @@ MUTANTS: list[Mutant] = [
         f"{OWNERS}::test_a_forwarder_renews_its_lease_well_before_it_is_over",
     ),
     mutant(
+        "a brief visit finds nothing in a broker that is not healthy",
+        BROKER,
+        "            if self.place is None:\n",
+        "            if self.place is not None:\n",
+        f"{FORWARDER}::test_a_brief_visit_refuses_a_broker_whose_cursors_mean_nothing",
+    ),
+    mutant(
+        "nobody hears of what a killed run has marked",
+        BROKER,
+        "begun = [batch for batch in in_hand if batch.position]",
+        "begun = [batch for batch in in_hand if batch.position < 0]",
+        f"{FORWARDER}::test_a_run_says_what_an_earlier_one_has_marked_and_may_have_told_nobody",
+    ),
+    mutant(
         "a batch in hand is not taken up again",
         BROKER,
         "batch in [*owned.in_hand, *opened]",
@@ -316,8 +330,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored source is forwarded",
         BROKER,
-        "            lineage.refuse(connection)\n",
-        "",
+        "        health.refuse(connection, LOG, reader",
+        "        health.require_rows(connection, reader",
         "contract/test_rebase.py::"
         "test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_own",
     ),
