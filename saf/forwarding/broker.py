@@ -129,7 +129,7 @@ class SourceBroker:
 
         A ``brief`` visit that finds nothing writes nothing, and disconnects at its end.
         Raises:
-            Unavailable, UsageError
+            Unavailable, UsageError, SchemaError
         """
         if brief and self._member is None and not self._pending():
             self.idle = False
@@ -346,8 +346,13 @@ class SourceBroker:
             self._connection.execute(cursor.BY_INDEX)
         return self._connection
 
-    def _identify(self, connection: psycopg.Connection[Any]) -> int:
-        """Learn the broker's id; return the subscription's."""
+    def _meet(self, connection: psycopg.Connection[Any]) -> int:
+        """Learn the broker's id; return the subscription's.
+
+        Raises:
+            RowsGone, ConfigurationError, Restored: what is pending cannot be told.
+        """
+        whole.refuse(connection, reader="outbox/forwarder")
         known = fetch(connection, IDENTITY, {"log": LOG, "subscription": SUBSCRIPTION})
         if not known:
             raise ConfigurationError(
@@ -357,13 +362,12 @@ class SourceBroker:
         ((self._broker_id, subscription_id, cluster, oid, rejecting),) = known
         self.place = Place(broker_id=self._broker_id, system_identifier=cluster, oid=oid)
         self._rejecting = dict(rejecting)
+        lineage.refuse(connection)
         return int(subscription_id)
 
     def _balance(self, connection: psycopg.Connection[Any]) -> None:
         if self._member is None:
-            whole.refuse(connection, reader="outbox/forwarder")
-            subscription_id = self._identify(connection)
-            lineage.refuse(connection)
+            subscription_id = self._meet(connection)
             self._member = Member(subscription_id=subscription_id, lease_seconds=self.lease_seconds)
             self._member.join(connection)
         self._member.renew(connection)
@@ -381,7 +385,7 @@ class SourceBroker:
         """Whether any member would find something to forward. Only reads."""
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
-            subscription_id = self._identify(connection)
+            subscription_id = self._meet(connection)
             found = fetch(connection, PENDING, {"subscription_id": subscription_id})
             self._look_at_waiting(connection, subscription_id)
             idle = [(done, shards) for done, shards, _ in found]

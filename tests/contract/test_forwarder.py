@@ -13,7 +13,7 @@ import pytest
 from saf.config import Settings, load
 from saf.database import Dsn, fetch
 from saf.engine.work import Receipt, Work
-from saf.errors import JobFailed, Unavailable
+from saf.errors import JobFailed, Restored, RowsGone, Unavailable
 from saf.forwarding.broker import LITTLE, SourceBroker
 from saf.forwarding.summary import Summary
 from saf.routing.routes import add_route
@@ -342,3 +342,19 @@ def test_a_brief_visit_finds_lanes_whose_time_has_come(app: Dsn, mom: Dsn) -> No
     assert brief(app) == []
     let_time_pass(app)
     assert len(brief(app)) == 1
+
+
+def test_a_brief_visit_refuses_a_moved_source_in_which_nothing_looks_pending(app: Dsn) -> None:
+    """As logical replication from a cluster that has got farther leaves it."""
+    with connect(app) as connection:
+        connection.execute("UPDATE saf.cursor SET done = '4000000000:4000000000:'")
+        send(connection, "x")
+    with pytest.raises(Restored, match=r"another cluster's cursors.*saf rebase"):
+        brief(app)
+
+
+def test_a_brief_visit_refuses_a_source_whose_own_rows_are_gone(app: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute("DELETE FROM saf.cursor WHERE shard > 0")
+    with pytest.raises(RowsGone, match=r"saf.cursor has 1 of the 64 rows"):
+        brief(app)

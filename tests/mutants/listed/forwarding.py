@@ -316,10 +316,19 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored source is forwarded",
         BROKER,
-        "            lineage.refuse(connection)\n",
+        "        lineage.refuse(connection)\n",
         "",
         "contract/test_rebase.py::"
         "test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_own",
+    ),
+    mutant(
+        "a brief visit believes a moved source that nothing is pending",
+        BROKER,
+        "            subscription_id = self._meet(connection)\n            found",
+        '            ((subscription_id,),) = fetch(connection, "SELECT subscription_id '
+        "FROM saf.subscription WHERE log = 'outbox' AND name = 'forwarder'\")\n            found",
+        f"{FORWARDER}::test_a_brief_visit_refuses_a_moved_source_in_which_nothing_looks_pending",
+        f"{FORWARDER}::test_a_brief_visit_refuses_a_source_whose_own_rows_are_gone",
     ),
     mutant(
         "a brief visit leaves what is in hand",
