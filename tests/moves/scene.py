@@ -68,6 +68,10 @@ class Scene:
         """Which of the two are moved."""
         return [one for one in self.brokers if self.part in (one, "both")]
 
+    def elsewhere(self) -> Dsn:
+        """An empty database in the new cluster."""
+        return self.site.new.create_database(self.site.name())
+
     def name_there(self) -> str:
         """Return a name for a copy in the old cluster, which goes with the scene."""
         name = self.site.name("copy")
@@ -83,6 +87,11 @@ class Scene:
         for one in self.moving:
             self.brokers[one] = move(self.brokers[one]) or self.brokers[one]
 
+    def back_up(self, *options: str) -> None:
+        """Keep a dump of what is moved."""
+        for one in self.moving:
+            self.dumps[one] = ways.dump(self.old, self.brokers[one], *options)
+
     def goes_to(self, server: EmbeddedServer) -> None:
         """What is moved is in another cluster, under its name."""
         self.each(lambda broker: server.dsn(broker.database))
@@ -90,9 +99,7 @@ class Scene:
     def cut_over(self, followers: Mapping[str, ways.Subscription], *, sequences: bool) -> None:
         """Nothing is written while what follows takes the place of what it has followed."""
         for one, follower in zip(self.moving, followers.values(), strict=True):
-            follower.cut()
-            if sequences:
-                ways.set_sequences(follower.old, follower.new)
+            follower.cut(sequences=sequences)
             self.brokers[one] = follower.new
 
     # --- what applications and operators do

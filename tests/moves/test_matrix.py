@@ -63,12 +63,8 @@ class Way:
 # --- ways that are more than one step
 
 
-def restored_elsewhere(moved: Scene) -> None:
-    moved.each(lambda b: ways.restored(moved.site.new, ways.dump(moved.old, b), moved.site.name()))
-
-
-def restored_in_parallel(moved: Scene) -> None:
-    moved.each(lambda b: ways.in_parallel(moved.old, moved.site.new, b, moved.site.name()))
+def dumped(moved: Scene, recipe: str) -> None:
+    moved.each(lambda broker: ways.recipe(recipe, broker, moved.elsewhere()))
 
 
 def restored_over(moved: Scene, *options: str) -> None:
@@ -80,34 +76,25 @@ def restored_over(moved: Scene, *options: str) -> None:
 
 
 def without_rows(moved: Scene) -> None:
-    for one in moved.moving:
-        moved.dumps[one] = ways.dump(moved.old, moved.brokers[one])
-    schema = partial(ways.dump, moved.old)
-    moved.each(
-        lambda b: ways.restored(moved.site.new, schema(b, "--schema-only"), moved.site.name())
-    )
+    moved.back_up()
+    moved.each(lambda broker: ways.recipe("follow", broker, moved.elsewhere(), lines=slice(1)))
 
 
 def truncated(moved: Scene) -> None:
-    moved.dumps = {
-        one: ways.dump(moved.old, moved.brokers[one], "-n", "saf") for one in moved.moving
-    }
+    moved.back_up("--schema=saf")
     moved.each(ways.truncated)
 
 
 def rows_restored(moved: Scene) -> None:
     for one, dump in moved.dumps.items():
-        into = moved.brokers[one].conninfo
-        ways.tool(
-            moved.old, "pg_restore", "--data-only", "--disable-triggers", "-d", into, given=dump
-        )
+        command = ("pg_restore", "--data-only", "--disable-triggers", "-d")
+        ways.tool(moved.old, *command, moved.brokers[one].conninfo, given=dump)
     moved.say("rebase")
 
 
 def replicated(moved: Scene, *, busy: bool, sequences: bool) -> None:
     followers = {
-        name: ways.follow(moved.old, moved.site.new, broker, name)
-        for name, broker in moved.named().items()
+        name: ways.follow(broker, moved.elsewhere(), name) for name, broker in moved.named().items()
     }
     if busy:
         moved.work()
@@ -215,11 +202,11 @@ COPIES = Outcome(
 WAYS = (
     Way(
         name="`pg_dump`, `pg_restore` into an empty database",
-        move=restored_elsewhere, outcomes=(MOVED,) * 3, in_gate="both",
+        move=partial(dumped, recipe="dump"), outcomes=(MOVED,) * 3, in_gate="both",
     ),
     Way(
         name="`pg_dump -Fd -j`, `pg_restore -j`",
-        move=restored_in_parallel, outcomes=(MOVED,) * 3,
+        move=partial(dumped, recipe="parallel"), outcomes=(MOVED,) * 3,
     ),
     Way(
         name="`pg_restore --clean` over itself",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,13 +19,16 @@ import pytest
 from psycopg import sql
 
 from saf import Restored
-from saf.broker.embedded import EmbeddedServer, programs
+from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.reading import known_at
 from saf.errors import UsageError
 from saf.repair.rebase import rebase
 from tests.needed import absent, needed
+from tests.pages import blocks, page
 from tests.pipeline import bodies, connect, let_time_pass, run
+from tests.programs import activated
+from tests.programs import run as run_program
 
 SETTINGS = {
     "fsync": False,
@@ -164,6 +168,24 @@ def attempt(
     )  # fmt: skip
 
 
+def recipe(kind: str, old: Dsn, new: Dsn, name: str = "moving", lines: slice = slice(None)) -> Dsn:
+    """Give the commands of a recipe of docs/moving.md, or some of them; return the new database.
+
+    ``name``: what the files, publications and slots are called.
+    """
+    (script,) = blocks(page("moving.md"), kind)
+    script = re.sub(r"\bmoving\b", name, "".join(script.splitlines(keepends=True)[lines]))
+    path = f"{programs(DEFAULT_VERSION)}:{activated()}"
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_program(
+            ["bash", "-euxo", "pipefail", "-c", script],
+            env={"PATH": path, "OLD_DSN": old.conninfo, "NEW_DSN": new.conninfo},
+            cwd=Path(folder),
+        )
+    assert done.returncode == 0, done.stderr
+    return new
+
+
 # --- messages
 
 
@@ -262,18 +284,6 @@ def restored(new: EmbeddedServer, dumped: bytes, name: str, *options: str) -> Ds
     return copy
 
 
-def in_parallel(old: EmbeddedServer, new: EmbeddedServer, broker: Dsn, name: str) -> Dsn:
-    """A dump in the directory format by two jobs, restored by two."""
-    folder = new.data_dir / name
-    tool(old, "pg_dump", "-Fd", "-j2", "--no-owner", "-f", str(folder), broker.conninfo)
-    try:
-        copy = new.create_database(name)
-        tool(new, "pg_restore", "--no-owner", "-j2", "-d", copy.conninfo, str(folder))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return copy
-
-
 # --- logical replication
 
 
@@ -299,51 +309,23 @@ class Subscription:
         with connect(self.old) as here, connect(self.new) as there:
             wait_until(lambda: fetch(here, CONTENT) == fetch(there, CONTENT), "the stream")
 
-    def cut(self) -> None:
+    def cut(self, *, sequences: bool = True) -> None:
         """The cut-over: what was sent by now has arrived, and nothing more comes."""
         self.catch_up()
-        with connect(self.new) as there:
-            there.execute(sql.SQL("DROP SUBSCRIPTION {}").format(sql.Identifier(self.name)))
+        recipe("cut", self.old, self.new, self.name, lines=slice(None if sequences else -1, None))
 
 
-def publish(old: Dsn, name: str) -> None:
-    """Publish all that saf has, and the tables of the application."""
-    with connect(old) as here:
-        query = "CREATE PUBLICATION {} FOR TABLES IN SCHEMA saf, public"
-        here.execute(sql.SQL(query).format(sql.Identifier(name)))
-
-
-def subscribe(old: Dsn, new: Dsn, name: str, options: str = "") -> Subscription:
-    """Let a database with the same tables follow a publication of the same name."""
+def synced(old: Dsn, new: Dsn, name: str) -> Subscription:
+    """A subscription whose initial copy is done."""
     with connect(new) as there:
-        there.execute(
-            sql.SQL("CREATE SUBSCRIPTION {0} CONNECTION {1} PUBLICATION {0} {2}").format(
-                sql.Identifier(name), sql.Literal(old.conninfo), sql.SQL(options)
-            )
-        )
         wait_until(lambda: fetch(there, SYNCED) == [(True,)], "the initial copy")
     return Subscription(old, new, name)
 
 
-def follow(old: EmbeddedServer, new: EmbeddedServer, broker: Dsn, name: str) -> Subscription:
-    """A new database that follows a broker, with its schema and all that it holds."""
-    follower = restored(new, dump(old, broker, "--schema-only"), name)
-    publish(broker, name)
-    return subscribe(broker, follower, name)
-
-
-def set_sequences(old: Dsn, new: Dsn) -> None:
-    """What logical replication does not do."""
-    with connect(old) as here, connect(new) as there:
-        for name, last in fetch(
-            here, "SELECT sequencename, last_value FROM pg_sequences WHERE schemaname = 'saf'"
-        ):
-            if last is not None:
-                fetch(
-                    there,
-                    "SELECT setval(%(name)s, %(last)s)",
-                    {"name": f"saf.{name}", "last": last},
-                )
+def follow(old: Dsn, new: Dsn, name: str) -> Subscription:
+    """An empty database that follows a broker, with its schema and all that it holds."""
+    recipe("follow", old, new, name)
+    return synced(old, new, name)
 
 
 # --- copies of the storage
@@ -378,17 +360,13 @@ def followed_copy(
 ) -> Iterator[dict[str, Subscription]]:
     """A copy of a cluster whose brokers follow the originals from the copy on, by their names."""
     for name, broker in brokers.items():
-        publish(broker, name)
-        with connect(broker) as here:
-            fetch(here, "SELECT pg_create_logical_replication_slot(%(s)s, 'pgoutput')", {"s": name})
+        recipe("slot", broker, broker, name)
     with storage_copy(old) as copy:
         followers = {}
         for name, broker in brokers.items():
             new = copy.dsn(broker.database)
-            with connect(new) as there:
-                there.execute(sql.SQL("DROP PUBLICATION {}").format(sql.Identifier(name)))
-            without_copy = "WITH (copy_data = false, create_slot = false)"
-            followers[name] = subscribe(broker, new, name, without_copy)
+            recipe("catch-up", broker, new, name)
+            followers[name] = synced(broker, new, name)
         yield followers
 
 
