@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from tests.programs import configuration
 from tests.programs import saf as command
 
 Part = Literal["source", "store", "both"]
+Reader = Literal["forwarder", "receivers"]
 Home = Callable[[], AbstractContextManager[EmbeddedServer]]
 PARTS: tuple[Part, ...] = ("source", "store", "both")
 
@@ -156,15 +157,16 @@ class Scene:
 
     # --- what is promised
 
-    def is_refused(self, words: str, *, also_receivers: bool) -> None:
-        """Nothing of it is read or stored; the command names why, and perhaps receivers do."""
+    def is_refused(self, words: str, who: Collection[Reader]) -> None:
+        """Nothing is read or stored by them, and each names why."""
         stored = self._stored()
-        done = command("forward", "--config", self._file())
-        assert re.search(words, done.stderr, re.DOTALL), (done.stdout, done.stderr)
-        assert done.returncode == ConfigurationError.exit_code
+        if "forwarder" in who:
+            done = command("forward", "--config", self._file())
+            assert re.search(words, done.stderr, re.DOTALL), (done.stdout, done.stderr)
+            assert done.returncode == ConfigurationError.exit_code
         new = self._stored() - stored
         assert not (new & {*AT_COPY} if self.copies else new), "only a copy's original goes on"
-        if also_receivers and "store" in self.moving:
+        if "receivers" in who and "store" in self.moving:
             with pytest.raises(SchemaError, match=f"(?s){words}"):
                 self.handle()
 

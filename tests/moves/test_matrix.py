@@ -17,7 +17,7 @@ import pytest
 from saf.database import Dsn
 from tests.moves import ways
 from tests.moves.conftest import Site
-from tests.moves.scene import PARTS, Home, Part, Scene, scene
+from tests.moves.scene import PARTS, Home, Part, Reader, Scene, scene
 from tests.pipeline import connect
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving.md"
@@ -34,8 +34,8 @@ class Outcome:
     refusal: str = ""
     """A pattern of what the refusal says; empty if nothing is refused."""
     cure: Step = lambda _: None
-    of_receivers: bool = True
-    """Whether receivers are refused, too, if it is a store."""
+    who: tuple[Reader, ...] = ("forwarder", "receivers")
+    """Who is refused; receivers only at a store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,13 @@ MOVED = Outcome(
 SET_BACK = Outcome(
     words="refused: `saf rebase`",
     refusal=r"seems to be restored.*saf rebase",
-    of_receivers=False,
+    who=("forwarder",),
+    **commands("rebase"),
+)
+DOUBLED = Outcome(
+    words="receivers are refused: `saf rebase`",
+    refusal=MOVED.refusal,
+    who=("receivers",),
     **commands("rebase"),
 )
 EMPTY = Outcome(
@@ -184,7 +190,7 @@ EMPTY = Outcome(
 COPY = Outcome(
     words="the copy is refused: `saf broker new-id`",
     refusal=TWO,
-    of_receivers=False,
+    who=("forwarder",),
     **commands("broker new-id --broker shop_copy"),
 )
 COPY_OF_STORE = Outcome(
@@ -194,7 +200,7 @@ COPY_OF_STORE = Outcome(
 COPIES = Outcome(
     words=COPY.words,
     refusal=TWO,
-    of_receivers=False,
+    who=("forwarder",),
     **commands("broker new-id --broker shop_copy", "broker new-id --broker mom_copy"),
 )
 
@@ -214,7 +220,7 @@ WAYS = (
     ),
     Way(
         name="`pg_restore` over itself without `--clean`",
-        move=lambda moved: restored_over(moved, "--no-owner"), outcomes=(MOVED,) * 3,
+        move=lambda moved: restored_over(moved, "--no-owner"), outcomes=(MOVED, DOUBLED, MOVED),
     ),
     Way(
         name="`pg_dump --schema-only`",
@@ -318,7 +324,7 @@ def test_a_moved_database_loses_and_doubles_nothing_or_is_refused_until_the_name
         if not way.senders_wait:
             moved.senders_go_on(others)
         if outcome.refusal:
-            moved.is_refused(outcome.refusal, also_receivers=outcome.of_receivers)
+            moved.is_refused(outcome.refusal, outcome.who)
         outcome.cure(moved)
         if way.senders_wait:
             moved.senders_go_on(others)
