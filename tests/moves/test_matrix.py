@@ -209,7 +209,7 @@ COPIES = Outcome(
 WAYS = (
     Way(
         name="`pg_dump`, `pg_restore` into an empty database",
-        move=partial(dumped, recipe="dump"), outcomes=(MOVED,) * 3, in_gate="both",
+        move=partial(dumped, recipe="dump"), outcomes=(MOVED,) * 3,
     ),
     Way(
         name="`pg_dump -Fd -j`, `pg_restore -j`",
@@ -217,7 +217,7 @@ WAYS = (
     ),
     Way(
         name="`pg_restore --clean` over itself",
-        move=lambda moved: restored_over(moved, "--clean", "--no-owner"), outcomes=(GOES_ON,) * 3,
+        move=lambda moved: restored_over(moved, "--clean", "--no-owner"), outcomes=(GOES_ON,) * 3, in_gate="both",
     ),
     Way(
         name="`pg_restore` over itself without `--clean`",
@@ -270,7 +270,7 @@ WAYS = (
     ),
     Way(
         name="`VACUUM (FULL, FREEZE)`",
-        move=lambda moved: moved.each(vacuumed), outcomes=(GOES_ON,) * 3,
+        move=lambda moved: moved.each(vacuumed), outcomes=(GOES_ON,) * 3, in_gate="both",
     ),
     Way(
         name="`CLUSTER`",
