@@ -217,7 +217,8 @@ WAYS = (
     ),
     Way(
         name="`pg_restore --clean` over itself",
-        move=lambda moved: restored_over(moved, "--clean", "--no-owner"), outcomes=(GOES_ON,) * 3, in_gate="both",
+        move=lambda moved: restored_over(moved, "--clean", "--no-owner"),
+        outcomes=(GOES_ON,) * 3, in_gate="both",
     ),
     Way(
         name="`pg_restore` over itself without `--clean`",

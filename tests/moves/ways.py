@@ -6,11 +6,10 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tests.pages import blocks, page
 from tests.pipeline import bodies, connect, let_time_pass, run
 from tests.programs import activated
 from tests.programs import run as run_program
+from tests.server_clock import ClockedServer
 
 SETTINGS = {
     "fsync": False,
@@ -48,69 +48,18 @@ KEYS = 6
 PATIENCE_SECONDS = 30
 
 
-CLOCK = """
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-
-static volatile long *ahead;
-
-__attribute__((constructor)) static void begin(void) {
-    ahead = mmap(0, sizeof *ahead, PROT_READ, MAP_SHARED, open(getenv("CLOCK"), O_RDONLY), 0);
-}
-
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    int failed = syscall(SYS_clock_gettime, clock, now);
-    if (clock == CLOCK_REALTIME) now->tv_sec += *ahead;
-    return failed;
-}
-
-int gettimeofday(struct timeval *restrict now, void *restrict zone) {
-    struct timespec at;
-    clock_gettime(CLOCK_REALTIME, &at);
-    now->tv_sec = at.tv_sec;
-    now->tv_usec = at.tv_nsec / 1000;
-    return 0;
-}
-
-time_t time(time_t *now) {
-    struct timespec at;
-    clock_gettime(CLOCK_REALTIME, &at);
-    if (now) *now = at.tv_sec;
-    return at.tv_sec;
-}
-"""
-"""C: a server's clock, which is as many seconds ahead as a file says."""
-
-
 @contextmanager
 def cluster_with_clock() -> Iterator[EmbeddedServer]:
     """A cluster whose clock `set_clock` sets while it runs."""
-    compiler = needed("gcc", "gcc")
-    with tempfile.TemporaryDirectory(prefix="saf-test-") as folder:
-        Path(folder).chmod(0o755)
-        library, file = Path(folder) / "clock.so", Path(folder) / "clock"
-        command = [compiler, "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
-        subprocess.run(command, input=CLOCK.encode(), check=True)
-        file.write_bytes(bytes(8))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("LD_PRELOAD", str(library))
-            patch.setenv("CLOCK", str(file))
-            running = ExitStack()
-            server = running.enter_context(cluster())
-        with running:
-            (server.data_dir / "clock").symlink_to(file)
-            yield server
+    needed("gcc", "gcc")
+    with cluster(of=ClockedServer) as server:
+        yield server
 
 
 def set_clock(server: EmbeddedServer, seconds: int) -> None:
-    """Let a server's clock jump to as many seconds ahead of the machine's; negative: behind."""
-    with (server.data_dir / "clock").open("r+b") as file:
-        file.write(seconds.to_bytes(8, sys.byteorder, signed=True))
+    """Let a server's clock jump."""
+    assert isinstance(server, ClockedServer)
+    server.set_clock(seconds)
     with connect(server.dsn("postgres")) as connection:
         ((now,),) = fetch(connection, "SELECT extract(epoch FROM clock_timestamp())::float")
     assert abs(now - time.time() - seconds) < PATIENCE_SECONDS
@@ -125,7 +74,9 @@ def cluster_of_epoch_1() -> Iterator[EmbeddedServer]:
 
 
 @contextmanager
-def cluster(version: int = 18, folder: Path | None = None) -> Iterator[EmbeddedServer]:
+def cluster(
+    version: int = 18, folder: Path | None = None, of: type[EmbeddedServer] = EmbeddedServer
+) -> Iterator[EmbeddedServer]:
     """A cluster of its own, whose transaction ids have not got far."""
     try:
         programs(version)
@@ -138,7 +89,7 @@ def cluster(version: int = 18, folder: Path | None = None) -> Iterator[EmbeddedS
         shutil.move(str(folder), data)
         for socket in data.glob(".s.PGSQL.*"):
             socket.unlink()
-    server = EmbeddedServer(data, version, SETTINGS)
+    server = of(data, version, SETTINGS)
     server.start()
     try:
         yield server
