@@ -82,8 +82,20 @@ class Copies:
             folder.mkdir(mode=0o700)
             os.chown(folder, owner.st_uid, owner.st_gid)
         dsn = self.server.dsn("postgres").conninfo
-        command = [str(programs(DEFAULT_VERSION) / "pg_basebackup"), "-R", "-c", "fast", "-d", dsn]
-        command += ["-D", str(data), *(f"-T{space}={copy}" for space, copy in spaces.items())]
+        command = [
+            str(programs(DEFAULT_VERSION) / "pg_basebackup"),
+            "-R",
+            "-c",
+            "fast",
+            "--no-sync",
+        ]
+        command += [
+            "-d",
+            dsn,
+            "-D",
+            str(data),
+            *(f"-T{space}={copy}" for space, copy in spaces.items()),
+        ]
         as_owner: dict[str, Any] = {}
         if os.geteuid() == 0:
             as_owner = {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []}
