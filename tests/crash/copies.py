@@ -82,20 +82,10 @@ class Copies:
             folder.mkdir(mode=0o700)
             os.chown(folder, owner.st_uid, owner.st_gid)
         dsn = self.server.dsn("postgres").conninfo
-        command = [
-            str(programs(DEFAULT_VERSION) / "pg_basebackup"),
-            "-R",
-            "-c",
-            "fast",
-            "--no-sync",
-        ]
-        command += [
-            "-d",
-            dsn,
-            "-D",
-            str(data),
-            *(f"-T{space}={copy}" for space, copy in spaces.items()),
-        ]
+        program = str(programs(DEFAULT_VERSION) / "pg_basebackup")
+        mapped = [f"-T{space}={copy}" for space, copy in spaces.items()]
+        options = ["-R", "-c", "fast", "--no-sync", *mapped]
+        command = [program, *options, "-d", dsn, "-D", str(data)]
         as_owner: dict[str, Any] = {}
         if os.geteuid() == 0:
             as_owner = {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []}
