@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psycopg
+
 from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.database import Dsn
 
@@ -90,10 +92,12 @@ class Copies:
         if os.geteuid() == 0:
             as_owner = {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []}
         subprocess.run(command, check=True, cwd=data, capture_output=True, **as_owner)
+        for file in data.glob(".s.PGSQL.*"):  # its server's socket is in its folder
+            file.unlink()
         with EmbeddedServer(data, settings=self.server.settings) as standby:
             yield
             self.server.stop_immediately()
-            with standby.dsn("postgres").connect(role="crash", autocommit=True) as connection:
+            with psycopg.connect(standby.dsn("postgres").conninfo, autocommit=True) as connection:
                 connection.execute("SELECT pg_promote()")
         self.newest = data
 
