@@ -74,6 +74,16 @@ def put(mom: Dsn, *bodies: str, key: str | None = None, **columns: Any) -> None:
             )
 
 
+def double(mom: Dsn) -> None:
+    """Have each message of the inbox twice, as a backup that is restored over it does."""
+    columns = "id, txid, message_id, to_service, key, body"
+    with connect(mom) as store:
+        store.execute(
+            f"INSERT INTO saf.inbox ({columns}) OVERRIDING SYSTEM VALUE "
+            f"SELECT {columns} FROM saf.inbox"
+        )
+
+
 def effect(connection: psycopg.Connection[Any], message: saf.Received) -> None:
     connection.execute(
         "INSERT INTO effect (key, body) VALUES (%s, %s)", [message.key, message.text()]

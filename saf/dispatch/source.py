@@ -23,7 +23,7 @@ from saf.log.shards import NEWEST, THIS_ROW
 from saf.received import EXPRESSIONS, ID, READ, SHARD, WITH_READABLE, Received
 from saf.receiving.claim import NEW
 from saf.receiving.hand import EXPIRED, LATE, UNREAD, Reader
-from saf.receiving.reading import FATE, IN_BATCH, SINCE
+from saf.receiving.reading import FATE, IN_BATCH, SINCE, refuse_doubled
 from saf.setaside import expired
 from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
@@ -198,6 +198,7 @@ def read(
         "bytes": max_bytes,
     }
     rows = _rows(connection, READ_AHEAD, params)
+    refuse_doubled(connection, rows)
     last = len(shards) + 1
     if rows:
         *_, place, _, found = rows[-1]

@@ -134,7 +134,7 @@ class SourceBroker:
 
         A ``brief`` visit that finds nothing writes nothing, and disconnects at its end.
         Raises:
-            Unavailable, UsageError
+            Unavailable, UsageError, SchemaError
         """
         if brief and self._member is None and not self._pending():
             self.idle = False

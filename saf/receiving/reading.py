@@ -10,6 +10,7 @@ snapshot for which the cuts were found (``until``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from saf.database import fetch
+from saf.errors import Restored
 from saf.log.shards import newest
 from saf.message import FRAGMENT
 from saf.received import EXPRESSIONS, ID, READ, SHARD, WITH_READABLE, Received, expressions
@@ -183,11 +185,25 @@ def read_log(
     query = READ_LOG if most_bytes is None else READ_AHEAD
     with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
         rows = cursor.execute(query, params, binary=True).fetchall()
+    refuse_doubled(connection, rows)
     if len(rows) < limit and (most_bytes is None or not rows or rows[-1][-1] < most_bytes):
         return rows, set(shards)
     # the last shard read may have more messages, and those after it were not looked at
     seen = dict.fromkeys(row[SHARD] for row in rows)
     return rows, set(list(seen)[:-1])
+
+
+def refuse_doubled(connection: psycopg.Connection[Any], rows: Sequence[tuple[Any, ...]]) -> None:
+    """Refuse rows with the same id: a position could not tell one from the other.
+
+    Raises:
+        Restored: a backup was restored over what was there, or the sequence was set back.
+    """
+    ids = [row[ID] for row in rows]
+    if len({*ids}) < len(ids):
+        first = min(id_ for id_, times in Counter(ids).items() if times > 1)
+        why = f"saf.inbox has several messages with id {first}"
+        raise Restored(connection.info.dbname, why=[why])
 
 
 def _order(message: Received) -> tuple[bool, int]:

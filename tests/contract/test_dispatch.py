@@ -40,7 +40,7 @@ from saf.dispatch.progress import InHand, Mark
 from saf.dispatch.session import LOOK_SECONDS
 from saf.dispatch.settings import Endpoint
 from saf.dispatch.window import Window
-from saf.errors import ConfigurationError, Fenced, Unavailable
+from saf.errors import ConfigurationError, Fenced, Restored, Unavailable
 from saf.log.shards import Member
 from saf.operating.decide import retry
 from saf.operating.endpoints import find
@@ -48,6 +48,7 @@ from saf.receiving import notify
 from saf.receiving.hand import Reader
 from saf.receiving.inbox import inbox_status
 from saf.receiving.retries import Waiting
+from saf.repair.rebase import rebase
 from saf.setaside.dead import Filter
 from tests.endpoints import (
     Got,
@@ -70,6 +71,7 @@ from tests.programs import configuration
 from tests.receivers import (
     SUBSCRIPTION,
     dead,
+    double,
     keys_of_one_shard,
     put,
     store,
@@ -115,6 +117,20 @@ def test_each_message_is_sent_once_in_the_order_of_its_key(inbox: Dsn, partner: 
     assert unfinished(inbox) == 0
     dispatch(inbox, partner)
     assert len(partner.begun) == 200
+
+
+def test_messages_that_stand_twice_are_not_sent_until_the_repair(
+    inbox: Dsn, partner: Partner
+) -> None:
+    store(inbox, keys=2, each=3)
+    double(inbox)
+    with pytest.raises(Restored, match="several messages with id"):
+        dispatch(inbox, partner)
+    assert partner.begun == []
+    with connect(inbox) as connection:
+        rebase(connection, {})
+    dispatch(inbox, partner)
+    assert partner.by_key() == {"k1": [1, 2, 3], "k2": [1, 2, 3]}
 
 
 def test_a_slow_key_delays_no_other(inbox: Dsn, partner: Partner) -> None:

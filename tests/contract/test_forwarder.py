@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from saf.config import Settings, load
 from saf.database import Dsn, fetch
 from saf.engine.work import Receipt, Work
-from saf.errors import JobFailed, Restored, Unavailable
+from saf.errors import JobFailed, Restored, RowsGone, Unavailable
 from saf.forwarding.broker import LITTLE, SourceBroker
 from saf.forwarding.summary import Summary
 from saf.routing.routes import add_route
@@ -369,3 +369,10 @@ def test_a_brief_visit_finds_lanes_whose_time_has_come(app: Dsn, mom: Dsn) -> No
     assert brief(app) == []
     let_time_pass(app)
     assert len(brief(app)) == 1
+
+
+def test_a_brief_visit_refuses_a_source_whose_own_rows_are_gone(app: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute("DELETE FROM saf.cursor WHERE shard > 0")
+    with pytest.raises(RowsGone, match=r"saf.cursor has 1 of the 64 rows"):
+        brief(app)

@@ -16,7 +16,17 @@ from collections.abc import Mapping
 
 from tests.crash import bugs, evidence, lake, queues, shrink, spark_sites, webhooks
 from tests.crash.outcome import Outcome
-from tests.crash.plan import FAULTS, MORE, OF_MORE, SET_BACKS, SPARK_FAULTS, VISITED, Plan
+from tests.crash.plan import (
+    CLOCKS,
+    FAULTS,
+    MORE,
+    MOVES,
+    OF_MORE,
+    SET_BACKS,
+    SPARK_FAULTS,
+    VISITED,
+    Plan,
+)
 from tests.crash.rounds import Round
 from tests.crash.site import Site
 
@@ -43,7 +53,7 @@ def main() -> int:
         {*FAULTS, *SPARK_FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values()}
         | {*queues.FAULTS, *queues.SET_BACKS, *queues.SET_BACKS.values(), *lake.FAULTS}
         | {*lake.SET_BACKS, *lake.SET_BACKS.values()}
-        | {*webhooks.FAULTS, VISITED}
+        | {*webhooks.FAULTS, VISITED, *CLOCKS, *MOVES}
         | {*spark_sites.FAULTS_OF_TRANSFORMS, *spark_sites.FAULTS_OF_STREAMS}
     )
     parser.add_argument("--only", nargs="*", choices=kinds, help="these faults")

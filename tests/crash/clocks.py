@@ -1,7 +1,8 @@
-"""A server's clock jumps an hour ahead: every lease is over at once, and every attempt is due.
+"""A server's clock jumps: an hour ahead, or some seconds back.
 
-The stored times move instead of the clock, because PostgreSQL's timeouts never fire where
-libfaketime moves it.
+An hour ahead, every lease is over at once, and every attempt is due: the stored times move, so that
+no later round begins an hour ahead. Back, it is the clock itself (`tests.server_clock`), by less
+than a round waits for something that moves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from tests.crash.plan import Fault
 
 if TYPE_CHECKING:
     from tests.crash.rounds import Round
+    from tests.server_clock import ClockedServer
+
+BACK_SECONDS = 10
 
 # All that a running program compares with the clock of the database
 JUMPS = (
@@ -32,6 +36,21 @@ def jump_clock_source(round_: Round, _: Fault) -> None:
 def jump_clock_mom(round_: Round, _: Fault) -> None:
     """The MOM stores', and with it their hubs'."""
     _jump([*round_.stores.values(), *round_.hubs.values()])
+
+
+def clock_back_source(round_: Round, _: Fault) -> None:
+    """The application's."""
+    _go_back(round_.site.source)
+
+
+def clock_back_mom(round_: Round, _: Fault) -> None:
+    """The MOM stores', and with it their hubs'."""
+    _go_back(round_.site.mom)
+
+
+def _go_back(server: ClockedServer) -> None:
+    if server.has_clock:
+        server.set_clock(server.ahead - BACK_SECONDS)
 
 
 def _jump(databases: Iterable[Dsn]) -> None:

@@ -9,11 +9,15 @@ transaction ids of its own; that cluster then takes the server's place.
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import psycopg
 
 from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.database import Dsn
@@ -67,6 +71,35 @@ class Copies:
             self._prepare(cluster)
             _load(cluster.create_database(name), _dump(copy.dsn(name)))
         return self._put(cluster.data_dir)
+
+    @contextmanager
+    def standby(self) -> Iterator[None]:
+        """Have a standby while a block runs; then the server crashes, and it is the newest copy."""
+        data, owner = self._new("standby"), self.server.data_dir.stat()
+        spaces = {
+            space: data.with_name(f"{data.name}-space-{name}")
+            for name, space in _spaces(self.server.data_dir).items()
+        }
+        for folder in (data, *spaces.values()):
+            folder.mkdir(mode=0o700)
+            os.chown(folder, owner.st_uid, owner.st_gid)
+        dsn = self.server.dsn("postgres").conninfo
+        program = str(programs(DEFAULT_VERSION) / "pg_basebackup")
+        mapped = [f"-T{space}={copy}" for space, copy in spaces.items()]
+        options = ["-R", "-c", "fast", "--no-sync", *mapped]
+        command = [program, *options, "-d", dsn, "-D", str(data)]
+        as_owner: dict[str, Any] = {}
+        if os.geteuid() == 0:
+            as_owner = {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []}
+        subprocess.run(command, check=True, cwd=data, capture_output=True, **as_owner)
+        for file in data.glob(".s.PGSQL.*"):  # its server's socket is in its folder
+            file.unlink()
+        with EmbeddedServer(data, settings=self.server.settings) as standby:
+            yield
+            self.server.stop_immediately()
+            with psycopg.connect(standby.dsn("postgres").conninfo, autocommit=True) as connection:
+                connection.execute("SELECT pg_promote()")
+        self.newest = data
 
     @contextmanager
     def running(self, data: Path) -> Iterator[EmbeddedServer]:

@@ -71,6 +71,14 @@ SET_BACKS = {
 """Set-backs, and what has to come before each."""
 OF_SOURCE = {kind: SET_BACKS[kind] for kind in ("set_back_source", "restore_source")}
 """Those of the application's database, whatever the destination is."""
+CLOCKS = ("clock_back_source", "clock_back_mom")
+"""Clocks that go back."""
+CLOCK = 0.15
+"""The share of rounds with one."""
+MOVES = ("move_source", "promote_source")
+"""Ways to move the application's database, which is then at its new place."""
+MOVE = 0.1
+"""The share of the rounds in which it is moved, of those in which nothing is set back."""
 MORE = (
     "hold_lock",
     "disk_full_source",
@@ -159,6 +167,7 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
     """
     chance = random.Random(f"{seed} {number}")
     others = set(kinds) - {*FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values(), VISITED}
+    others -= {*CLOCKS, *MOVES}
     spark = number % SPARK_EVERY == SPARK_EVERY - 1 or others != set()
     turn, ordinary = number, kinds is FAULTS
     if spark and ordinary:
@@ -195,7 +204,8 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
         return _on_spark(made)
     if made.dialogs:
         made = replace(made, faults=(*faults, replace(faults[-1], kind=SILENCE)))
-    return _transforms(visited(set_back(_more(made))), TRANSFORMS_WITHOUT_SPARK)
+    made = _transforms(visited(set_back(_more(made))), TRANSFORMS_WITHOUT_SPARK)
+    return _moved(_clock_back(made))
 
 
 def transformed(seed: int, number: int) -> tuple[str, ...]:
@@ -248,6 +258,20 @@ def set_back(made: Plan, kinds: Mapping[str, str] = SET_BACKS) -> Plan:
         return made
     kind = chance.choice(list(kinds))
     return _kept(_with(_with(made, chance, kinds[kind]), chance, kind, last=True))
+
+
+def _clock_back(made: Plan) -> Plan:
+    """Perhaps with a clock that goes back."""
+    chance = random.Random(f"{made.seed} {made.round} clock")
+    return _with(made, chance, chance.choice(CLOCKS)) if chance.random() < CLOCK else made
+
+
+def _moved(made: Plan) -> Plan:
+    """Perhaps with a move at the end."""
+    chance = random.Random(f"{made.seed} {made.round} moved")
+    if chance.random() >= MOVE or {*SET_BACKS} & {fault.kind for fault in made.faults}:
+        return made
+    return _with(made, chance, chance.choice(MOVES), last=True)
 
 
 def _kept(made: Plan) -> Plan:

@@ -101,12 +101,14 @@ def _take(round_: Round, copies: Copies) -> None:
 
 def set_back_source(round_: Round, _: Fault) -> None:
     """The application's cluster is what it was."""
-    _source_goes_back(round_, Copies.set_back, by_dump=False)
+    _have_a_copy(round_, round_.site.copies_of_source)
+    source_goes_back(round_, Copies.set_back, by_dump=False)
 
 
 def restore_source(round_: Round, _: Fault) -> None:
     """The application's database is a dump in another cluster."""
-    _source_goes_back(round_, lambda copies: copies.restore("app"), by_dump=True)
+    _have_a_copy(round_, round_.site.copies_of_source)
+    source_goes_back(round_, lambda copies: copies.restore("app"), by_dump=True)
 
 
 def set_back_mom(round_: Round, _: Fault) -> None:
@@ -128,21 +130,27 @@ def repair(round_: Round) -> None:
     # without talks the MOM stores send nothing, so they were not set back as sources
     everything_runs = not (round_.past.lives or round_.plan.dialogs)
     with nullcontext() if everything_runs else round_.at_rest():
-        file = configure(round_, "person.toml")
-        round_.refusals.seen = len(round_.refusals.all())
-        until = time.monotonic() + REST_SECONDS
-        while True:
-            for dsn in round_.brokers.values():
-                decide(dsn)
-            done = _say(round_, "rebase", file)
-            again = done.returncode == 75 or STILL_AT_WORK in done.stderr
-            if not again or time.monotonic() > until:
-                break
-            time.sleep(0.2)
-        round_.not_repaired += round_.commands[-1:] * (done.returncode != 0)
+        rebase(round_)
     if round_.plan.dialogs:
-        done = _say(round_, "dialog compare", file)
+        done = _say(round_, "dialog compare", configure(round_, "person.toml"))
         round_.not_repaired += round_.commands[-1:] * (done.returncode != 0)
+
+
+def rebase(round_: Round) -> str:
+    """Say it until all that is at work has ended; return what it says."""
+    file = configure(round_, "person.toml")
+    round_.refusals.seen = len(round_.refusals.all())
+    until = time.monotonic() + REST_SECONDS
+    while True:
+        for dsn in round_.brokers.values():
+            decide(dsn)
+        done = _say(round_, "rebase", file)
+        again = done.returncode == 75 or STILL_AT_WORK in done.stderr
+        if not again or time.monotonic() > until:
+            break
+        time.sleep(0.2)
+    round_.not_repaired += round_.commands[-1:] * (done.returncode != 0)
+    return done.stdout
 
 
 def _say(round_: Round, command: str, file: Path) -> subprocess.CompletedProcess[str]:
@@ -161,9 +169,9 @@ def decide(dsn: Dsn) -> None:
                 continue  # its writer was there after all
 
 
-def _source_goes_back(round_: Round, go_back: Callable[[Copies], Path], *, by_dump: bool) -> None:
+def source_goes_back(round_: Round, go_back: Callable[[Copies], Path], *, by_dump: bool) -> None:
+    """Let the application's database go back to its newest copy, and repair it."""
     copies = round_.site.copies_of_source
-    _have_a_copy(round_, copies)
     was = go_back(copies)
     with copies.running(was) as old, copies.running(_newest(copies)) as copy:
         round_.past.source_goes_back(old.dsn("app").conninfo, copy.dsn("app").conninfo)

@@ -28,6 +28,7 @@ from tests.crash import (
     hangs,
     hostile,
     hubs,
+    moves,
     set_backs,
     spark_faults,
     streams,
@@ -40,6 +41,7 @@ from tests.crash.proxy import Proxy
 from tests.crash.talks import introduce
 from tests.crash.writers import ACCOUNTS, TABLES
 from tests.poolers import PgBouncer
+from tests.server_clock import ClockedServer
 
 SETTINGS = {"max_prepared_transactions": 50, "max_connections": 200, "shared_buffers": "64MB"}
 STORES = ("mom", "other")
@@ -69,8 +71,8 @@ class Site:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="saf-crash-"))
         self.folder.chmod(0o755)
-        self.source = EmbeddedServer(self.folder / "source", settings=SETTINGS)
-        self.mom = EmbeddedServer(self.folder / "mom", settings=SETTINGS)
+        self.source = ClockedServer(self.folder / "source", settings=SETTINGS)
+        self.mom = ClockedServer(self.folder / "mom", settings=SETTINGS)
         self.disks: dict[EmbeddedServer, Path] = {}
         self.away = elsewhere()
         self.pooler: PgBouncer | None = None
@@ -138,7 +140,7 @@ class Site:
 
     def fault(self, kind: str) -> Callable[[Any, Fault], None]:
         """What does a fault of this kind to a round."""
-        rooms = (faults, hangs, clocks, set_backs, dashboard, spark_faults)
+        rooms = (faults, hangs, clocks, set_backs, moves, dashboard, spark_faults)
         found: Callable[[Any, Fault], None] = next(
             getattr(room, kind) for room in rooms if hasattr(room, kind)
         )

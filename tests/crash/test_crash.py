@@ -10,7 +10,7 @@ import pytest
 from saf.database import fetch
 from tests.crash import bugs, faults, rounds
 from tests.crash.lake import DeltaSite, IcebergSite
-from tests.crash.plan import HELD, QUALITIES, Fault, Plan, plan
+from tests.crash.plan import CLOCKS, HELD, MOVES, QUALITIES, Fault, Plan, plan
 from tests.crash.queues import QUEUES
 from tests.crash.rounds import Round
 from tests.crash.shrink import as_test, shows_again, shrink
@@ -77,6 +77,15 @@ def test_nor_is_it_after_a_set_back_which_is_refused_and_repaired(site: Site, ki
     fault = Fault(kind=kind, after=0.5, lasts=0.5, target=0)
     made = replace(plan(SEED, 0), faults=(fault,), purge=False, mortal=0.02)
     outcome = Round(site, replace(made, **more)).run()  # type: ignore[arg-type]
+    assert outcome.good, outcome
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [*CLOCKS, *MOVES])
+def test_nor_is_it_after_a_clock_went_back_or_a_move(site: Site, kind: str) -> None:
+    fault = Fault(kind=kind, after=0.5, lasts=0.5, target=0)
+    made = replace(plan(SEED, 0), faults=(fault,), purge=False, mortal=0.02)
+    outcome = Round(site, made).run()
     assert outcome.good, outcome
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,17 +44,6 @@ def test_the_commands_of_the_operations_page_look(folder: Path, app: Dsn, mom: D
     assert "the default destination" in said
     assert "nobody: 64 (0-63)" in said
     assert "pending" in said
-
-
-def test_the_command_of_the_operations_page_makes_a_copy_a_broker_of_its_own(
-    folder: Path, app: Dsn, mom: Dsn, new_copy: Callable[..., Dsn]
-) -> None:
-    (script,) = blocks(page("operations.md"), "copied")
-    copy = new_copy("copy", app.database)
-    table = f"[brokers.shop_copy]\ndsn = {json.dumps(copy.conninfo)}\n"
-    file = folder / "saf.toml"
-    file.write_text(table + file.read_text())
-    assert "shop_copy: is broker" in shell(script, folder, app, mom)
 
 
 def test_the_commands_of_the_operations_page_purge(folder: Path, app: Dsn, mom: Dsn) -> None:

@@ -8,6 +8,7 @@ from saf.database import fetch
 from tests.moves import ways
 from tests.moves.conftest import Site
 from tests.moves.ways import arrived, burn_beyond, send_numbers
+from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import connect, run
 from tests.programs import configuration, saf
 
@@ -39,3 +40,19 @@ def test_a_dry_run_says_what_a_repair_would_do_and_changes_nothing(
     assert "rebased, 8 rows renumbered" in done.stdout
     run(moved, mom=site.mom)
     assert arrived(site.mom) == list(range(8))
+
+
+def test_the_commands_of_the_page_make_a_copy_a_broker_of_its_own_and_say_how_it_was_moved(
+    site: Site, tmp_path: Path
+) -> None:
+    copied, told = (blocks(page("moving.md"), kind)[0] for kind in ("copied", "told"))
+    copy = ways.template_copy(site.old, site.app, "shop_copy")
+    try:
+        prepared(tmp_path, site.app, site.mom)
+        sources = {"shop": site.app, "shop_copy": copy}
+        configuration(tmp_path / "saf.toml", sources, {"mom": site.mom})
+        said = shell(copied + told, tmp_path, site.app, site.mom)
+    finally:
+        ways.drop_database(site.old, "shop_copy")
+    assert "shop_copy: is broker" in said
+    assert "shop: was not restored, nothing to do" in said

@@ -11,7 +11,7 @@ from saf.repair.moved import MovedBy
 from saf.repair.rebase import rebase
 from tests.moves import ways
 from tests.moves.conftest import Site
-from tests.moves.ways import Subscription, burn, goes_on, repair, send_numbers
+from tests.moves.ways import burn, goes_on, repair, send_numbers
 from tests.pipeline import connect, run
 
 
@@ -31,18 +31,17 @@ def test_a_storage_copy_that_caught_up_by_logical_replication_loses_nothing(
     run(site.app, mom=site.mom)
     send_numbers(site.app, *range(20, 30))
     name = site.name("caught_up")
-    with ways.storage_copy(site.old, site.app, name) as copy:
-        follower = Subscription(site.app, copy.dsn(site.app.database), name, copied=True)
+    with ways.followed_copy(site.old, {name: site.app}) as followers:
+        follower = followers[name]
         burn(site.old, 50)  # temporary tables, and whatever else is not replicated
         send_numbers(site.app, *range(30, 40))
         run(site.app, mom=site.mom)
         send_numbers(site.app, *range(40, 45))
         follower.catch_up()
         follower.cut()
-        ways.set_sequences(site.app, follower.new)
         send_numbers(follower.new, *range(45, 60))
         send_numbers(follower.new, *range(60, 66), savepoint=True)
-        burn(copy, burnt)
+        burn(follower.new, burnt)
         if rewritten:
             with pytest.raises(UsageError, match=r"Say --moved-by .*logical or copy"):
                 repair(follower.new, site.mom)
@@ -54,18 +53,14 @@ def test_a_storage_copy_that_caught_up_by_logical_replication_loses_nothing(
 @pytest.mark.slow
 def test_after_a_reset_of_the_epoch_and_the_named_cure_new_messages_arrive() -> None:
     with ways.cluster() as server:
-        server.stop()
-        ways.tool(server, "pg_resetwal", "-e", "1", "-D", str(server.data_dir))
-        server.start()
+        ways.reset_wal(server, "-e", "1")
         app, mom = server.create_database("app"), server.create_database("mom")
         for one in (app, mom):
             migrate(one)
         send_numbers(app, *range(20))
         run(app, mom=mom)
         send_numbers(app, *range(20, 25))
-        server.stop()
-        ways.tool(server, "pg_resetwal", "-e", "0", "-D", str(server.data_dir))
-        server.start()
+        ways.reset_wal(server, "-e", "0")
         send_numbers(app, *range(25, 45))
         with connect(mom) as store:
             rebase(store, {})

@@ -6,7 +6,6 @@ import pytest
 
 from saf import Restored
 from saf.database import fetch
-from tests.moves import ways
 from tests.moves.conftest import Site
 from tests.moves.ways import (
     arrived,
@@ -37,16 +36,15 @@ def test_logical_replication_to_a_new_server_loses_and_doubles_nothing(
         burn_beyond(site.old, site.new, 500)
     send_numbers(site.app, *range(30))
     run(site.app, mom=site.mom)
-    follower = follow(site.old, site.new, site.app, site.name())
+    name = site.name()
+    follower = follow(site.app, site.new.create_database(name), name)
     if counter == "overtakes":
         burn_beyond(site.new, site.old, 40)
     send_numbers(site.app, *range(30, 60))
     run(site.app, mom=site.mom)
     send_numbers(site.app, *range(60, 64))
     send_numbers(site.app, *range(64, 70), savepoint=True)
-    follower.cut()
-    if sequences:
-        ways.set_sequences(site.app, follower.new)
+    follower.cut(sequences=sequences)
     send_numbers(follower.new, *range(70, 84))
     send_numbers(follower.new, *range(84, 90), savepoint=True)
     burn(site.new, burnt)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+import saf
 from saf import Restored, UsageError
 from saf.config import Broker, Settings
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql import Postgresql
 from saf.operating.doctor import examine
+from saf.repair.rebase import rebase
 from saf.repair.reconcile import missing, reconcile
 from saf.repair.replay import replay
 from saf.routing.matching import Route, Routes
@@ -16,6 +18,7 @@ from tests.moves import ways
 from tests.moves.conftest import Site
 from tests.moves.ways import arrived, repair, send_numbers
 from tests.pipeline import Cycle, connect, forwarding_rules, run, stores
+from tests.receivers import SUBSCRIPTION, double, prepare, put
 
 ROUTES = Routes(routes=(Route(destination="mom"),))
 
@@ -77,3 +80,18 @@ def test_messages_that_were_pending_then_and_now_are_not_stored_twice(site: Site
     repair(site.app, site.mom)
     run(site.app, mom=site.mom)
     assert arrived(site.mom) == sorted([*range(12), *[*range(12, 18)] * 3])
+
+
+def test_messages_that_stand_twice_in_an_inbox_are_not_handed_out_twice(mom: Dsn) -> None:
+    prepare(mom)
+    put(mom, "0", "1", key="k")
+    double(mom)
+    with (
+        pytest.raises(Restored, match=r"several messages with id 1.*saf rebase"),
+        saf.receive(mom, SUBSCRIPTION),
+    ):
+        raise AssertionError("handed out")
+    with connect(mom) as store:
+        rebase(store, {})
+    with saf.receive(mom, SUBSCRIPTION) as delivery:
+        assert [message.text() for message in delivery] == ["0", "1"]

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 from psycopg import sql
 
 from saf import Restored
-from saf.broker.embedded import EmbeddedServer, programs
+from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.reading import known_at
+from saf.errors import UsageError
 from saf.repair.rebase import rebase
+from tests.needed import absent, needed
+from tests.pages import blocks, page
 from tests.pipeline import bodies, connect, let_time_pass, run
+from tests.programs import activated
+from tests.programs import run as run_program
+from tests.server_clock import ClockedServer
 
 SETTINGS = {
     "fsync": False,
@@ -42,8 +49,39 @@ PATIENCE_SECONDS = 30
 
 
 @contextmanager
-def cluster(version: int = 18, folder: Path | None = None) -> Iterator[EmbeddedServer]:
+def cluster_with_clock() -> Iterator[EmbeddedServer]:
+    """A cluster whose clock `set_clock` sets while it runs."""
+    needed("gcc", "gcc")
+    with cluster(of=ClockedServer) as server:
+        yield server
+
+
+def set_clock(server: EmbeddedServer, seconds: int) -> None:
+    """Let a server's clock jump."""
+    assert isinstance(server, ClockedServer)
+    server.set_clock(seconds)
+    with connect(server.dsn("postgres")) as connection:
+        ((now,),) = fetch(connection, "SELECT extract(epoch FROM clock_timestamp())::float")
+    assert abs(now - time.time() - seconds) < PATIENCE_SECONDS
+
+
+@contextmanager
+def cluster_of_epoch_1() -> Iterator[EmbeddedServer]:
+    """A cluster whose transaction ids have gone round once."""
+    with cluster() as server:
+        reset_wal(server, "-e", "1")
+        yield server
+
+
+@contextmanager
+def cluster(
+    version: int = 18, folder: Path | None = None, of: type[EmbeddedServer] = EmbeddedServer
+) -> Iterator[EmbeddedServer]:
     """A cluster of its own, whose transaction ids have not got far."""
+    try:
+        programs(version)
+    except UsageError as missing:
+        absent(f"PostgreSQL {version} ({missing})", f"apt install postgresql-{version}")
     parent = Path(tempfile.mkdtemp(prefix="saf-test-"))
     data = parent / "d"
     if folder is not None:
@@ -51,7 +89,7 @@ def cluster(version: int = 18, folder: Path | None = None) -> Iterator[EmbeddedS
         shutil.move(str(folder), data)
         for socket in data.glob(".s.PGSQL.*"):
             socket.unlink()
-    server = EmbeddedServer(data, version, SETTINGS)
+    server = of(data, version, SETTINGS)
     server.start()
     try:
         yield server
@@ -63,7 +101,7 @@ def cluster(version: int = 18, folder: Path | None = None) -> Iterator[EmbeddedS
 def tool(server: EmbeddedServer, program: str, *arguments: str, given: bytes = b"") -> bytes:
     """Run a program of PostgreSQL's, as the user that the server runs as; return its output."""
     done = attempt(server, program, *arguments, given=given)
-    assert done.returncode == 0, done.stderr.decode()
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
     return done.stdout
 
 
@@ -77,8 +115,26 @@ def attempt(
         user = {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []}
     return subprocess.run(
         [str(programs(server.version) / program), *arguments],
-        input=given, capture_output=True, cwd="/", check=False, **user,
+        input=given, capture_output=True, cwd=server.data_dir, check=False, **user,
     )  # fmt: skip
+
+
+def recipe(kind: str, old: Dsn, new: Dsn, name: str = "moving", lines: slice = slice(None)) -> Dsn:
+    """Give the commands of a recipe of docs/moving.md, or some of them; return the new database.
+
+    ``name``: what the files, publications and slots are called.
+    """
+    (script,) = blocks(page("moving.md"), kind)
+    script = re.sub(r"\bmoving\b", name, "".join(script.splitlines(keepends=True)[lines]))
+    path = f"{programs(DEFAULT_VERSION)}:{activated()}"
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_program(
+            ["bash", "-euxo", "pipefail", "-c", script],
+            env={"PATH": path, "OLD_DSN": old.conninfo, "NEW_DSN": new.conninfo},
+            cwd=Path(folder),
+        )
+    assert done.returncode == 0, done.stderr
+    return new
 
 
 # --- messages
@@ -148,6 +204,22 @@ def wait_until(check: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+def template_copy(server: EmbeddedServer, broker: Dsn, name: str) -> Dsn:
+    """What CREATE DATABASE … TEMPLATE makes."""
+    with connect(server.dsn("postgres")) as connection:
+        sessions = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %(name)s"
+        fetch(connection, sessions, {"name": broker.database})
+        query = sql.SQL("CREATE DATABASE {} TEMPLATE {}")
+        connection.execute(query.format(sql.Identifier(name), sql.Identifier(broker.database)))
+    return server.dsn(name)
+
+
+def drop_database(server: EmbeddedServer, name: str) -> None:
+    """Drop it, whoever is connected."""
+    with connect(server.dsn("postgres")) as connection:
+        connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
 # --- dumps
 
 
@@ -172,96 +244,198 @@ CONTENT = " UNION ALL ".join(
 )
 
 
+SYNCED = "SELECT bool_and(srsubstate = 'r') FROM pg_subscription_rel"
+
+
+@dataclass(frozen=True)
 class Subscription:
     """A database that follows another one by logical replication."""
 
-    def __init__(self, old: Dsn, new: Dsn, name: str, *, copied: bool = False) -> None:
-        self.old, self.new, self.name = old, new, name
-        if not copied:
-            publish(old, name)
-        options = "(copy_data = false, create_slot = false)" if copied else ""
-        with connect(new) as there:
-            there.execute(
-                sql.SQL("CREATE SUBSCRIPTION {0} CONNECTION {1} PUBLICATION {0} {2}").format(
-                    sql.Identifier(name),
-                    sql.Literal(old.conninfo),
-                    sql.SQL(f"WITH {options}" if options else ""),
-                )
-            )
-            if not copied:
-                wait_until(lambda: self._synced(there), "the initial copy")
-
-    @staticmethod
-    def _synced(there: psycopg.Connection[Any]) -> bool:
-        query = "SELECT count(*) FROM pg_subscription_rel WHERE srsubstate <> 'r'"
-        return fetch(there, query) == [(0,)]
+    old: Dsn
+    new: Dsn
+    name: str
 
     def catch_up(self) -> None:
         """Wait until all that is committed is applied."""
         with connect(self.old) as here, connect(self.new) as there:
             wait_until(lambda: fetch(here, CONTENT) == fetch(there, CONTENT), "the stream")
 
-    def cut(self) -> None:
+    def cut(self, *, sequences: bool = True) -> None:
         """The cut-over: what was sent by now has arrived, and nothing more comes."""
         self.catch_up()
-        with connect(self.new) as there:
-            there.execute(sql.SQL("DROP SUBSCRIPTION {}").format(sql.Identifier(self.name)))
+        recipe("cut", self.old, self.new, self.name, lines=slice(None if sequences else -1, None))
 
 
-def publish(old: Dsn, name: str) -> None:
-    """Publish all that saf has."""
-    with connect(old) as here:
-        here.execute(
-            sql.SQL("CREATE PUBLICATION {} FOR TABLES IN SCHEMA saf").format(sql.Identifier(name))
-        )
+def synced(old: Dsn, new: Dsn, name: str) -> Subscription:
+    """A subscription whose initial copy is done."""
+    with connect(new) as there:
+        wait_until(lambda: fetch(there, SYNCED) == [(True,)], "the initial copy")
+    return Subscription(old, new, name)
 
 
-def follow(old: EmbeddedServer, new: EmbeddedServer, broker: Dsn, name: str) -> Subscription:
-    """A new database that follows a broker, with its schema and all that it holds."""
-    follower = restored(new, dump(old, broker, "--schema-only"), name)
-    return Subscription(broker, follower, name)
-
-
-def set_sequences(old: Dsn, new: Dsn) -> None:
-    """What logical replication does not do."""
-    with connect(old) as here, connect(new) as there:
-        for name, last in fetch(
-            here, "SELECT sequencename, last_value FROM pg_sequences WHERE schemaname = 'saf'"
-        ):
-            if last is not None:
-                fetch(
-                    there,
-                    "SELECT setval(%(name)s, %(last)s)",
-                    {"name": f"saf.{name}", "last": last},
-                )
+def follow(old: Dsn, new: Dsn, name: str) -> Subscription:
+    """An empty database that follows a broker, with its schema and all that it holds."""
+    recipe("follow", old, new, name)
+    return synced(old, new, name)
 
 
 # --- copies of the storage
 
 
+Copying = Callable[
+    [EmbeddedServer, Mapping[str, Dsn]], AbstractContextManager[dict[str, Subscription]]
+]
+
+
 @contextmanager
-def storage_copy(old: EmbeddedServer, broker: Dsn, slot: str = "") -> Iterator[EmbeddedServer]:
-    """A copy of a whole cluster, promoted; a slot keeps what comes after it."""
-    if slot:
-        publish(broker, slot)
-        with connect(broker) as here:
-            fetch(here, "SELECT pg_create_logical_replication_slot(%(s)s, 'pgoutput')", {"s": slot})
+def storage_copy(old: EmbeddedServer, *options: str) -> Iterator[EmbeddedServer]:
+    """A copy of a whole cluster, which runs; with ``-R`` it is a standby."""
     parent = Path(tempfile.mkdtemp(prefix="saf-test-"))
     shutil.chown(parent, old.data_dir.stat().st_uid, old.data_dir.stat().st_gid)
     try:
         folder = parent / "d"
-        host = str(broker.parts["host"])
+        host = str(old.dsn("postgres").parts["host"])
         tool(
             old, "pg_basebackup", "-h", host, "-p", "5432", "-U", "postgres", "-D", str(folder),
-            "-c", "fast", "-X", "stream", "--no-sync",
+            "-c", "fast", "-X", "stream", "--no-sync", *options,
         )  # fmt: skip
         with cluster(old.version, folder) as copy:
-            if slot:
-                with connect(copy.dsn(broker.database)) as there:
-                    there.execute(sql.SQL("DROP PUBLICATION {}").format(sql.Identifier(slot)))
             yield copy
     finally:
         shutil.rmtree(parent, ignore_errors=True)
+
+
+@contextmanager
+def followed_copy(
+    old: EmbeddedServer, brokers: Mapping[str, Dsn]
+) -> Iterator[dict[str, Subscription]]:
+    """A copy of a cluster whose brokers follow the originals from the copy on, by their names."""
+    for name, broker in brokers.items():
+        recipe("slot", broker, broker, name)
+    with storage_copy(old) as copy:
+        followers = {}
+        for name, broker in brokers.items():
+            new = copy.dsn(broker.database)
+            recipe("catch-up", broker, new, name)
+            followers[name] = synced(broker, new, name)
+        yield followers
+
+
+def catch_up(primary: EmbeddedServer, standby: EmbeddedServer) -> None:
+    """Wait until a standby has replayed all that is committed."""
+    with connect(primary.dsn("postgres")) as here, connect(standby.dsn("postgres")) as there:
+        fetch(here, "SELECT pg_switch_wal()")
+        ((now,),) = fetch(here, "SELECT pg_current_wal_lsn()")
+        replayed = "SELECT pg_last_wal_replay_lsn() >= %(now)s::pg_lsn"
+        wait_until(lambda: fetch(there, replayed, {"now": now}) == [(True,)], "the standby")
+
+
+def cut_off(standby: EmbeddedServer) -> None:
+    """Let a standby receive nothing more: from then on, it lags."""
+    with connect(standby.dsn("postgres")) as there:
+        there.execute("ALTER SYSTEM SET primary_conninfo = ''")
+        there.execute("SELECT pg_reload_conf()")
+        receiving = "SELECT FROM pg_stat_wal_receiver"
+        wait_until(lambda: not fetch(there, receiving), "the end of the stream")
+
+
+def promote(standby: EmbeddedServer) -> None:
+    """Make a standby a primary."""
+    with connect(standby.dsn("postgres")) as there:
+        assert fetch(there, "SELECT pg_promote()") == [(True,)]
+
+
+@contextmanager
+def created_subscriber(
+    old: EmbeddedServer, brokers: Mapping[str, Dsn]
+) -> Iterator[dict[str, Subscription]]:
+    """What pg_createsubscriber makes of a standby, with a subscription for each broker."""
+    with storage_copy(old, "-R") as standby:
+        catch_up(old, standby)
+        standby.stop()
+        named = [
+            option
+            for name, broker in brokers.items()
+            for option in (
+                f"--database={broker.database}", f"--publication={name}",
+                f"--subscription={name}", f"--replication-slot={name}",
+            )
+        ]  # fmt: skip
+        tool(
+            standby, "pg_createsubscriber", "-D", str(standby.data_dir), "-U", "postgres",
+            "-s", str(standby.data_dir), "-P", old.dsn("postgres").conninfo, *named,
+        )  # fmt: skip
+        standby.start()
+        yield {
+            name: Subscription(broker, standby.dsn(broker.database), name)
+            for name, broker in brokers.items()
+        }
+
+
+@contextmanager
+def upgraded(old: EmbeddedServer) -> Iterator[EmbeddedServer]:
+    """What pg_upgrade makes of a cluster of an older version."""
+    with cluster() as new:
+        old.stop()
+        new.stop()
+        tool(new, "pg_checksums", "--disable", "-D", str(new.data_dir))  # older ones have none
+        tool(
+            new, "pg_upgrade", "-b", str(programs(old.version)), "-B", str(programs(new.version)),
+            "-d", str(old.data_dir), "-D", str(new.data_dir), "-s", str(new.data_dir),
+            "-U", "postgres", "--no-sync",
+        )  # fmt: skip
+        new.start()
+        yield new
+
+
+def reset_wal(server: EmbeddedServer, *options: str) -> None:
+    """Stop a server, have its WAL and perhaps its counters reset, and start it."""
+    server.stop()
+    tool(server, "pg_resetwal", *options, "-D", str(server.data_dir))
+    server.start()
+
+
+# --- tables that are rewritten where they are
+
+TABLES = """
+SELECT c.oid::regclass::text, max(i.indexrelid::regclass::text),
+       (SELECT string_agg(quote_ident(attname), ', ') FROM pg_attribute a
+        WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '')
+FROM pg_class c LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indpred IS NULL
+WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind = 'r'
+GROUP BY c.oid ORDER BY c.oid::regclass = 'saf.cursor'::regclass DESC, 1
+"""
+
+
+def clustered(broker: Dsn) -> None:
+    """CLUSTER each table that has an index."""
+    with connect(broker) as connection:
+        for table, index, _ in fetch(connection, TABLES):
+            if index is not None:
+                connection.execute(f"CLUSTER {table} USING {index.removeprefix('saf.')}".encode())
+
+
+def repacked(broker: Dsn) -> None:
+    """Write the rows of each table anew, in a transaction of its own, as pg_repack does."""
+    with connect(broker) as connection:
+        connection.execute("SET session_replication_role = replica")
+        for table, _, columns in fetch(connection, TABLES):
+            with connection.transaction():
+                connection.execute(
+                    f"CREATE TEMP TABLE new ON COMMIT DROP AS TABLE {table}".encode()
+                )
+                connection.execute(f"DELETE FROM {table}".encode())
+                connection.execute(
+                    f"INSERT INTO {table} ({columns}) OVERRIDING SYSTEM VALUE "
+                    f"SELECT {columns} FROM new".encode()
+                )
+
+
+def truncated(broker: Dsn) -> None:
+    """What a cleaner of tests does that truncates every table."""
+    with connect(broker) as connection:
+        tables = ", ".join(table for table, _, _ in fetch(connection, TABLES))
+        connection.execute(f"TRUNCATE {tables}".encode())
 
 
 def goes_on(moved: Dsn, mom: Dsn, last: int, refuses: bool = True, **options: object) -> None:

@@ -312,6 +312,7 @@ MUTANTS: list[Mutant] = [
         "            if self.place is None:\n",
         "            if self.place is not None:\n",
         f"{FORWARDER}::test_a_brief_visit_refuses_a_broker_whose_cursors_mean_nothing",
+        f"{FORWARDER}::test_a_brief_visit_refuses_a_source_whose_own_rows_are_gone",
     ),
     mutant(
         "nobody hears of what a killed run has marked",
