@@ -402,9 +402,8 @@ class SourceBroker:
         """Whether any member would find something to forward. Only reads."""
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
-            if self.place is None:
-                # cursors that mean nothing may find nothing for ever, and nobody would join
-                self._refuse_unhealthy(connection)
+            # cursors that mean nothing may never find anything, and no member would join and ask
+            self._refuse_unhealthy(connection)
             subscription_id = self._identify(connection)
             found = fetch(connection, PENDING, {"subscription_id": subscription_id})
             self._look_at_waiting(connection, subscription_id)

@@ -371,6 +371,20 @@ def test_a_brief_visit_finds_lanes_whose_time_has_come(app: Dsn, mom: Dsn) -> No
     assert len(brief(app)) == 1
 
 
+def test_a_brief_visit_refuses_a_moved_source_in_which_nothing_looks_pending(app: Dsn) -> None:
+    """As logical replication from a cluster that has got farther leaves it."""
+    broker = SourceBroker("app", app, lease_seconds=30)
+    assert broker.visit("mom", brief=True) == []
+    with connect(app) as connection:  # between two visits
+        connection.execute("UPDATE saf.cursor SET done = '4000000000:4000000000:'")
+        send(connection, "x")
+    with pytest.raises(Restored, match=r"another cluster's cursors.*saf rebase"):
+        broker.visit("mom", brief=True)
+    broker.leave()
+    with pytest.raises(Restored):
+        brief(app)
+
+
 def test_a_brief_visit_refuses_a_source_whose_own_rows_are_gone(app: Dsn) -> None:
     with connect(app) as connection:
         connection.execute("DELETE FROM saf.cursor WHERE shard > 0")

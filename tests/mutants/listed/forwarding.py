@@ -309,8 +309,9 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a brief visit finds nothing in a broker that is not healthy",
         BROKER,
-        "            if self.place is None:\n",
-        "            if self.place is not None:\n",
+        "            self._refuse_unhealthy(connection)\n            subscription_id = "
+        "self._identify(connection)\n            found",
+        "            subscription_id = self._identify(connection)\n            found",
         f"{FORWARDER}::test_a_brief_visit_refuses_a_broker_whose_cursors_mean_nothing",
         f"{FORWARDER}::test_a_brief_visit_refuses_a_source_whose_own_rows_are_gone",
     ),
