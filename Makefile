@@ -27,7 +27,7 @@ demo-routing: $(VENV)/.installed ## the same to three MOM stores, each flight to
 demo-dialog: $(VENV)/.installed ## a shop and a warehouse talk: in parts, refused, too late, 20 MB
 	@$(VENV)/bin/saf demo --dialog $(DEMO)
 
-test: $(VENV)/.installed ## the product works: some ten minutes; chosen tests: make test T="tests/unit -k shard"
+test: $(VENV)/.installed ## the product works: some five minutes; chosen tests: make test T="tests/unit -k shard"
 	$(if $(T),$(PY) -m pytest $(T),SAF_TESTS=test $(PYTEST))
 
 changed: $(VENV)/.installed ## the tests of what differs from a revision: make changed SINCE=main~2
@@ -40,7 +40,8 @@ static: $(VENV)/.installed ## format, lint and types, without a test
 	--recursive saf migrations jobs airflow/saf_airflow packaging
 	$(PY) -m mypy
 
-check: static ## the gate, half an hour on two slow cores: format, lint, types and every promise; warnings are errors
+check: WORKERS := 3
+check: static ## the gate, under 20 minutes on two cores: format, lint, types and every promise; warnings are errors
 	SAF_TESTS=check $(PYTEST) --durations 25
 
 full: $(VENV)/.installed ## everything, before a release, recorded in tests/full.md; some suites: make full SUITES="model crash"

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from itertools import filterfalse
 from pathlib import Path
 
 from tests.mutants.listed import PARTS
+from tests.tiers import FULL, WHOLE_FILE
 
 ROOT = Path(__file__).parents[1]
 COMMON = 12
@@ -47,8 +50,20 @@ def main() -> int:
         return 0
     print(f"{len(changed)} changed files since {given.since}; their tests:")
     print(*(f"  {test}" for test in chosen), sep="\n", flush=True)
-    command = [sys.executable, "-m", "pytest", "-q", *given.options, *chosen]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    command = [sys.executable, "-m", "pytest", "-q", *given.options]
+    whole = [test for test in chosen if is_whole(test)]
+    codes = [
+        subprocess.run([*command, *tests], cwd=ROOT, env=os.environ | tier, check=False).returncode
+        for tests, tier in (([*filterfalse(is_whole, chosen)], {}), (whole, {"SAF_TESTS": FULL}))
+        if tests
+    ]
+    return max(codes)
+
+
+def is_whole(test: str) -> bool:
+    """Tell whether only the full tier runs a file of tests, such as those of most pages."""
+    file = ROOT / test
+    return file.suffix == ".py" and WHOLE_FILE.search(file.read_text()) is not None
 
 
 def differing(revision: str) -> list[str]:

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from tests.object_store import ObjectStore, object_store
 from tests.rabbitmq_server import Queues, RabbitmqServer, rabbitmq_server
 from tests.receivers import prepare
 from tests.redis_server import RedisServer, redis_server
-from tests.tiers import FULL, LATER, TEST, TIER, in_first_run
+from tests.tiers import FULL, LATER, TEST, TIER, is_later
 
 SUPPORTED = (15, 16, 18)
 VERSIONS = {TEST: SUPPORTED[-1:], FULL: SUPPORTED}.get(TIER, (SUPPORTED[0], SUPPORTED[-1]))
@@ -97,10 +97,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """In the first tier, leave out other files before they import anything."""
-    if TIER != TEST or collection_path.is_dir():
+    """Leave out the files of later tiers before they import anything, unless they are named."""
+    if collection_path.is_dir() or collection_path.suffix != ".py":
         return None
-    return not in_first_run(collection_path.relative_to(HERE).as_posix()) or None
+    return is_later(collection_path.relative_to(HERE).as_posix(), collection_path) or None
 
 
 def pytest_sessionfinish() -> None:
@@ -266,6 +266,15 @@ def new_broker(migrated: Prepared) -> Iterator[Callable[[str], Dsn]]:
     copies.drop()
 
 
+@pytest.fixture(scope="module")
+def shared_broker(servers: Servers) -> Iterator[Callable[[str], Dsn]]:
+    """Creates migrated databases for a module whose tests only read them."""
+    prepared = servers[DEFAULT_VERSION]
+    copies = Copies(prepared.databases, prepared.template)
+    yield lambda name: copies(name).dsn
+    copies.drop()
+
+
 @pytest.fixture
 def app(new_broker: Callable[[str], Dsn]) -> Dsn:
     """A fresh application database."""
@@ -364,8 +373,21 @@ def inbox(mom: Dsn) -> Dsn:
 @pytest.fixture
 def own_server(pg_version: int) -> Iterator[EmbeddedServer]:
     """A durable server for this test alone, to stop, crash and start again; holds no broker."""
+    with _durable_server(pg_version) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def modules_server() -> Iterator[EmbeddedServer]:
+    """A durable server for the tests of a module, none of which stops it; holds no broker."""
+    with _durable_server(DEFAULT_VERSION) as server:
+        yield server
+
+
+@contextmanager
+def _durable_server(version: int) -> Iterator[EmbeddedServer]:
     folder = Path(tempfile.mkdtemp(prefix="saf-test-"))
-    server = EmbeddedServer(folder / "data", pg_version, SETTINGS)
+    server = EmbeddedServer(folder / "data", version, SETTINGS)
     server.start()
     yield server
     server.stop_immediately()

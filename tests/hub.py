@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saf.broker.services import create_service
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.receiving.retries import Policy
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
@@ -17,6 +17,7 @@ from tests.pipeline import connect, drain
 from tests.routing import without_default
 
 DEPARTURES = "departures"
+HAS_SENT = "SELECT EXISTS (SELECT FROM saf.outbox)"
 BY_TEXT = "tests.classifiers:by_body_once"
 QUICKLY = Policy(max_attempts=1000, first_wait_seconds=0.01, longest_wait_seconds=0.05)
 
@@ -59,6 +60,9 @@ class Hub:
     def forward(self, *names: str) -> None:
         """What is pending at these, or anywhere, goes one step further."""
         for name in names or self.places:
+            with connect(self.places[name]) as connection:
+                if fetch(connection, HAS_SENT) != [(True,)]:
+                    continue
             with without_default(self.places[name], 100, **self.places) as cycle:
                 drain(cycle)
 

@@ -17,7 +17,7 @@ MATRIX = {
     "broker         ": "-      S      S      S      -      S      Su     S      -",
     "outbox         ": "i      S      -      i      -      -      Si     S      i",
     "outbox_status  ": "-      -      -      -      -      -      S      -      -",
-    "inbox          ": "-      i      S      i      -      -      Si     S      -",
+    "inbox          ": "-      si     S      i      -      -      Si     S      -",
     "subscription   ": "-      Su     Su     -      -      S      SiD    S      -",
     "member         ": "-      SiuD   SiuD   -      -      -      S      -      -",
     "cursor         ": "-      Su     Su     -      -      S      Siu    Su     -",
@@ -55,8 +55,8 @@ MATRIX = {
     "conversation_group": "- - - Siu - sD SiuD - -",
     "fragment       ": "-      -      -      SID    -      sD     SID    -      -",
     **{f"{log}_{n}": "- - - - - ST ST - -" for log in ("outbox", "inbox") for n in range(8)},
-    "outbox_id_seq  ": "-      S      -      -      -      SN     SN     -      -",
-    "inbox_id_seq   ": "-      -      -      -      -      SN     SN     -      -",
+    "outbox_id_seq  ": "-      S      -      -      -      SN     SN     S      -",
+    "inbox_id_seq   ": "-      S      S      -      -      SN     SN     S      -",
     "subscription_subscription_id_seq": "- - - - - - - - -",
     "route_route_id_seq": "- - - - - - - - -",
     "route_version_version_seq": "- - - - - - - - -",
@@ -81,6 +81,7 @@ SOME = {
     ("alembic_version", "s"): "version_num",
     ("outbox", "i"): "message_id from_service to_service to_broker key message_type headers body "
     "deliver_at expires_at",
+    ("inbox", "s"): "txid id shard message_id",
     ("inbox", "i"): "message_id from_service to_service to_broker key conversation_id "
     "from_initiator sequence message_type headers body created_at deliver_at expires_at source",
     ("subscription", "u"): "created_at",

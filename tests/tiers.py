@@ -13,12 +13,17 @@ each planted bug is caught by a test that the gate runs.
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 TEST, CHECK, FULL = "test", "check", "full"
 
 TIER = os.environ.get("SAF_TESTS", "") or CHECK
 if TIER not in (TEST, CHECK, FULL):
     raise RuntimeError(f"SAF_TESTS is {TIER!r}: set it to {TEST}, {CHECK} or {FULL}")
+
+WHOLE_FILE = re.compile(r"^pytestmark = .*\bpytest\.mark\.full\b", re.MULTILINE)
+"""Matches a file that has the mark `full` as a whole."""
 
 LATER = {TEST: (CHECK, FULL), CHECK: (FULL,), FULL: ()}
 """The marks of the tests that a tier leaves out."""
@@ -90,6 +95,13 @@ def sized(check: int, full: int) -> int:
     A promise about many messages or a long time breaks at a tenth of the size already.
     """
     return full if TIER == FULL else check
+
+
+def is_later(path: str, file: Path) -> bool:
+    """Tell whether this tier runs nothing of a file, which has this path below tests/."""
+    if TIER == TEST and not in_first_run(path):
+        return True
+    return TIER != FULL and WHOLE_FILE.search(file.read_text()) is not None
 
 
 def in_first_run(path: str) -> bool:

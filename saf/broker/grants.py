@@ -272,7 +272,12 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "SELECT": WHOLE,
                 "INSERT": ("routes", "topics", "routers", "brokers"),
             },
-            "inbox": {"INSERT": (*COLUMNS, "source")},
+            # of what is stored, what says whether the store is healthy, and no message
+            "inbox": {
+                "INSERT": (*COLUMNS, "source"),
+                "SELECT": ("xmin", "txid", "shard", "id", "message_id"),
+            },
+            "inbox_id_seq": {"SELECT": WHOLE},
             "watermark": {
                 "SELECT": WHOLE,
                 "INSERT": WHOLE,
@@ -317,7 +322,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         SETTING_ASIDE,
         COUNTING,
         DISPATCHING,
-        {"inbox": {"SELECT": WHOLE}},
+        {"inbox": {"SELECT": WHOLE}, "inbox_id_seq": {"SELECT": WHOLE}},
     ),
     Kind.DIALOG: (VERSION, CONVERSING),
     Kind.ROUTER: (
@@ -345,7 +350,9 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "UPDATE": ("epoch", "batch", "done", "open", "position", "opened_at"),
             },
             "outbox": {"SELECT": WHOLE},
+            "outbox_id_seq": {"SELECT": WHOLE},
             "inbox": {"SELECT": WHOLE},
+            "inbox_id_seq": {"SELECT": WHOLE},
         },
     ),
     Kind.SINK: (

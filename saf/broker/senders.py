@@ -29,7 +29,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import class_row
 
-from saf.broker import grants
+from saf.broker import grants, whole
 from saf.database import fetch, of_broker
 from saf.errors import ConfigurationError, UsageError
 from saf.message import MAX_NAME, fits
@@ -78,7 +78,15 @@ UPDATE saf.broker SET senders_since = (
 """
 DISABLE = "ALTER TABLE saf.outbox DISABLE ROW LEVEL SECURITY"
 NO_LONGER = "UPDATE saf.broker SET senders_since = NULL"
-SINCE = "SELECT senders_since FROM saf.broker"
+
+# While there are rules, sessions have row_security on (`saf.database.bounds`). So a policy that
+# somebody adds beside the rules would hide rows from sessions that are there already
+SINCE = f"""
+SELECT senders_since, CASE WHEN senders_since IS NOT NULL THEN (
+    SELECT jsonb_agg(jsonb_build_array(policed, names, login))
+    FROM ({whole.POLICIES}) AS p (policed, names, login)) END
+FROM saf.broker
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +109,13 @@ def senders(connection: psycopg.Connection[Any]) -> list[Sender]:
 
 
 def vouched_since(connection: psycopg.Connection[Any]) -> int | None:
-    """Return the id after which the senders of all messages were checked; None if none were."""
-    (since,) = of_broker(connection, SINCE)
+    """Return the id after which the senders of all messages were checked; None if none were.
+
+    Raises:
+        ConfigurationError: there are rules, and beside them a policy that may hide rows.
+    """
+    since, policies = of_broker(connection, SINCE)
+    whole.refuse(policies or (), connection.info.dbname)
     return None if since is None else int(since)
 
 

@@ -17,17 +17,16 @@ Each is one query of the catalogs and of saf's smallest tables, which any login 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
 import psycopg
 from psycopg import sql
-from psycopg.pq import TransactionStatus
 
 from saf.database import fetch
-from saf.errors import ConfigurationError, RowsGone
+from saf.errors import ConfigurationError, RowsGone, UsageError
 
 SCHEMA = "saf"
 
@@ -55,7 +54,8 @@ HAVING count(c.shard) <> b.shards
 # saf's own two policies restrict who sends as whom, and hide nothing: see `saf.broker.senders`
 POLICIES = """
 SELECT c.relname::text,
-       coalesce(string_agg(quote_ident(p.polname), ', ' ORDER BY p.polname), 'none')
+       coalesce(string_agg(quote_ident(p.polname), ', ' ORDER BY p.polname), 'none'),
+       session_user::text
 FROM pg_class c LEFT JOIN pg_policy p ON p.polrelid = c.oid
 WHERE c.relnamespace = 'saf'::regnamespace AND c.relrowsecurity AND row_security_active(c.oid)
 GROUP BY c.relname
@@ -64,10 +64,10 @@ HAVING c.relname <> 'outbox'
     OR bool_or(p.polname = 'outbox_read' AND pg_get_expr(p.polqual, p.polrelid) <> 'true')
 ORDER BY 1
 """
-"""SQL: the tables of which policies may hide rows from this login, with the policies' names."""
+"""SQL: the tables of which policies may hide rows from this login, the policies, and the login."""
 
 BOTH = f"""
-SELECT NULL, gone.* FROM ({ROWS}) AS gone UNION ALL SELECT p.*, NULL FROM ({POLICIES}) AS p
+SELECT NULL, gone.* FROM ({ROWS}) AS gone UNION ALL SELECT p.* FROM ({POLICIES}) AS p
 """
 """SQL: both questions in one round trip."""
 
@@ -89,8 +89,9 @@ ORDER BY 1
 """
 """SQL: the published tables whose rows nobody can update or delete; whether it is a log's slot."""
 
+# An id may have been given twice, to different messages
 IDENTIFY = (
-    "CREATE UNIQUE INDEX saf_identity_{slot} ON saf.{slot} (id)",
+    "CREATE UNIQUE INDEX saf_identity_{slot} ON saf.{slot} (id, message_id, txid)",
     "ALTER TABLE saf.{slot} REPLICA IDENTITY USING INDEX saf_identity_{slot}",
 )
 FORGET = (
@@ -98,6 +99,21 @@ FORGET = (
     "DROP INDEX saf.saf_identity_{slot}",
 )
 
+PUBLISHED_DELETES = """
+SELECT p.pubname, pg_has_role(p.pubowner, 'USAGE'), concat_ws(
+    ', ', CASE WHEN pubinsert THEN 'insert' END, CASE WHEN pubupdate THEN 'update' END,
+    CASE WHEN pubtruncate THEN 'truncate' END)
+FROM pg_publication p
+WHERE p.pubdelete AND EXISTS (
+    SELECT FROM pg_publication_tables t
+    WHERE t.pubname = p.pubname AND t.schemaname = 'saf'
+      AND split_part(t.tablename, '_', 1) IN ('outbox', 'inbox'))
+ORDER BY 1
+"""
+"""SQL: the publications of deletes of the logs; whether this login may alter them; all else that
+they publish."""
+
+PUBLISH = "ALTER PUBLICATION {name} SET (publish = {what})"
 
 # A role's setting in this database, else in all, else the database's, else everybody's, else the
 # server's. The path skips schemas that do not exist or that the role may not use.
@@ -136,7 +152,7 @@ def missing(connection: psycopg.Connection[Any]) -> list[str]:
 
 def narrowed(connection: psycopg.Connection[Any]) -> list[tuple[str, str]]:
     """Return the tables of which policies may hide rows from this login, and the policies."""
-    return [(table, names) for table, names in fetch(connection, POLICIES)]
+    return [(table, names) for table, names, _ in fetch(connection, POLICIES)]
 
 
 def without_identity(connection: psycopg.Connection[Any]) -> list[str]:
@@ -153,7 +169,8 @@ def updatable_logs(connection: psycopg.Connection[Any]) -> Iterator[None]:
 
     Slots of the logs have no replica identity, because an index on the id would cost each send.
     REPLICA IDENTITY FULL is no way out: PostgreSQL 18 refuses it for a generated column such as
-    the shard. So published slots have such an index as long as the block runs.
+    the shard. So published slots have such an index as long as the block runs. No row may be there
+    twice; see `deletable_doubles`.
     """
     slots = [slot for slot, is_slot in fetch(connection, WITHOUT_IDENTITY) if is_slot]
     for slot, statement in product(slots, IDENTIFY):
@@ -161,6 +178,36 @@ def updatable_logs(connection: psycopg.Connection[Any]) -> Iterator[None]:
     yield
     for slot, statement in product(slots, FORGET):
         connection.execute(statement.format(slot=slot).encode())
+
+
+@contextmanager
+def deletable_doubles(connection: psycopg.Connection[Any]) -> Iterator[None]:
+    """Run a block of a transaction that has locked the logs, and in which it may delete of them.
+
+    Two rows that are the same have no identity, so their publications publish no delete as long as
+    the block runs. Only this transaction sees that.
+
+    Raises:
+        UsageError: this login may not alter a publication.
+    """
+    found = fetch(connection, PUBLISHED_DELETES)
+    for name, may_alter, _ in found:
+        if not may_alter:
+            raise UsageError(
+                f"publication {name!r} publishes deletes of saf's logs, which have messages twice: "
+                "PostgreSQL lets nobody delete one of two rows that are the same. Run this as the "
+                f"owner of the publication or as a superuser, or drop it meanwhile"
+            )
+    for name, _, others in found:
+        _publish(connection, name, others)
+    yield
+    for name, _, others in found:
+        _publish(connection, name, ", ".join(filter(None, (others, "delete"))))
+
+
+def _publish(connection: psycopg.Connection[Any], name: str, what: str) -> None:
+    query = sql.SQL(PUBLISH).format(name=sql.Identifier(name), what=sql.Literal(what))
+    connection.execute(query)
 
 
 def first_for(connection: psycopg.Connection[Any]) -> tuple[str, str] | None:
@@ -191,32 +238,26 @@ def policies_cure(table: str) -> str:
     return f"As the owner, ALTER TABLE saf.{table} DISABLE ROW LEVEL SECURITY"
 
 
-def refuse(connection: psycopg.Connection[Any], *, reader: str = "") -> None:
-    """Raise if saf's own rows are not complete, or if any row may be hidden from this login.
+def refuse(found: Sequence[Sequence[Any]], database: str, *, reader: str = "") -> None:
+    """Raise if saf's own rows are not complete, or if any row may be hidden from the login.
 
-    What only one reader lacks stops that one alone: ``reader`` is its log and name, with a slash
-    in between. `missing` returns it all.
+    Args:
+        found: the rows of `BOTH`, or of `POLICIES`.
+        database: names the database for people.
+        reader: log and name, with a slash in between. What only one reader lacks stops that one
+            alone; `missing` returns it all.
 
     Raises:
         RowsGone: saf's own rows are not complete.
-        ConfigurationError: row-level security applies to this login.
+        ConfigurationError: row-level security applies to the login.
     """
-    try:
-        found = fetch(connection, BOTH)
-    except psycopg.errors.InsufficientPrivilege as error:
-        # saf's own sessions have row_security off, so that nothing is read where a policy applies
-        if connection.info.transaction_status is TransactionStatus.INERROR:
-            raise
-        found = [(*row, None) for row in fetch(connection, POLICIES)]
-        if not found:
-            raise error from None
-    gone = [what for table, what, whose in found if table is None and whose in ("", reader)]
-    for table, policies, _ in found:
+    for table, policies, login in found:
         if table is not None:
             raise ConfigurationError(
-                f"database {connection.info.dbname!r}: row-level security of saf.{table} applies "
-                f"to user {connection.info.user!r} (policies: {policies}), so messages could be "
-                f"hidden and passed over. {policies_cure(table)}"
+                f"database {database!r}: row-level security of saf.{table} applies to user "
+                f"{login!r} (policies: {policies}), so messages could be hidden and passed over. "
+                f"{policies_cure(table)}"
             )
+    gone = [what for _, what, whose in found if whose in ("", reader)]
     if gone:
-        raise RowsGone(connection.info.dbname, gone)
+        raise RowsGone(database, gone)

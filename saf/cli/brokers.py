@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import psycopg
 import typer
 
-from saf.broker import whole
+from saf.broker import health
 from saf.cli.console import echo
 from saf.cli.exit_codes import INTERRUPTED
 from saf.config import Broker, Settings
@@ -231,7 +231,7 @@ class Round:
                 broker.dsn.connect(role=role, autocommit=True) as connection,
             ):
                 check_schema(connection)
-                whole.refuse(connection)
+                health.require_rows(connection)
                 return action(connection, broker)
 
         threads = Background(AT_ONCE, "saf round")

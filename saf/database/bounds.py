@@ -186,7 +186,8 @@ FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace WHERE nspname = 'saf
 # psycopg reads them. Transactions are READ COMMITTED unless one says otherwise: whoever has waited
 # for a lock has to see what was committed before. A policy that hides rows makes a statement fail,
 # where messages would be passed over otherwise. While there are rules of `saf sender`, which are
-# policies themselves, `saf.broker.whole` looks for others at each first contact.
+# policies themselves, `saf.broker.whole` looks for others at each first contact, and the forwarder
+# of a source with each batch (`saf.broker.senders`).
 SET = (
     """
 SELECT set_config('lock_timeout', {lock}, false),

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from saf.broker import restored, services
+from saf.broker import health, services
 from saf.database import Dsn, check_schema, unavailable_if_lost
 from saf.dispatch import source
 from saf.dispatch.http import Client
@@ -158,8 +158,9 @@ class Dispatcher:
     def _reader(self, connection: psycopg.Connection[Any]) -> Reader:
         with unavailable_if_lost(self._what):
             check_schema(connection)
-            restored.refuse(connection)
-            found = services.subscription(connection, self.endpoint.subscription or self.name)
+            subscription = self.endpoint.subscription or self.name
+            health.refuse(connection, "inbox", reader=f"inbox/{subscription}")
+            found = services.subscription(connection, subscription)
         return Reader(
             subscription_id=found.subscription_id,
             name=found.name,

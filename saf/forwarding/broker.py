@@ -12,7 +12,7 @@ from uuid import UUID
 
 import psycopg
 
-from saf.broker import whole
+from saf.broker import health
 from saf.broker.senders import vouched_since
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.destinations.identities import Identities
@@ -21,8 +21,9 @@ from saf.engine.work import Receipt, Work
 from saf.errors import ConfigurationError, Fenced
 from saf.forwarding.quiet import Quiet
 from saf.forwarding.vigil import Vigil
-from saf.log import cursor, lineage
+from saf.log import cursor
 from saf.log.shards import NEWEST, Member
+from saf.logger import Log
 from saf.repair.new_id import Place
 from saf.routing.matching import Routes
 from saf.routing.routers import with_problems
@@ -31,6 +32,8 @@ from saf.setaside import backoff
 from saf.setaside.backoff import Summary
 from saf.setaside.lane import Kind
 from saf.setaside.parking import Backoff
+
+log = Log("saf.forward")
 
 LOG = "outbox"
 SUBSCRIPTION = "forwarder"
@@ -118,6 +121,8 @@ class SourceBroker:
         """How many messages destinations have rejected in a row, as far as this process knows."""
         self._began: datetime | None = None
         self._quiet = Quiet()
+        self._has_work = False
+        """Whether it has looked for work before, so that what is in hand may be its own."""
 
     @property
     def connected(self) -> bool:
@@ -213,6 +218,7 @@ class SourceBroker:
                 return []
             owned = cursor.owned(connection, LOG, member)
             self.resumed = bool(owned.in_hand)
+            self._say_resumed(owned.in_hand)
             due = any(lane.due for lane in self._lanes) and backoff.due_here(
                 connection, member.subscription_id, member.member_id
             )
@@ -234,6 +240,19 @@ class SourceBroker:
                 for item in work
                 if not self._in_vain(item)
             ]
+
+    def _say_resumed(self, in_hand: Iterable[cursor.Batch]) -> None:
+        """Say once what an earlier run has marked of batches in hand, and this run cannot count."""
+        begun = [batch for batch in in_hand if batch.position]
+        if begun and not self._has_work:
+            log.info(
+                "resumed",
+                broker=self.name,
+                shards=sum(len(batch.epochs) for batch in begun),
+                detail="an earlier run has marked messages of these shards' open batches: they are "
+                "in its counts, or, if it was killed, in none",
+            )
+        self._has_work = True
 
     def _sized(self, connection: psycopg.Connection[Any], work: Work) -> Work:
         if not cursor.has_more_than(connection, work.batch, LITTLE):
@@ -346,13 +365,8 @@ class SourceBroker:
             self._connection.execute(cursor.BY_INDEX)
         return self._connection
 
-    def _meet(self, connection: psycopg.Connection[Any]) -> int:
-        """Learn the broker's id; return the subscription's.
-
-        Raises:
-            RowsGone, ConfigurationError, Restored: what is pending cannot be told.
-        """
-        whole.refuse(connection, reader="outbox/forwarder")
+    def _identify(self, connection: psycopg.Connection[Any]) -> int:
+        """Learn the broker's id; return the subscription's."""
         known = fetch(connection, IDENTITY, {"log": LOG, "subscription": SUBSCRIPTION})
         if not known:
             raise ConfigurationError(
@@ -362,12 +376,15 @@ class SourceBroker:
         ((self._broker_id, subscription_id, cluster, oid, rejecting),) = known
         self.place = Place(broker_id=self._broker_id, system_identifier=cluster, oid=oid)
         self._rejecting = dict(rejecting)
-        lineage.refuse(connection)
         return int(subscription_id)
+
+    def _refuse_unhealthy(self, connection: psycopg.Connection[Any]) -> None:
+        health.refuse(connection, LOG, reader=f"{LOG}/{SUBSCRIPTION}")
 
     def _balance(self, connection: psycopg.Connection[Any]) -> None:
         if self._member is None:
-            subscription_id = self._meet(connection)
+            self._refuse_unhealthy(connection)
+            subscription_id = self._identify(connection)
             self._member = Member(subscription_id=subscription_id, lease_seconds=self.lease_seconds)
             self._member.join(connection)
         self._member.renew(connection)
@@ -385,7 +402,9 @@ class SourceBroker:
         """Whether any member would find something to forward. Only reads."""
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
-            subscription_id = self._meet(connection)
+            # each visit may meet another server: cursors that mean nothing may find nothing for ever
+            self._refuse_unhealthy(connection)
+            subscription_id = self._identify(connection)
             found = fetch(connection, PENDING, {"subscription_id": subscription_id})
             self._look_at_waiting(connection, subscription_id)
             idle = [(done, shards) for done, shards, _ in found]

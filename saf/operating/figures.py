@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import psycopg
 from psycopg import sql
 
-from saf.broker.restored import refuse
+from saf.broker.health import refuse
 from saf.config import Settings
 from saf.database import fetch
 from saf.log.backlog import Backlog, Part, backlogs

@@ -15,7 +15,7 @@ from typing import Any
 
 import psycopg
 
-from saf.broker.restored import refuse
+from saf.broker.health import refuse
 from saf.log.backlog import Addressed, backlogs
 from saf.routing.matching import Routes
 from saf.routing.routes import Declared, current_routes, describe

@@ -20,7 +20,7 @@ from uuid import UUID
 import psycopg
 from psycopg.rows import class_row, dict_row
 
-from saf.broker.restored import refuse
+from saf.broker.health import refuse
 from saf.database import fetch, of_broker
 from saf.errors import UsageError
 from saf.limits import HEADERS_READABLE

@@ -18,7 +18,7 @@ from typing import Any
 
 import psycopg
 
-from saf.broker import restored
+from saf.broker import health
 from saf.config import Purge
 from saf.database import Dsn, fetch
 from saf.destinations.archives import archive_at
@@ -91,7 +91,7 @@ def purge_broker(
     if not mine:
         return Outcome(slots=(), route_versions=0, busy=True)
     try:
-        restored.refuse(connection)
+        health.refuse(connection)
         slots: list[Slot] = []
         not_archived: Exception | None = None
         for log in AGE_COLUMN:

@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import class_row
 
-from saf.broker.restored import refuse
+from saf.broker.health import refuse
 from saf.database import fetch
 from saf.errors import ranges
 from saf.log.backlog import LOOK, Backlog, backlogs

@@ -29,7 +29,7 @@ from uuid import UUID
 import psycopg
 from psycopg.rows import dict_row
 
-from saf.broker.restored import refuse
+from saf.broker.health import refuse
 from saf.database import fetch, of_broker
 from saf.database.pages import Page, foreign
 from saf.errors import TookTooLong

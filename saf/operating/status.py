@@ -11,7 +11,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import class_row
 
-from saf.broker.restored import refuse
+from saf.broker.health import refuse
 from saf.database import fetch
 from saf.errors import ranges
 from saf.log.cursor import COMPLETE

@@ -11,7 +11,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.broker import services
-from saf.broker.restored import refuse
+from saf.broker.health import refuse
 from saf.log.cursor import COMPLETE
 from saf.received import Received
 from saf.receiving.reading import SINCE

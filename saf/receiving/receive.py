@@ -25,8 +25,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
-from saf.broker import restored, services
+import psycopg
+
+from saf.broker import health, services
 from saf.database import check_schema, of_broker, unavailable_if_lost
 from saf.database.poolers import is_pooled
 from saf.errors import UsageError
@@ -61,6 +64,9 @@ BROKER = "SELECT broker_id FROM saf.broker"
 
 LISTENING_PAUSE_SECONDS = 5.0
 """Longest pause of a receiver that is notified: it must still find what has become due."""
+
+_met: WeakSet[psycopg.Connection[Any]] = WeakSet()
+"""Connections whose inbox was found healthy at the first contact."""
 
 
 @contextmanager
@@ -175,7 +181,9 @@ class Receiver(Trying):
                 link.raw.prepare_threshold = None
                 self._prefetch.stop()
             check_schema(link.raw)
-            restored.refuse(link.raw)
+            first = link.raw not in _met  # of a pool, it may have received before
+            health.refuse(link.raw, "inbox" if first else None, reader=f"inbox/{subscription}")
+            _met.add(link.raw)
             found = services.subscription(link.raw, subscription)
             members = [] if beside_members else shards.living(link.raw, found.subscription_id)
             if members:

@@ -112,7 +112,7 @@ def by(connection: psycopg.Connection[Any], told: MovedBy | None) -> MovedBy:
         UsageError: the operator says what cannot be, or has to say it.
     """
     if told is MovedBy.UPGRADE:
-        (problem, *_) = lineage.foreign(connection, all_readers=True)
+        problem = lineage.foreign(connection)[0]
         raise UsageError(f"not by an upgrade alone, which keeps transaction ids: {problem}")
     if told is not None:
         return told

@@ -273,9 +273,9 @@ def rebase(
         if any(one.ahead for one in differ.values()):
             ahead = {name: one for name, one in differ.items() if one.farther}
         highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
+        doubled = sum(_remove_doubled(connection, log) for log in lineage.LOGS)
         with whole.updatable_logs(connection):
-            doubled = sum(_remove_doubled(connection, log) for log in lineage.LOGS)
-            foreign = bool([*lineage.foreign(connection, all_readers=True)])
+            foreign = bool(lineage.foreign(connection))
             how = moved.by(connection, moved_by) if foreign else moved_by
             rows = here = new_ids = 0
             for log in lineage.LOGS:
@@ -310,7 +310,7 @@ def rebase(
 
 
 def _wrong(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> bool:
-    return any(lineage.problems(connection, whole=True)) or any(
+    return bool(lineage.problems(connection, whole=True)) or any(
         one.ahead for one in _ahead(connection, known).values()
     )
 
@@ -368,7 +368,8 @@ def _remove_doubled(connection: psycopg.Connection[Any], log: str) -> int:
     if not fetch(connection, lineage.DOUBLED.format(log=log)):
         return 0
     query = sql.SQL(REMOVE_DOUBLED).format(log=sql.Identifier("saf", log))
-    return connection.execute(query).rowcount
+    with whole.deletable_doubles(connection):
+        return connection.execute(query).rowcount
 
 
 def _new_ids(connection: psycopg.Connection[Any], log: str, *, is_moved: bool) -> int:

@@ -34,7 +34,7 @@ from uuid import UUID
 
 import psycopg
 
-from saf.broker.restored import refuse
+from saf.broker.health import refuse
 from saf.database import Dsn, check_schema, of_broker, unavailable_if_lost
 from saf.destinations.marks import Known, adopt, reached
 from saf.destinations.settings import DestinationSettings

@@ -107,7 +107,7 @@ def test_the_spark_job_killed_at_a_step_and_run_again_delivers_exactly_once(
     config.write_text(
         f'[brokers.app]\ndsn = "{accounts.conninfo}"\n[destinations.mom]\n'
         f'dsn = "{mom.conninfo}"\n[forwarder]\ndefault_destination = "mom"\nchunk_rows = 4\n'
-        'master = "local[2]"\n'
+        'master = "local[2,2]"\nattempts = 1\n'
     )
     options = ["--spark", "always", "--json"]
     command = [sys.executable, "-m", "saf", "forward", "--config", str(config), *options]

@@ -73,6 +73,109 @@ def test_of_a_batch_in_hand_only_what_is_beyond_the_position_is_left(app: Dsn) -
         assert left(connection).messages == 0
 
 
+def send_at_once(connection: psycopg.Connection[Any], count: int, keys: int = 1) -> list[int]:
+    """Send messages of some keys in one statement; return the ids of the outbox."""
+    connection.execute(
+        "INSERT INTO saf.outbox (to_service, key, body) SELECT 'billing', (n %% %s)::text, '' "
+        "FROM generate_series(1, %s) AS n",
+        [keys, count],
+    )
+    return [i for (i,) in fetch(connection, "SELECT id FROM saf.outbox ORDER BY id")]
+
+
+@every_postgresql
+@pytest.mark.parametrize("look", [200, 5000])
+def test_of_a_transaction_that_the_position_lies_in_the_rest_is_left(app: Dsn, look: int) -> None:
+    """Such as a COPY: more of it than is read, and less."""
+    with connect(app) as connection:
+        send(connection, "before", key="0")
+        send_at_once(connection, 3000)
+        send(connection, "after", key="0")
+        member = new_member(connection)
+        member.balance(connection)
+        (batch,) = open_batch(connection, "outbox", member)
+        ids = [i for (i,) in fetch(connection, "SELECT id FROM saf.outbox ORDER BY id")]
+        for done in (1, 2, 1500, 2900, 3000, 3001, 3002):
+            with connection.transaction():
+                advance(connection, batch, ids[done - 1])
+            found = left(connection, look=look)
+            assert found.messages == 3002 - done
+            assert found.exact is (look > 3002 or done == 3002)
+
+
+def test_a_transaction_that_the_open_batch_does_not_have_is_left_wherever_the_position_is(
+    app: Dsn,
+) -> None:
+    with connect(app) as connection, connect(app) as long:
+        long.execute("BEGIN")
+        send_at_once(long, 300)
+        send(connection, "in the batch", key="0")
+        member = new_member(connection)
+        member.balance(connection)
+        close(connection, open_batch(connection, "outbox", member))
+        send(connection, "in the next batch", key="0")
+        (batch,) = open_batch(connection, "outbox", member)
+        long.execute("COMMIT")
+        ((last,),) = fetch(connection, "SELECT max(id) FROM saf.outbox")
+        with connection.transaction():
+            advance(connection, batch, last)
+        for look in (100, 1000):
+            assert left(connection, look=look).messages == 300
+
+
+@pytest.mark.parametrize("slot", [1, 8])
+def test_a_transaction_in_two_slots_is_left_by_what_it_has_in_each(app: Dsn, slot: int) -> None:
+    """Also where the ring comes round."""
+    with connect(app) as connection, connect(app) as long:
+        long.execute("BEGIN")
+        long.execute("SELECT pg_current_xact_id()")
+        member = new_member(connection)
+        member.balance(connection)
+        close(connection, open_batch(connection, "outbox", member))
+        fetch(long, f"SELECT setval('saf.outbox_id_seq', {slot * SLOT_ROWS - 501})")
+        send_at_once(long, 1000)
+        long.execute("COMMIT")
+        assert left(connection, look=100).messages == 1000
+        (batch,) = open_batch(connection, "outbox", member)
+        for done in (200, 800):
+            with connection.transaction():
+                advance(connection, batch, slot * SLOT_ROWS - 501 + done)
+            assert left(connection, look=100).messages == 1000 - done
+
+
+def test_the_rest_of_a_transaction_in_many_shards_is_about_right(app: Dsn) -> None:
+    with connect(app) as connection:
+        member = new_member(connection)
+        member.balance(connection)
+        ids = send_at_once(connection, 20_000, keys=500)
+        (batch,) = open_batch(connection, "outbox", member)
+        for done in (5_000, 15_000, 19_900):
+            with connection.transaction():
+                advance(connection, batch, ids[done - 1])
+            found = left(connection, look=100)
+            assert found.messages == pytest.approx(20_000 - done, rel=0.15)
+            assert left(connection).messages == 20_000 - done
+
+
+def test_of_a_transaction_that_went_on_at_the_last_batch_the_rest_is_left(app: Dsn) -> None:
+    with connect(app) as connection, connect(app) as long:
+        long.execute("BEGIN")
+        long.execute("SELECT pg_current_xact_id()")
+        member = new_member(connection)
+        member.balance(connection)
+        close(connection, open_batch(connection, "outbox", member))
+        send_at_once(long, 300)
+        long.execute("COMMIT")
+        for look in (100, 1000):
+            assert left(connection, look=look).messages == 300
+        (batch,) = open_batch(connection, "outbox", member)
+        ids = [i for (i,) in fetch(connection, "SELECT id FROM saf.outbox ORDER BY id")]
+        with connection.transaction():
+            advance(connection, batch, ids[249])
+        for look in (100, 1000):
+            assert left(connection, look=look).messages == 50
+
+
 def test_the_message_at_the_position_is_not_left_where_an_older_transaction_wrote_after_it(
     app: Dsn,
 ) -> None:

@@ -90,6 +90,7 @@ def test_a_failure_is_counted_once_and_an_endpoint_is_disabled_after_its_longest
     assert [book.look(at).failures for book in books] == [1, 1], "another dispatcher was first"
     at.execute("UPDATE saf.breaker SET failing_since = clock_timestamp() - interval '100 s'")
     mine.still_down(at, "503", 5, longest=1000)
+    mine.down(at, "503", 1000)
     assert (mine.look(at).state, mine.look(at).failures) == ("open", 2)
     probe_in = mine.look(at).probe_in
     assert probe_in is not None
@@ -97,6 +98,7 @@ def test_a_failure_is_counted_once_and_an_endpoint_is_disabled_after_its_longest
     mine.still_down(at, "503", 5, longest=99)
     assert (mine.look(at).state, mine.look(at).probe_in) == ("disabled", None)
     mine.still_down(at, "503", 5, longest=1000)
+    mine.down(at, "503", 5)
     assert mine.look(at).state == "disabled"
     mine.up(at)
     assert mine.look(at).state == "disabled", "only a person resumes it"

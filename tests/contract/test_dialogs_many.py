@@ -45,6 +45,7 @@ def answers(app: Dsn) -> dict[UUID | None, list[int]]:
     return dict(found)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_eight_receivers_with_rollbacks_and_restarts_read_every_conversation_from_1_to_n(
     app: Dsn, mom: Dsn

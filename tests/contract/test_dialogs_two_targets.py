@@ -100,6 +100,7 @@ def three(app: Dsn, mom: Dsn, other: Dsn, tmp_path: Path) -> Three:
     return Three(shop=app, stores={"mom": mom, "other": other}, folder=tmp_path)
 
 
+@pytest.mark.full
 def test_an_initiator_that_was_set_back_goes_on_with_the_target_that_has_answered_it(
     three: Three, backup: Callable[[Dsn], Dsn]
 ) -> None:

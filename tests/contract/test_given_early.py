@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from saf.database import Dsn
@@ -49,6 +50,11 @@ def test_a_route_and_a_run_say_that_a_destination_holds_no_message(
     assert added.returncode == 0
     assert "'lake' of kind 'jsonl' holds no message until its deliver_at" in added.stderr
     send(app)
+    found = json.loads(saf("doctor", "--json", "--config", config).stdout)["findings"]
+    (one,) = [one for one in found if one["check"] == "given_early"]
+    assert (one["where"], one["severity"]) == ("broker 'app'", "warning")
+    assert "2 messages for service 'billing', of the newest, have a deliver_at" in one["what"]
+    assert "destination 'lake' of kind 'jsonl' holds no message" in one["what"]
     run = saf("forward", "--config", config)
     assert "2 messages for destination 'lake' went before deliver_at" in run.stderr
     send(app)

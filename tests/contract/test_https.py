@@ -137,7 +137,7 @@ def test_a_server_that_is_killed_while_it_stores_has_each_message_once_in_the_en
     assert ids(mom) == of(rows)
 
 
-@pytest.mark.parametrize("after", [0.0, 0.01, 0.05, 0.2])
+@pytest.mark.parametrize("after", [0.01, 0.0, 0.05, 0.2][: sized(1, 4)])
 def test_a_server_that_is_killed_at_any_moment_has_each_message_once_in_the_end(
     mom: Dsn, partner: BrokerServer, after: float
 ) -> None:

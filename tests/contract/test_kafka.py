@@ -50,6 +50,7 @@ def events(queue: KafkaQueue) -> Kafka:
     return queue.settings()
 
 
+@pytest.mark.full
 class TestKafka(QueueSuite):
     """What every queue has to keep."""
 

@@ -40,6 +40,7 @@ from tests.receivers import (
     waiting,
     writes_nothing_for,
 )
+from tests.tiers import sized
 from tests.waits import until
 
 every_postgresql = pytest.mark.every_postgresql
@@ -264,13 +265,15 @@ def test_a_passivation_that_fails_is_undone_and_the_instance_goes_all_the_same(i
 @pytest.mark.slow
 @every_postgresql
 def test_under_kills_and_rollbacks_each_key_is_counted_in_order_and_once(inbox: Dsn) -> None:
-    keys, each = 20, 60
+    keys, each = 20, sized(30, 60)
     chance = random.Random(11)
     store(inbox, keys, each, transactions=20)
     options = {"max_messages": 10, "idle_seconds": 0.3, "max_instances": 5}
 
     def another() -> BaseProcess:
-        point = f"{chance.choice((*POINTS, 'processors_passivate'))}:{chance.randint(3, 20)}"
+        point = (
+            f"{chance.choice((*POINTS, 'processors_passivate'))}:{chance.randint(3, sized(10, 20))}"
+        )
         return start(member, inbox, Unlucky, options, failpoint=point)
 
     processes = [another() for _ in range(3)]

@@ -41,6 +41,7 @@ def events(queue: Queues) -> Rabbitmq:
     return Rabbitmq(server=queue.address)
 
 
+@pytest.mark.full
 class TestRabbitmq(AnyQueueSuite):
     """What every queue has to keep."""
 

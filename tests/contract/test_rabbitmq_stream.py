@@ -43,6 +43,7 @@ def events(queue: RabbitmqServer) -> RabbitmqStream:
     return RabbitmqStream(server=queue.address)
 
 
+@pytest.mark.full
 class TestRabbitmqStream(OnceSuite):
     """What every queue has to keep that stores exactly once."""
 

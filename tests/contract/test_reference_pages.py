@@ -44,10 +44,11 @@ def test_each_command_argument_and_option_says_what_it_is() -> None:
 
 
 def test_the_page_of_the_commands_has_the_options_that_each_command_takes() -> None:
+    whole = typer.main.get_command(app_of_saf)
     for command in cli_page.commands():
         if command.call is None:
             continue
-        taken: Any = typer.main.get_command(app_of_saf)
+        taken: Any = whole
         for word in command.path[1:]:
             taken = taken.commands[word]
         shown = [one for one in taken.params if not getattr(one, "hidden", False)]

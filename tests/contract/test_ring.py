@@ -481,6 +481,7 @@ def write_at_random(app: Dsn, seed: int) -> None:
             time.sleep(chance.random() / 100)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.every_postgresql
 def test_writers_a_forwarder_and_a_purge_that_race_lose_nothing(

@@ -122,6 +122,7 @@ def site(new_broker: Callable[[str], Dsn]) -> Iterator[Site]:
         yield Site(places=places, cycles=cycles)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "return_routes"),

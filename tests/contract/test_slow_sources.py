@@ -58,6 +58,7 @@ def test_a_loop_forwards_from_a_source_whose_every_look_takes_longer_than_it_wai
         until(lambda: bodies(mom) == ["slowly"], 60)
 
 
+@pytest.mark.full
 def test_a_drain_forwards_what_a_source_has_answered_while_others_were_at_work(
     app: Dsn, mom: Dsn, far: Dsn, new_broker: Callable[[str], Dsn], tmp_path: Path
 ) -> None:

@@ -104,7 +104,7 @@ def set_aside(inbox: Dsn) -> tuple[int, int]:
         ("worker", (), signal.SIGTERM),
         pytest.param("worker", (), signal.SIGINT, marks=pytest.mark.full),
         pytest.param("worker", ("--drain",), signal.SIGTERM, marks=pytest.mark.full),
-        ("worker", ("--processes", "2"), signal.SIGTERM),
+        pytest.param("worker", ("--processes", "2"), signal.SIGTERM, marks=pytest.mark.full),
         ("processors", (), signal.SIGTERM),
     ],
 )

@@ -14,15 +14,16 @@ import pytest
 from psycopg import sql
 
 import saf
-from saf import Outbox
+from saf import Message, Outbox
 from saf.broker import whole
 from saf.broker.grants import Kind, grant
 from saf.broker.senders import add_senders, remove_senders
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.database.sqlstates import Meaning, meaning, translated
+from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.destinations.postgresql.reading import known_at
-from saf.errors import ConfigurationError, RowsGone
+from saf.errors import ConfigurationError, RowsGone, UsageError
 from saf.operating.maintenance import purge_broker
 from saf.repair.rebase import rebase
 from saf.routing.routes import add_route
@@ -104,6 +105,24 @@ def test_a_broker_whose_tables_were_truncated_is_named_by_everything_that_meets_
     assert (error["severity"], "DROP SCHEMA saf CASCADE" in error["cure"]) == ("error", True)
     migrated = run_saf("migrate", "--dsn", app.conninfo)
     assert (migrated.returncode, "rows are gone" in migrated.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("but", [(), ("alembic_version",), ("alembic_version", "broker")])
+def test_a_truncated_store_is_for_a_person_to_mend_and_no_message_is_given_up(
+    app: Dsn, mom: Dsn, tmp_path: Path, but: tuple[str, ...]
+) -> None:
+    file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    send_ten(app)
+    empty(mom, but=but)
+    done = run_saf("forward", "--json", "--config", file)
+    assert done.returncode == 2, done.stderr
+    (problem,) = json.loads(done.stdout.splitlines()[-1])["problems"]
+    assert (problem["kind"], "rows are gone" in problem["error"]) == ("RowsGone", True)
+    found = json.loads(run_saf("doctor", "--json", "--config", file).stdout)["findings"]
+    errors = [one for one in found if one["severity"] == "error" and "mom" in one["where"]]
+    assert any("saf's own rows are gone" in one["what"] for one in errors)
+    with connect(app) as connection:
+        assert fetch(connection, "SELECT count(*) FROM saf.dead_letter") == [(0,)]
 
 
 @pytest.mark.parametrize(
@@ -200,6 +219,15 @@ def test_rows_that_a_policy_hides_from_a_receiver_are_not_passed_over(mom: Dsn, 
         pass
 
 
+@pytest.mark.parametrize("table", ["inbox", "cursor"])
+def test_rows_that_a_policy_hides_at_a_store_are_named_before_anything_is_stored(
+    mom: Dsn, login: str, table: str
+) -> None:
+    apply(mom, HIDE, table, "false")
+    with pytest.raises(ConfigurationError, match=rf"saf.{table} applies to user '{login}'"):
+        PostgresInbox("mom", as_user(mom, login)).connect()
+
+
 def test_the_rules_of_saf_sender_hide_nothing_and_other_policies_beside_them_are_named(
     app: Dsn, mom: Dsn, login: str
 ) -> None:
@@ -213,6 +241,28 @@ def test_the_rules_of_saf_sender_hide_nothing_and_other_policies_beside_them_are
         connection.execute("CREATE POLICY tenant ON saf.outbox AS RESTRICTIVE USING (false)")
     with pytest.raises(ConfigurationError, match="but outbox_read and outbox_sender"):
         forward(as_user(app, login), mom=mom)
+
+
+def test_a_policy_that_is_added_beside_the_rules_of_saf_sender_is_noticed_by_the_next_cycle(
+    app: Dsn, mom: Dsn, login: str
+) -> None:
+    with connect(app) as connection:
+        add_senders(connection, login, "shop", refuse_others=True)
+        with Cycle(as_user(app, login), forwarding_rules(mom=mom)) as cycle:
+            before = send_ten(app)
+            drain(cycle)
+            assert sorted(bodies(mom)) == sorted(before)
+            connection.execute(
+                "CREATE POLICY tenant ON saf.outbox AS RESTRICTIVE USING (id % 2 = 0)"
+            )
+            after = send_ten(app)
+            for _ in range(2):
+                with pytest.raises(ConfigurationError, match="but outbox_read and outbox_sender"):
+                    cycle.run()
+            assert sorted(bodies(mom)) == sorted(before)
+            connection.execute("DROP POLICY tenant ON saf.outbox")
+            drain(cycle)
+    assert sorted(bodies(mom)) == sorted(before + after)
 
 
 # Publications
@@ -253,6 +303,54 @@ def test_all_goes_on_where_a_publication_publishes_all_tables(
         assert fetch(source, "SELECT FROM pg_class WHERE relname ~ 'identity'") == []
         assert whole.without_identity(source) == []
     run(app, mom=mom, other=other)
+
+
+COLUMNS = "id, txid, message_id, to_service, key, body"
+DOUBLE = f"""
+INSERT INTO saf.outbox ({COLUMNS}) OVERRIDING SYSTEM VALUE SELECT {COLUMNS} FROM saf.outbox
+"""
+
+
+@every_postgresql
+@pytest.mark.usefixtures("published")
+def test_a_repair_removes_doubled_rows_that_a_publication_publishes(
+    app: Dsn, mom: Dsn, login: str
+) -> None:
+    sent = send_ten(app)
+    run(app, mom=mom)
+    sent += send_ten(app)
+    execute(app, "CREATE PUBLICATION logs FOR TABLE saf.outbox WITH (publish = 'delete')", DOUBLE)
+    with connect(app) as source:
+        with (
+            connect(as_user(app, login)) as other,
+            pytest.raises(UsageError, match=r"publication 'everything'.*drop it meanwhile"),
+            whole.deletable_doubles(other),
+        ):
+            pass
+        published = fetch(source, "SELECT * FROM pg_publication ORDER BY 1")
+        rebased = rebase(source, {})
+        assert rebased is not None
+        assert rebased.doubled == 20
+        assert fetch(source, "SELECT * FROM pg_publication ORDER BY 1") == published
+    run(app, mom=mom)
+    assert sorted(bodies(mom)) == sorted(sent)
+
+
+@every_postgresql
+@pytest.mark.usefixtures("published")
+def test_a_repair_gives_new_ids_to_messages_that_a_publication_publishes(
+    app: Dsn, mom: Dsn
+) -> None:
+    sent = send_ten(app)
+    run(app, mom=mom)
+    with connect(app) as source:
+        fetch(source, "SELECT setval('saf.outbox_id_seq', 1, false)")
+        sent += send_ten(app)
+        rebased = rebase(source, {})
+        assert rebased is not None
+        assert rebased.new_ids == 10
+    run(app, mom=mom)
+    assert sorted(bodies(mom)) == sorted(sent)
 
 
 @pytest.mark.usefixtures("published")
@@ -330,6 +428,30 @@ def test_no_file_that_people_copy_logs_in_as_saf() -> None:
 
 
 # Arrays
+
+
+@every_postgresql
+def test_where_array_nulls_is_off_many_messages_are_sent_as_they_are_or_not_at_all(
+    app: Dsn,
+) -> None:
+    """From a session that is not saf's own, which the doctor warns of."""
+    few = [Message(service="billing", body=f"{number}") for number in range(3)]
+    many = [
+        Message(service="billing", body=f"{number}", key="NULL" * (number % 2) or None)
+        for number in range(200)
+    ]
+    stored = "SELECT convert_from(body, 'utf8'), key FROM saf.outbox ORDER BY id"
+    execute(app, f"ALTER DATABASE {app.database} SET array_nulls = off")
+    with psycopg.connect(app.conninfo) as connection:
+        with pytest.raises(psycopg.DataError), connection.transaction():
+            Outbox().send_many(connection, few)
+        assert fetch(connection, stored) == []
+        Outbox().send_many(connection, many)
+        assert fetch(connection, stored) == [(one.body, one.key) for one in many]
+        connection.rollback()
+        connection.execute("SET array_nulls = on")
+        Outbox().send_many(connection, few)
+        assert fetch(connection, stored) == [(one.body, None) for one in few]
 
 
 def test_where_array_nulls_is_off_messages_are_forwarded_and_received_and_the_doctor_warns(

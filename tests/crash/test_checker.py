@@ -192,6 +192,7 @@ PLANTED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scenario", list(dict.fromkeys(scenario for _, scenario, _ in PLANTED)))
 def test_a_scenario_without_a_bug_has_no_findings(
     world: Callable[[], World], scenario: Callable[[World], None]

@@ -99,6 +99,7 @@ def with_hub(
     return build
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scenario", list(dict.fromkeys(scenario for _, scenario, _ in PLANTED)))
 def test_a_scenario_without_a_bug_has_no_findings(
     with_hub: Callable[[Callable[[World], None]], World], scenario: Callable[[World], None]

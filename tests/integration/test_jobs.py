@@ -262,6 +262,7 @@ def test_the_dag_forwards_and_is_done(
     assert len(received(mom)) == 7
 
 
+@pytest.mark.full
 def test_the_dag_tries_again_while_a_database_is_down_and_not_what_a_person_has_to_mend(
     task: Operator, etc: Path, app: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +276,7 @@ def test_the_dag_tries_again_while_a_database_is_down_and_not_what_a_person_has_
         task.execute({})
 
 
+@pytest.mark.full
 def test_messages_that_wait_for_a_service_do_not_fail_the_dag(
     task: Operator, etc: Path, app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,6 +393,7 @@ def test_the_files_speak_of_the_same_places(name: str) -> None:
         assert (ROOT / mentioned).is_file()
 
 
+@pytest.mark.full
 def test_overlapping_runs_need_no_lock(tmp_path: Path, app: Dsn, mom: Dsn) -> None:
     configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom}, master="local[1]")
     expected = send(app, 2000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,10 @@ ERROR = (
 )
 
 
-@pytest.fixture
-def config(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def config(shared_broker: Callable[[str], Dsn], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Brokers with long names, a dialog that has failed, and messages that wait or are dead."""
+    app, mom = shared_broker("app"), shared_broker("mom")
     for dsn in (app, mom):
         with connect(dsn) as connection:
             create_message_type(connection, "https://contracts.example.com/warehouse/goods")
@@ -94,7 +95,8 @@ def config(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:
         create_subscription(connection, SUBSCRIPTION, service=SERVICE)
         add(connection, ENDPOINT, URL, subscription=SUBSCRIPTION, settings={})
         connection.execute("DELETE FROM saf.inbox WHERE id = 1")
-    return configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    file = tmp_path_factory.mktemp("listings") / "saf.toml"
+    return configuration(file, {"app": app}, {"mom": mom})
 
 
 LONG = 20

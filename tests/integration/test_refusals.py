@@ -21,10 +21,10 @@ from tests.pipeline import connect
 PASSWORD = "not-the-canary"
 
 
-@pytest.fixture
-def strict(own_server: EmbeddedServer) -> EmbeddedServer:
+@pytest.fixture(scope="module")
+def strict(modules_server: EmbeddedServer) -> EmbeddedServer:
     """A server that asks one role for a password, and lets another in nowhere."""
-    with connect(own_server.dsn("postgres")) as connection:
+    with connect(modules_server.dsn("postgres")) as connection:
         connection.execute("CREATE ROLE guest LOGIN PASSWORD 'right' CONNECTION LIMIT 0")
         connection.execute("CREATE ROLE keeper LOGIN PASSWORD 'right'")
         connection.execute("CREATE ROLE outsider LOGIN")
@@ -35,7 +35,7 @@ def strict(own_server: EmbeddedServer) -> EmbeddedServer:
         rules = Path(file).read_text()
         Path(file).write_text(f"local all keeper scram-sha-256\nlocal all outsider reject\n{rules}")
         connection.execute("SELECT pg_reload_conf()")
-    return own_server
+    return modules_server
 
 
 def said(dsn: Dsn) -> tuple[str, str]:

@@ -35,10 +35,10 @@ worker.handler("any")(lambda message, connection: None)
 """
 
 
-@pytest.fixture
-def strict(own_server: EmbeddedServer) -> Dsn:
+@pytest.fixture(scope="module")
+def strict(modules_server: EmbeddedServer) -> Dsn:
     """A broker on a server that refuses each login of `LOGINS`."""
-    broker = own_server.create_database("shop")
+    broker = modules_server.create_database("shop")
     with connect(broker) as connection:
         for role in ("keeper", "outsider", "guest"):
             connection.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'right'")

@@ -10,6 +10,8 @@ from cyclonedx.validation.json import JsonStrictValidator
 
 from tests.sbom import main, normal
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -19,7 +21,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return file.read_text()
 
 
-@pytest.mark.full
 def test_it_is_valid_and_names_what_saf_with_its_extras_consists_of(text: str) -> None:
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     bill = json.loads(text)
@@ -32,7 +33,6 @@ def test_it_is_valid_and_names_what_saf_with_its_extras_consists_of(text: str) -
         assert one["purl"] == f"pkg:pypi/{normal(one['name'])}@{one['version']}"
 
 
-@pytest.mark.full
 def test_each_dependency_is_a_component(text: str) -> None:
     bill = json.loads(text)
     root = bill["metadata"]["component"]["bom-ref"]

@@ -15,7 +15,7 @@ from tests.programs import ROOT, activated, received, run, send
 pytestmark = pytest.mark.full
 
 PAGE = (ROOT / "docs" / "scale.md").read_text()
-(SHELL,) = re.findall(r"<!-- test: shell -->\n```sh\n(.*?)```", PAGE, re.DOTALL)
+SHELL = "".join(re.findall(r"<!-- test: shell -->\n```sh\n(.*?)```", PAGE, re.DOTALL))
 TOMLS = re.findall(r"<!-- test: toml -->\n```toml\n(.*?)```", PAGE, re.DOTALL)
 
 

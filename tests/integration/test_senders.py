@@ -432,6 +432,7 @@ def test_a_sender_is_vouched_for_no_longer_than_there_are_rules(
     }
 
 
+@pytest.mark.full
 def test_the_page_on_receiving_shows_a_handler_that_believes_the_verified_sender_only(
     app: Dsn, mom: Dsn, role: Role, tmp_path: Path
 ) -> None:

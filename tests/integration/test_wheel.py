@@ -156,6 +156,7 @@ def test_the_wheel_is_built_without_what_the_tests_need() -> None:
     assert "[dev]" not in steps
 
 
+@pytest.mark.full
 def test_the_wheel_is_typed_and_the_heavy_packages_come_with_the_extra_only(
     installed: Environment,
 ) -> None:

@@ -86,7 +86,7 @@ def test_messages_that_stand_twice_in_an_inbox_are_not_handed_out_twice(mom: Dsn
     prepare(mom)
     put(mom, "0", "1", key="k")
     double(mom)
-    put(mom, "2", "3", key="k")  # so that the newest look well
+    put(mom, "2", "3", key="k")  # so that the newest of the shard look well
     with (
         pytest.raises(Restored, match=r"several messages with id 1.*saf rebase"),
         saf.receive(mom, SUBSCRIPTION),

@@ -111,6 +111,7 @@ def test_the_score_is_that_of_each_folder_and_names_who_survived(
     assert "2 of 5 are left" in said
 
 
+@pytest.mark.full
 def test_what_is_noticed_what_is_not_and_what_does_not_fit_are_told_apart(planted: Field) -> None:
     before = (ROOT / VISIBLE.file).read_text()
     unnoticed = replace(VISIBLE, tests=("unit/test_rounds.py",))

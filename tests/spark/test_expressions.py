@@ -128,6 +128,7 @@ def waits(said: dict[str, Any]) -> dict[str, str]:
     return {one["lane"]: one["error"] for one in said["waiting"]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "expression", ["max(key)", f"java_method{GETENV}", "rand()", "explode(split(key, ','))"]
 )

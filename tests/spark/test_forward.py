@@ -157,6 +157,7 @@ def test_of_two_forwarders_one_is_killed_and_the_other_forwards_the_rest_in_orde
         last[number % 500] = number
 
 
+@pytest.mark.full
 def test_one_source_that_is_down_does_not_stop_the_others(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
@@ -172,6 +173,7 @@ def test_one_source_that_is_down_does_not_stop_the_others(
     assert "Traceback" not in err
 
 
+@pytest.mark.full
 def test_a_destination_that_is_down_leaves_everything_pending(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def finished_archive(cache: Path, seconds: float = 200) -> Path:
     raise AssertionError(f"no archive after {seconds} s")
 
 
+@pytest.mark.full
 def test_a_session_starts_and_works_without_a_word(shared_cache: Path) -> None:
     done = run_driver(driver_env(shared_cache), START, COUNT, STOP)
     assert (done.returncode, done.stdout, done.stderr) == (0, "rows 1000\n", "")

@@ -11,6 +11,7 @@ from uuid import UUID, uuid4
 
 import pytest
 from psycopg.types.json import Jsonb
+from pyspark.errors import AnalysisException
 
 from saf.database import Dsn, fetch
 from tests.hostile import LONG_KEY, unbounded
@@ -152,6 +153,7 @@ def test_what_no_schema_would_take_any_more_is_read_as_a_message_without_a_body(
     assert [(row.key, row.body) for row in rows] == [(None, None), ("k", b"body")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("partitions", [1, 3, 64, 1024])
 def test_every_message_is_in_one_partition_and_each_partition_is_in_the_order_of_ids(
     app: Dsn, tables: Tables, partitions: int
@@ -241,3 +243,11 @@ def test_a_view_of_sql_is_read_with_a_file_of_brokers_alone(app: Dsn, tmp_path: 
     finally:
         spark.sql("DROP VIEW sent")
     assert [tuple(row) for row in found] == [("k", "one")]
+    with pytest.raises(AnalysisException, match=r"makes no table.*CREATE TEMPORARY VIEW"):
+        spark.sql("CREATE TABLE sent USING saf OPTIONS (broker 'app', log 'outbox')")
+    spark.sql("CREATE TABLE sent (key string) USING saf OPTIONS (broker 'app', log 'outbox')")
+    try:
+        with pytest.raises(AnalysisException, match=r"If this is a table.*CREATE TEMPORARY VIEW"):
+            spark.sql("SELECT key FROM sent").collect()
+    finally:
+        spark.sql("DROP TABLE sent")

@@ -147,6 +147,7 @@ def test_what_is_archived_and_has_not_left_the_log_is_read_once(
     assert planned(tables, where).texts() == everything
 
 
+@pytest.mark.full
 def test_a_slot_that_fills_again_is_read_beside_what_left_it(
     app: Dsn, mom: Dsn, tables: Tables, where: str
 ) -> None:
@@ -221,6 +222,7 @@ def test_what_is_committed_after_the_plan_is_not_read_wherever_it_goes(
     assert planned(tables, where).texts() == ["a", "b"]
 
 
+@pytest.mark.full
 def test_reads_beside_senders_and_purges_have_each_message_once_or_say_that_one_was_purged(
     app: Dsn, tables: Tables, where: str
 ) -> None:

@@ -32,6 +32,9 @@ GIVEN = {"broker": "app", "log": "outbox"}
     [
         ({**GIVEN, "brokr": "x"}, "there is no option 'brokr' of the format saf (did you mean 'br"),
         ({"log": "outbox"}, "which broker?"),
+        ({}, "Say CREATE TEMPORARY VIEW … USING saf OPTIONS (…)"),
+        ({**GIVEN, "option.log": "outbox"}, "makes no table: Spark's catalog does not pass"),
+        ({**GIVEN, "provider": "saf"}, "Say CREATE TEMPORARY VIEW … USING saf"),
         ({**GIVEN, "dsn_from": "X"}, "which broker?"),
         ({**GIVEN, "broker": ""}, "the option broker names nobody (''): give it a name"),
         ({**GIVEN, "broker": " , "}, "the option broker names nobody (' , ')"),
@@ -65,6 +68,7 @@ def tables(app: Dsn, mom: Dsn, tmp_path: Path) -> Tables:
     return Tables(tmp_path, mom, app=app)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "schema", "said"),
     [

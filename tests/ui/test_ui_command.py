@@ -96,6 +96,7 @@ def test_a_signal_ends_it_although_pages_are_open(
     assert json.loads(login)["event"] == "login"
 
 
+@pytest.mark.full
 def test_a_signal_ends_it_although_a_broker_hangs(tmp_path: Path) -> None:
     file = tmp_path / "saf.toml"
     with mute() as gone:

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = {"pyspark", "pyarrow", "sqlalchemy", "adbc_driver_postgresql", "alembic", "pandas", "numpy"}
 
 IMPORT = """
@@ -33,6 +35,7 @@ def fresh_import(module: str = "saf") -> tuple[float, set[str]]:
     return float(seconds), set(modules)
 
 
+@pytest.mark.full
 def test_importing_saf_costs_less_than_three_times_its_driver() -> None:
     # Processor time, and the least of several: a busy machine only adds. The driver, which every
     # application that sends imports anyway, is what tells a slow machine from a heavy import.

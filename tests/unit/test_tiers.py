@@ -75,3 +75,9 @@ def test_each_suite_of_everything_has_a_row_of_its_own() -> None:
         for name in full.SUITES
     )
     assert [*full.rows(page)] == [*full.SUITES]
+
+
+def test_the_tests_of_a_page_run_although_the_gate_leaves_them_out() -> None:
+    assert changed.is_whole("tests/integration/test_routing_page.py")
+    assert not changed.is_whole("tests/unit/test_tiers.py")
+    assert not changed.is_whole("tests/migration")

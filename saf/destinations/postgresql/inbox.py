@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from saf.broker.restored import IS_RESTORED
+from saf.broker import whole
 from saf.columns import COLUMNS, JSON, UUIDS
 from saf.database import (
     HAS_SCHEMA,
@@ -36,6 +36,7 @@ from saf.database import (
     meaning,
     require_revision,
     require_schema,
+    the_row,
     translated,
 )
 from saf.destinations import Chunk, Stored
@@ -49,12 +50,13 @@ from saf.errors import (
     UnknownService,
 )
 from saf.failpoints import fail_point
+from saf.log import lineage
 from saf.log.shards import LAST
 
 # Whether it is what it should be, whose it is, whether it may be stored in. A server whose default
 # is off would acknowledge what a crash could still lose. A stricter default (remote_apply) stays.
 MEETING = f"""
-(SELECT version_num FROM saf.alembic_version), broker_id::text, ({IS_RESTORED}),
+(SELECT version_num FROM saf.alembic_version), broker_id::text, ARRAY({lineage.MOVED}),
 CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
      THEN set_config('synchronous_commit', 'on', false) END
 """
@@ -215,8 +217,8 @@ class PostgresInbox:
         """Return the services, and the rows of the watermarks, which are locked now."""
         locked = sql.SQL(LOCK).format(**values)
         contact = cursor.ask(_text(CONTACT, {"locked": locked}))
-        revision, identity, restored, _, services, *columns = self._of_broker(contact)
-        self._is(self._meets(revision, identity, restored))
+        revision, identity, moved, _, services, *columns = the_row(contact, self.dsn.database)
+        self._is(self._meets(revision, identity, moved))
         return set(services), list(zip(*(column or () for column in columns), strict=True))
 
     def _move_watermarks(
@@ -292,32 +294,40 @@ class PostgresInbox:
         try:
             with connection.cursor() as cursor:
                 try:
-                    revision, identity, restored, _ = self._of_broker(cursor.ask(MEET))
+                    identity = self._examine(cursor)
                 except adbc.Error as error:
-                    if meaning(error.sqlstate) is Meaning.INCOMPLETE:
-                        connection.rollback()
-                        self._refuse_schema(cursor)
+                    connection.rollback()
+                    match meaning(error.sqlstate):
+                        case Meaning.INCOMPLETE:
+                            self._refuse_schema(cursor)
+                        case Meaning.NO_RIGHT:
+                            whole.refuse(cursor.ask(whole.POLICIES), self.dsn.database)
                     raise
-            connection.learnt[IDENTITY] = self._meets(revision, identity, restored)
+            connection.learnt[IDENTITY] = identity
             connection.commit()
         except BaseException:
             connections.drop(connection)
             raise
         return connection
 
-    def _of_broker(self, found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Return what was found of the one row of saf.broker: a restore in place fills it last."""
-        if not found:
-            reason = "its table saf.broker has no row. Wait until its restore has ended"
-            raise Unavailable(f"destination {self.name!r}", reason)
-        return found[0]
+    def _examine(self, cursor: bulk.BulkCursor) -> UUID:
+        """Return whose inbox it is, unless the broker is not healthy; see `saf.broker.health`."""
+        database = self.dsn.database
+        revision, identity, moved, _ = the_row(cursor.ask(MEET), database)
+        broker = self._meets(revision, identity, moved)
+        whole.refuse(cursor.ask(whole.BOTH), database)
+        self._refuse_moved([what for _, what in cursor.ask(lineage.asked("inbox"))])
+        return broker
 
-    def _meets(self, revision: str, identity: str, restored: bool) -> UUID:
+    def _meets(self, revision: str, identity: str, moved: list[str]) -> UUID:
         """Return whose inbox it is, unless nothing must be stored in it now."""
         require_revision(self.dsn.database, revision)
-        if restored:
-            raise Restored(self.dsn.database, f"destination {self.name!r}")
+        self._refuse_moved(moved)
         return UUID(identity)
+
+    def _refuse_moved(self, why: list[str]) -> None:
+        if why:
+            raise Restored(self.dsn.database, f"destination {self.name!r}", why)
 
     def _is(self, identity: UUID) -> None:
         """Raise if it is another broker than before, of which the source remembers other marks."""

@@ -11,7 +11,6 @@ from psycopg.rows import class_row
 
 from saf.broker import grants, whole
 from saf.broker.grants import RIGHTS, Kind
-from saf.broker.restored import IS_RESTORED
 from saf.config import Settings, did_you_mean
 from saf.database import check_schema, fetch
 from saf.dialogs.statements import Code
@@ -152,7 +151,7 @@ CROSS JOIN LATERAL (
 
 def forged(patient: Patient) -> Found:
     """Messages of transactions that this cluster has not begun: they would wait for ever."""
-    if patient.ask(IS_RESTORED) == [(True,)]:
+    if patient.ask(lineage.MOVED):
         return  # they are another cluster's
     for log in ("outbox", "inbox"):
         query = sql.SQL(FORGED).format(log=sql.Identifier("saf", log))

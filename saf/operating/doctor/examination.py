@@ -54,7 +54,7 @@ from saf.operating.doctor.broker import (
 )
 from saf.operating.doctor.locks import locks
 from saf.operating.doctor.patient import LOGIN, REACHABLE, Check, Finding, Limits, Patient
-from saf.operating.doctor.routing import dialogs_by, local_by, routes_by
+from saf.operating.doctor.routing import dialogs_by, given_early_by, local_by, routes_by
 from saf.operating.doctor.server import (
     clock_skew,
     connections,
@@ -162,7 +162,7 @@ def examine(
 
 def _of_source(config: Settings) -> tuple[Check, ...]:
     """The checks of a database whose outbox is forwarded."""
-    by_config = (parked_by, routes_by, local_by, dialogs_by, set_back_by)
+    by_config = (parked_by, routes_by, local_by, dialogs_by, given_early_by, set_back_by)
     return (*BROKER, *(check(config) for check in by_config))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from saf.config import Settings, did_you_mean
 from saf.operating.doctor.patient import Check, Found, Patient
+from saf.operating.wording import counted
 from saf.routing.local import TRIGGER
 from saf.routing.matching import Route
 from saf.routing.routers import with_problems
@@ -37,6 +38,42 @@ def dialogs_by(config: Settings) -> Check:
                     )
 
     return dialogs
+
+
+# Of each shard, of the newest messages, delivered or not: the senders are what is to be noticed
+GIVEN_LATER = """
+SELECT l.to_service, l.to_broker::text, count(*)
+FROM saf.broker b CROSS JOIN LATERAL generate_series(0, b.shards - 1) AS s (shard)
+CROSS JOIN LATERAL (
+    SELECT to_service, to_broker, created_at, deliver_at FROM saf.outbox o
+    WHERE o.shard = s.shard::smallint ORDER BY txid DESC LIMIT 100) AS l
+WHERE l.deliver_at > l.created_at
+GROUP BY 1, 2 ORDER BY 1, 2
+"""
+
+
+def given_early_by(config: Settings) -> Check:
+    """The check for one saf.toml."""
+
+    def given_early(patient: Patient) -> Found:
+        """Whether destinations hold the messages that are sent for later."""
+        default = config.forwarder.default_destination
+        in_force = configuration(patient.connection, default, config.declared).in_force
+        for service, broker, messages in patient.ask(GIVEN_LATER):
+            match = in_force.match(service, broker)
+            for name in match.destinations if match else ():
+                there = config.destinations.get(name)
+                if there is not None and not there.capabilities.holds:
+                    yield (
+                        "warning",
+                        f"{counted(messages, 'message')} for service {service!r}, of the newest, "
+                        f"have a deliver_at, and destination {name!r} of kind {there.kind!r} "
+                        "holds no message until then: it gets them at once",
+                        "let its readers heed the time that comes with a message; or route the "
+                        "service to an inbox",
+                    )
+
+    return given_early
 
 
 # A trigger may be missing where a table was dumped without it, or somebody has removed it

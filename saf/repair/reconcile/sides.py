@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from saf.broker.restored import refuse
+from saf.broker.health import refuse
 from saf.database import Dsn, unavailable_if_lost
 from saf.destinations.reading import Compared, Reading
 from saf.destinations.settings import DestinationSettings

@@ -43,6 +43,8 @@ class Followed:
     start: Start
     certain: bool = True
     """Whether it has to be a broker; not every database that a fleet's pattern finds is one."""
+    _met: bool = False
+    """Whether the log was found healthy."""
     _epoch: int | None = None
     _counted: tuple[str, Counted] | None = None
     """What was counted, of the batch that ends at this snapshot."""
@@ -203,5 +205,6 @@ class Followed:
             unavailable_if_lost(self.what),
             self.dsn.connect(role="stream", autocommit=True) as connection,
         ):
-            snapshot.check(connection)
+            snapshot.check(connection, None if self._met else self.log)
+            self._met = True
             yield connection

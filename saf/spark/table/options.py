@@ -129,12 +129,21 @@ class Options:
         return Dsn(os.environ[name])
 
 
+NO_TABLE = (
+    "Spark's catalog does not pass a table's options on when the table is read. Say "
+    "CREATE TEMPORARY VIEW … USING saf OPTIONS (…)"
+)
+"""The way out where somebody has said CREATE TABLE … USING saf, or saveAsTable."""
+
+
 def options_of(given: Mapping[str, str]) -> Options:
     """Check options as Spark hands them over.
 
     Raises:
         ConfigurationError: it names the option at fault. Values of unknown ones are not shown.
     """
+    if any(name.startswith("option.") or name == "provider" for name in given):
+        raise ConfigurationError(f"the format saf makes no table: {NO_TABLE}")
     spelled = {name.lower(): name for name in NAMES}
     known = {spelled.get(name.lower(), name): value for name, value in given.items()}
     for name in known:
@@ -151,6 +160,8 @@ def options_of(given: Mapping[str, str]) -> Options:
         raise ConfigurationError(
             "which broker? Give the format saf either the option broker, a name of saf.toml, or "
             "dsn_from, an environment variable with its dsn"
+            + f". If this is a table: {NO_TABLE}"
+            * (not {"broker", "dsn_from"} & {*known})
         )
     if "broker" in known and not known["broker"].strip(" ,"):
         raise ConfigurationError(

@@ -20,7 +20,7 @@ from uuid import UUID
 import psycopg
 from psycopg import sql
 
-from saf.broker import restored
+from saf.broker import health
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.engine.survey import WINDOW_BYTES
 from saf.limits import KEPT
@@ -98,7 +98,7 @@ def take(
     """
     with unavailable_if_lost(what), dsn.connect(role="read") as connection:
         connection.read_only = True
-        check(connection)
+        check(connection, log)
         connection.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)))
         ((snapshot, shards, kept, files, deep),) = fetch(connection, NOW.format(log=log).encode())
         if meanwhile is not None:
@@ -129,11 +129,11 @@ def storage(connection: psycopg.Connection[Any], log: str) -> Storage:
     return Storage(kept=bool(kept), files=tuple(files))
 
 
-def check(connection: psycopg.Connection[Any]) -> None:
-    """Make sure that a database can be read by snapshots.
+def check(connection: psycopg.Connection[Any], log: str | None) -> None:
+    """Make sure that a database can be read by snapshots; see `saf.broker.health.refuse`.
 
     Raises:
         SchemaError: it is no broker of this version, or was restored.
     """
     check_schema(connection)
-    restored.refuse(connection)
+    health.refuse(connection, log)

@@ -6,12 +6,10 @@ from tests.mutants.mutant import Mutant, mutant
 
 REBASE, MOVED, LINEAGE = "saf/repair/rebase.py", "saf/repair/moved.py", "saf/log/lineage.py"
 MOVES, COPIES = "moves/test_moves.py", "moves/test_copies.py"
+HEALTH = "contract/test_health.py"
 REBASED, HONEST = "contract/test_rebase.py", "contract/test_10_honest.py"
 
 WHOLE, OWN = "contract/test_whole.py", "contract/test_own_settings.py"
-
-HIGHEST = "((highest,),) = fetch(connection, (COUNTED if whole else HIGHEST_ID).format(log=log))"
-LAST = "((last,),) = fetch(connection, LAST_ID.format(log=log))"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -32,9 +30,52 @@ MUTANTS: list[Mutant] = [
     mutant(
         "no policy is looked for at the first contact",
         "saf/broker/whole.py",
-        "AS gone UNION ALL SELECT p.*, NULL FROM ({POLICIES}) AS p",
+        "AS gone UNION ALL SELECT p.* FROM ({POLICIES}) AS p",
         "AS gone",
         f"{WHOLE}::test_rows_that_a_policy_hides_from_a_receiver_are_not_passed_over",
+    ),
+    mutant(
+        "a store is not asked for its log at the first contact",
+        "saf/destinations/postgresql/inbox.py",
+        '        self._refuse_moved([what for _, what in cursor.ask(lineage.asked("inbox"))])\n',
+        "",
+        f"{HEALTH}::test_whoever_meets_a_store_refuses_one_that_is_not_healthy_by_name",
+    ),
+    mutant(
+        "a store without saf's own rows is tried again",
+        "saf/destinations/postgresql/inbox.py",
+        "        whole.refuse(cursor.ask(whole.BOTH), database)\n",
+        "",
+        f"{WHOLE}::test_a_truncated_store_is_for_a_person_to_mend_and_no_message_is_given_up",
+    ),
+    mutant(
+        "what hides a store's own rows is taken for a missing right",
+        "saf/destinations/postgresql/inbox.py",
+        "case Meaning.NO_RIGHT:",
+        "case Meaning.DISK_FULL:",
+        f"{WHOLE}::test_rows_that_a_policy_hides_at_a_store_are_named_before_anything_is_stored",
+    ),
+    mutant(
+        "a receiver does not ask for its log",
+        "saf/receiving/receive.py",
+        '"inbox" if first else None',
+        "None",
+        f"{HEALTH}::test_whoever_meets_a_store_refuses_one_that_is_not_healthy_by_name",
+    ),
+    mutant(
+        "a reader of Spark does not ask for its log",
+        "saf/spark/table/snapshot.py",
+        "        check(connection, log)\n",
+        "        check(connection, None)\n",
+        f"{HEALTH}::test_whoever_meets_a_store_refuses_one_that_is_not_healthy_by_name",
+    ),
+    mutant(
+        "a policy that is added beside the rules for senders hides rows until the next connection",
+        "saf/broker/senders.py",
+        "    whole.refuse(policies or (), connection.info.dbname)\n",
+        "",
+        f"{WHOLE}::"
+        "test_a_policy_that_is_added_beside_the_rules_of_saf_sender_is_noticed_by_the_next_cycle",
     ),
     mutant(
         "a shard without a cursor is no matter",
@@ -49,6 +90,27 @@ MUTANTS: list[Mutant] = [
         "    for slot, statement in product(slots, IDENTIFY):",
         "    for slot, statement in product([], IDENTIFY):",
         f"{WHOLE}::test_all_goes_on_where_a_publication_publishes_all_tables",
+    ),
+    mutant(
+        "ids that were given twice are no identity of a published slot",
+        "saf/broker/whole.py",
+        "ON saf.{slot} (id, message_id, txid)",
+        "ON saf.{slot} (id)",
+        f"{WHOLE}::test_a_repair_gives_new_ids_to_messages_that_a_publication_publishes",
+    ),
+    mutant(
+        "doubled rows are deleted of a log whose deletes are published",
+        "saf/broker/whole.py",
+        "    for name, _, others in found:\n        _publish(connection, name, others)\n",
+        "",
+        f"{WHOLE}::test_a_repair_removes_doubled_rows_that_a_publication_publishes",
+    ),
+    mutant(
+        "deletes are published no more after a repair",
+        "saf/broker/whole.py",
+        'filter(None, (others, "delete"))',
+        "filter(None, (others,))",
+        f"{WHOLE}::test_a_repair_removes_doubled_rows_that_a_publication_publishes",
     ),
     mutant(
         "a table that is published without an identity is tried again",
@@ -174,23 +236,23 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored database is not refused",
         "saf/log/lineage.py",
-        "SELECT system_identifier <> (SELECT",
-        "SELECT system_identifier < 0 * (SELECT",
+        "WHERE system_identifier <> (SELECT",
+        "WHERE system_identifier < 0 * (SELECT",
         f"{REBASED}::"
         "test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_own",
     ),
     mutant(
         "a sequence that was set back is not noticed",
         LINEAGE,
-        "if highest is not None and highest > last:",
-        "if highest is not None and highest < 0 * last:",
+        "WHERE highest > last\n",
+        "WHERE highest < 0 * last\n",
         f"{MOVES}::test_what_was_sent_with_the_ids_of_older_messages_is_not_taken_for_them",
     ),
     mutant(
         "cursors that are older than what they count as complete are not noticed",
         LINEAGE,
-        "for count, first in fetch(connection, WRITTEN_AFTER.format(log=log, which=which)):",
-        "for count, first in ():",
+        "(TO_COME, IN_PROGRESS, WRITTEN_AFTER, WRITTEN_BEFORE)",
+        "(TO_COME, IN_PROGRESS, WRITTEN_BEFORE)",
         f"{COPIES}::test_a_storage_copy_that_caught_up_by_logical_replication_loses_nothing",
     ),
     mutant(
@@ -210,7 +272,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an upgrade sends again what came since saf.timeline was rewritten",
         REBASE,
-        "foreign = bool([*lineage.foreign(connection, all_readers=True)])",
+        "foreign = bool(lineage.foreign(connection))",
         "foreign = True",
         f"{COPIES}::"
         "test_what_was_rewritten_or_moved_within_its_cluster_is_not_sent_again_after_an_upgrade",
@@ -303,12 +365,5 @@ MUTANTS: list[Mutant] = [
         'up to {self.position}" if self.batch >= 0 else',
         "contract/test_set_back.py::"
         "test_the_refusal_of_a_store_names_what_was_acknowledged_and_what_it_has",
-    ),
-    mutant(
-        "a sender at work makes a source look set back",
-        "saf/log/lineage.py",
-        f"    {HIGHEST}\n    {LAST}\n",
-        f"    {LAST}\n    {HIGHEST}\n",
-        "moves/test_senders_at_work.py",
     ),
 ]

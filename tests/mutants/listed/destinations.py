@@ -56,6 +56,14 @@ MUTANTS: list[Mutant] = [
         "test_in_a_cluster_the_rights_that_the_page_lists_are_enough_and_one_that_lacks_is_named",
     ),
     mutant(
+        "a doctor takes any destination for one that holds messages",
+        "saf/operating/doctor/routing.py",
+        "not there.capabilities.holds",
+        "there.capabilities.holds",
+        "contract/test_given_early.py::"
+        "test_a_route_and_a_run_say_that_a_destination_holds_no_message",
+    ),
+    mutant(
         "nobody hears of what went before its deliver_at",
         "saf/engine/storing.py",
         "if holds or times.null_count == len(times):",
@@ -109,9 +117,9 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a broker that is being restored in place makes dead letters",
         INBOX,
-        "        if not found:\n",
-        "        if False:\n",
-        f"{WATERMARKS}::test_a_destination_whose_broker_is_being_restored_in_place_is_unavailable_and_rejects_nothing",
+        "services, *columns = the_row(contact, self.dsn.database)",
+        "services, *columns = contact[0]",
+        f"{WATERMARKS}::test_a_destination_whose_broker_is_being_restored_in_place_is_refused_and_rejects_nothing",
     ),
     mutant(
         "a state of a folder that is damaged makes dead letters",
@@ -468,8 +476,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a destination of another schema is written to",
         INBOX,
-        "        require_revision(self.dsn.database, revision)\n        if",
-        "        if",
+        "        require_revision(self.dsn.database, revision)\n",
+        "",
         "contract/test_connections.py::test_a_schema_that_has_changed_meanwhile_is_noticed",
     ),
     mutant(

@@ -307,6 +307,21 @@ MUTANTS: list[Mutant] = [
         f"{OWNERS}::test_a_forwarder_renews_its_lease_well_before_it_is_over",
     ),
     mutant(
+        "a brief visit finds nothing in a broker that is not healthy",
+        BROKER,
+        "nothing for ever\n            self._refuse_unhealthy(connection)\n",
+        "nothing for ever\n",
+        f"{FORWARDER}::test_a_brief_visit_refuses_a_source_that_was_moved_since_the_last_one",
+        f"{FORWARDER}::test_a_brief_visit_refuses_a_source_whose_own_rows_are_gone",
+    ),
+    mutant(
+        "nobody hears of what a killed run has marked",
+        BROKER,
+        "begun = [batch for batch in in_hand if batch.position]",
+        "begun = [batch for batch in in_hand if batch.position < 0]",
+        f"{FORWARDER}::test_a_run_says_what_an_earlier_one_has_marked_and_may_have_told_nobody",
+    ),
+    mutant(
         "a batch in hand is not taken up again",
         BROKER,
         "batch in [*owned.in_hand, *opened]",
@@ -316,19 +331,10 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored source is forwarded",
         BROKER,
-        "        lineage.refuse(connection)\n",
-        "",
+        "        health.refuse(connection, LOG, reader",
+        "        health.require_rows(connection, reader",
         "contract/test_rebase.py::"
         "test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_own",
-    ),
-    mutant(
-        "a brief visit believes a moved source that nothing is pending",
-        BROKER,
-        "            subscription_id = self._meet(connection)\n            found",
-        '            ((subscription_id,),) = fetch(connection, "SELECT subscription_id '
-        "FROM saf.subscription WHERE log = 'outbox' AND name = 'forwarder'\")\n            found",
-        f"{FORWARDER}::test_a_brief_visit_refuses_a_moved_source_in_which_nothing_looks_pending",
-        f"{FORWARDER}::test_a_brief_visit_refuses_a_source_whose_own_rows_are_gone",
     ),
     mutant(
         "a brief visit leaves what is in hand",

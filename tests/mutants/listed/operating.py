@@ -393,7 +393,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored broker is purged",
         MAINTENANCE,
-        "        restored.refuse(connection)\n",
+        "        health.refuse(connection)\n",
         "",
         "contract/test_ring.py::"
         "test_nothing_is_purged_where_transaction_ids_are_those_of_another_cluster",

@@ -136,8 +136,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored destination is delivered to",
         "saf/destinations/postgresql/inbox.py",
-        "        if restored:\n",
-        "        if restored and not identity:\n",
+        "        if why:\n",
+        "        if False:\n",
         "contract/test_10_honest.py::test_a_restored_store_is_refused_by_name_and_its_receivers_get_everything_once",
     ),
     mutant(

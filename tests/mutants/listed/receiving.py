@@ -392,8 +392,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored inbox is received from",
         RECEIVE,
-        "            restored.refuse(link.raw)\n",
-        "",
+        "            health.refuse(link.raw, ",
+        "            (lambda *_, **__: None)(link.raw, ",
         "contract/test_rebase.py::test_a_restored_inbox_is_not_received_from",
     ),
     mutant(

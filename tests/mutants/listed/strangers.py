@@ -128,6 +128,30 @@ SURVIVORS: list[Mutant] = [
         f"{OWNERS}::test_a_lease_lasts_its_term_from_when_the_member_was_last_heard_of",
     ),
     mutant(
+        "what is left of a transaction that the position lies in is not counted",
+        "saf/log/backlog.py",
+        "THEN first.txid ELSE h.begun END",
+        "THEN h.begun ELSE h.begun END",
+        "contract/test_backlog.py::"
+        "test_of_a_transaction_that_the_position_lies_in_the_rest_is_left",
+    ),
+    mutant(
+        "of a large transaction, what was read is all that is left",
+        "saf/log/backlog.py",
+        "            _add(backlog, row, rest[one] / looked[one])\n",
+        "            _add(backlog, row, row.left)\n",
+        "contract/test_backlog.py::"
+        "test_of_a_transaction_that_went_on_at_the_last_batch_the_rest_is_left",
+    ),
+    mutant(
+        "a large transaction is complete up to a position that does not count for it",
+        "saf/log/backlog.py",
+        "if self.open is None or txid in begun_since(self.open)[1]:",
+        "if self.open is None and txid:",
+        "contract/test_backlog.py::"
+        "test_a_transaction_that_the_open_batch_does_not_have_is_left_wherever_the_position_is",
+    ),
+    mutant(
         "the message at the position is left",
         "saf/log/backlog.py",
         "AND (id <= position OR id <@ beyond)",

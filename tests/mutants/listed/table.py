@@ -161,9 +161,16 @@ MUTANTS: list[Mutant] = [
         "spark/test_table.py::test_a_schema_chooses_the_columns_and_their_order",
     ),
     mutant(
+        "who makes a table of the format is told of an option that he has not given",
+        "saf/spark/table/options.py",
+        'name.startswith("option.") or name == "provider"',
+        'name.startswith("option.") and name == "provider"',
+        "spark/test_table_errors.py::test_an_option_that_is_wrong_is_named",
+    ),
+    mutant(
         "a restored broker is a table",
         SNAPSHOT,
-        "    restored.refuse(connection)\n",
+        "    health.refuse(connection, log)\n",
         "",
         "spark/test_table_errors.py::test_a_restored_broker_is_refused",
     ),
