@@ -402,7 +402,7 @@ class SourceBroker:
         """Whether any member would find something to forward. Only reads."""
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
-            # each visit may meet another server: cursors that mean nothing may find nothing for ever
+            # each visit may meet another server; foreign cursors would find nothing for ever
             self._refuse_unhealthy(connection)
             subscription_id = self._identify(connection)
             found = fetch(connection, PENDING, {"subscription_id": subscription_id})
