@@ -402,7 +402,7 @@ class SourceBroker:
         """Whether any member would find something to forward. Only reads."""
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
-            # cursors that mean nothing may never find anything, and no member would join and ask
+            # each visit may meet another server, whose cursors would never find anything
             self._refuse_unhealthy(connection)
             subscription_id = self._identify(connection)
             found = fetch(connection, PENDING, {"subscription_id": subscription_id})

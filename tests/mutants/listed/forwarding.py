@@ -314,7 +314,7 @@ MUTANTS: list[Mutant] = [
         "            subscription_id = self._identify(connection)\n            found",
         f"{FORWARDER}::test_a_brief_visit_refuses_a_broker_whose_cursors_mean_nothing",
         f"{FORWARDER}::test_a_brief_visit_refuses_a_source_whose_own_rows_are_gone",
-        f"{FORWARDER}::test_a_brief_visit_refuses_a_moved_source_in_which_nothing_looks_pending",
+        f"{FORWARDER}::test_a_brief_visit_refuses_a_source_that_was_moved_since_the_last_one",
     ),
     mutant(
         "nobody hears of what a killed run has marked",
