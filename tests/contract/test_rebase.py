@@ -36,8 +36,13 @@ def copy(app: Dsn, elsewhere: EmbeddedServer) -> Dsn:
 
 
 def test_what_is_in_progress_is_not_lost_though_younger_transactions_have_ended(
-    copy: Dsn, mom: Dsn
+    app: Dsn, mom: Dsn, elsewhere: EmbeddedServer
 ) -> None:
+    burn_transaction_ids(app)
+    with connect(app) as connection:
+        send(connection, "early")
+    run(app, mom=mom)
+    copy = restore(app, elsewhere)
     with psycopg.connect(copy.conninfo) as late:
         late.execute("SELECT pg_current_xact_id()")
         burn_transaction_ids(copy, 3)
@@ -45,7 +50,7 @@ def test_what_is_in_progress_is_not_lost_though_younger_transactions_have_ended(
         late.execute("INSERT INTO saf.outbox (to_service, body) VALUES ('billing', 'late')")
         late.commit()
     run(copy, mom=mom)
-    assert bodies(mom) == ["late"]
+    assert bodies(mom) == ["early", "late"]
 
 
 def test_a_batch_in_hand_of_which_nothing_was_delivered_is_delivered(

@@ -6,6 +6,7 @@ import pytest
 
 from saf import Restored
 from saf.database import fetch
+from saf.repair.moved import MovedBy
 from tests.moves.conftest import Site
 from tests.moves.ways import (
     arrived,
@@ -20,13 +21,17 @@ from tests.moves.ways import (
 from tests.pipeline import connect, let_time_pass, run
 from tests.tiers import sized
 
-LATER = pytest.mark.parametrize("burnt", [0, 700], ids=["at-once", "later"])
+LATER = pytest.mark.parametrize(
+    "burnt", [0, 700][: sized(1, 2)], ids=["at-once", "later"][: sized(1, 2)]
+)
 
 
 @pytest.mark.slow
 @LATER
 @pytest.mark.parametrize("sequences", [False, True], ids=["sequences-not-set", "sequences-set"])
-@pytest.mark.parametrize("counter", ["overtakes", "behind", "ahead"][: sized(1, 3)])
+@pytest.mark.parametrize(
+    "counter", ["overtakes for a while", "behind", "overtakes", "ahead"][: sized(2, 4)]
+)
 def test_logical_replication_to_a_new_server_loses_and_doubles_nothing(
     site: Site, sequences: bool, counter: str, burnt: int
 ) -> None:
@@ -38,9 +43,11 @@ def test_logical_replication_to_a_new_server_loses_and_doubles_nothing(
     run(site.app, mom=site.mom)
     name = site.name()
     follower = follow(site.app, site.new.create_database(name), name)
-    if counter == "overtakes":
+    if counter.startswith("overtakes"):
         burn_beyond(site.new, site.old, 40)
     send_numbers(site.app, *range(30, 60))
+    if counter == "overtakes for a while":
+        burn_beyond(site.old, site.new, 1500)
     run(site.app, mom=site.mom)
     send_numbers(site.app, *range(60, 64))
     send_numbers(site.app, *range(64, 70), savepoint=True)
@@ -48,7 +55,9 @@ def test_logical_replication_to_a_new_server_loses_and_doubles_nothing(
     send_numbers(follower.new, *range(70, 84))
     send_numbers(follower.new, *range(84, 90), savepoint=True)
     burn(site.new, burnt)
-    goes_on(follower.new, site.mom, 90)
+    # in this case alone, what a row says fits a copy that caught up as well
+    told = {"moved_by": MovedBy.LOGICAL} if counter == "overtakes for a while" else {}
+    goes_on(follower.new, site.mom, 90, **told)
 
 
 @pytest.mark.parametrize("new", [3, 5])
