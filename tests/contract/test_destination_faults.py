@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from uuid import UUID
 
 import pytest
 
@@ -88,6 +89,30 @@ def test_what_a_client_raises_makes_no_dead_letters_and_delays_nobody_else(
     let_time_pass(app)
     forward(app, quality, mom=mom, other=other)
     assert bodies(other) == [f"s{number}" for number in range(20)]
+
+
+def test_a_client_that_raises_when_it_is_asked_which_it_is_makes_no_dead_letters(
+    several: tuple[Dsn, Dsn, Dsn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Nameless(PostgresInbox):
+        def identity(self) -> UUID:
+            if self.name == "other":
+                raise TypeError("no identity")
+            return super().identity()
+
+    app, mom, other = several
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+    send(app, "s0")
+    send(app, "b0", service="billing")
+    with monkeypatch.context() as patch:
+        patch.setattr(INBOX, Nameless)
+        receipts = forward(app, mom=mom, other=other)
+    assert [one.destination for one in receipts if one.down] == ["other"]
+    assert (dead(app), bodies(mom)) == ([], ["b0"])
+    let_time_pass(app)
+    forward(app, mom=mom, other=other)
+    assert bodies(other) == ["s0"]
 
 
 def test_the_only_destination_whose_client_raises_keeps_the_batch_open(

@@ -9,7 +9,7 @@ import pytest
 
 import saf
 from saf.broker.services import create_service
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.running import run as run_dispatchers
@@ -18,6 +18,7 @@ from saf.errors import Restored, RowsGone
 from saf.repair.rebase import rebase
 from saf.spark.table import snapshot
 from tests.pipeline import bodies, connect, forward, let_time_pass, run, send
+from tests.restored import burn_transaction_ids
 
 every_postgresql = pytest.mark.every_postgresql
 
@@ -124,3 +125,29 @@ def test_a_store_whose_sequence_was_set_back_gets_nothing_until_it_is_repaired(
     let_time_pass(app)
     run(app, mom=stored)
     assert bodies(stored)[10:] == ["more"]
+
+
+def test_a_source_of_another_cluster_is_refused_though_its_numbers_look_right(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection:
+        send(connection, "x")
+        connection.execute("UPDATE saf.broker SET system_identifier = system_identifier + 1")
+    with pytest.raises(Restored, match=r"restored into another cluster.*saf rebase"):
+        run(app, mom=mom)
+    assert bodies(mom) == []
+
+
+def test_a_source_whose_cursors_are_older_than_what_they_count_as_complete_is_refused(
+    app: Dsn, mom: Dsn
+) -> None:
+    """As a copy is that caught up with another cluster's cursors, and has overtaken them since."""
+    with connect(app) as connection:
+        ((next_,),) = fetch(connection, "SELECT pg_snapshot_xmax(pg_current_snapshot())::text")
+        later = int(next_) + 50
+        connection.execute("UPDATE saf.cursor SET done = %s", [f"{later}:{later}:"])
+        send(connection, "x")
+    burn_transaction_ids(app, 60)
+    with pytest.raises(Restored, match=r"written here after the cursors were.*saf rebase"):
+        run(app, mom=mom)
+    assert bodies(mom) == []

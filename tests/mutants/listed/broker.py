@@ -238,8 +238,7 @@ MUTANTS: list[Mutant] = [
         "saf/log/lineage.py",
         "WHERE system_identifier <> (SELECT",
         "WHERE system_identifier < 0 * (SELECT",
-        f"{REBASED}::"
-        "test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_own",
+        f"{HEALTH}::test_a_source_of_another_cluster_is_refused_though_its_numbers_look_right",
     ),
     mutant(
         "a sequence that was set back is not noticed",
@@ -253,7 +252,8 @@ MUTANTS: list[Mutant] = [
         LINEAGE,
         "(TO_COME, IN_PROGRESS, WRITTEN_AFTER, WRITTEN_BEFORE)",
         "(TO_COME, IN_PROGRESS, WRITTEN_BEFORE)",
-        f"{COPIES}::test_a_storage_copy_that_caught_up_by_logical_replication_loses_nothing",
+        f"{HEALTH}::"
+        "test_a_source_whose_cursors_are_older_than_what_they_count_as_complete_is_refused",
     ),
     mutant(
         "what logical replication brought is taken for written here",

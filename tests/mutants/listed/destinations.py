@@ -112,7 +112,8 @@ MUTANTS: list[Mutant] = [
             if name not in self._open:""",
         """        if True:
             if name not in self._open:""",
-        "contract/test_jsonl.py::test_a_destination_that_cannot_say_which_it_is_makes_no_dead_letters",
+        "contract/test_destination_faults.py::"
+        "test_a_client_that_raises_when_it_is_asked_which_it_is_makes_no_dead_letters",
     ),
     mutant(
         "a broker that is being restored in place makes dead letters",
