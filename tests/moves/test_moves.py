@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from saf import Restored
@@ -56,7 +58,9 @@ def test_logical_replication_to_a_new_server_loses_and_doubles_nothing(
     send_numbers(follower.new, *range(84, 90), savepoint=True)
     burn(site.new, burnt)
     # in this case alone, what a row says fits a copy that caught up as well
-    told = {"moved_by": MovedBy.LOGICAL} if counter == "overtakes for a while" else {}
+    told: dict[str, Any] = (
+        {"moved_by": MovedBy.LOGICAL} if counter == "overtakes for a while" else {}
+    )
     goes_on(follower.new, site.mom, 90, **told)
 
 
