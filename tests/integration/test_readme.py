@@ -16,6 +16,7 @@ from saf.config import load
 from saf.database import Dsn
 from saf.database.bounds import Bounds
 from tests.endpoints import Partner, serving
+from tests.needed import needed
 from tests.pipeline import connect
 from tests.programs import BIN, INSTALLED, ROOT, activated, configuration, environment, run, url
 
@@ -79,6 +80,7 @@ def test_the_example_of_40_lines_sends_forwards_and_receives_and_prints_what_it_
 def test_five_lines_lead_from_an_endpoint_to_its_first_signed_webhook(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
+    needed("openssl", "openssl")
     with connect(mom) as connection:
         create_service(connection, "billing")
     (tmp_path / "shop.py").write_text(block("shop"))
