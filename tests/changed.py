@@ -21,7 +21,7 @@ from itertools import filterfalse
 from pathlib import Path
 
 from tests.mutants.listed import PARTS
-from tests.tiers import FULL, WHOLE_FILE
+from tests.tiers import FULL, is_full
 
 ROOT = Path(__file__).parents[1]
 COMMON = 12
@@ -63,7 +63,7 @@ def main() -> int:
 def is_whole(test: str) -> bool:
     """Tell whether only the full tier runs a file of tests, such as those of most pages."""
     file = ROOT / test
-    return file.suffix == ".py" and WHOLE_FILE.search(file.read_text()) is not None
+    return file.suffix == ".py" and is_full(file)
 
 
 def differing(revision: str) -> list[str]:

@@ -100,7 +100,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave out the files of later tiers before they import anything, unless they are named."""
     if collection_path.is_dir() or collection_path.suffix != ".py":
         return None
-    return is_later(collection_path.relative_to(HERE).as_posix(), collection_path) or None
+    return is_later(collection_path) or None
 
 
 def pytest_sessionfinish() -> None:

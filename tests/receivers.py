@@ -74,14 +74,17 @@ def put(mom: Dsn, *bodies: str, key: str | None = None, **columns: Any) -> None:
             )
 
 
+DOUBLE = """
+INSERT INTO saf.inbox (id, txid, message_id, to_service, key, body, source, created_at)
+OVERRIDING SYSTEM VALUE
+SELECT id, txid, message_id, to_service, key, body, source, created_at FROM saf.inbox
+"""
+
+
 def double(mom: Dsn) -> None:
-    """Have each message of the inbox twice, as a backup that is restored over it does."""
-    columns = "id, txid, message_id, to_service, key, body"
+    """Store each message of the inbox twice, as a backup that is restored over it does."""
     with connect(mom) as store:
-        store.execute(
-            f"INSERT INTO saf.inbox ({columns}) OVERRIDING SYSTEM VALUE "
-            f"SELECT {columns} FROM saf.inbox"
-        )
+        store.execute(DOUBLE)
 
 
 def effect(connection: psycopg.Connection[Any], message: saf.Received) -> None:

@@ -97,11 +97,16 @@ def sized(check: int, full: int) -> int:
     return full if TIER == FULL else check
 
 
-def is_later(path: str, file: Path) -> bool:
-    """Tell whether this tier runs nothing of a file, which has this path below tests/."""
-    if TIER == TEST and not in_first_run(path):
+def is_later(file: Path) -> bool:
+    """Tell whether this tier runs nothing of a file of tests."""
+    if TIER == TEST and not in_first_run(file.relative_to(Path(__file__).parent).as_posix()):
         return True
-    return TIER != FULL and WHOLE_FILE.search(file.read_text()) is not None
+    return TIER != FULL and is_full(file)
+
+
+def is_full(file: Path) -> bool:
+    """Tell whether a file of tests has the mark `full` as a whole."""
+    return WHOLE_FILE.search(file.read_text()) is not None
 
 
 def in_first_run(path: str) -> bool:

@@ -18,15 +18,12 @@ from saf.errors import Restored, RowsGone
 from saf.repair.rebase import rebase
 from saf.spark.table import snapshot
 from tests.pipeline import bodies, connect, forward, let_time_pass, run, send
+from tests.receivers import DOUBLE
 from tests.restored import burn_transaction_ids
 
 every_postgresql = pytest.mark.every_postgresql
 
-COLUMNS = "id, txid, message_id, to_service, key, body, source, created_at"
 SET_BACK = "SELECT setval('saf.inbox_id_seq', 3)"
-DOUBLE = f"""
-INSERT INTO saf.inbox ({COLUMNS}) OVERRIDING SYSTEM VALUE SELECT {COLUMNS} FROM saf.inbox
-"""
 BRING = "UPDATE saf.inbox SET txid = (txid::text::bigint + 1000000)::text::xid8"
 DAMAGE = {
     "set back": (SET_BACK, Restored, r"saf\.inbox has ids up to 10, and its next id is 4.*rebase"),
