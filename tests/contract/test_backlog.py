@@ -14,6 +14,7 @@ from saf.log import backlog
 from saf.log.backlog import Backlog, backlogs
 from saf.log.cursor import advance, close, open_batch
 from saf.log.ring import SLOT_ROWS
+from saf.log.shards import Member
 from tests.pipeline import connect, forward, new_member, send
 
 every_postgresql = pytest.mark.every_postgresql
@@ -123,15 +124,23 @@ def test_a_transaction_that_the_open_batch_does_not_have_is_left_wherever_the_po
             assert left(connection, look=look).messages == 300
 
 
+def begun_before_the_last_batch(
+    connection: psycopg.Connection[Any], long: psycopg.Connection[Any]
+) -> Member:
+    """Begin a transaction, then open and close a batch; return the member that did."""
+    long.execute("BEGIN")
+    long.execute("SELECT pg_current_xact_id()")
+    member = new_member(connection)
+    member.balance(connection)
+    close(connection, open_batch(connection, "outbox", member))
+    return member
+
+
 @pytest.mark.parametrize("slot", [1, 8])
 def test_a_transaction_in_two_slots_is_left_by_what_it_has_in_each(app: Dsn, slot: int) -> None:
     """Also where the ring comes round."""
     with connect(app) as connection, connect(app) as long:
-        long.execute("BEGIN")
-        long.execute("SELECT pg_current_xact_id()")
-        member = new_member(connection)
-        member.balance(connection)
-        close(connection, open_batch(connection, "outbox", member))
+        member = begun_before_the_last_batch(connection, long)
         fetch(long, f"SELECT setval('saf.outbox_id_seq', {slot * SLOT_ROWS - 501})")
         send_at_once(long, 1000)
         long.execute("COMMIT")
@@ -159,11 +168,7 @@ def test_the_rest_of_a_transaction_in_many_shards_is_about_right(app: Dsn) -> No
 
 def test_of_a_transaction_that_went_on_at_the_last_batch_the_rest_is_left(app: Dsn) -> None:
     with connect(app) as connection, connect(app) as long:
-        long.execute("BEGIN")
-        long.execute("SELECT pg_current_xact_id()")
-        member = new_member(connection)
-        member.balance(connection)
-        close(connection, open_batch(connection, "outbox", member))
+        member = begun_before_the_last_batch(connection, long)
         send_at_once(long, 300)
         long.execute("COMMIT")
         for look in (100, 1000):
