@@ -67,7 +67,7 @@ SUITES: Mapping[str, Suite] = {
     "static": Suite(runs="format, lint, types, Bandit", command="make static"),
     "tests": Suite(
         runs="all tests, in all sizes and variants, on PostgreSQL 15, 16 and 18",
-        command=f"SAF_TESTS=full {PYTHON} -m pytest -q -n 2 --dist worksteal --durations 25",
+        command=f"SAF_TESTS=full {PYTHON} -m pytest -q -n 3 --dist worksteal --durations 25",
     ),
     "crash": Suite(
         runs=f"crash rounds to each kind of destination, {CRASH_SECONDS} s each",
