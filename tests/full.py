@@ -3,6 +3,7 @@
     python -m tests.full                    all suites, some hours on two cores
     python -m tests.full model crash        these suites; the rows of the others stay
 
+Suites that keep all cores busy run alone; of the others, which mostly wait, two run at a time.
 A suite that fails does not end the run. Its output is in build/full/. Exit 1 if a suite failed.
 """
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +44,8 @@ class Suite:
 
     runs: str
     command: str
+    alone: bool = False
+    """Whether the suite keeps all cores busy, so that another one beside it would gain nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +68,13 @@ CRASH_SECONDS, STATEFUL_SECONDS, FUZZ_SECONDS, SOAK_SECONDS, MUTANTS_SECONDS = 6
 
 PYTHON = ".venv/bin/python"
 SUITES: Mapping[str, Suite] = {
-    "static": Suite(runs="format, lint, types, Bandit", command="make static"),
+    "static": Suite(
+        runs="format, lint, types, Bandit", command="make --no-print-directory static", alone=True
+    ),
     "tests": Suite(
         runs="all tests, in all sizes and variants, on PostgreSQL 15, 16 and 18",
         command=f"SAF_TESTS=full {PYTHON} -m pytest -q -n 3 --dist worksteal --durations 25",
+        alone=True,
     ),
     "crash": Suite(
         runs=f"crash rounds to each kind of destination, {CRASH_SECONDS} s each",
@@ -84,10 +91,14 @@ SUITES: Mapping[str, Suite] = {
         runs=f"machines that look for steps that lose a message, {STATEFUL_SECONDS} s",
         command=f"{PYTHON} -m tests.stateful --seconds {STATEFUL_SECONDS}",
     ),
-    "model": Suite(runs="all states of the models", command="make model"),
+    "model": Suite(
+        runs="all states of the models",
+        command="make --no-print-directory model JOBS=2",
+        alone=True,
+    ),
     "fuzz": Suite(
         runs=f"readers of foreign bytes, {FUZZ_SECONDS} s each",
-        command=f"make fuzz SECONDS={FUZZ_SECONDS}",
+        command=f"make --no-print-directory fuzz SECONDS={FUZZ_SECONDS}",
     ),
     "soak": Suite(
         runs=f"the whole system at 500 messages a second, {SOAK_SECONDS // 60} minutes",
@@ -96,10 +107,15 @@ SUITES: Mapping[str, Suite] = {
     ),
     "mutants": Suite(
         runs=f"planted bugs, caught by tests of the gate; {MUTANTS_SECONDS // 60} minutes of them",
-        command=f"{PYTHON} -m tests.mutants --shuffle --seconds {MUTANTS_SECONDS} --again",
+        command=f"{PYTHON} -m tests.mutants --shuffle --seconds {MUTANTS_SECONDS} --jobs 2",
+        alone=True,
     ),
-    "airflow": Suite(runs="saf-airflow, by a real Airflow", command="make airflow"),
-    "audit": Suite(runs="known vulnerabilities of what is installed", command="make audit"),
+    "airflow": Suite(
+        runs="saf-airflow, by a real Airflow", command="make --no-print-directory airflow"
+    ),
+    "audit": Suite(
+        runs="known vulnerabilities of what is installed", command="make --no-print-directory audit"
+    ),
 }
 
 
@@ -110,13 +126,17 @@ def main() -> int:
     given = parser.parse_args()
     if unknown := [name for name in given.suites if name not in SUITES]:
         parser.error(f"unknown suite {unknown[0]!r}: choose from {', '.join(SUITES)}")
-    failed = False
-    for name in given.suites or SUITES:
-        row, good = run(name, SUITES[name])
-        failed |= not good
-        write(row)
+    chosen = given.suites or [*SUITES]
+    alone = [name for name in chosen if SUITES[name].alone]
+    passed = []
+    for workers, names in ((1, alone), (2, [name for name in chosen if name not in alone])):
+        with ThreadPoolExecutor(workers) as pool:
+            for done in as_completed(pool.submit(run, name, SUITES[name]) for name in names):
+                row, good = done.result()
+                passed.append(good)
+                write(row)
     print(f"recorded in {PAGE.relative_to(ROOT)}")
-    return int(failed)
+    return int(not all(passed))
 
 
 def run(name: str, suite: Suite) -> tuple[Row, bool]:
