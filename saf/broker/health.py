@@ -1,18 +1,18 @@
-"""Whether a broker is healthy: asked at the first contact, and refused by name.
+"""Health of a broker: checked at first contact; an unhealthy broker is refused by name.
 
-Whoever reads or stores messages asks it all once, before the first of them, of the log that it
-reads or fills:
+A process that reads or stores messages checks the log that it reads or fills once, before its
+first message:
 
-    saf's own rows are complete, and none is hidden                 `saf.broker.whole`
-    ids and transaction ids mean in this cluster what the log says  `saf.log.lineage`
+    saf's own rows are complete and visible           `saf.broker.whole`
+    ids and transaction ids belong to this cluster    `saf.log.lineage`
 
-That is so of a forwarder at its source (the outbox) and at a store (the inbox), of receivers,
-workers, processors and dispatchers, and of tables and streams of Spark. It takes two statements.
-What only looks at a broker, or purges it, asks no log: its cursors have to mean something, no more.
+Forwarders check the outbox of their sources and the inbox of their stores; receivers, workers,
+processors, dispatchers and Spark's tables and streams check the log that they read. The check
+takes two statements. Commands that only show or purge a broker check its cursors, but no log.
 
-`saf doctor` and the repairs ask the same questions. Two more are not a single broker's to answer:
-that a broker_id belongs to one broker, is for a forwarder to see (`saf.repair.new_id`), and that a
-destination was not set back, for its marks (`saf.destinations.marks`).
+`saf doctor` and the repairs run the same checks. Two more need more than one broker: a forwarder
+sees whether two brokers share a broker_id (`saf.repair.new_id`), and the marks of a destination
+show whether the destination was set back (`saf.destinations.marks`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def refuse(
 
     Args:
         connection: to the broker.
-        log: the log that is to be read or filled; None: neither is.
-        reader: whose cursors are needed, such as ``outbox/forwarder``.
+        log: the log to read or fill; None: no log.
+        reader: the subscription that needs its cursors, such as ``outbox/forwarder``.
 
     Raises:
-        RowsGone: saf's own rows are not complete.
+        RowsGone: some of saf's own rows are missing.
         ConfigurationError: row-level security applies to this login.
-        Restored: ids or transaction ids do not mean what they should.
+        Restored: ids or transaction ids come from another cluster or time.
     """
     require_rows(connection, reader=reader)
     query = lineage.MOVED if log is None else lineage.asked(log)
@@ -50,7 +50,7 @@ def refuse(
 
 
 def require_rows(connection: psycopg.Connection[Any], *, reader: str = "") -> None:
-    """Raise if saf's own rows are not complete, or not all to be seen.
+    """Raise if saf's own rows are not complete or not all visible.
 
     Raises:
         RowsGone, ConfigurationError: as `refuse`.
@@ -58,7 +58,7 @@ def require_rows(connection: psycopg.Connection[Any], *, reader: str = "") -> No
     try:
         found = fetch(connection, whole.BOTH)
     except psycopg.errors.InsufficientPrivilege:
-        # saf's own sessions have row_security off, so that nothing is read where a policy applies
+        # saf's own sessions have row_security off, so PostgreSQL refuses a read under a policy
         if connection.info.transaction_status is not TransactionStatus.INERROR:
             whole.refuse(fetch(connection, whole.POLICIES), connection.info.dbname)
         raise

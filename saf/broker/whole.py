@@ -1,18 +1,17 @@
-"""Whether a broker is whole: saf's own rows exist, none is hidden, and each can be changed.
+"""Completeness of a broker: saf's own rows exist, are visible, and can be changed.
 
-Tools that know nothing of saf damage a broker in ways that its revision does not show:
+Tools that do not know saf damage a broker in ways that the schema's revision does not show:
 
-    rows          somebody truncated or deleted saf's own rows, as cleaners of tests do, or copied
+    rows          somebody truncated or deleted saf's own rows, as test cleaners do, or copied
                   the schema without its data
-    policies      row-level security hides rows from this login, so that messages would be passed
-                  over
-    publications  a publication (``FOR ALL TABLES``, as Debezium makes it) publishes a table that
-                  has no replica identity, so PostgreSQL refuses each UPDATE and DELETE of it;
-                  the migrations give one to each table but the slots of the logs
-    search_path   schema saf is the first of an application's, because its role is called saf (the
-                  default path begins with "$user"): what the application creates lands there
+    policies      row-level security hides rows from this login, so messages would be skipped
+    publications  a publication (``FOR ALL TABLES``, as Debezium creates it) publishes a table
+                  without a replica identity, so PostgreSQL refuses to update or delete its rows;
+                  migrations give a replica identity to each table except the slots of the logs
+    search_path   schema saf comes first for an application, because its role is called saf (the
+                  default path begins with "$user"): the application's tables are created there
 
-Each is one query of the catalogs and of saf's smallest tables, which any login with a duty may ask.
+Each check is one query of the catalogs and of saf's smallest tables. Any saf grant allows it.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from saf.errors import ConfigurationError, RowsGone, UsageError
 
 SCHEMA = "saf"
 
-# Streams may be an outbox's only readers. The size of a table needs no right on it, and is 0 after
-# a TRUNCATE and in a copy without data.
+# Streams may be an outbox's only readers. Reading a table's size needs no right on the table; the
+# size is 0 after TRUNCATE and in a copy without data.
 ROWS = """
 SELECT 'saf.broker has no row' AS what, '' AS reader WHERE NOT EXISTS (SELECT FROM saf.broker)
 UNION ALL
@@ -49,9 +48,10 @@ GROUP BY b.shards, s.subscription_id, s.name, s.log
 HAVING count(c.shard) <> b.shards
    AND (count(c.shard) > 0 OR (s.log, s.name) = ('outbox', 'forwarder'))
 """
-"""SQL: what is missing of saf's own rows, in words, and for which reader; no row if nothing is."""
+"""SQL: saf's missing rows, in words, and the reader that lacks them; no row if complete."""
 
-# saf's own two policies restrict who sends as whom, and hide nothing: see `saf.broker.senders`
+# saf's own two policies restrict who sends as which service, and hide nothing; see
+# `saf.broker.senders`
 POLICIES = """
 SELECT c.relname::text,
        coalesce(string_agg(quote_ident(p.polname), ', ' ORDER BY p.polname), 'none'),
@@ -64,7 +64,7 @@ HAVING c.relname <> 'outbox'
     OR bool_or(p.polname = 'outbox_read' AND pg_get_expr(p.polqual, p.polrelid) <> 'true')
 ORDER BY 1
 """
-"""SQL: the tables of which policies may hide rows from this login, the policies, and the login."""
+"""SQL: tables whose policies may hide rows from this login, the policies, and the login."""
 
 BOTH = f"""
 SELECT NULL, gone.* FROM ({ROWS}) AS gone UNION ALL SELECT p.* FROM ({POLICIES}) AS p
@@ -87,9 +87,9 @@ AND EXISTS (
         OR c.relispartition AND t.tablename = split_part(c.relname, '_', 1)))
 ORDER BY 1
 """
-"""SQL: the published tables whose rows nobody can update or delete; whether it is a log's slot."""
+"""SQL: published tables without a replica identity; whether each is a slot of a log."""
 
-# An id may have been given twice, to different messages
+# Different messages may have the same id
 IDENTIFY = (
     "CREATE UNIQUE INDEX saf_identity_{slot} ON saf.{slot} (id, message_id, txid)",
     "ALTER TABLE saf.{slot} REPLICA IDENTITY USING INDEX saf_identity_{slot}",
@@ -110,13 +110,14 @@ WHERE p.pubdelete AND EXISTS (
       AND split_part(t.tablename, '_', 1) IN ('outbox', 'inbox'))
 ORDER BY 1
 """
-"""SQL: the publications of deletes of the logs; whether this login may alter them; all else that
-they publish."""
+"""SQL: publications that publish the logs' deletes; whether this login may alter them; the other
+operations that they publish."""
 
 PUBLISH = "ALTER PUBLICATION {name} SET (publish = {what})"
 
-# A role's setting in this database, else in all, else the database's, else everybody's, else the
-# server's. The path skips schemas that do not exist or that the role may not use.
+# The role's setting in this database, else in all databases, else the database's setting, else that
+# of all roles, else the server's. PostgreSQL skips schemas that are missing or that the role may
+# not use.
 FIRST = """
 WITH setting AS (
     SELECT setrole, setdatabase, substr(one, length('search_path=') + 1) AS path
@@ -139,38 +140,38 @@ SELECT rolname, path FROM paths WHERE 'saf' = (
     ORDER BY place LIMIT 1)
 ORDER BY rolname
 """
-"""SQL: the logins for which schema saf is the first of the search_path, and their search_path."""
+"""SQL: logins whose search_path begins with schema saf, and their search_path."""
 
 SHOWN = 3
-"""How many of these logins are named."""
+"""Logins named in a report."""
 
 
 def missing(connection: psycopg.Connection[Any]) -> list[str]:
-    """Return what is missing of saf's own rows, in words."""
+    """Return saf's missing rows, in words."""
     return [what for what, _ in fetch(connection, ROWS)]
 
 
 def narrowed(connection: psycopg.Connection[Any]) -> list[tuple[str, str]]:
-    """Return the tables of which policies may hide rows from this login, and the policies."""
+    """Return tables whose policies may hide rows from this login, and the policies."""
     return [(table, names) for table, names, _ in fetch(connection, POLICIES)]
 
 
 def without_identity(connection: psycopg.Connection[Any]) -> list[str]:
-    """Return the published tables whose rows nobody can update or delete, but should.
+    """Return published tables that lack the replica identity that updates and deletes need.
 
-    Rows of the logs are not updated, except by a repair; see `updatable_logs`.
+    The logs' slots are left out: only repairs update their rows; see `updatable_logs`.
     """
     return [table for table, is_slot in fetch(connection, WITHOUT_IDENTITY) if not is_slot]
 
 
 @contextmanager
 def updatable_logs(connection: psycopg.Connection[Any]) -> Iterator[None]:
-    """Run a block of a transaction that has locked the logs, and in which it may update them.
+    """Allow updates of the logs for a block of a transaction that has locked them.
 
     Slots of the logs have no replica identity, because an index on the id would cost each send.
-    REPLICA IDENTITY FULL is no way out: PostgreSQL 18 refuses it for a generated column such as
-    the shard. So published slots have such an index as long as the block runs. No row may be there
-    twice; see `deletable_doubles`.
+    REPLICA IDENTITY FULL does not help: PostgreSQL 18 refuses it for a generated column such as
+    the shard. So published slots get such an index for the length of the block. Rows must be
+    unique; see `deletable_doubles`.
     """
     slots = [slot for slot, is_slot in fetch(connection, WITHOUT_IDENTITY) if is_slot]
     for slot, statement in product(slots, IDENTIFY):
@@ -182,10 +183,10 @@ def updatable_logs(connection: psycopg.Connection[Any]) -> Iterator[None]:
 
 @contextmanager
 def deletable_doubles(connection: psycopg.Connection[Any]) -> Iterator[None]:
-    """Run a block of a transaction that has locked the logs, and in which it may delete of them.
+    """Allow deletes from the logs for a block of a transaction that has locked them.
 
-    Two rows that are the same have no identity, so their publications publish no delete as long as
-    the block runs. Only this transaction sees that.
+    Two identical rows have no identity, so the publications stop publishing deletes for the length
+    of the block. Other transactions do not see the change.
 
     Raises:
         UsageError: this login may not alter a publication.
@@ -211,7 +212,7 @@ def _publish(connection: psycopg.Connection[Any], name: str, what: str) -> None:
 
 
 def first_for(connection: psycopg.Connection[Any]) -> tuple[str, str] | None:
-    """Return what is wrong if schema saf is the first of a login's search_path, and the cure."""
+    """Return a problem and its cure if some login's search_path begins with schema saf."""
     found = fetch(connection, FIRST)
     if not found:
         return None
@@ -229,7 +230,7 @@ def first_for(connection: psycopg.Connection[Any]) -> tuple[str, str] | None:
 
 
 def policies_cure(table: str) -> str:
-    """Return what to do about policies of a table."""
+    """Return the cure for policies of a table that hide rows."""
     if table == "outbox":
         return (
             "As the owner, DROP POLICY each of saf.outbox but outbox_read and outbox_sender, which "
@@ -239,16 +240,16 @@ def policies_cure(table: str) -> str:
 
 
 def refuse(found: Sequence[Sequence[Any]], database: str, *, reader: str = "") -> None:
-    """Raise if saf's own rows are not complete, or if any row may be hidden from the login.
+    """Raise if some of saf's own rows are missing or may be hidden from the login.
 
     Args:
         found: the rows of `BOTH`, or of `POLICIES`.
-        database: names the database for people.
-        reader: log and name, with a slash in between. What only one reader lacks stops that one
-            alone; `missing` returns it all.
+        database: the database's name for the error.
+        reader: log and subscription, as in ``outbox/forwarder``. Rows that only another reader
+            needs are not an error here; `missing` returns all.
 
     Raises:
-        RowsGone: saf's own rows are not complete.
+        RowsGone: some of saf's own rows are missing.
         ConfigurationError: row-level security applies to the login.
     """
     for table, policies, login in found:

@@ -1,17 +1,17 @@
-"""Backlogs: about how much of a log each subscription has left, at a cost that has a bound.
+"""Backlogs: about how many messages each subscription has pending, at a bounded cost.
 
-To count all that is pending, one has to read it. What is asked every few seconds may not do that.
-So of each shard at most `LOOK` messages are read, by the index, those of the oldest transactions
-first. If a shard has no more, the count is exact. Otherwise the rest is estimated from the ids that
-were given out since, slot by slot, and from how many of the ids that were read were this shard's.
+An exact count reads every pending message, which is too slow for a figure that is polled every few
+seconds. So the count reads at most `LOOK` messages per shard, by the index, oldest transactions
+first. A shard with fewer messages is counted exactly. Otherwise the rest is estimated, slot by
+slot, from the ids assigned since and from this shard's share of the ids that were read.
 
-A batch in hand may be complete in large part. Ids and transaction ids rise together, so the first
-transaction that has begun after the position is looked for by halving, and reading begins there.
-The position may lie inside the transaction before it, such as a COPY. That one is looked at by
-itself, as is each that was in progress when the last batch ended: `LOOK` messages of them all. The
-rest of such a transaction is estimated from the ids between the position and its last message. A
-message that was written by an older transaction and has a higher id may be left out of the count
-until its batch is complete; it is in no count that decides anything.
+Most of an open batch may be complete. Ids and transaction ids rise together, so a binary search
+finds the first transaction that began after the position, and reading begins there. The position
+may lie inside the transaction before, for example a COPY. That transaction is sampled separately,
+as is each transaction that was in progress when the last batch ended; these samples share the limit
+of `LOOK` messages. The rest of such a transaction is estimated from the ids between the position
+and its last message. Messages with a higher id from an older transaction may be missing from the
+count until their batch is complete. Nothing is decided by these counts.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from saf.log.ring import AGE_COLUMN, SLOT_ROWS, SLOTS
 from saf.log.shards import LAST
 
 LOOK = 1000
-"""How many messages of a shard are read at most."""
+"""Messages read per shard at most."""
 
 SNAPSHOT = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 TIMEOUT = "SELECT set_config('statement_timeout', %(milliseconds)s, true)"
 
-# The newest version of each cursor, as in saf.log.shards. What a dispatcher has completed beyond
-# the position belongs to the open batch.
+# The newest version of each cursor, as in saf.log.shards. The messages that a dispatcher completed
+# beyond the position belong to the open batch.
 SHARDS = f"""
 SELECT s.subscription_id, s.name AS subscription, s.log, s.service, n.shard,
        m.name AS owner, c.epoch, c.batch, c.done::text AS done, c.open::text AS open, c.position,
@@ -57,9 +57,9 @@ WHERE c.subscription_id = s.subscription_id AND c.shard = n.shard
 ORDER BY s.log DESC, s.name, n.shard
 """
 
-# Of each shard, about the first transaction of its open batch with messages beyond the position
-# only, and the one before it, in which the position may lie. Looked for by halving, of all shards
-# in one statement: next to many small ones, the server's work for each would be most of it.
+# For each shard, about the first transaction of its open batch whose messages are all beyond the
+# position, and the transaction before, which may contain the position. One statement searches all
+# shards: with a statement a shard, the server's work per statement would dominate.
 NOT_COMPLETE_FROM = """
 WITH RECURSIVE halving (shard, position, low, high, begun) AS (
     SELECT *, NULL::bigint FROM unnest({shards}::smallint[], {positions}::bigint[],
@@ -78,8 +78,8 @@ WITH RECURSIVE halving (shard, position, low, high, begun) AS (
 SELECT shard, low, begun FROM halving WHERE low >= high
 """
 
-# Oldest transactions first, by the index; those that are looked at by themselves, in the order in
-# which they wrote. What was read and is complete counts for the estimate only.
+# Oldest transactions first, by the index; separately sampled transactions in the order in which
+# they wrote. Complete messages count for the estimate only.
 READ = """
 SELECT shard, to_service, to_broker,
        open IS NULL OR NOT (pg_visible_in_snapshot(txid, open)
@@ -99,15 +99,15 @@ CROSS JOIN LATERAL (
 GROUP BY 1, 2, 3, 4, 5, 6
 """
 
-# Of each slot, a row of the newest transaction has about the highest id
+# In each slot, a row of the newest transaction has about the highest id
 LAST_IDS = """
 SELECT n.shard, newest.id
 FROM unnest({shards}::smallint[]) AS n (shard) CROSS JOIN LATERAL ({slots}) AS newest
 """
 LAST_ID = "(SELECT id FROM {slot} s WHERE s.shard = n.shard ORDER BY txid DESC LIMIT 1)"
 
-# Of each slot, about the first and the last id of a transaction. It is a range of one, because an
-# equality would not be read from its end
+# In each slot, about the first and the last id of a transaction. A range of one transaction, since
+# PostgreSQL would not read an equality from its end
 ENDS = """
 SELECT n.shard, n.txid::text, ends.first, ends.last
 FROM unnest({shards}::smallint[], {txids}::xid8[]) AS n (shard, txid)
@@ -123,13 +123,13 @@ SELECT (SELECT id FROM {slot} s WHERE s.shard = n.shard AND s.txid >= n.txid AND
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One shard of a subscription: who owns it, and how far it is."""
+    """One shard of a subscription: its owner and its cursor."""
 
     subscription_id: int
     subscription: str
     log: str
     service: str | None
-    """Whose messages the subscription reads; None: everybody's."""
+    """Service whose messages the subscription reads; None: all services."""
     shard: int
     owner: str | None
     """The member's name, host:pid; None if the shard is free."""
@@ -139,10 +139,10 @@ class Shard:
     open: str | None
     position: int
     beyond: str
-    """What is complete beyond the position, as PostgreSQL writes ranges of ids."""
+    """Ids complete beyond the position, as a PostgreSQL multirange."""
 
     def complete(self, txid: str) -> int:
-        """Up to which id the messages of a transaction that had begun at ``done`` are complete."""
+        """Return the id up to which a transaction that had begun at ``done`` is complete."""
         if self.open is None or txid in begun_since(self.open)[1]:
             return 0
         return self.position
@@ -150,43 +150,43 @@ class Shard:
 
 @dataclass
 class Part:
-    """What is left of some messages."""
+    """Pending messages of a shard or an address."""
 
     messages: float = 0.0
     oldest: datetime | None = None
 
     def add(self, messages: float, oldest: datetime | None) -> None:
-        """Add some more."""
+        """Add messages, the oldest written at ``oldest``."""
         self.messages += messages
         if oldest is not None:
             self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
 
 
 Addressed = tuple[str, UUID | None]
-"""A service, and a broker if messages are addressed to one."""
+"""A service, and the broker if the messages name one."""
 
 
 @dataclass
 class Backlog:
-    """What a subscription has left of its log."""
+    """Pending messages of a subscription."""
 
     subscription: str
     log: str
     service: str | None
     shards: list[Shard]
     exact: bool = True
-    """Whether all of it was read; otherwise the numbers of messages are estimates."""
+    """Whether every pending message was counted; otherwise the numbers are estimates."""
     by_shard: dict[int, Part] = field(default_factory=lambda: defaultdict(Part))
     by_address: dict[Addressed, Part] = field(default_factory=lambda: defaultdict(Part))
 
     @property
     def messages(self) -> int:
-        """How many messages are left."""
+        """Number of pending messages."""
         return round(sum(part.messages for part in self.by_shard.values()))
 
     @property
     def oldest(self) -> datetime | None:
-        """When the oldest of them was written; at an inbox, when it was stored there."""
+        """When the oldest pending message was written or, in an inbox, stored."""
         known = [part.oldest for part in self.by_shard.values() if part.oldest is not None]
         return min(known, default=None)
 
@@ -194,12 +194,12 @@ class Backlog:
 def backlogs(
     connection: psycopg.Connection[Any], *, look: int = LOOK, seconds: float | None = None
 ) -> list[Backlog]:
-    """Return what each subscription of a broker has left, in one snapshot. Only reads.
+    """Return the backlog of each subscription of a broker, in one snapshot. Only reads.
 
     Args:
         connection: in autocommit.
-        look: how many messages of a shard are read at most.
-        seconds: the bound of a statement; None: that of the session.
+        look: messages read per shard at most.
+        seconds: statement timeout; None: the session's.
 
     Raises:
         psycopg.errors.QueryCanceled: a statement took longer.
@@ -224,16 +224,16 @@ def backlogs(
 
 
 class Found(NamedTuple):
-    """Some of the messages of a shard that were read."""
+    """A group of messages that were read from a shard."""
 
     shard: int
     service: str
     broker: UUID | None
     left: bool
     alone: str | None
-    """The transaction, if it is looked at by itself."""
+    """The transaction, if sampled separately."""
     slot: int | None
-    """Of such a transaction, the slot of the log."""
+    """The slot of the log, for a separately sampled transaction."""
     messages: int
     written: datetime
     low: int
@@ -241,23 +241,23 @@ class Found(NamedTuple):
 
 
 Transaction = tuple[int, str]
-"""What a transaction, which is looked at by itself, has written for a shard."""
+"""A shard, and a separately sampled transaction."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Where the messages of a shard are read."""
+    """Where to read the messages of a shard."""
 
     start: str
-    """The first of the transactions that are read one after the other."""
+    """First transaction to read in order."""
     alone: list[str]
-    """Transactions before it, which are looked at by themselves."""
+    """Earlier transactions to sample separately."""
     most: int
-    """How many messages are read of each of these."""
+    """Messages to read from each of these."""
 
 
 def _look(connection: psycopg.Connection[Any], backlog: Backlog, look: int) -> None:
-    """Read what is left of some shards, and add it to their backlog."""
+    """Read the pending messages of a backlog's shards, and add them."""
     readings = _readings(connection, backlog, look)
     rows = [*map(Found._make, fetch(connection, _query(backlog, readings, look)))]
     _add_in_order(connection, backlog, [row for row in rows if row.alone is None], look)
@@ -286,7 +286,7 @@ def _add(backlog: Backlog, row: Found, factor: float) -> None:
 def _add_in_order(
     connection: psycopg.Connection[Any], backlog: Backlog, rows: list[Found], look: int
 ) -> None:
-    """Add what is left of the transactions that were read one after the other."""
+    """Add the pending messages of transactions that were read in order."""
     looked, low, high = _extent(rows)
     cut = [shard for shard, count in looked.items() if count >= look]
     factor = dict.fromkeys(looked, 1.0)
@@ -304,16 +304,16 @@ def _add_large(
     backlog: Backlog,
     large: Mapping[Transaction, list[Found]],
 ) -> None:
-    """Add about what is left of transactions of which only the beginning was read.
+    """Add an estimate for transactions that were read only in part.
 
-    Before its last message, each has as many messages to an id as where it was read.
+    The density of a transaction's ids is taken to be the same in its unread part.
     """
     backlog.exact = False
     shards = {one.shard: one for one in backlog.shards}
     slots: dict[Transaction, dict[int, tuple[int, int]]] = defaultdict(dict)
     for one, rows in large.items():
         for row in rows:
-            assert row.slot is not None  # noqa: S101 - it is looked at by itself
+            assert row.slot is not None  # noqa: S101 - sampled separately
             low, high = slots[one].get(row.slot, (row.low, row.high))
             slots[one][row.slot] = min(low, row.low), max(high, row.high)
     looked = {one: sum(row.messages for row in rows) for one, rows in large.items()}
@@ -329,7 +329,7 @@ def _add_large(
 
 
 def _extent(rows: Iterable[Found]) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
-    """Of each shard: how many rows were read, their lowest id and their highest."""
+    """Return the number of rows read, their lowest and their highest id, each by shard."""
     looked: dict[int, int] = defaultdict(int)
     low: dict[int, int] = {}
     high: dict[int, int] = {}
@@ -343,7 +343,7 @@ def _extent(rows: Iterable[Found]) -> tuple[dict[int, int], dict[int, int], dict
 def _beyond(
     connection: psycopg.Connection[Any], log: str, shards: list[int], high: Mapping[int, int]
 ) -> Iterator[tuple[int, int]]:
-    """For shards and slots, how many ids were given out above those that were read."""
+    """Yield for each shard and slot the number of ids assigned above those that were read."""
     query = sql.SQL(LAST_IDS).format(shards=sql.Literal(shards), slots=_of_slots(log, LAST_ID))
     for shard, last in fetch(connection, query):
         base = last // SLOT_ROWS * SLOT_ROWS
@@ -353,7 +353,7 @@ def _beyond(
 def _ends(
     connection: psycopg.Connection[Any], log: str, those: Iterable[Transaction]
 ) -> list[tuple[Any, ...]]:
-    """For transactions and slots: shard, transaction, its first id there and its last."""
+    """Return the shard, transaction, first id and last id for each transaction and slot."""
     shards, txids = zip(*those, strict=True)
     query = sql.SQL(ENDS).format(
         shards=sql.Literal([*shards]),
@@ -408,9 +408,9 @@ def _query(backlog: Backlog, readings: Mapping[int, Reading], look: int) -> sql.
 def _not_complete_from(
     connection: psycopg.Connection[Any], backlog: Backlog
 ) -> dict[int, tuple[str, str | None]]:
-    """Of each shard that has completed some of its open batch: where the rest begins, about.
+    """Return about where the rest begins, for each shard whose open batch is partly complete.
 
-    It is the first transaction of the rest, and the one before it, which the position may lie in.
+    The first transaction of the rest, and the transaction before, which may contain the position.
     """
     in_hand = [one for one in backlog.shards if one.open is not None and one.position]
     if not in_hand:

@@ -1,32 +1,33 @@
-"""What must be true of the ids and transaction ids of a healthy broker.
+"""Invariants of the ids and transaction ids of a healthy broker.
 
-A log is read by transaction ids and by the ids of its rows. Both mean something only as long as the
-cluster that gives new ones goes on from the old ones. PostgreSQL's own tools can break that: a
-restore, logical replication (which does not carry sequences), a copy of the storage that catches up
-by logical replication, pg_resetwal, a restore over what is there. So this must be true, and
-`saf.broker.health` says when it is asked:
+A log is read by transaction id and by row id. Both are reliable only while the cluster assigns new
+ids above the old ones. PostgreSQL's own tools can break that: a restore, logical replication
+(which does not carry sequences), a copy of the storage that catches up by logical replication,
+pg_resetwal, a restore over existing rows. So these statements must be true; `saf.broker.health`
+lists when each process checks them:
 
 - The broker belongs to this cluster.
-- The next transaction id is above every one that a cursor names, and no transaction that a cursor
-  counts as complete is still in progress.
+- The next transaction id is above every transaction id that a cursor names, and no transaction that
+  a cursor counts as complete is still in progress.
 - No message was written here after the cursor that counts it as complete.
 - The newest messages were not written before the transactions that they name began.
-- The next id of a log is above the ids in it, and above those that cursors, parked messages and
-  dead letters name.
-- No message stands in its log twice, and no two have the same id.
+- The next id of a log is above the ids in the log, and above those that cursors, parked messages
+  and dead letters name.
+- No message is in its log twice, and no two messages have the same id.
 
-What PostgreSQL guarantees, and what the questions rest on (`tests/moves`):
+The checks rest on what PostgreSQL guarantees (`tests/moves`):
 
-- A row's xmin is the transaction that wrote it, or a savepoint of it. A savepoint's number is later
-  than that of its transaction, and ``txid`` is the transaction's. So ``xmin >= txid`` of each row
-  that was written here; it is not a proof, because rows that were brought may have that too.
-- FREEZE, VACUUM FULL, CLUSTER, pg_upgrade and copies of the storage keep xmin. A COPY, a worker of
-  logical replication, ALTER TABLE with a rewrite and pg_repack write rows anew, with later ones.
-- A forwarder's cursor is written after the snapshot that it holds was taken. So the cursor's own
-  xmin is not below the snapshot's xmax, unless the cursor was brought from elsewhere.
+- A row's xmin is the transaction that wrote the row, or one of that transaction's savepoints. A
+  savepoint's number is later than that of its transaction; ``txid`` is the transaction's number. So
+  ``xmin >= txid`` for each row that was written here. The reverse is no proof: rows that were
+  copied here may satisfy it too.
+- FREEZE, VACUUM FULL, CLUSTER, pg_upgrade and copies of the storage keep xmin. COPY, a worker of
+  logical replication, ALTER TABLE with a rewrite and pg_repack write rows again, with a later xmin.
+- A forwarder writes its cursor after taking the snapshot that the cursor holds. So the cursor's own
+  xmin is not below the snapshot's xmax, unless the cursor was copied from elsewhere.
 
-A log is asked by one statement: look-ups in the index (shard, txid), which cost some milliseconds.
-Repairs read the whole log as well (`COUNTED`, `TWINS`, `DOUBLED`).
+One statement checks a log: look-ups in the index (shard, txid) that take a few milliseconds.
+Repairs also read the whole log (`COUNTED`, `TWINS`, `DOUBLED`).
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ LOGS = ("outbox", "inbox")
 _NAMED = "coalesce(c.open, c.done)"
 _READERS = "saf.cursor c JOIN saf.subscription s USING (subscription_id)"
 PROVE = {"outbox": "s.name = 'forwarder'", "inbox": "false"}
-"""Receivers may open a batch in a transaction that began before: their cursors prove less."""
+"""Cursors whose xmin proves when the snapshot was taken; receivers may open a batch in a
+transaction that began earlier."""
 
 OTHER_CLUSTER = """
 SELECT 'it was restored into another cluster, or moved there' FROM saf.broker
 WHERE system_identifier <> (SELECT system_identifier FROM pg_control_system())
 """
 
-# Its transaction ids were set back, or its cursors come from a cluster that has got farther
+# The transaction ids were set back, or the cursors come from a cluster with later ones
 TO_COME = f"""
 SELECT format('its cursors name transaction %s, and the next one here is %s: its transaction ids '
               'went back, or another cluster''s cursors were brought here',
@@ -62,7 +64,7 @@ HAVING max(pg_snapshot_xmax({_NAMED})::text::bigint)
 """
 
 MOVED = f"{OTHER_CLUSTER} UNION ALL {TO_COME}"
-"""SQL: the part that costs next to nothing, and that each chunk of a store is asked for."""
+"""SQL: the cheap part, which a store checks with each chunk."""
 
 IN_PROGRESS = f"""
 SELECT format('transaction %s is in progress here, and its cursors count it as complete',
@@ -71,7 +73,7 @@ FROM {_READERS}, pg_snapshot_xip(pg_current_snapshot()) AS one
 WHERE pg_visible_in_snapshot(one, {_NAMED}) HAVING count(*) > 0
 """
 
-# Where a cursor was written by whoever took its snapshot, there is nothing to look for
+# A cursor written by the transaction that took its snapshot needs no search
 WRITTEN_AFTER = f"""
 SELECT format('saf.{{log}} has %s messages, the first with id %s, which its cursors count as '
               'complete and which were written here after the cursors were', count(*), min(l.id))
@@ -84,7 +86,7 @@ WHERE s.log = '{{log}}' AND {{which}}
 HAVING count(*) > 0
 """
 
-# Of each shard the two newest: one alone may be forged, which `saf doctor` names
+# The two newest of each shard: one alone may be forged, which `saf doctor` names
 NEWEST = f"""
 SELECT l.* FROM saf.broker b CROSS JOIN generate_series(0, b.shards - 1) AS h (shard)
 CROSS JOIN LATERAL (
@@ -107,7 +109,7 @@ SELECT greatest((SELECT max(id) FROM newest),
                 (SELECT max(position) FROM {_READERS} WHERE s.log = '{{log}}'))
 """
 
-# Reads all of them
+# Reads the whole log
 COUNTED = """
 SELECT greatest((SELECT max(id) FROM saf.{log}),
     (SELECT max(position) FROM saf.cursor JOIN saf.subscription s USING (subscription_id)
@@ -117,7 +119,7 @@ SELECT greatest((SELECT max(id) FROM saf.{log}),
     (SELECT max(id) FROM saf.dead_letter JOIN saf.subscription s USING (subscription_id)
      WHERE s.log = '{log}'))
 """
-# Different messages with the same id, which a sequence that was set back gives
+# Different messages with the same id, as a sequence that was set back assigns
 TWINS = """
 SELECT count(*), min(id) FROM (
     SELECT id FROM saf.{log} GROUP BY id HAVING count(DISTINCT message_id) > 1) AS twins
@@ -133,15 +135,14 @@ SELECT count(*), min(id) FROM (
     SELECT id FROM saf.{log} GROUP BY id, message_id, txid HAVING count(*) > 1) AS doubled
 HAVING count(*) > 0
 """
-# Of a backup that was restored just now, the newest rows are there twice
+# After a backup was restored over its database, the newest rows exist twice
 DOUBLED_OF_NEWEST = DOUBLED.replace("saf.{log}", "newest")
 
 
 def _questions(highest: str, doubled: str, *more: str) -> str:
-    """Return the statement that asks a log, in one snapshot.
+    """Return the statement that checks a log in one snapshot.
 
-    What is committed after the snapshot is not in it. So the sequence, which is read later than the
-    snapshot is taken, is above each id that is seen.
+    The sequence is read after the snapshot is taken, so its value is above each visible id.
     """
     ids = f"""
 SELECT format('saf.{{log}} has ids up to %s, and its next id is %s: its sequence was set back, or '
@@ -165,13 +166,13 @@ SELECT false, what FROM ({" UNION ALL ".join((ids, *more, twice))}) AS given (wh
 
 
 ASKED = _questions(HIGHEST_ID, DOUBLED_OF_NEWEST)
-"""SQL: what is not true of a log, and whether its transaction ids are foreign; no row if all is."""
+"""SQL: each broken invariant of a log, and whether the transaction ids are foreign."""
 ASKED_WHOLE = _questions(COUNTED, DOUBLED, GAVE_TWINS)
-"""SQL: the same, of all that the log has."""
+"""SQL: like `ASKED`, reading the whole log."""
 
 
 def asked(log: str, *, all_readers: bool = False, whole: bool = False) -> str:
-    """Return the statement that asks a log what is not true of it."""
+    """Return the statement that reports a log's broken invariants."""
     which = "true" if all_readers else PROVE[log]
     return (ASKED_WHOLE if whole else ASKED).format(log=log, which=which)
 
@@ -179,23 +180,23 @@ def asked(log: str, *, all_readers: bool = False, whole: bool = False) -> str:
 def problems(
     connection: psycopg.Connection[Any], logs: tuple[str, ...] = LOGS, *, whole: bool = False
 ) -> list[str]:
-    """Return what is not true of a broker; nothing, of a healthy one.
+    """Return the broken invariants of a broker, in words; none if the broker is healthy.
 
     Args:
         connection: to the broker, of a role that may read the logs and their sequences.
-        logs: the logs that are to be read.
-        whole: read all of the logs, too.
+        logs: the logs to check.
+        whole: also read the logs from beginning to end.
     """
     found = [what for log in logs for _, what in fetch(connection, asked(log, whole=whole))]
     return [*dict.fromkeys(found)]  # all logs have the same cursors
 
 
 def foreign(connection: psycopg.Connection[Any]) -> list[str]:
-    """Return where a broker's transaction ids do not mean what they should, in its cluster.
+    """Return why a broker's transaction ids do not fit its cluster, in words.
 
-    If there is nothing to say, its cursors are right for whatever was written by now or will be,
-    however it has come here. Cursors of all readers are looked at; those of receivers may look
-    wrong without being it.
+    Without a finding, the cursors are right for every message written so far or later, however the
+    broker came here. The check covers the cursors of all readers; a receiver's cursor may look
+    wrong and be right.
     """
     found = [row for log in LOGS for row in fetch(connection, asked(log, all_readers=True))]
     return [*dict.fromkeys(what for is_foreign, what in found if is_foreign)]
