@@ -1,4 +1,4 @@
-"""A source, a store and a consumer with messages in each state, of which one or both are moved."""
+"""A source, a store and a consumer with messages in each state; a move takes one or both ends."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Home = Callable[[], AbstractContextManager[EmbeddedServer]]
 PARTS: tuple[Part, ...] = ("source", "store", "both")
 
 KNOWN, UNKNOWN = "billing", "shipping"
-"""The service that lives at the store, and the one that comes to live there at the end."""
+"""The store's service, and a service that is created at the store at the end."""
 PARKED = range(1000, 1003)
 BY_HAND = range(2000, 2002)
-"""What others insert into the store's inbox."""
+"""Numbers that others insert into the store's inbox."""
 AT_COPY = range(3000, 3018, ways.KEYS)
-"""What is sent at a copy of the source."""
+"""Numbers sent at a copy of the source."""
 NOT_OF_BROKERS = ("settings", "clock_skew", "clocks_agree")
-"""What the doctor says of servers, which are quick ones here, and may have wrong clocks."""
+"""The doctor's checks of servers: these servers run without fsync and may have wrong clocks."""
 
 HANDLED = "CREATE TABLE handled (at bigint PRIMARY KEY, body text)"
 HANDLE = "INSERT INTO handled (at, body) VALUES (%s, %s)"
@@ -47,26 +47,26 @@ SENT_BY_HAND = "INSERT INTO saf.inbox (to_service, key, body) VALUES (%s, 'by ha
 
 @dataclass(kw_only=True)
 class Scene:
-    """What an operator moves."""
+    """The databases that an operator moves, and their messages."""
 
     site: Site
     old: EmbeddedServer
-    """The cluster of what is moved."""
+    """The cluster of the moved databases."""
     part: Part
     brokers: dict[str, Dsn]
-    """The source and the store, where they are now."""
+    """The source and the store, at their present place."""
     folder: Path
     running: ExitStack
-    """What ends with the scene."""
+    """Servers and databases that end with the scene."""
     expected: list[int] = field(default_factory=list)
     dumps: dict[str, bytes] = field(default_factory=dict)
-    """Backups of what is moved."""
+    """Backups of the moved databases."""
     copies: dict[str, Dsn] = field(default_factory=dict)
     """Copies that live on beside the source and the store."""
 
     @property
     def moving(self) -> list[str]:
-        """Which of the two are moved."""
+        """The moved ones of source and store."""
         return [one for one in self.brokers if self.part in (one, "both")]
 
     def elsewhere(self) -> Dsn:
@@ -74,31 +74,31 @@ class Scene:
         return self.site.new.create_database(self.site.name())
 
     def name_there(self) -> str:
-        """Return a name for a copy in the old cluster, which goes with the scene."""
+        """Return a name for a copy in the old cluster; the copy is dropped with the scene."""
         name = self.site.name("copy")
         self.running.callback(lambda: ways.drop_database(self.old, name))
         return name
 
     def named(self) -> dict[str, Dsn]:
-        """What is moved, each by a new name."""
+        """Return the moved databases by new names."""
         return {self.site.name(one): self.brokers[one] for one in self.moving}
 
     def each(self, move: Callable[[Dsn], Dsn | None]) -> None:
-        """Move each by itself, to where the way says, or in its place."""
+        """Move each database: to the place that ``move`` returns, or in place."""
         for one in self.moving:
             self.brokers[one] = move(self.brokers[one]) or self.brokers[one]
 
     def back_up(self, *options: str) -> None:
-        """Keep a dump of what is moved."""
+        """Keep a dump of each moved database."""
         for one in self.moving:
             self.dumps[one] = ways.dump(self.old, self.brokers[one], *options)
 
-    def goes_to(self, server: EmbeddedServer) -> None:
-        """What is moved is in another cluster, under its name."""
+    def is_in(self, server: EmbeddedServer) -> None:
+        """Use the databases of the same names in another cluster."""
         self.each(lambda broker: server.dsn(broker.database))
 
     def cut_over(self, followers: Mapping[str, ways.Subscription], *, sequences: bool) -> None:
-        """Nothing is written while what follows takes the place of what it has followed."""
+        """Replace each moved database by its follower, without a write in between."""
         for one, follower in zip(self.moving, followers.values(), strict=True):
             follower.cut(sequences=sequences)
             self.brokers[one] = follower.new
@@ -114,20 +114,20 @@ class Scene:
         self.send(6)
 
     def work(self) -> None:
-        """Do some of everything."""
+        """Send, forward, handle and leave some messages pending."""
         self.send(12)
         self.forward()
         self.handle(9)
         self.send(6)
 
     def send(self, count: int, *, savepoint: bool = False) -> None:
-        """Send the numbers that come next."""
+        """Send the next numbers."""
         new = range(len(self.expected), len(self.expected) + count)
         ways.send_numbers(self.brokers["source"], *new, savepoint=savepoint)
         self.expected += new
 
-    def senders_go_on(self, others: int) -> None:
-        """Send and insert by hand where the brokers are now, and let others use the clusters."""
+    def senders_continue(self, others: int) -> None:
+        """Send and insert by hand at the present place, then use up ``others`` transaction ids."""
         self.send(12)
         self.send(6, savepoint=True)
         if "source" in self.copies:
@@ -139,15 +139,15 @@ class Scene:
         for one in self.moving:
             ways.burn(self.brokers[one], others)
 
-    def say(self, line: str) -> str:
-        """Give a command of saf's; return what it says."""
+    def saf(self, line: str) -> str:
+        """Run a command of saf; return its output."""
         done = command(*line.split(), "--config", self._file())
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         return done.stdout
 
     def forward(self) -> None:
         """Forward all that can be forwarded."""
-        self.say("forward")
+        self.saf("forward")
 
     def handle(self, most: int = 1000, service: str = KNOWN) -> None:
         """Handle messages of a service, in the store's own transaction."""
@@ -155,23 +155,23 @@ class Scene:
             for message in delivery:
                 delivery.connection.execute(HANDLE, [time.monotonic_ns(), message.text()])
 
-    # --- what is promised
+    # --- promises
 
     def is_refused(self, words: str, who: Collection[Reader]) -> None:
-        """Nothing is read or stored by them, and each names why."""
+        """Check that each reader names the reason and neither reads nor stores a message."""
         stored = self._stored()
         if "forwarder" in who:
             done = command("forward", "--config", self._file())
             assert re.search(words, done.stderr, re.DOTALL), (done.stdout, done.stderr)
             assert done.returncode == ConfigurationError.exit_code
         new = self._stored() - stored
-        assert not (new & {*AT_COPY} if self.copies else new), "only a copy's original goes on"
+        assert not (new & {*AT_COPY} if self.copies else new), "only a copy's original continues"
         if "receivers" in who and "store" in self.moving:
             with pytest.raises(SchemaError, match=f"(?s){words}"):
                 self.handle()
 
-    def goes_on(self) -> None:
-        """All that was sent is handled once, and in order."""
+    def delivers_all(self) -> None:
+        """Check that every sent message is handled once and in order."""
         let_time_pass(self.brokers["source"])
         self.forward()
         self.handle()
@@ -218,7 +218,7 @@ class Scene:
 
 @contextmanager
 def scene(site: Site, part: Part, folder: Path, home: Home | None = None) -> Iterator[Scene]:
-    """A scene at a site, in whose old cluster things are, or what is moved in one of its own."""
+    """A scene in the site's old cluster, or with the moved databases in a cluster of their own."""
     brokers = {"source": site.app, "store": site.mom}
     with ExitStack() as running:
         made = Scene(

@@ -1,4 +1,4 @@
-"""`saf rebase` after a move: what it would do, what it does, and what it has to be told."""
+"""`saf rebase` after a move: its dry run, its changes, and its questions to the operator."""
 
 from __future__ import annotations
 

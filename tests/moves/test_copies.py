@@ -11,7 +11,7 @@ from saf.repair.moved import MovedBy
 from saf.repair.rebase import rebase
 from tests.moves import ways
 from tests.moves.conftest import Site
-from tests.moves.ways import burn, goes_on, repair, send_numbers
+from tests.moves.ways import burn, delivers_all, repair, send_numbers
 from tests.pipeline import connect, run
 
 
@@ -45,9 +45,9 @@ def test_a_storage_copy_that_caught_up_by_logical_replication_loses_nothing(
         if rewritten:
             with pytest.raises(UsageError, match=r"Say --moved-by .*logical or copy"):
                 repair(follower.new, site.mom)
-            goes_on(follower.new, site.mom, 66, moved_by=MovedBy.COPY)
+            delivers_all(follower.new, site.mom, 66, moved_by=MovedBy.COPY)
         else:
-            goes_on(follower.new, site.mom, 66)
+            delivers_all(follower.new, site.mom, 66)
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_after_a_reset_of_the_epoch_and_the_named_cure_new_messages_arrive() -> 
         send_numbers(app, *range(25, 45))
         with connect(mom) as store:
             rebase(store, {})
-        goes_on(app, mom, 45)
+        delivers_all(app, mom, 45)
 
 
 @pytest.mark.parametrize("how", ["rewritten", "within-the-cluster"])
@@ -85,4 +85,4 @@ def test_what_was_rewritten_or_moved_within_its_cluster_is_not_sent_again_after_
     send_numbers(app, *range(30, 35))
     with connect(app) as connection:  # as after pg_upgrade: see test_upgrades
         connection.execute("UPDATE saf.broker SET system_identifier = 1")
-    goes_on(app, site.mom, 35)
+    delivers_all(app, site.mom, 35)

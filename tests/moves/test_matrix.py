@@ -1,7 +1,7 @@
 """The matrix of moves: each way to move, copy or rewrite a database, of a source, a store or both.
 
-In each cell nothing is lost, nothing doubled and the order kept; or it is refused by name, and so
-after the named cure. docs/moving.md has a recipe for each way, and this table.
+In each cell no message is lost or doubled and the order is kept, either immediately, or after a
+refusal that names the cure. docs/moving.md has a recipe for each way, and this table.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Step = Callable[[Scene], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the next contact comes to."""
+    """The result of the next contact."""
 
     words: str
-    """How the page says it."""
+    """The result in the page's table."""
     refusal: str = ""
-    """A pattern of what the refusal says; empty if nothing is refused."""
+    """A pattern of the refusal's text; empty if nothing is refused."""
     cure: Step = lambda _: None
     who: tuple[Reader, ...] = ("forwarder", "receivers")
-    """Who is refused; receivers only at a store."""
+    """The readers that are refused; receivers only at a store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +44,16 @@ class Way:
     """A way to move, copy or rewrite a database."""
 
     name: str
-    """As the page has it."""
+    """The name in the page's table."""
     move: Step
     outcomes: tuple[Outcome, Outcome, Outcome]
-    """Of a source, a store, and both."""
+    """For a source, a store, and both."""
     home: Home | None = None
-    """The cluster of what is moved, if it has one of its own."""
+    """The cluster of the moved databases, if they need one of their own."""
     senders_wait: bool = False
-    """Whether senders go on only after the cure."""
+    """Whether senders continue only after the cure."""
     in_gate: Part | None = None
-    """The part with which the gate runs it, too."""
+    """The part with which the gate also runs the way."""
 
     @property
     def row(self) -> str:
@@ -61,7 +61,7 @@ class Way:
         return f"| {' | '.join([self.name, *(one.words for one in self.outcomes)])} |"
 
 
-# --- ways that are more than one step
+# --- ways of more than one step
 
 
 def dumped(moved: Scene, recipe: str) -> None:
@@ -90,7 +90,7 @@ def rows_restored(moved: Scene) -> None:
     for one, dump in moved.dumps.items():
         command = ("pg_restore", "--data-only", "--disable-triggers", "-d")
         ways.tool(moved.old, *command, moved.brokers[one].conninfo, given=dump)
-    moved.say("rebase")
+    moved.saf("rebase")
 
 
 def replicated(moved: Scene, *, busy: bool, sequences: bool) -> None:
@@ -113,14 +113,14 @@ def promoted(moved: Scene, *, lags: bool) -> None:
         known = len(moved.expected)
         moved.work()
         moved.forward()
-        if moved.part == "both":  # what came since is nowhere any more
+        if moved.part == "both":  # later messages are gone from both
             del moved.expected[known:]
     ways.promote(standby)
-    moved.goes_to(standby)
+    moved.is_in(standby)
 
 
 def copied(moved: Scene) -> None:
-    moved.goes_to(moved.running.enter_context(ways.storage_copy(moved.old)))
+    moved.is_in(moved.running.enter_context(ways.storage_copy(moved.old)))
 
 
 def caught_up(moved: Scene, copying: ways.Copying) -> None:
@@ -141,7 +141,7 @@ def cloned_beside(moved: Scene) -> None:
 
 
 def upgraded(moved: Scene) -> None:
-    moved.goes_to(moved.running.enter_context(ways.upgraded(moved.old)))
+    moved.is_in(moved.running.enter_context(ways.upgraded(moved.old)))
 
 
 def vacuumed(broker: Dsn) -> None:
@@ -159,13 +159,13 @@ def clock_set(moved: Scene, seconds: int) -> None:
 def commands(*lines: str) -> dict[str, Any]:
     def cure(moved: Scene) -> None:
         for line in lines:
-            moved.say(line)
+            moved.saf(line)
 
     return {"cure": cure}
 
 
 TWO = r"two databases with one broker_id.*saf broker new-id"
-GOES_ON = Outcome(words="goes on")
+CONTINUES = Outcome(words="continues")
 MOVED = Outcome(
     words="refused: `saf rebase`",
     refusal=r"cannot be used as it was restored or moved.*saf rebase",
@@ -195,7 +195,7 @@ COPY = Outcome(
     **commands("broker new-id --broker shop_copy"),
 )
 COPY_OF_STORE = Outcome(
-    words="goes on; `saf broker new-id` for the copy",
+    words="continues; `saf broker new-id` for the copy",
     **commands("broker new-id --broker mom_copy"),
 )
 COPIES = Outcome(
@@ -218,7 +218,7 @@ WAYS = (
     Way(
         name="`pg_restore --clean` over itself",
         move=lambda moved: restored_over(moved, "--clean", "--no-owner"),
-        outcomes=(GOES_ON,) * 3, in_gate="both",
+        outcomes=(CONTINUES,) * 3, in_gate="both",
     ),
     Way(
         name="`pg_restore` over itself without `--clean`",
@@ -244,14 +244,14 @@ WAYS = (
         for busy in (False, True)
         for sequences in (True, False)
     ),
-    Way(name="`pg_basebackup`", move=copied, outcomes=(GOES_ON,) * 3),
+    Way(name="`pg_basebackup`", move=copied, outcomes=(CONTINUES,) * 3),
     Way(
         name="a standby, promoted",
-        move=partial(promoted, lags=False), outcomes=(GOES_ON,) * 3,
+        move=partial(promoted, lags=False), outcomes=(CONTINUES,) * 3,
     ),
     Way(
         name="a standby, promoted with lag",
-        move=partial(promoted, lags=True), outcomes=(SET_BACK, SET_BACK, GOES_ON),
+        move=partial(promoted, lags=True), outcomes=(SET_BACK, SET_BACK, CONTINUES),
     ),
     Way(
         name="`pg_basebackup`, then logical replication",
@@ -263,7 +263,7 @@ WAYS = (
     ),
     Way(
         name="`CREATE DATABASE … TEMPLATE`, instead of the original",
-        move=cloned, outcomes=(GOES_ON,) * 3,
+        move=cloned, outcomes=(CONTINUES,) * 3,
     ),
     Way(
         name="`CREATE DATABASE … TEMPLATE`, beside the original",
@@ -271,19 +271,19 @@ WAYS = (
     ),
     Way(
         name="`VACUUM (FULL, FREEZE)`",
-        move=lambda moved: moved.each(vacuumed), outcomes=(GOES_ON,) * 3, in_gate="both",
+        move=lambda moved: moved.each(vacuumed), outcomes=(CONTINUES,) * 3, in_gate="both",
     ),
     Way(
         name="`CLUSTER`",
-        move=lambda moved: moved.each(ways.clustered), outcomes=(GOES_ON,) * 3,
+        move=lambda moved: moved.each(ways.clustered), outcomes=(CONTINUES,) * 3,
     ),
     Way(
         name="`pg_repack`",
-        move=lambda moved: moved.each(ways.repacked), outcomes=(GOES_ON,) * 3, in_gate="both",
+        move=lambda moved: moved.each(ways.repacked), outcomes=(CONTINUES,) * 3, in_gate="both",
     ),
     Way(
         name="`pg_resetwal`",
-        move=lambda moved: ways.reset_wal(moved.old), outcomes=(GOES_ON,) * 3, home=ways.cluster,
+        move=lambda moved: ways.reset_wal(moved.old), outcomes=(CONTINUES,) * 3, home=ways.cluster,
     ),
     Way(
         name="`pg_resetwal -e`",
@@ -295,7 +295,7 @@ WAYS = (
         Way(
             name=f"the server's clock an hour {where}",
             move=partial(clock_set, seconds=by),
-            outcomes=(GOES_ON,) * 3, home=ways.cluster_with_clock,
+            outcomes=(CONTINUES,) * 3, home=ways.cluster_with_clock,
         )
         for where, by in (("back", -3600), ("ahead", 3600))
     ),
@@ -303,7 +303,7 @@ WAYS = (
 
 
 def cells() -> list[Any]:
-    """Each way with each part, at once, and when others have used the clusters."""
+    """Each way with each part, immediately and after others have used the clusters."""
     later = [pytest.mark.full, pytest.mark.slow]
     return [
         pytest.param(
@@ -324,13 +324,13 @@ def test_a_moved_database_loses_and_doubles_nothing_or_is_refused_until_the_name
         moved.begin()
         way.move(moved)
         if not way.senders_wait:
-            moved.senders_go_on(others)
+            moved.senders_continue(others)
         if outcome.refusal:
             moved.is_refused(outcome.refusal, outcome.who)
         outcome.cure(moved)
         if way.senders_wait:
-            moved.senders_go_on(others)
-        moved.goes_on()
+            moved.senders_continue(others)
+        moved.delivers_all()
 
 
 def test_the_page_has_the_matrix() -> None:

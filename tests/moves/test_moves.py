@@ -14,8 +14,8 @@ from tests.moves.ways import (
     arrived,
     burn,
     burn_beyond,
+    delivers_all,
     follow,
-    goes_on,
     in_order,
     repair,
     send_numbers,
@@ -57,11 +57,11 @@ def test_logical_replication_to_a_new_server_loses_and_doubles_nothing(
     send_numbers(follower.new, *range(70, 84))
     send_numbers(follower.new, *range(84, 90), savepoint=True)
     burn(site.new, burnt)
-    # in this case alone, what a row says fits a copy that caught up as well
+    # only in this case, the rows fit a copy that caught up as well
     told: dict[str, Any] = (
         {"moved_by": MovedBy.LOGICAL} if counter == "overtakes for a while" else {}
     )
-    goes_on(follower.new, site.mom, 90, **told)
+    delivers_all(follower.new, site.mom, 90, **told)
 
 
 @pytest.mark.parametrize("new", [3, 5])

@@ -1,4 +1,4 @@
-"""A backup that is restored over what is there, without --clean: each row of the logs twice."""
+"""A backup restored over its database without --clean: each row of the logs exists twice."""
 
 from __future__ import annotations
 

@@ -50,14 +50,14 @@ PATIENCE_SECONDS = 30
 
 @contextmanager
 def cluster_with_clock() -> Iterator[EmbeddedServer]:
-    """A cluster whose clock `set_clock` sets while it runs."""
+    """A cluster with a clock that `set_clock` sets while the server runs."""
     needed("gcc", "gcc")
     with cluster(of=ClockedServer) as server:
         yield server
 
 
 def set_clock(server: EmbeddedServer, seconds: int) -> None:
-    """Let a server's clock jump."""
+    """Move a server's clock."""
     assert isinstance(server, ClockedServer)
     server.set_clock(seconds)
     with connect(server.dsn("postgres")) as connection:
@@ -67,7 +67,7 @@ def set_clock(server: EmbeddedServer, seconds: int) -> None:
 
 @contextmanager
 def cluster_of_epoch_1() -> Iterator[EmbeddedServer]:
-    """A cluster whose transaction ids have gone round once."""
+    """A cluster whose transaction ids have wrapped around once."""
     with cluster() as server:
         reset_wal(server, "-e", "1")
         yield server
@@ -77,7 +77,7 @@ def cluster_of_epoch_1() -> Iterator[EmbeddedServer]:
 def cluster(
     version: int = 18, folder: Path | None = None, of: type[EmbeddedServer] = EmbeddedServer
 ) -> Iterator[EmbeddedServer]:
-    """A cluster of its own, whose transaction ids have not got far."""
+    """A separate cluster with low transaction ids."""
     try:
         programs(version)
     except UsageError as missing:
@@ -99,7 +99,7 @@ def cluster(
 
 
 def tool(server: EmbeddedServer, program: str, *arguments: str, given: bytes = b"") -> bytes:
-    """Run a program of PostgreSQL's, as the user that the server runs as; return its output."""
+    """Run a program of PostgreSQL as the server's user; return its output."""
     done = attempt(server, program, *arguments, given=given)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
     return done.stdout
@@ -108,7 +108,7 @@ def tool(server: EmbeddedServer, program: str, *arguments: str, given: bytes = b
 def attempt(
     server: EmbeddedServer, program: str, *arguments: str, given: bytes = b""
 ) -> subprocess.CompletedProcess[bytes]:
-    """The same, whatever its exit code."""
+    """Like `tool`, without a check of the exit code."""
     user: dict[str, Any] = {}
     if os.geteuid() == 0:
         owner = server.data_dir.stat()
@@ -120,9 +120,9 @@ def attempt(
 
 
 def recipe(kind: str, old: Dsn, new: Dsn, name: str = "moving", lines: slice = slice(None)) -> Dsn:
-    """Give the commands of a recipe of docs/moving.md, or some of them; return the new database.
+    """Run a recipe of docs/moving.md, or some lines of a recipe; return the new database.
 
-    ``name``: what the files, publications and slots are called.
+    ``name``: the name for files, publications and slots.
     """
     (script,) = blocks(page("moving.md"), kind)
     script = re.sub(r"\bmoving\b", name, "".join(script.splitlines(keepends=True)[lines]))
@@ -143,7 +143,7 @@ def recipe(kind: str, old: Dsn, new: Dsn, name: str = "moving", lines: slice = s
 def send_numbers(
     app: Dsn, *numbers: int, savepoint: bool = False, service: str = "billing"
 ) -> None:
-    """Send each number in a transaction of its own; its key is its remainder."""
+    """Send each number in a separate transaction, with its remainder as key."""
     with app.connect(role="test") as connection:
         for number in numbers:
             if savepoint:
@@ -156,19 +156,19 @@ def send_numbers(
 
 
 def arrived(mom: Dsn) -> list[int]:
-    """All numbers that have arrived, sorted."""
+    """Return the numbers that have arrived, sorted."""
     return sorted(map(int, bodies(mom)))
 
 
 def in_order(mom: Dsn) -> bool:
-    """Whether the numbers of each key have arrived in the order in which they were sent."""
+    """Tell whether the numbers of each key have arrived in the order of sending."""
     found = [int(body) for body in bodies(mom)]
     of_keys = [[one for one in found if one % KEYS == key] for key in range(KEYS)]
     return all(mine == sorted(mine) for mine in of_keys)
 
 
 def burn(server: EmbeddedServer | Dsn, count: int = 700) -> None:
-    """Let other work use up transaction ids of a cluster."""
+    """Use up transaction ids of a cluster."""
     dsn = server.dsn("postgres") if isinstance(server, EmbeddedServer) else server
     with connect(dsn) as connection:
         connection.execute(
@@ -178,26 +178,26 @@ def burn(server: EmbeddedServer | Dsn, count: int = 700) -> None:
 
 
 def burn_beyond(server: EmbeddedServer, other: EmbeddedServer, by: int) -> None:
-    """Let a cluster get as far ahead of another one as that, or farther."""
+    """Use up transaction ids until a cluster is ahead of another by ``by`` or more."""
     burn(server, max(0, next_transaction(other) + by - next_transaction(server)))
 
 
 def next_transaction(server: EmbeddedServer) -> int:
-    """The transaction id that a cluster gives next."""
+    """Return the next transaction id of a cluster."""
     with connect(server.dsn("postgres")) as connection:
         query = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
         return int(fetch(connection, query)[0][0])
 
 
 def repair(app: Dsn, mom: Dsn, **options: Any) -> Any:
-    """What `saf rebase` does for a source with one store."""
+    """Repair a source with one store, as `saf rebase` does."""
     with connect(app) as connection, connect(mom) as store:
         ((source,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
         return rebase(connection, {"mom": known_at(store, source)}, **options)
 
 
 def wait_until(check: Callable[[], bool], what: str) -> None:
-    """Wait until something is true."""
+    """Wait until a check succeeds."""
     until = time.monotonic() + PATIENCE_SECONDS
     while not check():
         assert time.monotonic() < until, f"in vain: {what}"
@@ -205,7 +205,7 @@ def wait_until(check: Callable[[], bool], what: str) -> None:
 
 
 def template_copy(server: EmbeddedServer, broker: Dsn, name: str) -> Dsn:
-    """What CREATE DATABASE … TEMPLATE makes."""
+    """Copy a database by CREATE DATABASE … TEMPLATE."""
     with connect(server.dsn("postgres")) as connection:
         sessions = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %(name)s"
         fetch(connection, sessions, {"name": broker.database})
@@ -215,7 +215,7 @@ def template_copy(server: EmbeddedServer, broker: Dsn, name: str) -> Dsn:
 
 
 def drop_database(server: EmbeddedServer, name: str) -> None:
-    """Drop it, whoever is connected."""
+    """Drop a database, even with sessions in it."""
     with connect(server.dsn("postgres")) as connection:
         connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 
@@ -224,12 +224,12 @@ def drop_database(server: EmbeddedServer, name: str) -> None:
 
 
 def dump(old: EmbeddedServer, broker: Dsn, *options: str) -> bytes:
-    """A dump in the custom format, or as the options say."""
+    """Return a dump, in the custom format unless options name another."""
     return tool(old, "pg_dump", "-Fc", "--no-owner", *options, broker.conninfo)
 
 
 def restored(new: EmbeddedServer, dumped: bytes, name: str, *options: str) -> Dsn:
-    """A dump, restored into an empty database."""
+    """Restore a dump into an empty database."""
     copy = new.create_database(name)
     tool(new, "pg_restore", "--no-owner", *options, "-d", copy.conninfo, given=dumped)
     return copy
@@ -249,19 +249,19 @@ SYNCED = "SELECT bool_and(srsubstate = 'r') FROM pg_subscription_rel"
 
 @dataclass(frozen=True)
 class Subscription:
-    """A database that follows another one by logical replication."""
+    """A database that follows another by logical replication."""
 
     old: Dsn
     new: Dsn
     name: str
 
     def catch_up(self) -> None:
-        """Wait until all that is committed is applied."""
+        """Wait until every commit is applied."""
         with connect(self.old) as here, connect(self.new) as there:
             wait_until(lambda: fetch(here, CONTENT) == fetch(there, CONTENT), "the stream")
 
     def cut(self, *, sequences: bool = True) -> None:
-        """The cut-over: what was sent by now has arrived, and nothing more comes."""
+        """Cut over: wait until every message has arrived, then end the subscription."""
         self.catch_up()
         recipe("cut", self.old, self.new, self.name, lines=slice(None if sequences else -1, None))
 
@@ -274,7 +274,7 @@ def synced(old: Dsn, new: Dsn, name: str) -> Subscription:
 
 
 def follow(old: Dsn, new: Dsn, name: str) -> Subscription:
-    """An empty database that follows a broker, with its schema and all that it holds."""
+    """Let an empty database follow a broker, with its schema and rows."""
     recipe("follow", old, new, name)
     return synced(old, new, name)
 
@@ -289,7 +289,7 @@ Copying = Callable[
 
 @contextmanager
 def storage_copy(old: EmbeddedServer, *options: str) -> Iterator[EmbeddedServer]:
-    """A copy of a whole cluster, which runs; with ``-R`` it is a standby."""
+    """A running copy of a whole cluster; a standby with ``-R``."""
     parent = Path(tempfile.mkdtemp(prefix="saf-test-"))
     shutil.chown(parent, old.data_dir.stat().st_uid, old.data_dir.stat().st_gid)
     try:
@@ -309,7 +309,7 @@ def storage_copy(old: EmbeddedServer, *options: str) -> Iterator[EmbeddedServer]
 def followed_copy(
     old: EmbeddedServer, brokers: Mapping[str, Dsn]
 ) -> Iterator[dict[str, Subscription]]:
-    """A copy of a cluster whose brokers follow the originals from the copy on, by their names."""
+    """A copy of a cluster whose brokers follow their originals, by name."""
     for name, broker in brokers.items():
         recipe("slot", broker, broker, name)
     with storage_copy(old) as copy:
@@ -322,7 +322,7 @@ def followed_copy(
 
 
 def catch_up(primary: EmbeddedServer, standby: EmbeddedServer) -> None:
-    """Wait until a standby has replayed all that is committed."""
+    """Wait until a standby has replayed every commit."""
     with connect(primary.dsn("postgres")) as here, connect(standby.dsn("postgres")) as there:
         fetch(here, "SELECT pg_switch_wal()")
         ((now,),) = fetch(here, "SELECT pg_current_wal_lsn()")
@@ -331,7 +331,7 @@ def catch_up(primary: EmbeddedServer, standby: EmbeddedServer) -> None:
 
 
 def cut_off(standby: EmbeddedServer) -> None:
-    """Let a standby receive nothing more: from then on, it lags."""
+    """Disconnect a standby from its primary, so that it lags."""
     with connect(standby.dsn("postgres")) as there:
         there.execute("ALTER SYSTEM SET primary_conninfo = ''")
         there.execute("SELECT pg_reload_conf()")
@@ -340,7 +340,7 @@ def cut_off(standby: EmbeddedServer) -> None:
 
 
 def promote(standby: EmbeddedServer) -> None:
-    """Make a standby a primary."""
+    """Promote a standby."""
     with connect(standby.dsn("postgres")) as there:
         assert fetch(there, "SELECT pg_promote()") == [(True,)]
 
@@ -349,7 +349,7 @@ def promote(standby: EmbeddedServer) -> None:
 def created_subscriber(
     old: EmbeddedServer, brokers: Mapping[str, Dsn]
 ) -> Iterator[dict[str, Subscription]]:
-    """What pg_createsubscriber makes of a standby, with a subscription for each broker."""
+    """Turn a standby into a subscriber, with a subscription for each broker."""
     with storage_copy(old, "-R") as standby:
         catch_up(old, standby)
         standby.stop()
@@ -374,7 +374,7 @@ def created_subscriber(
 
 @contextmanager
 def upgraded(old: EmbeddedServer) -> Iterator[EmbeddedServer]:
-    """What pg_upgrade makes of a cluster of an older version."""
+    """Upgrade a cluster of an older version by pg_upgrade."""
     with cluster() as new:
         old.stop()
         new.stop()
@@ -389,13 +389,13 @@ def upgraded(old: EmbeddedServer) -> Iterator[EmbeddedServer]:
 
 
 def reset_wal(server: EmbeddedServer, *options: str) -> None:
-    """Stop a server, have its WAL and perhaps its counters reset, and start it."""
+    """Stop a server, reset its WAL and perhaps its counters, and start it."""
     server.stop()
     tool(server, "pg_resetwal", *options, "-D", str(server.data_dir))
     server.start()
 
 
-# --- tables that are rewritten where they are
+# --- tables rewritten in place
 
 TABLES = """
 SELECT c.oid::regclass::text, max(i.indexrelid::regclass::text),
@@ -416,7 +416,7 @@ def clustered(broker: Dsn) -> None:
 
 
 def repacked(broker: Dsn) -> None:
-    """Write the rows of each table anew, in a transaction of its own, as pg_repack does."""
+    """Rewrite the rows of each table in a separate transaction, as pg_repack does."""
     with connect(broker) as connection:
         connection.execute("SET session_replication_role = replica")
         for table, _, columns in fetch(connection, TABLES):
@@ -432,14 +432,14 @@ def repacked(broker: Dsn) -> None:
 
 
 def truncated(broker: Dsn) -> None:
-    """What a cleaner of tests does that truncates every table."""
+    """Truncate every table, as a test cleaner does."""
     with connect(broker) as connection:
         tables = ", ".join(table for table, _, _ in fetch(connection, TABLES))
         connection.execute(f"TRUNCATE {tables}".encode())
 
 
-def goes_on(moved: Dsn, mom: Dsn, last: int, refuses: bool = True, **options: object) -> None:
-    """It is refused by name; after the repair, everything up to the last number arrives once."""
+def delivers_all(moved: Dsn, mom: Dsn, last: int, refuses: bool = True, **options: object) -> None:
+    """Check that a move is refused, and that after the repair every number arrives once."""
     if refuses:
         before = arrived(mom)
         with pytest.raises(Restored, match="saf rebase"):
