@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from saf.broker.granted import OTHER
 from saf.cli.brokers import AsJson, Config, Round, Where, chosen, everywhere
 from saf.cli.console import echo
 from saf.cli.listing import Listing
+from saf.cli.route import warn_of_early
 from saf.config import Broker, Settings, load
 from saf.database import Dsn
 from saf.errors import ConfigurationError, UsageError
@@ -68,6 +69,7 @@ def command(
     to_do = {name: one for name, one in differences.items() if one.changes}
     if not as_json:
         show(differences)
+    warn_of_early(settings, _new_destinations(to_do.values()))
     if to_do and not dry_run:
         if not yes:
             _ask(as_json=as_json)
@@ -154,6 +156,17 @@ def _wanted(
             places.brokers[place] = broker
             wanted[broker.dsn] = one.entries()
     return places, wanted
+
+
+def _new_destinations(differences: Iterable[Difference]) -> list[str]:
+    """Return the destinations of created routes, sorted."""
+    found = {
+        change.key[change.table.key.index("destination")]
+        for one in differences
+        for change in one.changes
+        if change.table.name == "routes" and change.action == "create"
+    }
+    return sorted(found)
 
 
 def _refuse_twins(identities: Mapping[str, str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from functools import partial
 from typing import Annotated, Any
@@ -98,13 +98,7 @@ def add(
     what = _named(destination, service, to_broker)
     for where, new in added.items():
         _say(where, what, "added" if new else "changed", "from now on" if local else NEXT_BATCH)
-    there = settings.destinations[destination]
-    if not there.capabilities.holds:
-        echo(
-            f"saf: destination {destination!r} of kind {there.kind!r} holds no message until its "
-            "deliver_at: it gets the message at once, with the time as a column or header",
-            err=True,
-        )
+    warn_of_early(settings, [destination])
     round_.finish(say=True)
 
 
@@ -248,6 +242,18 @@ def state(one: Configured, there: Configuration) -> str:
     if one.in_force(there.now):
         return "in force" if one.route in there.in_force.routes else "not needed"
     return "expired" if one.enabled else "disabled"
+
+
+def warn_of_early(settings: Settings, destinations: Iterable[str]) -> None:
+    """Warn of destinations that deliver messages before their ``deliver_at``."""
+    for name in destinations:
+        destination = settings.destinations[name]
+        if not destination.capabilities.holds:
+            echo(
+                f"saf: destination {name!r} of kind {destination.kind!r} holds no message until "
+                "its deliver_at: it gets the message at once, with the time as a column or header",
+                err=True,
+            )
 
 
 def _known(settings: Settings, destination: str) -> None:

@@ -49,6 +49,13 @@ def test_a_route_and_a_run_say_that_a_destination_holds_no_message(
     added = saf("route", "add", "lake", "--service", "billing", "--config", config)
     assert added.returncode == 0
     assert "'lake' of kind 'jsonl' holds no message until its deliver_at" in added.stderr
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[[brokers.app.routes]]\nservice = "orders"\ndestination = "lake"\n')
+    for options in (["--dry-run"], ["--yes"]):
+        applied = saf("apply", plan, *options, "--config", config)
+        assert applied.returncode == 0
+        assert "'lake' of kind 'jsonl' holds no message until its deliver_at" in applied.stderr
+    assert saf("apply", plan, "--yes", "--config", config).stderr == ""
     send(app)
     found = json.loads(saf("doctor", "--json", "--config", config).stdout)["findings"]
     (one,) = [one for one in found if one["check"] == "given_early"]

@@ -58,8 +58,16 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a doctor takes any destination for one that holds messages",
         "saf/operating/doctor/routing.py",
-        "not there.capabilities.holds",
-        "there.capabilities.holds",
+        "not destination.capabilities.holds",
+        "destination.capabilities.holds",
+        "contract/test_given_early.py::"
+        "test_a_route_and_a_run_say_that_a_destination_holds_no_message",
+    ),
+    mutant(
+        "a plan routes messages for later to files, without a word",
+        "saf/cli/apply.py",
+        'change.table.name == "routes" and change.action == "create"',
+        'change.table.name == "routes" and change.action == "remove"',
         "contract/test_given_early.py::"
         "test_a_route_and_a_run_say_that_a_destination_holds_no_message",
     ),
