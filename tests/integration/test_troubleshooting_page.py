@@ -37,8 +37,12 @@ SOURCE = "\n".join(file.read_text() for file in sorted((ROOT / "saf").rglob("*.p
 SAID = re.sub(r'"\s*\n?\s*f?"', "", SOURCE)
 """The source with texts that are written in parts put together."""
 
-POSTGRESQLS = ("permission denied", "canceling statement due to lock timeout")
-"""What the server says."""
+POSTGRESQLS = (
+    "permission denied",
+    "canceling statement due to lock timeout",
+    "query would be affected by row-level security",
+)
+"""Errors of PostgreSQL itself."""
 
 
 @pytest.mark.parametrize("name", ["troubleshooting", "operations"])

@@ -80,7 +80,7 @@ class Archiving(Senders):
         self.number += count
         self.begin([(str(n), str(n % 5), str(n).encode()) for n in numbers], late=late)
 
-    @rule(ago=st.integers(0, 9))
+    @rule(ago=st.integers(1, 9))
     def send_with_an_id_of_long_ago(self, ago: int) -> None:
         """A message comes into a slot that ids have left, and that may be purged."""
         self.number += 1
