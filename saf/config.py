@@ -226,7 +226,7 @@ class Transform(_Table):
     def _is_named(cls, function: str) -> str:
         module, colon, name = function.partition(":")
         if not (module and colon and name):
-            raise ValueError(f"{function!r} is no module:function")
+            raise ValueError(f"{function!r} is not module:function")
         return function
 
 
@@ -340,7 +340,7 @@ class Ui(_Table):
         if url is not None and not (
             url.startswith(("https://", "http://")) and url.count(TRACE_ID) == 1
         ):
-            raise ValueError(f"an http(s) address with {TRACE_ID} in it, once: {url!r} is none")
+            raise ValueError(f"an http(s) address must contain {TRACE_ID} once: {url!r} does not")
         return url
 
 
@@ -439,7 +439,7 @@ class Settings(_Sources):
         for setting, name in named.items():
             if name is not None and name not in self.destinations:
                 raise ValueError(
-                    f"{setting} is {name!r}, but there is no [destinations.{name}]"
+                    f"{setting} is {name!r}, but [destinations.{name}] is missing"
                     f"{did_you_mean(name, self.destinations)}"
                 )
         return self
@@ -497,8 +497,8 @@ class Settings(_Sources):
                 )
             if endpoint.broker is not None and endpoint.broker not in brokers:
                 raise ValueError(
-                    f"endpoints.{name}.broker is {endpoint.broker!r}, which is no destination with "
-                    f"an inbox{did_you_mean(endpoint.broker, brokers)}"
+                    f"endpoints.{name}.broker is {endpoint.broker!r}, which is not a destination "
+                    f"with an inbox{did_you_mean(endpoint.broker, brokers)}"
                 )
         return self
 
@@ -620,7 +620,7 @@ def _read(path: Path, *, delivers: bool) -> Settings:
     rest = {name: table for name, table in tables.items() if name not in signing}
     if delivers and not tables.get("destinations"):
         raise ConfigurationError(
-            f"{path}: there is no [destinations.NAME], where messages are delivered"
+            f"{path}: [destinations.NAME] is missing, to which messages are delivered"
         )
     return _checked(path, tables, lambda: Settings(**_expand(rest, ()), **signing))
 

@@ -68,7 +68,7 @@ def programs(version: int) -> Path:
         return Path(in_wheel[version])
     if not debian.is_dir():
         raise ConfigurationError(
-            f"no PostgreSQL {version} here: the wheel holds {sorted(in_wheel)}, and there is no "
+            f"no PostgreSQL {version} here: the wheel holds {sorted(in_wheel)}, and found no "
             f"{debian}"
         )
     return debian

@@ -523,7 +523,7 @@ def grant(connection: psycopg.Connection[Any], role: str, kinds: Iterable[Kind])
         raise ConfigurationError(
             f"role {role!r} has passed rights in schema saf of database "
             f"{connection.info.dbname!r} on to others ({error.diag.message_detail}): "
-            "let it REVOKE them first"
+            "it must REVOKE them first"
         ) from error
 
 
@@ -541,7 +541,7 @@ def forgers_cure(whose: str) -> str:
     """Return what to do about rights of a role or group, given as SQL, that no kind has."""
     return (
         f"as the owner, REVOKE ALL ON ALL TABLES IN SCHEMA saf FROM {whose}, run `saf grant` for "
-        f"whoever needs rights, and take away default privileges that gave them (\\ddp in psql)"
+        f"each role that needs rights, and remove default privileges that gave them (\\ddp in psql)"
     )
 
 

@@ -139,7 +139,7 @@ def add_senders(
     for name in (from_service, *to_services):
         if name is not None and not (name and name.isprintable() and fits(name, MAX_NAME)):
             raise UsageError(
-                f"{name!r} is no service's name: 1 to {MAX_NAME} bytes of printable characters"
+                f"{name!r} is not a service name: 1 to {MAX_NAME} bytes of printable characters"
             )
     params = {"role": role, "from_service": from_service, "to_services": [*to_services]}
     with connection.transaction():

@@ -242,7 +242,7 @@ def create_subscription(
             there = subscription(connection, name)
             if there.service != service:
                 raise ConfigurationError(
-                    f"subscription {name!r} is there already, and reads "
+                    f"subscription {name!r} already exists, and reads "
                     + (f"service {there.service!r}" if there.service else "all services")
                 )
             return False
@@ -270,12 +270,12 @@ def remove_subscription(
             "messages to be read": unread,
             "parked messages": parked,
             "dead letters": dead,
-            "large bodies of which a part has come": incomplete,
+            "large bodies received in part": incomplete,
         }
         left = [kind for kind, there in kinds.items() if there]
         if left and not discard:
             raise UsageError(
-                f"subscription {name!r} has {' and '.join(left)}: let them be handled first, or "
+                f"subscription {name!r} has {' and '.join(left)}: handle them first, or "
                 "give them up with --discard"
             )
         if left:
@@ -299,10 +299,10 @@ def _first(names: Sequence[str], others: Mapping[str, int]) -> str:
     return (
         f"{mine} would be the first here, and messages for others would wait at their sources from "
         f"then on; the inbox has messages for {some}. Create those in the same command (`saf "
-        "service create` takes several), or say --refuse-others (refuse_others=True)"
+        "service create` takes several), or add --refuse-others (refuse_others=True)"
     )
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
     there = ", ".join(map(repr, known)) or "none"
-    return f"there is no {what} {name!r} here, only {there}: create it with `saf {what} create`"
+    return f"{what} {name!r} does not exist here, only {there}: create it with `saf {what} create`"

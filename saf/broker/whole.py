@@ -197,7 +197,7 @@ def deletable_doubles(connection: psycopg.Connection[Any]) -> Iterator[None]:
             raise UsageError(
                 f"publication {name!r} publishes deletes of saf's logs, which have messages twice: "
                 "PostgreSQL lets nobody delete one of two rows that are the same. Run this as the "
-                f"owner of the publication or as a superuser, or drop it meanwhile"
+                f"owner of the publication or as a superuser, or drop the publication first"
             )
     for name, _, others in found:
         _publish(connection, name, others)
@@ -220,7 +220,7 @@ def first_for(connection: psycopg.Connection[Any]) -> tuple[str, str] | None:
     others = ", ".join(repr(name) for name, _ in found[1:SHOWN])
     what = (
         f"schema saf is the first in the search_path of role {role!r} ({path})"
-        f"{f', and of {others}' if others else ''}: what it creates without naming a schema lands "
+        f"{f', and of {others}' if others else ''}: objects created without a schema land "
         "among saf's tables, and its own Alembic finds saf's version there"
     )
     cure = sql.SQL("ALTER ROLE {} SET search_path = public").format(sql.Identifier(role))

@@ -28,7 +28,7 @@ from saf.plans.toml import document
 
 HEADER = (
     "# What the brokers have, as `saf export` has found it; `saf apply FILE` makes them so again.",
-    "# A table that is left out is left as it is; one that is empty says that there are none.",
+    "# A table that is left out stays unchanged; an empty table means that no entry exists.",
 )
 
 
@@ -179,7 +179,7 @@ def _refuse_twins(identities: Mapping[str, str]) -> None:
 
 def _ask(*, as_json: bool) -> None:
     if as_json or not sys.stdin.isatty():
-        raise UsageError("nothing is changed yet: say --yes, or --dry-run to see the difference")
+        raise UsageError("nothing is changed yet: add --yes, or --dry-run to see the difference")
     if not typer.confirm("Do it?", err=True):
         raise typer.Exit(0)
 

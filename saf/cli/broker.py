@@ -61,7 +61,7 @@ def new_id(
         bool,
         typer.Option(
             "--alone",
-            help="The original is not in saf.toml: keep all that waits, also what it sends too.",
+            help="The original is not in saf.toml: keep all pending messages, which it sends too.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -86,7 +86,7 @@ def new_id(
     ]
     if not (originals or alone):
         raise UsageError(
-            f"no other broker of saf.toml has the broker_id of {broker!r}, {mine.broker_id}: say "
+            f"no other broker of saf.toml has the broker_id of {broker!r}, {mine.broker_id}: add "
             "--alone if it is a copy of a broker that saf.toml does not name"
         )
     original = None if alone else originals[0]

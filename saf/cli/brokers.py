@@ -95,7 +95,7 @@ def moment(text: str) -> datetime:
     try:
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r} is no time such as 2026-01-31T12:00:00Z") from None
+        raise typer.BadParameter(f"{text!r} is not a time such as 2026-01-31T12:00:00Z") from None
 
 
 Since = Annotated[
@@ -120,7 +120,7 @@ After = Annotated[
     typer.Option(metavar="END", help="Go on where the page before has ended, in one broker."),
 ]
 Why = Annotated[str, typer.Option(help="For the audit; who and when are noted anyway.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which they are.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="List matches without changing them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
@@ -128,7 +128,7 @@ def say_next(pages: Mapping[str, Page[Any]]) -> None:
     """Say how each broker's next page is shown, where there is one."""
     for name, page in pages.items():
         if page.next is not None:
-            echo(f"{name}: go on with --broker {name} --after {shlex.quote(page.next)}")
+            echo(f"{name}: continue with --broker {name} --after {shlex.quote(page.next)}")
 
 
 def rows_of(pages: Mapping[str, Page[Any]]) -> list[dict[str, Any]]:
@@ -167,7 +167,7 @@ class Round:
             UsageError: there are several.
         """
         if after is not None and len(self.brokers) != 1:
-            raise UsageError("--after goes on in one broker: which one? Say --broker NAME")
+            raise UsageError("--after continues in one broker: add --broker NAME")
 
     def only(self, numbers: object) -> None:
         """Make sure that rows which are named by their numbers are looked for in one broker.
@@ -208,7 +208,7 @@ class Round:
         except KeyboardInterrupt:
             stopping.set()
             self.interrupted = True
-            echo("saf: stopping after what is in hand", err=True)
+            echo("saf: stopping after the messages in hand", err=True)
             begun = {name: job.result for name, job in jobs.items() if not job.cancel()}
             return self._results(begun)
 
@@ -268,7 +268,7 @@ class Round:
             if say:
                 echo(f"saf: broker {name!r}: {error}", err=True)
         if self.interrupted:
-            echo("saf: interrupted: what is not shown as done is as it was", err=True)
+            echo("saf: interrupted: changes not shown as done were not made", err=True)
             raise typer.Exit(INTERRUPTED)
         if found or self.failed:
             raise typer.Exit(found or max(error.exit_code for _, error in self.failed))

@@ -38,7 +38,7 @@ from saf.setaside import audit, dead
 from saf.setaside.dead import REASONS, DeadLetter, Filter
 from saf.setaside.staying import WHY
 
-app = typer.Typer(no_args_is_help=True, help="Messages that a person has to decide about.")
+app = typer.Typer(no_args_is_help=True, help="Messages that need an operator's decision.")
 
 Ids = Annotated[
     list[int] | None,
@@ -70,7 +70,7 @@ def list_(
     error: Error = None,
     after: After = None,
     limit: Limit = 100,
-    count: Annotated[bool, typer.Option("--count", help="Only say how many there are.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Count without listing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show dead letters, oldest first."""
@@ -135,7 +135,7 @@ def show(
     round_.only(number)
     for body in round_.visit("dead", lambda connection, _: dead.body(connection, number)).values():
         if body is None:
-            raise UsageError(f"there is no dead letter {number}; see `saf dead list`")
+            raise UsageError(f"no dead letter {number}; see `saf dead list`")
         write(body)
     round_.finish(say=True)
 
@@ -225,7 +225,7 @@ def redirect(
     known = load(config).destinations
     if to not in known:
         raise ConfigurationError(
-            f"--to {to}: there is no [destinations.{to}] in saf.toml{did_you_mean(to, known)}"
+            f"--to {to}: no [destinations.{to}] in saf.toml{did_you_mean(to, known)}"
         )
     _act(
         partial(decide.redirect, to=to), which, config, broker, why,

@@ -61,7 +61,7 @@ def command(
         int | None, typer.Option(min=1, help="Only the first flights. Default: all 336,776.")
     ] = None,
     reset: Annotated[
-        bool, typer.Option("--reset", help="Begin anew: drop the databases of earlier runs.")
+        bool, typer.Option("--reset", help="Start over: drop the databases of earlier runs.")
     ] = False,
     routing: Annotated[
         bool, typer.Option("--routing", help="To three MOM stores, each flight to its airport's.")
@@ -242,7 +242,7 @@ def _to_webhooks(server: EmbeddedServer, folder: Path, *, reset: bool) -> Place:
         with console.status("sending webhooks"):
             sent = webhooks.send(mom, folder)
         said = f"sent {counted(sent.requests, 'webhook')} in {sent.seconds:.1f} s"
-        paused = f", {webhooks.PAUSE_SECONDS:g} s of which the receiver paused"
+        paused = f", including {webhooks.PAUSE_SECONDS:g} s of the receiver's pause"
         console.print(said + (paused if sent.paused else ""))
 
     return Place(
@@ -308,7 +308,7 @@ def _listing(result: dict[str, Any]) -> Listing:
         "sent": "sent by transactions that committed",
         "rolled_back": "rolled back with their transactions",
         "forwarded": "where they were sent to",
-        **{name: f"of them in store {name}" for name in result["stores"]},
+        **{name: f"stored in {name}" for name in result["stores"]},
         "lost": "lost",
         "misrouted": "in a wrong store",
         "duplicated": "duplicated",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def written(done: Written) -> str:
     """Say what the writers did."""
     if not done.transactions:
-        return "recorded nothing: all flights are there from an earlier run"
+        return "recorded nothing: an earlier run has recorded all flights"
     return (
         f"recorded {done.flights:,} flights and sent a message about each, "
         f"in {done.transactions - done.rolled_back:,} transactions; "

@@ -59,7 +59,7 @@ def named(name: str, config: Path | None) -> DestinationSettings:
     destinations = load(config).destinations
     if name not in destinations:
         raise ConfigurationError(
-            f"there is no [destinations.{name}] in saf.toml{did_you_mean(name, destinations)}"
+            f"no [destinations.{name}] in saf.toml{did_you_mean(name, destinations)}"
         )
     return destinations[name]
 

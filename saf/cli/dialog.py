@@ -43,7 +43,7 @@ Service = Annotated[str | None, typer.Option(help="Only those of this service.")
 Code = Annotated[
     int | None, typer.Option(help="End with an error of this code, from 1 to 2147483647.")
 ]
-Text = Annotated[str, typer.Option(help="What the error says to the other end.")]
+Text = Annotated[str, typer.Option(help="Text of the error for the other end.")]
 
 
 @app.command("list")
@@ -100,7 +100,7 @@ def show(
             for name, value in row.items():
                 echo(f"{name:18}{value}")
     if not rows and not round_.failed:
-        raise UsageError(f"there is no conversation {handle}; see `saf dialog list`")
+        raise UsageError(f"no conversation {handle}; see `saf dialog list`")
     round_.finish(say=not as_json)
 
 
@@ -206,7 +206,7 @@ def _where_it_lives(round_: Round, handle: UUID, act: Any, done: str) -> None:
     for name in found:
         echo(f"{name}: conversation {handle} {done}")
     if not found and not round_.failed:
-        raise UsageError(f"there is no conversation {handle}; see `saf dialog list`")
+        raise UsageError(f"no conversation {handle}; see `saf dialog list`")
     round_.finish(say=True)
 
 

@@ -53,12 +53,12 @@ def add(
         ),
     ] = None,
     bearer_from: Annotated[
-        str | None, typer.Option(metavar="VARIABLE", help="The same, of a token.")
+        str | None, typer.Option(metavar="VARIABLE", help="Environment variable with a token.")
     ] = None,
     mode: Annotated[
         str | None, typer.Option(help="binary (the default), structured, batch, plain, xmlrpc.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="With xmlrpc: what is called.")] = None,
+    method: Annotated[str | None, typer.Option(help="With xmlrpc: method to call.")] = None,
     max_in_flight: Annotated[
         int | None, typer.Option(help="How many requests of one process. Default: 100.")
     ] = None,
@@ -204,7 +204,7 @@ def send_test(name: Name, config: Config = None) -> None:
     """
     (one,) = chosen(load(config), [name]).values()
     if one.mode in ("soap", "xmlrpc"):
-        raise UsageError(f"endpoint {name!r} is called by {one.mode}: a test would do what it does")
+        raise UsageError(f"endpoint {name!r} is called by {one.mode}: a test would really do it")
     answer = asyncio.run(_test(one))
     if answer.meaning is not Meaning.DONE:
         raise SafError(f"endpoint {name!r}: {answer.error}, after {answer.seconds:.3f} s")
@@ -221,7 +221,7 @@ def pause(name: Name, config: Config = None) -> None:
     (one,) = chosen(settings, [name]).values()
     with _inbox(settings, name, one) as connection:
         Book(subscription_id=_subscription(connection, name, one), endpoint=name).pause(connection)
-    echo(f"{name}: paused; `saf endpoint resume {name}` lets it go on")
+    echo(f"{name}: paused; `saf endpoint resume {name}` continues")
 
 
 @app.command()

@@ -17,7 +17,7 @@ WIDTH = 76
 EXIT_CODES = {
     0: "done, nothing to do, or stopped on request; messages may wait for a route or a service",
     Unavailable.exit_code: "try again later: a database, a destination or Spark does not answer",
-    UsageError.exit_code: "a person has to mend it: usage, settings, schema, login or rights",
+    UsageError.exit_code: "an operator must fix it: usage, settings, schema, login or rights",
     SafError.exit_code: "anything else; of a comparison or an examination: it has found something",
     INTERRUPTED: "interrupted before the end (Ctrl-C)",
 }

@@ -48,6 +48,6 @@ def explain(settings: Settings, *, as_json: bool) -> None:
         if one.waiting.lanes:
             echo(
                 f"{name}: {counted(one.waiting.messages, 'message')} parked in "
-                f"{counted(one.waiting.lanes, 'lane')}, of which {due} would be tried first"
+                f"{counted(one.waiting.lanes, 'lane')}, {due} to be tried first"
             )
     round_.finish(say=True)

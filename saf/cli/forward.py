@@ -57,7 +57,7 @@ def command(
     ] = False,
     explained: Annotated[
         bool,
-        typer.Option("--explain", help="Only say what would go where, by which route, and exit."),
+        typer.Option("--explain", help="Show where messages would go, by which route, and exit."),
     ] = False,
     progress_every: Annotated[
         float | None,
@@ -85,7 +85,7 @@ def command(
         return
     if metrics is not None and not loop:
         raise UsageError(
-            "--metrics serves those of a program that stays: say --loop too, or "
+            "--metrics serves the metrics of a program that stays: add --loop, or use "
             "--metrics-textfile or --metrics-push for a run that ends"
         )
     if remote:

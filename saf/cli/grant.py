@@ -24,7 +24,7 @@ def command(
     ],
     role: Annotated[
         list[Kind] | None,
-        typer.Option(help="What it is there for. Several: --role receiver --role writer."),
+        typer.Option(help="Duty of the login. Several: --role receiver --role writer."),
     ] = None,
     revoke: Annotated[
         bool, typer.Option("--revoke", help="Take away everything it may do in schema saf.")
@@ -42,11 +42,11 @@ def command(
     kinds = list(dict.fromkeys(role or []))
     if kinds and revoke:
         raise ConfigurationError(
-            "--revoke takes away the rights of every kind: to keep some, say --role without it"
+            "--revoke removes the rights of every kind: to keep some, use --role without it"
         )
     if not kinds and not revoke:
         raise ConfigurationError(
-            f"what is {name!r} there for? Say --role and one of {', '.join(Kind)}, or --revoke"
+            f"{name!r} needs a duty: add --role and one of {', '.join(Kind)}, or --revoke"
         )
     database = Dsn(dsn)
     with (

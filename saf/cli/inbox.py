@@ -19,7 +19,7 @@ from saf.receiving.notify import switch
 from saf.setaside.dropped import dropped
 from saf.setaside.unhandled import unhandled
 
-app = typer.Typer(no_args_is_help=True, help="What is stored, and not handled yet.")
+app = typer.Typer(no_args_is_help=True, help="Messages that are stored and not yet handled.")
 
 
 class Switch(StrEnum):
@@ -44,7 +44,7 @@ def notify(
     for where in round_.visit(
         "inbox", lambda connection, _: switch(connection, state is Switch.ON)
     ):
-        done = "are woken" if state is Switch.ON else "are no longer woken, and ask by themselves"
+        done = "are woken" if state is Switch.ON else "are no longer woken, and poll"
         echo(f"{where}: receivers that listen {done}")
     round_.finish(say=True)
 

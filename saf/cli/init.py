@@ -52,12 +52,12 @@ def command(
     """
     if not os.access(f"{config.parent}/.", os.W_OK | os.X_OK):
         raise ConfigurationError(
-            f"{config} cannot be written: {config.parent} is no folder, or not one to write to"
+            f"{config} cannot be written: {config.parent} is not a folder, or is not writable"
         )
     if config.exists():
         raise ConfigurationError(
-            f"{config} is there already, and is not overwritten: say --config for another one, or "
-            "`saf doctor` to examine what it names"
+            f"{config} exists and is not overwritten: choose another file by --config, or run "
+            "`saf doctor` to examine this one"
         )
     places = {SOURCE: Dsn(source), STORE: Dsn(store)}
     text = _file(places)
@@ -117,8 +117,8 @@ def _file(places: dict[str, Dsn]) -> str:
             continue
         if dsn.parts.get("password"):
             raise ConfigurationError(
-                f"the DSN of {name} holds a password, which saf.toml is not to have: export it as "
-                f"{variable}, and say `saf init` without it"
+                f"the DSN of {name} holds a password, which must not be in saf.toml: export it as "
+                f"{variable}, and run `saf init` without it"
             )
         text = text.replace(f'dsn = "${{{variable}}}"', f"dsn = {json.dumps(str(dsn))}")
     return text

@@ -55,7 +55,7 @@ def optimize(
 
 
 def _said(done: Optimized, keep_hours: int, *, dry_run: bool) -> str:
-    unneeded = f"{counted(done.removed, 'file')} that nobody has needed for {keep_hours} hours"
+    unneeded = f"{counted(done.removed, 'file')} not needed for {keep_hours} hours"
     if dry_run:
         return (
             f"{done.table}: {counted(done.files_before, 'file')}, {_size(done.bytes_before)}; "

@@ -24,7 +24,7 @@ def command(
     *,
     config: Config = None,
     broker: Where = None,
-    shards: Annotated[bool, typer.Option("--shards", help="Also each shard by itself.")] = False,
+    shards: Annotated[bool, typer.Option("--shards", help="Also list each shard.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show who has which shards of each subscription, and its lag.
@@ -41,7 +41,7 @@ def command(
     }
     if subscription is not None and asked and not any(known.values()):
         names = sorted({one.backlog.subscription for some in asked.values() for one in some})
-        raise UsageError(f"--subscription {subscription}: there is none, only {', '.join(names)}")
+        raise UsageError(f"--subscription {subscription} does not exist, only {', '.join(names)}")
     if as_json:
         rows = [
             {"broker": name, **one.as_dict(shards=shards)}

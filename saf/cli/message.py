@@ -73,7 +73,7 @@ def _unfinished(broker: str, there: Stay) -> Iterator[str]:
     """Say which logs of a broker were not looked through."""
     for log, one in there.unfinished.items():
         yield (
-            f"of the {log} of broker {broker!r}, only what is there {one.said} was looked at: say "
+            f"only the messages {one.said} in the {log} of broker {broker!r} were searched: add "
             "--sent TIME, the message's --key, or --timeout with more seconds"
         )
 

@@ -45,4 +45,4 @@ def warn_of_search_path(database: Dsn) -> None:
     ):
         if found := whole.first_for(connection):
             what, cure = found
-            echo(f"warning: {database.database}: {what}. To mend it, {cure}", err=True)
+            echo(f"warning: {database.database}: {what}. To fix this, {cure}", err=True)

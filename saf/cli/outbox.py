@@ -40,7 +40,7 @@ Timeout = Annotated[
 ]
 Key = Annotated[
     str | None,
-    typer.Option(help="Only those with this key. It says the shard, so it makes this quick."),
+    typer.Option(help="Only messages with this key. The key gives the shard: a quick search."),
 ]
 
 
@@ -115,7 +115,7 @@ def show(
     )
     found = {name: one for name, one in asked.items() if one is not None}
     if asked and not found and not round_.failed:
-        raise UsageError(f"there is no message {which} in the outbox; purged messages are gone")
+        raise UsageError(f"no message {which} in the outbox; purged messages are gone")
     if body:
         for name, one in found.items():
             _write_body(Round({name: round_.brokers[name]}), one.message.id)

@@ -42,7 +42,9 @@ Ids = Annotated[
     typer.Argument(max=GREATEST, help="Numbers, as `saf parked messages` shows them."),
 ]
 Subscription = Annotated[str | None, typer.Option(help="Only what this one set aside.")]
-Destination = Annotated[str | None, typer.Option(help="Only what waits for this one.")]
+Destination = Annotated[
+    str | None, typer.Option(help="Only messages waiting for this destination.")
+]
 LaneKind = Annotated[Kind | None, typer.Option("--kind", help="Only lanes of this kind.")]
 Subject = Annotated[
     str | None, typer.Option(help="Only the lane of this service, key, shard or conversation.")
@@ -50,7 +52,7 @@ Subject = Annotated[
 Service = Annotated[str | None, typer.Option(help="Only those for this service.")]
 Key = Annotated[str | None, typer.Option(help="Only those with this key.")]
 All = Annotated[bool, typer.Option("--all", help="Really all, where no filter is given.")]
-CountFirst = Annotated[bool, typer.Option("--dry-run", help="Only say how many they are.")]
+CountFirst = Annotated[bool, typer.Option("--dry-run", help="Count matches without changing them.")]
 
 
 def messages(
@@ -153,7 +155,7 @@ def redirect(
     settings = load(config)
     if to not in settings.destinations:
         raise ConfigurationError(
-            f"--to {to}: there is no [destinations.{to}] in saf.toml"
+            f"--to {to}: no [destinations.{to}] in saf.toml"
             f"{did_you_mean(to, settings.destinations)}"
         )
     round_ = Round(chosen(settings, broker))

@@ -24,8 +24,8 @@ MEANING = {
     "rotatable": "would be left for the next slot",
     "retained": "holds messages younger than the retention",
     "unread": "no subscription has read it",
-    "locked": "a transaction that has written or read it goes on: try again",
-    "changed": "a message came in meanwhile: try again",
+    "locked": "a transaction that has written or read it is still open: try again",
+    "changed": "a message came in during the purge: try again",
     "purged": "",
     "purgeable": "would be purged",
 }
@@ -39,7 +39,7 @@ def _seconds(duration: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", duration)
     if match is None:
-        raise typer.BadParameter(f"{duration!r} is no duration such as 7d, 12h, 30m, 90s or 0")
+        raise typer.BadParameter(f"{duration!r} is not a duration such as 7d, 12h, 30m, 90s or 0")
     return float(match[1]) * UNITS[match[2]]
 
 
@@ -63,9 +63,7 @@ def command(
             "delta:/srv/lake/archive. Default: purge.archive, or nowhere.",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be done.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done.")] = False,
     metrics_textfile: Textfile = None,
     metrics_push: Push = None,
     as_json: AsJson = False,

@@ -39,9 +39,7 @@ def command(
         MovedBy | None,
         typer.Option(help="How the database of --broker was moved, where its rows do not say."),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be done.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Repair what was restored from a backup, moved, or set back.
@@ -189,11 +187,10 @@ def _words(result: Rebased | None, purged: Sequence[str], *, dry_run: bool) -> s
             "delivered after the backup was taken, and are in it, are delivered again"
         )
     if result.second_targets:
-        words += f"; targets of dialogs that go on with others: {result.second_targets:,}, failed"
+        words += f"; targets of dialogs that continue elsewhere: {result.second_targets:,}, failed"
     if purged:
         words += (
-            f"; {', '.join(purged)} may have purged what came since: of a monolog that began after "
-            "the backup, and of which nothing is left there, nobody knows, so its subscribers do "
-            "not learn that it is over"
+            f"; {', '.join(purged)} may have purged later messages: if a monolog began after the "
+            "backup and no message of it is left there, its subscribers do not learn that it is over"
         )
     return words

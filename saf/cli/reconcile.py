@@ -26,7 +26,7 @@ def command(
     since: Since = None,
     until: Until = None,
     limit: Annotated[
-        int, typer.Option(min=0, help="Name so many messages at most; all are counted.")
+        int, typer.Option(min=0, help="Messages to name at most; all are counted.")
     ] = 100,
     shards: Annotated[
         bool, typer.Option("--shards", help="With --json: all shards, and not only different ones.")
@@ -122,8 +122,8 @@ def _show(known: Collection[Outcome]) -> None:
             )
         if count := outcome.counts.get("doubled", 0):
             echo(
-                f"{counted(count, 'message')} stand twice in the outbox itself, because a backup "
-                "was restored over what was there: saf rebase removes what is too much"
+                f"{counted(count, 'message')} are in the outbox twice, because a backup "
+                "was restored over existing rows: saf rebase removes the second rows"
             )
         if count := outcome.left_out:
             echo(f"lost counts what transforms leave out, too: {counted(count, 'message')} so far")
@@ -152,6 +152,6 @@ def _range(compared: Range) -> str:
     if compared.purged:
         text += (
             f" (now less purge.retention_seconds, because the {' and the '.join(compared.purged)} "
-            "may have been purged; if ever with a shorter retention, say --since)"
+            "may have been purged; if ever with a shorter retention, add --since)"
         )
     return text

@@ -100,21 +100,21 @@ def in_words(sent: Sent, *, dry_run: bool = False) -> str:
     if sent.unrouted:
         words += (
             f"; {counted(sent.unrouted, 'message')} more lost, and not sent again, because no "
-            "route leads anywhere: add one, and say saf replay"
+            "route matches: add one, and run saf replay"
         )
     if sent.set_back and not dry_run:
-        words += f"; {', '.join(sent.set_back)} had been set back, and may go on"
+        words += f"; {', '.join(sent.set_back)} had been set back, and may continue"
     if sent.blind:
         words += (
-            f"; {', '.join(sent.blind)} cannot be read back: all that was sent there since then "
-            "goes again, and what is still there arrives twice"
+            f"; {', '.join(sent.blind)} cannot be read back: all messages sent there since then "
+            "are sent again, and those still there arrive twice"
         )
     if sent.not_compared:
         since, until = sent.not_compared
         when = f"between {since.isoformat()} and" if since else "before"
         words += (
-            f"; what was sent {when} {until.isoformat()} was not compared, and may be lost: it may "
-            "have been purged; if it was not, say saf replay with an earlier --since"
+            f"; messages sent {when} {until.isoformat()} were not compared, and may be lost: they "
+            "may have been purged; if not, run saf replay with an earlier --since"
         )
     for name, count in sent.uncertain.items():
         copies = f"{counted(count, 'copy', 'copies')} of topics"

@@ -251,7 +251,7 @@ def warn_of_early(settings: Settings, destinations: Iterable[str]) -> None:
         if not destination.capabilities.holds:
             echo(
                 f"saf: destination {name!r} of kind {destination.kind!r} holds no message until "
-                "its deliver_at: it gets the message at once, with the time as a column or header",
+                "its deliver_at: it gets it immediately, with the time as a column or header",
                 err=True,
             )
 
@@ -259,7 +259,7 @@ def warn_of_early(settings: Settings, destinations: Iterable[str]) -> None:
 def _known(settings: Settings, destination: str) -> None:
     if destination not in settings.destinations:
         raise ConfigurationError(
-            f"there is no [destinations.{destination}] in saf.toml"
+            f"no [destinations.{destination}] in saf.toml"
             f"{did_you_mean(destination, settings.destinations)}"
         )
 

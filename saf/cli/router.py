@@ -48,7 +48,7 @@ def add(
     ] = None,
     once_per: Annotated[
         Literal["message", "key"],
-        typer.Option(help="What is classified once. A conversation always is."),
+        typer.Option(help="Unit to classify once. A conversation always is one."),
     ] = "message",
     mode: Annotated[
         Literal["redirect", "forward"],
@@ -69,7 +69,7 @@ def add(
     """
     said = {kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None}
     if len(said) != 1:
-        raise UsageError("a router has one classifier: say --sql, --arrow or --python")
+        raise UsageError("a router has one classifier: use --sql, --arrow or --python")
     ((kind, expression),) = said.items()
     router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
     routers.check(ConfiguredRouter(router=router, origin="saf.router", mode=mode))
@@ -77,7 +77,9 @@ def add(
         try:
             routers.load(router)
         except ConfigurationError as error:
-            raise ConfigurationError(f"{error}. If it is only there, say --elsewhere") from None
+            raise ConfigurationError(
+                f"{error}. If the module exists only elsewhere, add --elsewhere"
+            ) from None
     round_ = Round(chosen(load(config), broker))
     added = round_.visit(
         "route",
@@ -144,7 +146,7 @@ def serve(
         bool, typer.Option("--listen", help="Be notified of what arrives; see `saf inbox notify`.")
     ] = False,
     drain: Annotated[
-        bool, typer.Option("--drain", help="Send on what is there, and exit.")
+        bool, typer.Option("--drain", help="Send pending messages on, and exit.")
     ] = False,
     stop_timeout: StopTimeout = None,
     require_signed: Annotated[

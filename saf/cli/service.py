@@ -50,7 +50,7 @@ def create(
 
     for where, (first, made) in round_.visit("service", make).items():
         for name in names:
-            echo(f"{where}: service {name} {'created' if name in made else 'is there already'}")
+            echo(f"{where}: service {name} {'created' if name in made else 'already exists'}")
         if first:
             echo(f"{where}: from now on, it stores messages for its services only; others wait")
     round_.finish(say=True)

@@ -23,7 +23,7 @@ from saf.setaside.dropped import Dropped
 def command(
     config: Config = None,
     broker: Name = None,
-    shards: Annotated[bool, typer.Option("--shards", help="Also each shard by itself.")] = False,
+    shards: Annotated[bool, typer.Option("--shards", help="Also list each shard.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what is pending, parked and dead in each source.

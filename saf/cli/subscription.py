@@ -30,11 +30,9 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the subscription."
 def create(
     name: Name,
     *,
-    service: Annotated[
-        str | None, typer.Option(help="Whose messages it reads, all of them.")
-    ] = None,
+    service: Annotated[str | None, typer.Option(help="Service whose messages it reads.")] = None,
     everything: Annotated[
-        bool, typer.Option("--all-services", help="Instead: whoever a message is for.")
+        bool, typer.Option("--all-services", help="Instead: messages for all services.")
     ] = False,
     log: Annotated[
         Log | None,
@@ -68,13 +66,13 @@ def create(
             connection, name, service=service, start=start
         ),
     ).items():
-        echo(f"{where}: subscription {name} {'created' if made else 'is there already'}")
+        echo(f"{where}: subscription {name} {'created' if made else 'already exists'}")
     round_.finish(say=True)
 
 
 def _register(name: str, log: Log, start: Start, config: Config, broker: Store) -> None:
     if broker is None:
-        raise UsageError("a stream of which broker, or fleet? Say --broker NAME")
+        raise UsageError("a stream belongs to a broker or fleet: add --broker NAME")
     round_ = Round(everywhere(load(config), broker))
     for where, made in round_.visit(
         "subscription",
@@ -82,7 +80,7 @@ def _register(name: str, log: Log, start: Start, config: Config, broker: Store) 
             connection, f"database {connection.info.dbname!r}", log, name, start
         ),
     ).items():
-        echo(f"{where}: stream {name} {'registered' if made else 'is there already'}")
+        echo(f"{where}: stream {name} {'registered' if made else 'already exists'}")
     round_.finish(say=True)
 
 
@@ -112,13 +110,14 @@ def drop(
     name: Name,
     *,
     log: Annotated[
-        Log | None, typer.Option("--stream", help="Of which log. Default: of the one that has it.")
+        Log | None,
+        typer.Option("--stream", help="Log of the stream. Default: the log that has it."),
     ] = None,
     config: Config = None,
     broker: Annotated[
         str | None,
         typer.Option(
-            "--broker", metavar="NAME", help="Of which one, or fleet. Default: the one that has it."
+            "--broker", metavar="NAME", help="Broker or fleet. Default: the broker that has it."
         ),
     ] = None,
 ) -> None:
@@ -152,14 +151,14 @@ def _refuse_several(
 ) -> None:
     """Raise, before anything is dropped, unless it is clear which stream is meant."""
     if not found and not round_.failed:
-        raise UsageError(f"there is no stream {name!r}: `saf status` shows those that there are")
+        raise UsageError(f"no stream {name!r}: `saf status` lists the streams")
     if broker is None and len(found) > 1:
         raise UsageError(
             f"there is a stream {name!r} in {', '.join(found)}, and none is dropped: which one? "
             "Say --broker NAME"
         )
     if broker is None and round_.failed:
-        echo("nothing is dropped where not all can be asked: say --broker NAME", err=True)
+        echo("not every broker answers, so nothing is dropped: add --broker NAME", err=True)
         round_.finish(say=True)
     both = [where for where, logs in found.items() if len(logs) > 1]
     if both:

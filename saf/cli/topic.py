@@ -63,5 +63,5 @@ def remove(name: Service, config: Config = None, broker: Name = None) -> None:
     """
     round_ = Round(chosen(load(config), broker))
     for where in round_.visit("route", lambda connection, _: routes.remove_topic(connection, name)):
-        echo(f"{where}: {name} is no topic any more, from the next batch on")
+        echo(f"{where}: {name} is no longer a topic, from the next batch on")
     round_.finish(say=True)

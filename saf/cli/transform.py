@@ -58,7 +58,7 @@ def try_(
             f"saf.toml has no [[transforms]] for {service!r}{did_you_mean(service, transforms)}"
         )
     if (message is None) == (body is None):
-        raise UsageError("say either --message ID or --body TEXT")
+        raise UsageError("use either --message ID or --body TEXT")
     if message is None:
         row = encode(Message(service=service, body=body, key=key, message_type=message_type))
         columns = row._asdict()

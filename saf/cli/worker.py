@@ -51,7 +51,7 @@ def command(
     *,
     processes: Annotated[int, typer.Option(min=1, help="How many; one that dies is replaced.")] = 1,
     drain: Annotated[
-        bool, typer.Option("--drain", help="Handle what is there now, and exit.")
+        bool, typer.Option("--drain", help="Handle pending messages, and exit.")
     ] = False,
     stop_timeout: StopTimeout = None,
     metrics: WorkersListen = None,
@@ -70,7 +70,9 @@ def command(
     if processes > 1 and not drain:
         again = [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
         if metrics_textfile or metrics_push:
-            raise UsageError("several processes serve metrics each by itself: say --metrics :PORT")
+            raise UsageError(
+                "each of several processes serves its own metrics: use --metrics :PORT"
+            )
         commands = [
             [sys.executable, "-m", "saf", "worker", which, *again, *listening(metrics, number)]
             for number in range(processes)
@@ -114,7 +116,7 @@ def find(which: str) -> Loop:
     except ModuleNotFoundError as error:
         if error.name not in (module, module.partition(".")[0]):
             raise
-        raise UsageError(f"{which}: there is no module {error.name!r} here") from None
+        raise UsageError(f"{which}: no module {error.name!r} here") from None
     if not isinstance(found, Loop):
         raise UsageError(
             f"{which}: {name!r} in {module} is neither saf.Worker nor saf.Processors, but {found!r}"

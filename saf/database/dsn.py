@@ -80,7 +80,7 @@ class Dsn:
         if "@" in str(parts.get("host") or "")[1:]:  # an abstract socket's name begins with one
             raise ConfigurationError(f"a dsn's host holds an '@': {ESCAPES}")
         if not PORTS.fullmatch(str(parts.get("port") or "")):
-            raise ConfigurationError(f"a dsn's port is no number: {ESCAPES}")
+            raise ConfigurationError(f"a dsn's port is not a number: {ESCAPES}")
         name = str(parts.get("dbname") or "")
         if "://" in name and "@" in name:  # which may hold a password, and would be shown
             raise ConfigurationError("a dsn names a URL as its database: give the URL alone")

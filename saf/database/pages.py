@@ -50,7 +50,7 @@ def page_of(
 
 def foreign(place: str, what: str, *, said: str = "what the page before has said") -> UsageError:
     """Return the error that no page of a list ends at a place."""
-    return UsageError(f"no page of {what} ends at {place!r}: say {said}")
+    return UsageError(f"no page of {what} ends at {place!r}: use {said}")
 
 
 def number_at(place: str | None, what: str) -> int | None:

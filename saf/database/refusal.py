@@ -19,28 +19,28 @@ from psycopg.pq import abc
 
 from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
 
-SILENT = "start the server, or mend the dsn in saf.toml; nothing is lost meanwhile"
+SILENT = "start the server, or fix the dsn in saf.toml; no message is lost while it is down"
 """The cure where no server answers."""
 
 CURES = {
     errors.TooManyConnections.sqlstate: (
-        "too many are connected: raise max_connections of the server, or the CONNECTION LIMIT of "
-        "the role or database, or let fewer connect (max_connections and tasks in saf.toml); "
-        "pg_stat_activity says who they are"
+        "too many connections: raise max_connections of the server, or the CONNECTION LIMIT of "
+        "the role or database, or use fewer (max_connections and tasks in saf.toml); "
+        "pg_stat_activity lists them"
     ),
     errors.CannotConnectNow.sqlstate: (
-        "wait: the server is starting, stopping or recovering; its log says how far it is"
+        "wait: the server is starting, stopping or recovering; its log shows the progress"
     ),
     errors.InvalidPassword.sqlstate: (
-        "the password is wrong, or none is given: mend it in the dsn of saf.toml, or what it takes "
-        "from the environment (PGPASSWORD, a passfile), or ALTER ROLE … PASSWORD"
+        "the password is wrong or missing: fix the dsn in saf.toml, PGPASSWORD or the passfile, or "
+        "ALTER ROLE … PASSWORD"
     ),
     errors.InvalidAuthorizationSpecification.sqlstate: (
-        "the role may not log in from here: create it (CREATE ROLE … LOGIN), or mend pg_hba.conf "
+        "the role may not log in from here: create it (CREATE ROLE … LOGIN), or fix pg_hba.conf "
         "and reload, or the dsn in saf.toml"
     ),
     errors.InvalidCatalogName.sqlstate: (
-        "there is no such database on this server: mend the dsn in saf.toml, or create it and run "
+        "the database does not exist on this server: fix the dsn in saf.toml, or create it and run "
         "`saf migrate`"
     ),
     errors.InsufficientPrivilege.sqlstate: (

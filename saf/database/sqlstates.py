@@ -86,8 +86,8 @@ def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
             )
         case Meaning.INCOMPLETE:
             return ConfigurationError(
-                f"{what}: its schema saf is not whole: {reason}. Restore what is missing from a "
-                "backup; `saf migrate` does not create again what it had created"
+                f"{what}: its schema saf is incomplete: {reason}. Restore the missing objects from "
+                "a backup; `saf migrate` does not create them again"
             )
         case Meaning.PUBLISHED:
             return ConfigurationError(

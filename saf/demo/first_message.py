@@ -65,7 +65,9 @@ def send_first(settings: Settings, source: str, store: str) -> float:
             remove_subscription(connection, reader, discard=True)
     if sent not in arrived:
         why = [one["error"] for one in (*summary.problems, *summary.waiting)]
-        raise SafError(f"the first message did not arrive: {'; '.join(why) or 'nobody says why'}")
+        raise SafError(
+            f"the first message did not arrive: {'; '.join(why) or 'for an unknown reason'}"
+        )
     return time.monotonic() - started
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from confluent_kafka import Consumer
 
 MISSING = (
-    "there are no jars of Kafka on this machine: make kafka, which needs Maven (apt install maven "
+    "Kafka's jars are missing on this machine: make kafka, which needs Maven (apt install maven "
     "default-jre-headless), or set KAFKA_HOME"
 )
 START_SECONDS = 60.0

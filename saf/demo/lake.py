@@ -106,7 +106,7 @@ class Stream:
             SafError: it has ended.
         """
         if self._process is None or self._process.poll() is not None:
-            raise SafError(f"the stream has ended; what it said is in {self._folder / 'log'}")
+            raise SafError(f"the stream has ended; its output is in {self._folder / 'log'}")
 
     def kill(self) -> None:
         """Kill the driver and its JVM, if they run."""

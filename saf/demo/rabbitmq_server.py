@@ -46,7 +46,7 @@ def serve(folder: Path) -> Iterator[Ports]:
     """
     mapper = shutil.which("epmd")
     if not PROGRAM.exists() or mapper is None:
-        raise UsageError("there is no rabbitmq-server on this machine: apt install rabbitmq-server")
+        raise UsageError("rabbitmq-server is missing on this machine: apt install rabbitmq-server")
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     _stop(folder)

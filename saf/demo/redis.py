@@ -29,7 +29,7 @@ def serve(folder: Path) -> Iterator[Redis]:
     """
     program = shutil.which(PROGRAM)
     if program is None:
-        raise UsageError(f"there is no {PROGRAM} on this machine: apt install redis-server")
+        raise UsageError(f"{PROGRAM} is missing on this machine: apt install redis-server")
     try:
         import redis
     except ImportError:

@@ -65,7 +65,7 @@ def write(dsn: Dsn, limit: int | None, report: Callable[[Written], None]) -> Wri
                 written.rolled_back += recorded == 0
                 report(written)
         if any(writer.wait() for writer in writers):
-            raise SafError("the example application failed; what it said is above")
+            raise SafError("the example application failed; its output is above")
     finally:
         for writer in writers:
             writer.terminate()

@@ -124,7 +124,7 @@ def _serve(folder: Path, *, pause_after: int) -> Iterator[str]:
             assert process.stdout is not None  # noqa: S101 - it is piped
             port = process.stdout.readline().strip()
             if not port:
-                raise SafError("the receiver of webhooks does not start; what it said is above")
+                raise SafError("the receiver of webhooks does not start; its output is above")
             yield f"http://127.0.0.1:{port}/departures"
         finally:
             process.terminate()

@@ -39,7 +39,7 @@ def parse(text: str, ports: Mapping[str, int], secure: str, named: str) -> Addre
         raise ValueError("give a login by username = … and password = …, not in the address")
     scheme, _, rest = text.partition("://")
     if scheme not in ports or not rest:
-        raise ValueError(f"{text!r} is no address of a {named}")
+        raise ValueError(f"{text!r} is not an address of a {named}")
     places, slash, path = rest.partition("/")
     if "/" in path or "?" in path or (slash and not path):
         raise ValueError(f"{text!r}: a virtual host is one name, with %2F for a slash in it")

@@ -55,13 +55,12 @@ def settings_of(kind: str) -> type[DestinationSettings]:
         declared = next(iter(entry_points(group=GROUP, name=kind)), None)
         if declared is None:
             raise ValueError(
-                f"there is no kind {kind!r}, only {', '.join(known())}; is the package that has it "
-                "installed?"
+                f"unknown kind {kind!r}, only {', '.join(known())}; is its package installed?"
             )
         found = _imported(declared)
     if not (isinstance(found, type) and issubclass(found, DestinationSettings)):
         raise ValueError(  # noqa: TRY004 - a setting is at fault, for pydantic
-            f"kind {kind!r} is {found!r}, which is no class of settings: its package is at fault"
+            f"kind {kind!r} is {found!r}, which is not a class of settings: its package is at fault"
         )
     return found
 

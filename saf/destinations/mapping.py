@@ -291,7 +291,7 @@ def _own(where: str, text: str | None, taken: set[str]) -> dict[str, str]:
     if said is None:
         return {}
     if not isinstance(said, dict):
-        raise Rejected(where, "the headers are no JSON object")
+        raise Rejected(where, "the headers are not a JSON object")
     if wrong := sorted(taken & said.keys()):
         raise Rejected(where, f"the sender has given a header {wrong[0]!r}, which saf gives")
     return {name: _text(value) for name, value in said.items()}

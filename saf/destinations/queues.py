@@ -42,10 +42,10 @@ def _template(text: str) -> str:
     try:
         parts = [*Formatter().parse(text)]
     except ValueError as error:
-        raise ValueError(f"{text!r} is no template ({error}); it may have {known}") from None
+        raise ValueError(f"{text!r} is not a template ({error}); it may have {known}") from None
     for _, name, form, conversion in parts:
         if name is not None and (name not in PLACEHOLDERS or form or conversion):
-            raise ValueError(f"{'{' + name + '}'!r} is none of {known}")
+            raise ValueError(f"{'{' + name + '}'!r} is not one of {known}")
     if not text:
         raise ValueError("is empty")
     return text

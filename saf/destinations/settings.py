@@ -108,7 +108,7 @@ class DestinationSettings(BaseModel):
         if quality == "exactly_once" and not cls.capabilities.exactly_once:
             kind = cls.model_fields["kind"].default
             raise ValueError(
-                f"a destination of kind {kind!r} cannot store exactly once: say 'at_least_once'"
+                f"a destination of kind {kind!r} cannot store exactly once: set 'at_least_once'"
             )
 
     # What every kind has

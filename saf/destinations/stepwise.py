@@ -34,7 +34,7 @@ from saf.failpoints import fail_point
 ATTEMPTS = 20
 """How often the marks are read anew, if others move them meanwhile."""
 
-CURE = "set them as they were; or remove them, and saf rebase sends what is missing"
+CURE = "restore their values; or remove them, and saf rebase sends missing messages"
 """For marks that somebody else has written."""
 
 Link = TypeVar("Link")

@@ -126,7 +126,7 @@ class Delta(LakeSettings):
             yield (
                 f"its table was restored to an older version, by version {version}: Delta keeps "
                 "saf's marks then, and not the messages",
-                "saf reconcile, which names what is missing; restore a copy of the folder instead",
+                "saf reconcile, which names missing messages; restore a copy of the folder instead",
             )
 
     def probe(self, name: str) -> Iterator[tuple[str, str]]:

@@ -39,14 +39,14 @@ def guarantee(link: Link) -> Guarantee:
     kept = "a crash of the process or of the machine loses nothing that was acknowledged"
     if settings.folder is None:
         kept = (
-            "what was acknowledged is as safe as the object store keeps it; the store must refuse "
-            "to write a file of the log that is there already, which saf destination check tries"
+            "acknowledged messages are as safe as the object store; the store must refuse to "
+            "overwrite a file of the log, which saf destination check tries"
         )
         if not settings.table.startswith(S3):
             more.append(NOT_TESTED)
     return Guarantee(
         server=server,
-        promise=f"{settings.quality.replace('_', ' ')}; {kept}; what is lost is noticed, and saf "
-        "rebase sends it again",
+        promise=f"{settings.quality.replace('_', ' ')}; {kept}; a loss is detected, and saf "
+        "rebase sends the lost messages again",
         more=tuple(more),
     )

@@ -80,7 +80,7 @@ def check(link: Link, table: DeltaTable) -> None:
             link.what,
             f"its table is partitioned by {', '.join(by) or 'nothing'}, not by "
             f"{settings.partition_by}",
-            f'say partition_by = "{named[by]}" in saf.toml'
+            f'set partition_by = "{named[by]}" in saf.toml'
             if by in named
             else "name another table: it is one that saf has not made",
         )
@@ -92,7 +92,7 @@ def check(link: Link, table: DeltaTable) -> None:
                 link.what,
                 f"the column {found.name!r} of its table is {type_of(found)}, and "
                 f"{field.name!r} is to be {type_of(field)}",
-                "promote it by another name, or as what it is"
+                "promote it by another name, or with its own type"
                 if field.name in settings.promote
                 else "name another table",
             )

@@ -110,7 +110,7 @@ class MicroBatches:
             if table := self._link.load():
                 return table
             if not may_make:
-                raise self._set_back(number, "is not there")
+                raise self._set_back(number, "is missing")
             with self._link.errors():
                 try:
                     self._make(columns)
@@ -179,7 +179,7 @@ def plain(columns: pa.Schema, by: Sequence[str]) -> pa.Schema:
     for name in by:
         if name not in columns.names:
             raise ConfigurationError(
-                f"partition_by: there is no column {name!r}, only {', '.join(columns.names)}"
+                f"partition_by: no column {name!r}, only {', '.join(columns.names)}"
             )
         if not any(is_(columns.field(name).type) for is_ in IN_NAMES):
             raise ConfigurationError(
@@ -203,7 +203,7 @@ def lacking(what: str, table: DeltaTable, columns: pa.Schema, by: Sequence[str])
             what,
             f"it is partitioned by {', '.join(has) or 'nothing'}, and not by "
             f"{', '.join(by) or 'nothing'}",
-            f"say partition_by={has!r}, or name another table",
+            f"set partition_by={has!r}, or name another table",
         )
     there = {field.name.lower(): field for field in table.schema().fields}
     missing = []

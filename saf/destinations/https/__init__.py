@@ -65,7 +65,7 @@ class Https(LinkedSettings):
 
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
-        needed = "TLS: say https:// instead of http://"
+        needed = "TLS: use https:// instead of http://"
         check_certificates(self, None if self.address.tls else needed)
         return self
 

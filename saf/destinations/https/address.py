@@ -43,7 +43,7 @@ def parse(text: str) -> Address:
     tls = parts.scheme == "https"
     if not tls and not _is_here(parts.hostname):
         raise ValueError(
-            "http:// is for this machine only, such as http://127.0.0.1:8000: say https://"
+            "http:// is for this machine only, such as http://127.0.0.1:8000: use https://"
         )
     return Address(
         tls=tls,

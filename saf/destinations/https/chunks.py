@@ -98,7 +98,7 @@ def chunk_of(body: bytes | bytearray) -> Given:
     except NotUnderstood:
         raise
     except REFUSED as error:
-        raise NotUnderstood(f"it is no chunk: {type(error).__name__}") from None
+        raise NotUnderstood(f"not a chunk: {type(error).__name__}") from None
     shards = {*pc.unique(given.chunk.rows["shard"]).to_pylist()}
     if not shards <= {*given.chunk.batch.shards}:
         raise NotUnderstood("it has messages of shards that are not in its batch")
@@ -164,7 +164,7 @@ def _whole(rows: pa.Table, *, messages: bool) -> pa.Table:
 def _given(said: Mapping[str, Any], rows: pa.Table) -> Given:
     opened_at = moment(said["opened_at"])
     if opened_at is None:
-        raise NotUnderstood("it does not say when its batch was opened")
+        raise NotUnderstood("the opening time of its batch is missing")
     chunk = Chunk(
         source=UUID(said["source"]),
         batch=Batch(

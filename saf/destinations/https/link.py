@@ -234,7 +234,7 @@ class Link:
                 raise
             raise Unavailable(
                 self.what,
-                f"{self.settings.server} answers what is not understood ({type(error).__name__})",
+                f"{self.settings.server} sent an unknown answer ({type(error).__name__})",
             ) from None
 
     def _tls(self) -> ssl.SSLContext:
@@ -246,7 +246,7 @@ class Link:
         except OSError as error:  # so is an error of the format
             said = error.strerror or str(error)
             raise unusable(
-                self.what, f"its certificates cannot be read: {said}", "mend saf.toml, or the files"
+                self.what, f"its certificates cannot be read: {said}", "fix saf.toml, or the files"
             ) from None
         return context
 

@@ -42,7 +42,10 @@ ROW = "row"
 """The column in which the other end numbers the rows of a chunk."""
 
 SILENT = {"reason": "its database does not answer"}
-LOCKED = {"reason": "its database lets it not in", "cure": "whoever runs it finds why in its log"}
+LOCKED = {
+    "reason": "its database denies it access",
+    "cure": "its operator finds the reason in its log",
+}
 
 TOLD: Sequence[tuple[type[SafError], int, str, Callable[[Any], dict[str, Any]]]] = [
     (Fenced, 409, "fenced", lambda error: {"shards": [*error.shards]}),
@@ -78,7 +81,7 @@ TOLD: Sequence[tuple[type[SafError], int, str, Callable[[Any], dict[str, Any]]]]
         SchemaError,
         400,
         "unusable",
-        lambda error: {"reason": str(error), "cure": "whoever runs it does what this says"},
+        lambda error: {"reason": str(error), "cure": "its operator can fix this"},
     ),
     (Refused, 400, "unusable", lambda _: LOCKED),
     (SafError, 503, "unavailable", lambda _: SILENT),

@@ -49,7 +49,7 @@ class RemoteInbox:
             self._identity = UUID(said["identity"])
             self._most = int(said["max_bytes"])
         except UNLIKE:
-            raise Unavailable(self.what, "it does not say whose inbox it is") from None
+            raise Unavailable(self.what, "its answer does not name the inbox's broker") from None
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
@@ -63,7 +63,7 @@ class RemoteInbox:
                 marks=to_marks(said["marks"]),
             )
         except UNLIKE:
-            raise Unavailable(self.what, "it does not say what it has stored") from None
+            raise Unavailable(self.what, "its answer does not list what it stored") from None
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
         """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""
@@ -71,7 +71,7 @@ class RemoteInbox:
         try:
             return to_marks(said["marks"])
         except UNLIKE:
-            raise Unavailable(self.what, "it does not say what it has stored") from None
+            raise Unavailable(self.what, "its answer does not list what it stored") from None
 
     def close(self) -> None:
         """Give up the connection, if there is one."""

@@ -74,9 +74,9 @@ def read(body: bytes | bytearray) -> Said:
     try:
         said = json.loads(body)
     except (ValueError, RecursionError):
-        raise NotUnderstood("it is no JSON") from None
+        raise NotUnderstood("not JSON") from None
     if not isinstance(said, dict) or "version" not in said:
-        raise NotUnderstood("it is no JSON object with a version")
+        raise NotUnderstood("not a JSON object with a version")
     if said["version"] != VERSION:
         raise OtherVersion(said["version"])
     return said

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def _table(text: str) -> str:
     if not all(text.split(".")) or "." not in text:
-        raise ValueError(f"{text!r} is no table with its namespace, such as shop.messages")
+        raise ValueError(f"{text!r} is not a table with its namespace, such as shop.messages")
     return text
 
 

@@ -30,7 +30,7 @@ def parse(text: str) -> str:
     if url.scheme == "postgresql" or (url.scheme in ("http", "https") and url.hostname):
         return text.rstrip("/")
     raise ValueError(
-        f"{text!r} is no address of a catalog, such as sqlite:///catalog.db, "
+        f"{text!r} is not an address of a catalog, such as sqlite:///catalog.db, "
         "postgresql://host/database or https://host"
     )
 

@@ -42,13 +42,13 @@ def guarantee(link: Link) -> Guarantee:
         if kept > MANY_SNAPSHOTS:
             more.append(
                 (
-                    f"its {kept:,} snapshots are written anew by each commit",
+                    f"its {kept:,} snapshots are rewritten by each commit",
                     "expire_snapshots of Spark or pyiceberg; saf's marks stay",
                 )
             )
     kept_by = "a crash of the process or of the machine loses nothing that was acknowledged"
     if not settings.folder:
-        kept_by = "what was acknowledged is as safe as the object store keeps it"
+        kept_by = "acknowledged messages are as safe as the object store"
         if not place_of(link, table).startswith(S3):
             more.append(("saf tests only object stores that speak S3", "your own test of yours"))
     if not is_sql(settings.catalog):
@@ -58,7 +58,7 @@ def guarantee(link: Link) -> Guarantee:
         where = f"a catalog in {'SQLite' if file_of(settings.catalog) else 'PostgreSQL'}"
     return Guarantee(
         server=f"{server}, by {where}",
-        promise=f"{settings.quality.replace('_', ' ')}; {kept_by}; what is lost is noticed, and "
-        "saf rebase sends it again",
+        promise=f"{settings.quality.replace('_', ' ')}; {kept_by}; a loss is detected, and "
+        "saf rebase sends the lost messages again",
         more=tuple(more),
     )

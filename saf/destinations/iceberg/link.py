@@ -148,16 +148,16 @@ class Link:
                 self.what,
                 "its table was rolled back, and how far it had got by then has expired",
                 f"set its branch main to snapshot {error.snapshot} again, or one after it; or "
-                f"remove its property {error.name}, and saf rebase sends what is missing",
+                f"remove its property {error.name}, and saf rebase sends missing messages",
             ) from None
         except MarksDamaged as error:
             raise unusable(
                 self.what,
                 f"the property {error.name} of its table cannot be read",
-                "set it as it was; or remove it, and saf rebase sends what is missing",
+                "restore its value; or remove it, and saf rebase sends missing messages",
             ) from None
         except (ForbiddenError, OAuthError, UnauthorizedError) as error:
-            cure = "mend properties.token or properties.credential in saf.toml"
+            cure = "fix properties.token or properties.credential in saf.toml"
             raise Refused(self.what, self.said(error), cure) from None
         except SQLAlchemyError as error:
             raise self._of_database(error) from None

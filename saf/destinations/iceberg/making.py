@@ -122,7 +122,7 @@ def check(link: Link, table: Table) -> None:
         raise unusable(
             link.what,
             f"its table is partitioned by {there or 'nothing'}, not by {settings.partition_by}",
-            f'say partition_by = "{named[by]}" in saf.toml'
+            f'set partition_by = "{named[by]}" in saf.toml'
             if by in named
             else "name another table: it is one that saf has not made",
         )
@@ -134,7 +134,7 @@ def check(link: Link, table: Table) -> None:
                 link.what,
                 f"the column {found.name!r} of its table is {found.field_type}, and {name!r} is to "
                 f"be {type_}",
-                "promote it by another name, or as what it is"
+                "promote it by another name, or with its own type"
                 if name in settings.promote
                 else "name another table",
             )

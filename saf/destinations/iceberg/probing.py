@@ -46,7 +46,7 @@ def probe(link: Link) -> Iterator[tuple[str, str]]:
             file.write(CONTENT)
         with io.new_input(address).open() as found:
             if found.read() != CONTENT:
-                raise Unavailable(link.what, f"what was written to {address} is not what is read")
+                raise Unavailable(link.what, f"{address} returns other bytes than were written")
         try:
             io.delete(address)
         except OSError:

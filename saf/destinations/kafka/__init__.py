@@ -41,7 +41,9 @@ def _brokers(text: str) -> str:
 
 def _marks_topic(text: str) -> str:
     if topic_name(text) != text:
-        raise ValueError(f"{text!r} is no name of a topic: it has letters, digits, '.', '_', '-'")
+        raise ValueError(
+            f"{text!r} is not a topic's name: names have letters, digits, '.', '_', '-'"
+        )
     return text
 
 

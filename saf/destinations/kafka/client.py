@@ -42,8 +42,8 @@ NOT_YET = frozenset({
 """Codes after which a call goes on when it is made again: a broker has just come, or gone."""
 GONE = frozenset({KafkaError._ALL_BROKERS_DOWN})
 LOGIN = frozenset({KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED})
-LOGIN_CURE = "mend username, password and sasl_mechanism in saf.toml"
-TOKEN_CURE = "mend sasl_oauthbearer_… in saf.toml, or the endpoint that gives tokens"  # noqa: S105
+LOGIN_CURE = "fix username, password and sasl_mechanism in saf.toml"
+TOKEN_CURE = "fix sasl_oauthbearer_… in saf.toml, or the token endpoint"  # noqa: S105
 FENCED = frozenset({
     KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH,
     KafkaError.INVALID_PRODUCER_ID_MAPPING, KafkaError.INVALID_TXN_STATE,
@@ -61,7 +61,7 @@ RIGHTS = frozenset({
     KafkaError.CLUSTER_AUTHORIZATION_FAILED, KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
 })  # fmt: skip
 TO_MEND = {
-    KafkaError._INVALID_ARG: "mend this destination's settings in saf.toml",
+    KafkaError._INVALID_ARG: "fix this destination's settings in saf.toml",
     KafkaError.UNSUPPORTED_SASL_MECHANISM: "let sasl_mechanism be one that the brokers know",
     KafkaError.INVALID_REPLICATION_FACTOR: "lower replicas in saf.toml, or start more brokers",
     KafkaError.INVALID_TRANSACTION_TIMEOUT: "let the brokers' transaction.max.timeout.ms be more, "

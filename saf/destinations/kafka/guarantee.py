@@ -49,15 +49,15 @@ def guarantee(link: Link) -> Guarantee:
         if replicas < ENOUGH or least < ENOUGH - 1:
             more.append(
                 (
-                    f"topic {topic} has {_brokers(replicas)}, of which {least} must have what is "
-                    "acknowledged: if that one loses its disk, or power, what it had is lost",
+                    f"topic {topic} has {_brokers(replicas)}, and {least} must have a message before "
+                    "it is acknowledged: the loss of that disk, or of power, loses messages",
                     _cure(topic),
                 )
             )
         if config.get("unclean.leader.election.enable") == "true":
             more.append(
                 (
-                    f"a failover of topic {topic} may lose what was acknowledged",
+                    f"a failover of topic {topic} may lose acknowledged messages",
                     f"unclean.leader.election.enable = false for topic {topic}",
                 )
             )
@@ -71,7 +71,7 @@ def guarantee(link: Link) -> Guarantee:
     kept = (
         "a crash of a broker's process loses nothing that was acknowledged (acks=all)"
         if fewest == 1
-        else f"{_brokers(fewest)} at least have what is acknowledged (acks=all)"
+        else f"{_brokers(fewest)} at least have each acknowledged message (acks=all)"
     )
     return Guarantee(
         server=server,

@@ -52,7 +52,7 @@ SETTINGS = {
 }
 """Of a topic of marks that is made: little to read, and no claim goes before all have read it."""
 AT_ONCE = 10_000
-CURE = "only saf may write there: choose another marks_topic, and saf rebase sends what is missing"
+CURE = "only saf may write there: choose another marks_topic, and saf rebase sends missing messages"
 
 
 class MarksTopic:

@@ -36,7 +36,7 @@ def brokers(text: str) -> list[str]:
     if "@" in text:
         raise ValueError("give a login by username = … and password = …, not in the address")
     if "://" in text:
-        raise ValueError(f"{text!r}: say host:9092, and TLS or SASL by security_protocol = …")
+        raise ValueError(f"{text!r}: use host:9092, and set TLS or SASL by security_protocol = …")
     found = []
     for place in text.split(","):
         url = urlsplit(f"//{place.strip()}")
@@ -45,7 +45,7 @@ def brokers(text: str) -> list[str]:
         except ValueError as error:
             raise ValueError(f"{text!r}: {error}") from None
         if not host or url.path or url.query:
-            raise ValueError(f"{text!r} is no list of brokers, such as host:9092,host:9092")
+            raise ValueError(f"{text!r} is not a list of brokers, such as host:9092,host:9092")
         shown = f"[{host}]" if ":" in host else host
         found.append(f"{shown}:{port or PORT}")
     return found
@@ -67,7 +67,7 @@ def wrong_topic(topic: str) -> str | None:
     (None, "its topic would be '__consumer_offsets', which is the cluster's own")
     """
     if topic in ("", ".", ".."):
-        return f"its topic would be {topic!r}, which is no name of a topic"
+        return f"its topic would be {topic!r}, which is not a topic's name"
     if len(topic) > LONGEST:
         return f"its topic has {len(topic):,} characters, more than {LONGEST}"
     if topic in ("__consumer_offsets", "__transaction_state", "__share_group_state"):

@@ -99,7 +99,7 @@ class Nats(QueueSettings):
         ]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are several logins: give one")
-        needed = "TLS: say tls:// instead of nats://"
+        needed = "TLS: use tls:// instead of nats://"
         check_certificates(self, None if self.address.tls else needed)
         return self
 

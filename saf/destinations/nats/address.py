@@ -36,7 +36,7 @@ def parse(text: str) -> Address:
         raise ValueError("give a login by username = … and password = …, not in the address")
     scheme, _, places = text.partition("://")
     if scheme not in ("nats", "tls") or not places:
-        raise ValueError(f"{text!r} is no address of a NATS server, such as nats://host:4222")
+        raise ValueError(f"{text!r} is not an address of a NATS server, such as nats://host:4222")
     hosts = []
     for place in places.split(","):
         url = urlsplit(f"//{place}")

@@ -189,7 +189,7 @@ class Connection:
             if word == "PING":
                 self.write(b"PONG\r\n")
                 if time.monotonic() > until:
-                    raise TimeoutError("the server is there, and does not answer")
+                    raise TimeoutError("the server accepts connections, and does not answer")
             if word in wanted:
                 self._headed = word == "HMSG"
                 return rest

@@ -29,14 +29,14 @@ def guarantee(link: Link) -> Guarantee:
     if replicas == 1:
         more.append(
             (
-                "a loss of power may take back what was acknowledged since the server last synced "
-                "its files, and leave a part of the batch that it was storing, which is then there "
+                "a loss of power may lose messages acknowledged since the server last synced its "
+                "files, and keep a part of the batch that it was storing, which is then stored "
                 "twice",
-                "replicas = 3 in a cluster; or sync_interval: always, for what was acknowledged",
+                "replicas = 3 in a cluster; or sync_interval: always, for acknowledged messages",
             )
         )
     elif replicas < ENOUGH:
-        more.append(("two servers go on only together", "replicas = 3"))
+        more.append(("two servers work only together", "replicas = 3"))
     if not config.get("allow_rollup_hdrs"):
         more.append(("its marks pile up", "allow_rollup_hdrs"))
     if not config.get("allow_direct"):
@@ -48,6 +48,6 @@ def guarantee(link: Link) -> Guarantee:
     )
     return Guarantee(
         server=server,
-        promise=f"{quality}; {kept}; what is lost is noticed, and saf rebase sends it again",
+        promise=f"{quality}; {kept}; a loss is detected, and saf rebase sends the lost messages again",
         more=tuple(more),
     )

@@ -55,7 +55,7 @@ def _text(what: str, file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise unusable(what, f"{file} cannot be read ({error})", "let it be readable") from None
+        raise unusable(what, f"{file} cannot be read ({error})", "make it readable") from None
 
 
 def _signed(name: str, seed: str, nonce: str) -> tuple[str, str]:

@@ -131,7 +131,7 @@ class Questions:
                 yield answer
                 continue
             if answer.status == TOO_MANY:
-                raise CannotReadBack(self._name, "a source has more marks than can be read at once")
+                raise CannotReadBack(self._name, "a source has more marks than one read returns")
             headers = answer.headers()
             self._more = int(headers.get("Nats-Num-Pending", 0)) > 0
             self.until = int(headers.get("Nats-UpTo-Sequence", 0))

@@ -116,7 +116,7 @@ class Link:
         """
         version = str(self.connection.info["version"])
         if tuple(int(part) for part in version.split("-", maxsplit=1)[0].split(".")[:2]) < OLDEST:
-            raise unusable(self.what, f"its version is {version}", "let it be 2.12 or newer")
+            raise unusable(self.what, f"its version is {version}", "upgrade it to 2.12 or newer")
         said = self.stream()
         if said is None:
             return None
@@ -282,7 +282,7 @@ def translated(what: str, settings: Nats, error: Exception) -> SafError:
     said = settings.redact(str(error)) or type(error).__name__
     if isinstance(error, NatsError):
         if said.lower().startswith(LOGINS):
-            return Refused(what, said, "mend its login in saf.toml")
+            return Refused(what, said, "fix its login in saf.toml")
         if said.lower().startswith(RIGHTS):
             return Refused(what, said, "let its user do what docs/destinations.md lists")
     if isinstance(error, NoResponders):

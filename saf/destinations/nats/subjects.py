@@ -51,7 +51,7 @@ def pattern(template: str) -> str:
     words = before[:-1]
     if not words or not words[0]:
         raise ValueError(
-            f"{template!r} could be any subject: let it begin with a word, as in orders.{{service}}"
+            f"{template!r} could be any subject: begin it with a word, as in orders.{{service}}"
         )
     return f"{subject('.'.join(words))}.>"
 

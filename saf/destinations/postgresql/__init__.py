@@ -91,8 +91,8 @@ class Postgresql(DestinationSettings):
         more = []
         if standbys and not synchronous:
             more.append((
-                f"a failover to one of its {standbys} standbys may lose what was acknowledged, "
-                "because nobody waits for them",
+                f"a failover to one of its {standbys} standbys may lose acknowledged messages, "
+                "because commits do not wait for it",
                 "synchronous_standby_names at the server",
             ))  # fmt: skip
         return Guarantee(

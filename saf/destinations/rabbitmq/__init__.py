@@ -74,7 +74,7 @@ class Rabbitmq(QueueSettings):
 
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
-        needed = "TLS: say amqps:// instead of amqp://"
+        needed = "TLS: use amqps:// instead of amqp://"
         check_certificates(self, None if self.address.tls else needed)
         return self
 
@@ -132,7 +132,7 @@ class Rabbitmq(QueueSettings):
             "queue takes is a dead letter",
             more=(
                 (
-                    "after a lost answer, messages are there again",
+                    "after a lost answer, messages are stored again",
                     "a consumer that knows each message-id which it has had; or kind = "
                     '"rabbitmq_stream"',
                 ),

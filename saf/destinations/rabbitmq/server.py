@@ -231,7 +231,7 @@ class Channel:
         if self._sending is not None:
             self._sending.returned.add(str(properties.message_id))
             self._sending.reason = (
-                f"{method.reply_text}: no queue takes what has the routing key "
+                f"{method.reply_text}: no queue is bound for routing key "
                 f"{method.routing_key!r} at exchange {method.exchange!r}"
             )
 
@@ -329,11 +329,11 @@ def translated(what: str, settings: Rabbitmq, error: Exception) -> SafError:
     code = getattr(error, "reply_code", 0)
     said = settings.redact(getattr(error, "reply_text", "") or _inner(error))
     if isinstance(error, ProbableAuthenticationError):
-        return Refused(what, "the login is refused", "mend username and password in saf.toml")
+        return Refused(what, "the login is refused", "fix username and password in saf.toml")
     if isinstance(error, ProbableAccessDeniedError) or code == NOT_ALLOWED:
         host = settings.address.virtual_host
         reason = f"this user has no access to the virtual host {host!r}"
-        return Refused(what, reason, "mend its address, or let its user in")
+        return Refused(what, reason, "fix its address, or give its user access")
     if code == DENIED:
         return Refused(what, said, "let its user do what docs/destinations.md lists")
     if code == NO_EXCHANGE:

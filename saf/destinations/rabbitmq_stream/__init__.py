@@ -84,7 +84,7 @@ class RabbitmqStream(QueueSettings):
 
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
-        needed = "TLS: say rabbitmq-stream+tls:// instead of rabbitmq-stream://"
+        needed = "TLS: use rabbitmq-stream+tls:// instead of rabbitmq-stream://"
         check_certificates(self, None if self.address.tls else needed)
         return self
 

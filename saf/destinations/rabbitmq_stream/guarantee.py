@@ -27,13 +27,13 @@ def guarantee(link: Link) -> Guarantee:
     if replicas == 1:
         more.append(
             (
-                "a loss of power may take back what the system had not written yet, of each stream "
-                "for itself; saf reconcile finds what is missing",
+                "a loss of power may lose messages that the system had not written yet, in each "
+                "stream separately; saf reconcile finds missing messages",
                 "a cluster of three servers, each with power of its own",
             )
         )
     elif replicas < ENOUGH:
-        more.append(("two servers go on only together", "a cluster of three servers"))
+        more.append(("two servers work only together", "a cluster of three servers"))
     kept = (
         "one server has each message; a crash of its process loses nothing that was acknowledged"
         if replicas == 1
@@ -41,7 +41,7 @@ def guarantee(link: Link) -> Guarantee:
     )
     return Guarantee(
         server=server,
-        promise=f"{quality}; {kept}; a server that has lost its marks is noticed, and saf rebase "
-        "sends again what is missing",
+        promise=f"{quality}; {kept}; the loss of a server's marks is detected, and saf rebase "
+        "sends missing messages again",
         more=tuple(more),
     )

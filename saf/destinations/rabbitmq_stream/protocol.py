@@ -18,7 +18,7 @@ OK, NO_STREAM, STREAM_THERE, NO_OFFSET = 1, 2, 5, 19
 LOGINS = (8, 9, 11, 12)
 DENIED, NOT_MET = 16, 17
 CODES = {
-    2: "there is no such stream",
+    2: "no such stream",
     6: "the stream is not available now",
     7: "this way to log in is not supported",
     8: "the login is refused",
@@ -29,7 +29,7 @@ CODES = {
     15: "the server has an internal error",
     16: "the access is refused",
     17: "a condition is not met",
-    18: "there is no such publisher",
+    18: "no such publisher",
 }
 """What a code of an answer means."""
 

@@ -65,7 +65,7 @@ class Link:
         """
         version = self.connection.server["version"]
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-            raise unusable(self.what, f"its version is {version}", "let it be 3.10 or newer")
+            raise unusable(self.what, f"its version is {version}", "upgrade it to 3.10 or newer")
 
     def make(self, streams: Collection[str], **arguments: str) -> None:
         """Make those of some streams that are not there."""
@@ -186,11 +186,11 @@ def translated(what: str, settings: RabbitmqStream, error: Exception) -> SafErro
     said = settings.redact(str(error)) or type(error).__name__
     if isinstance(error, StreamError):
         if error.code in LOGINS:
-            return Refused(what, said, "mend its login in saf.toml")
+            return Refused(what, said, "fix its login in saf.toml")
         if error.code == DENIED:
             return Refused(what, said, "let its user do what docs/destinations.md lists")
         if error.code == NOT_MET:
-            return unusable(what, said, "choose another topic in saf.toml, or mend that stream")
+            return unusable(what, said, "choose another topic in saf.toml, or fix that stream")
     unavailable = Unavailable(what, f"{settings.server}: {said}")
     unavailable.hangs = isinstance(error, TimeoutError)
     return unavailable

@@ -73,7 +73,7 @@ class Redis(QueueSettings):
 
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
-        needed = "TLS: say rediss:// instead of redis://"
+        needed = "TLS: use rediss:// instead of redis://"
         check_certificates(self, None if self.address.tls else needed)
         return self
 

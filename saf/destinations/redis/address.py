@@ -56,7 +56,7 @@ def parse(text: str) -> Address:
     which, _, found_by = scheme.partition("+")
     if which not in ("redis", "rediss") or found_by not in PORTS or scheme.endswith("+"):
         raise ValueError(
-            f"{text!r} is no address of a Redis server, such as redis://host:6379/0 or rediss://…, "
+            f"{text!r} is not an address of a Redis server, such as redis://host:6379/0 or rediss://…, "
             "unix:///path, redis+sentinel://host/name, redis+cluster://host"
         )
     places, _, path = rest.partition("/")
@@ -66,7 +66,7 @@ def parse(text: str) -> Address:
     if found_by == "sentinel" and not master:
         raise ValueError(f"{text!r} lacks the name of its master: redis+sentinel://host/name")
     if len(hosts) > 1 and not found_by:
-        raise ValueError(f"{text!r} has several hosts, but says neither sentinel nor cluster")
+        raise ValueError(f"{text!r} has several hosts, but names neither sentinel nor cluster")
     database = _number(text, parts.pop(0) if parts else "0")
     if parts or (database and found_by == "cluster"):
         raise ValueError(f"{text!r} has too much after its host")
@@ -82,11 +82,11 @@ def _host(text: str, place: str, port: int) -> tuple[str, int]:
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
     if not host or url.query:
-        raise ValueError(f"{text!r} lacks a host, or has something after it that is no database")
+        raise ValueError(f"{text!r} lacks a host, or has something after it that is not a database")
     return named_host(text, host), given or port
 
 
 def _number(text: str, database: str) -> int:
     if not database.isdecimal():
-        raise ValueError(f"{text!r}: database {database!r} is no number")
+        raise ValueError(f"{text!r}: database {database!r} is not a number")
     return int(database)

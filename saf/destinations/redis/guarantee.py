@@ -11,12 +11,12 @@ from saf.destinations.settings import Guarantee
 
 KEPT = {
     "always": "a crash of the process or of the machine loses nothing that was acknowledged",
-    "everysec": "a crash loses what was acknowledged in the last second or two",
-    "no": "a crash of the machine loses what was acknowledged since the system last wrote, often "
-    "half a minute",
+    "everysec": "a crash loses messages acknowledged in the last second or two",
+    "no": "a crash of the machine loses messages acknowledged since the system last wrote, "
+    "often half a minute",
     None: "what a crash of the machine loses is not known, because this user may not ask",
 }
-NOT_KEPT = "a crash, or any restart, loses what was acknowledged since the last snapshot"
+NOT_KEPT = "a crash, or any restart, loses messages acknowledged since the last snapshot"
 
 
 def guarantee(link: Link) -> Guarantee:
@@ -36,8 +36,8 @@ def guarantee(link: Link) -> Guarantee:
     if replicas and not wanted:
         more.append(
             (
-                f"a failover to one of {_replicas(replicas)} may lose what was acknowledged, "
-                "because nobody waits for them",
+                f"a failover to one of {_replicas(replicas)} may lose acknowledged messages, "
+                "because writes do not wait for it",
                 f"replicas = {replicas} in this destination of saf.toml, and min-replicas-to-write",
             )
         )
@@ -56,8 +56,8 @@ def guarantee(link: Link) -> Guarantee:
     version = info.get("valkey_version") or info["redis_version"]
     return Guarantee(
         server=f"{name} {version}, {info['redis_mode']}, {link.settings.server}",
-        promise=f"{link.settings.quality.replace('_', ' ')}; {kept}; {failover}; what is lost is "
-        "noticed, and saf rebase sends it again",
+        promise=f"{link.settings.quality.replace('_', ' ')}; {kept}; {failover}; a loss is "
+        "detected, and saf rebase sends the lost messages again",
         more=tuple(more),
     )
 

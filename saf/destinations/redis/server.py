@@ -40,9 +40,9 @@ OLDEST = (7, 0)
 
 TO_MEND = {
     "NOAUTH": "name its user and password in saf.toml",
-    "WRONGPASS": "mend username and password in saf.toml",
+    "WRONGPASS": "fix username and password in saf.toml",
     "NOPERM": "let its user do what docs/destinations.md lists, by ACL SETUSER",
-    "MOVED": "say redis+cluster:// in saf.toml: the server is a node of a cluster",
+    "MOVED": "use redis+cluster:// in saf.toml: the server is a node of a cluster",
     DENIED: "let its user do what docs/destinations.md lists, by ACL SETUSER",
     NO_STREAM: "rename that key, or choose another topic or hash_tag in saf.toml",
 }
@@ -107,7 +107,7 @@ class Link:
         info = self.info()
         version = str(info["redis_version"])
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-            raise unusable(self.what, f"its version is {version}", "let it be 7.0 or newer")
+            raise unusable(self.what, f"its version is {version}", "upgrade it to 7.0 or newer")
         if info["role"] != "master":
             raise unusable(
                 self.what, "it is a replica", "name the master, or sentinels, in saf.toml"

@@ -104,7 +104,7 @@ class Streams(Stepwise[Link]):
 
         try:
             # a chunk that is stored and not waited for comes again, and at least once means twice
-            self._wait_for_replicas(connection, "what was there before the messages")
+            self._wait_for_replicas(connection, "earlier writes")
             for step in steps:
                 connection.send_packed_command(self._command(source, step))
                 waiting.append(step.count)
