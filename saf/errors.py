@@ -169,8 +169,8 @@ class AutocommitError(UsageError):
         super().__init__(
             "this connection is in autocommit and no transaction is open: the message would be "
             "sent even if your business transaction rolls back. Open a transaction first "
-            "(with conn.transaction(): …, in Django with transaction.atomic(): …), or say "
-            "Outbox(allow_autocommit=True) if you mean it"
+            "(with conn.transaction(): …, in Django with transaction.atomic(): …), or use "
+            "Outbox(allow_autocommit=True) if that is intended"
         )
 
 
@@ -233,8 +233,8 @@ class MemberMissing(UsageError):
             else f"fleet {fleet!r} no longer lists it: it was dropped, renamed or taken out"
         )
         super().__init__(
-            f"{member!r} was forwarded before, and is missing: {why}. Nobody forwards what it has "
-            f"left; if it is gone for good, run `saf fleet forget {shlex.quote(member)}`"
+            f"{member!r} was forwarded before, and is missing: {why}. Its pending messages are not "
+            f"forwarded; if it is gone for good, run `saf fleet forget {shlex.quote(member)}`"
         )
         self.fleet = fleet
         self.member = member
@@ -397,7 +397,7 @@ class Restored(SchemaError):
     def __init__(self, database: str, where: str = "", why: Sequence[str] = ()) -> None:
         reasons = "; ".join(why) or (
             "it was restored into another cluster, or its transaction ids went back: its cursors "
-            "do not say any more what was read"
+            "no longer show what was read"
         )
         super().__init__(
             (f"{where}: " if where else "")
@@ -414,12 +414,12 @@ class StopTimeout(SafError):
     exit_code = 75
 
     def __init__(self, seconds: float, in_hand: Sequence[str] = ()) -> None:
-        what = "; ".join(in_hand) or "what it had in hand"
+        what = "; ".join(in_hand) or "the work in hand"
         super().__init__(
             f"stopped, with work in hand that took longer than stop_timeout ({seconds:g} s): "
-            f"{what}. It is rolled back and comes again, which counts as an attempt. Let the "
-            "handler take less time, or raise stop_timeout and the time after which whoever stops "
-            "it kills it"
+            f"{what}. It is rolled back and comes again, which counts as an attempt. Make the "
+            "handler faster, or raise stop_timeout and the time after which the supervisor kills "
+            "the process"
         )
         self.seconds = seconds
         self.in_hand = in_hand
@@ -435,7 +435,7 @@ class Unavailable(SafError):
 
     def __init__(self, what: str, reason: str, *, hangs: bool = False) -> None:
         if hangs:
-            reason += "; `saf doctor` says who holds what"
+            reason += "; `saf doctor` shows who holds which lock"
         super().__init__(f"{what} is unavailable: {reason}")
         self.what = what
         self.reason = reason
@@ -456,8 +456,8 @@ class DiskFull(Unavailable):
     def __init__(self, what: str, reason: str) -> None:
         super().__init__(what, reason)
         self.args = (
-            f"the disk of {what} is full: {reason}. Free or add space there: `saf purge` empties "
-            "what has been read",
+            f"the disk of {what} is full: {reason}. Free or add space there: `saf purge` frees "
+            "the space of messages that were read",
         )
 
     def of(self, what: str) -> DiskFull:
@@ -494,7 +494,7 @@ class Unexpected(SafError):
     def __init__(self, what: str, error: BaseException) -> None:
         said = " ".join(str(error).split()) or "no more is known"
         super().__init__(
-            f"{what}: {type(error).__name__}: {said}. Nothing was marked or lost; the others go on"
+            f"{what}: {type(error).__name__}: {said}. Nothing was marked or lost; others continue"
         )
         self.what = what
 
@@ -622,7 +622,7 @@ class Unroutable(SafError):
         there = "".join(f", destination {name!r} is {one}" for name, one in elsewhere.items())
         if broker is None:
             problem = (
-                f"no route for service {service!r}: say `saf route add`, or set "
+                f"no route for service {service!r}: run `saf route add`, or set "
                 "forwarder.default_destination in saf.toml"
             )
         else:
@@ -704,12 +704,12 @@ class Behind(SafError):
         since: datetime | None = None,
         lower: object = None,
     ) -> None:
-        last = f"since a batch of {since.isoformat()}" if since else "or never had any of it"
+        last = f"since a batch of {since.isoformat()}" if since else "or never had any"
         such_as = f", such as: {lower}" if lower else ""
         super().__init__(
-            f"{where} does not have any more what it has acknowledged of {in_words(shards)}, "
+            f"{where} has lost messages that it acknowledged of {in_words(shards)}, "
             f"{last}{such_as}. It seems to be restored from a backup. Nothing was written. "
-            "`saf reconcile` names what it lacks, and `saf rebase` sends it again"
+            "`saf reconcile` names the missing messages, and `saf rebase` sends them again"
         )
         self.where = where
         self.shards = shards
@@ -743,8 +743,8 @@ class StreamSetBack(SafError):
 
     def __init__(self, what: str, name: str, how: str) -> None:
         super().__init__(
-            f"{what} {how}: the stream {name!r} cannot go on from its checkpoint, because the "
-            "database was restored or set back, and messages would be left out. Run `saf doctor`, "
+            f"{what} {how}: the stream {name!r} cannot continue from its checkpoint, because the "
+            "database was restored or set back, and messages would be skipped. Run `saf doctor`, "
             "and `saf rebase` if it says so; then begin with a new checkpointLocation, where "
             "messages that were read since the backup may come again"
         )
@@ -757,8 +757,8 @@ class StreamTakenOver(SafError):
 
     def __init__(self, what: str, name: str) -> None:
         super().__init__(
-            f"{what}: another query reads with the subscription {name!r} since, so this one ends: "
-            "stop one of them, or give it a subscription of its own"
+            f"{what}: another query has begun to read with the subscription {name!r}, so this one "
+            "ends: stop one of the queries, or give it another subscription"
         )
         self.what = what
         self.name = name

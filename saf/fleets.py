@@ -139,7 +139,7 @@ def _listing(
         try:
             full = f"{name}/{_name(place)}"
             if not isinstance(conninfo, str):
-                raise ConfigurationError("its dsn is no text")  # noqa: TRY301
+                raise ConfigurationError("its dsn is not text")  # noqa: TRY301
             dsn = Dsn(conninfo, fleet.dsn.bounds)
             broker = kind(dsn=dsn, max_connections=fleet.max_connections)
             if listing.brokers.setdefault(full, broker) is not broker:

@@ -18,7 +18,7 @@ from saf.errors import InvalidMessage
 from saf.sending.encoding import Encoder
 from saf.tracing.carried import with_context
 
-EMPTY = "is empty; where there is none, say None, in SQL NULL"
+EMPTY = "is empty; if it does not exist, pass None, in SQL NULL"
 MAX_NAME = 255
 """Longest service or message type, in bytes of UTF-8."""
 MAX_KEY = 1024

@@ -186,7 +186,7 @@ class Received:
         """
         said = self._read(STRICT.decode)
         if not isinstance(said, dict):
-            raise UnreadableHeaders(self.message_id, "they are no JSON object")
+            raise UnreadableHeaders(self.message_id, "they are not a JSON object")
         return Exact(said)
 
     def _read(self, decode: Callable[[str], Any]) -> Any:

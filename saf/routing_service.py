@@ -205,7 +205,7 @@ class RoutingService(Loop):
         if router is None:
             raise ConfigurationError(
                 f"database {raw.info.dbname!r} has no router {self.subscription!r} that forwards, "
-                f"or it is disabled: say `saf router add {self.subscription} --mode forward`"
+                f"or it is disabled: run `saf router add {self.subscription} --mode forward`"
             )
         load(router)
         routes = there.in_force

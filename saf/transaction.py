@@ -371,8 +371,8 @@ def _two_connections(sent_on: sa.Connection, other: sa.Connection) -> UsageError
     names = [f"database {one.engine.url.database or 'unknown'!r}" for one in (sent_on, other)]
     return UsageError(
         f"this session's transaction has two connections: a message goes to {names[0]} on the "
-        f"session's default engine, and {names[1]} is used on another engine, which commits by "
-        f"itself. {THE_CONNECTION[0].upper()}{THE_CONNECTION[1:]}; or make the session with "
+        f"session's default engine, and {names[1]} is used on another engine, which commits "
+        f"separately. {THE_CONNECTION[0].upper()}{THE_CONNECTION[1:]}; or make the session with "
         "twophase=True"
     )
 
@@ -410,7 +410,7 @@ def _transaction(conn: object) -> Transaction:
         return _Psycopg(below)
     if is_asynchronous(conn):
         raise UsageError(
-            f"{described(conn)} is of asyncio: say `await outbox.asend(…)` or "
+            f"{described(conn)} is an async connection: use `await outbox.asend(…)` or "
             "`await outbox.asend_many(…)`; for other functions of saf, with SQLAlchemy, "
             "`await session.run_sync(function, …)`"
         )

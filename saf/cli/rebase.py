@@ -191,6 +191,6 @@ def _words(result: Rebased | None, purged: Sequence[str], *, dry_run: bool) -> s
     if purged:
         words += (
             f"; {', '.join(purged)} may have purged later messages: if a monolog began after the "
-            "backup and no message of it is left there, its subscribers do not learn that it is over"
+            "backup and no message of it is left there, its subscribers do not learn of its end"
         )
     return words

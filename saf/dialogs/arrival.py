@@ -304,7 +304,7 @@ def _checked(arrival: DialogArrival, reader: Reader, dialog: Dialog, message: Re
         arrival.not_copied.clear()
         message = Assembled(message, arrival.raw, *said)
         if not message.is_there():
-            raise ContractViolation(f"message {message.sequence}: fragments of it are missing")
+            raise ContractViolation(f"message {message.sequence}: fragments are missing")
         arrival.assembled.append(message)
     if known is not None and known.reads:
         if message.size > DEFAULT_MAX_BYTES:

@@ -248,7 +248,7 @@ def create_contract(
         for one, wanted in type_versions.items():
             if not fetch(connection, KNOWS_TYPE, {"name": one, "version": wanted}):
                 raise ConfigurationError(
-                    f"contract {name!r}: there is no message type {one!r} version {wanted} here"
+                    f"contract {name!r}: no message type {one!r} version {wanted} here"
                 )
         newest |= {one: wanted for one, wanted in type_versions.items() if one in types}
         for one in types:
@@ -289,6 +289,6 @@ def _check_name(what: str, name: str, version: int) -> None:
 
 def _changed(what: str, name: str, version: int) -> ConfigurationError:
     return ConfigurationError(
-        f"{what} {name!r} version {version} is there already, and says something else: dialogs "
+        f"{what} {name!r} version {version} exists with another content: dialogs "
         f"rely on it. Create version {version + 1} instead"
     )

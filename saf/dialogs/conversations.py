@@ -153,7 +153,7 @@ def conversations(
     wanted = None if states is None else list(states)
     for state in wanted or ():
         if state not in list(State):
-            raise UsageError(f"there is no state {state!r}, only {', '.join(State)}")
+            raise UsageError(f"unknown state {state!r}, only {', '.join(State)}")
     rows = enter(conn, allow_autocommit=True).fetch(
         LIST,
         {

@@ -452,7 +452,7 @@ def _begin(
     encode(Message(service=to_service, from_service=from_service, to_broker=to_broker, body=b""))
     if lifetime is not None and not 0 < lifetime <= LONGEST_SECONDS:
         raise DialogError(
-            f"a lifetime of {lifetime} seconds: it has to be above zero, and at most "
+            f"a lifetime of {lifetime} seconds: it must be above zero, and at most "
             f"{LONGEST_SECONDS:,}"
         )
     transaction = enter(conn)

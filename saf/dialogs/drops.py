@@ -26,7 +26,7 @@ def no_end(message: Received) -> str:
     broker = message.to_broker
     there = "" if broker is None else f" It is addressed to broker {broker}."
     return (
-        f"this broker has no end of conversation {message.conversation_id} that it could be an "
-        f"answer to: the dialog was begun elsewhere, or ended so long ago that it is forgotten."
+        f"this broker has no end of conversation {message.conversation_id}: the dialog was "
+        f"begun elsewhere, or ended long ago and is forgotten."
         f"{there}"
     )

@@ -264,7 +264,7 @@ def _introduction(message: Received) -> Introduction:
         )
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         return Introduction(
-            problem=kept(f"its first message does not say what a dialog is begun by: {error}")
+            problem=kept(f"its first message lacks what a dialog begins with: {error}")
         )
     problem = None
     if hello.version is not None and not 0 < hello.version < 2**31:

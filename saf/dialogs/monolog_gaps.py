@@ -78,15 +78,15 @@ TELL_OF_LOSS = IN_PLACE.format(
 
 LOST = (
     "the broker of the subscribers was set back: of messages %1$s to %2$s, some are lost there; "
-    "what is sent after them goes on"
+    "later messages continue"
 )
 NOTHING_LEFT = (
-    "the broker of the subscribers was set back, and has nothing of this monolog any more: of "
-    "messages %1$s to %2$s, some may be lost there, and nobody can tell which; what is sent after "
-    "them goes on"
+    "the broker of the subscribers was set back, and no longer knows this monolog: of "
+    "messages %1$s to %2$s, some may be lost there, and it is unknown which; later messages "
+    "continue"
 )
 FORGOTTEN = (
-    "the broker of the subscribers was set back: what was sent from message %1$s on is lost there, "
+    "the broker of the subscribers was set back: messages from %1$s on are lost there, "
     "and the monolog is over"
 )
 

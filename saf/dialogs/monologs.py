@@ -76,7 +76,7 @@ FAIL_FORGOTTEN = IN_PLACE.format(
     failed=f"""(
     SELECT conversation_id, max(from_service) AS from_service, max(to_service) AS to_service,
            CAST(NULL AS uuid) AS to_broker, max(sequence) + 1 AS sequence,
-           '{PUBLISHER}: it has no memory of this monolog, of which it had sent '
+           '{PUBLISHER}: it does not remember this monolog, and had sent '
            || max(sequence) || ' messages or more' AS text
     FROM {THESE} WHERE NOT EXISTS (SELECT FROM saf.conversation c
                                    WHERE c.conversation_id = heard.conversation_id)

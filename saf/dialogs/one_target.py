@@ -38,8 +38,8 @@ SELECT gen_random_uuid(), service, far_service, other.broker, CAST(conversation_
        {JSON} || jsonb_build_object('{HEADER}', coalesce(lineage, jsonb_build_array(
            jsonb_build_array((SELECT incarnation FROM saf.broker), 0)))),
        convert_to(CAST(jsonb_build_object('code', {Code.SET_BACK:d}, 'text',
-           'one end was set back: its dialog goes on at another broker, where its first message '
-           || 'was sent as well') AS text), 'UTF8')
+           'one end was set back: its dialog continues at another broker, which also got its '
+           || 'first message') AS text), 'UTF8')
 FROM unnest(%(handles)s::uuid[], %(brokers)s::uuid[]) AS other (handle, broker)
 JOIN saf.conversation c USING (handle)
 """

@@ -107,7 +107,7 @@ def recognise(
         if message.message_type in (COMPARE, ERROR):
             recognised.done.append(message)
         else:
-            text = f"conversation {message.conversation_id} goes on with another target"
+            text = f"conversation {message.conversation_id} continues with another target"
             recognised.forgotten.append((message, text))
     messages = [one for one in messages if one not in others]
     lineages = {
@@ -132,8 +132,8 @@ def recognise(
             recognised.done.append(message)
         elif endpoint is not None and _is_forgotten(message, lineages[message], endpoint):
             text = (
-                f"message {message.sequence} was said before the other end was set back, and is "
-                "not known there any more"
+                f"message {message.sequence} was sent before the other end was set back, and is "
+                "no longer known there"
             )
             recognised.forgotten.append((message, text))
         else:
@@ -204,8 +204,8 @@ def _note_lineages(
         if after < received:
             text = (
                 f"one end was set back: messages {after + 1} to {received} were received by "
-                f"service {endpoint.dialog.service!r}, and are not known to the other end any more;"
-                " what that has said under these numbers since is not received"
+                f"service {endpoint.dialog.service!r}, and are no longer known to the other end;"
+                " messages that it has sent since under these numbers are not received"
             )
             endpoint.failure = Code.SET_BACK, text
         noted.append(
@@ -238,7 +238,7 @@ def _strangers(raw: psycopg.Connection[Any], unknown: list[Received]) -> set[Rec
     broker_id, number = of_broker(raw, WHO)
     mine = [one for one in unknown if one.to_broker in (None, broker_id)]
     lost = [one for one in mine if not one.from_initiator and one.message_type != ERROR]
-    error = {"code": Code.SET_BACK, "text": "one end was set back: the other one is gone"}
+    error = {"code": Code.SET_BACK, "text": "one end was set back: the other end is gone"}
     answers = {one.conversation_id: _answer(one, 1, ERROR, error) for one in lost}
     if number > 1:
         early = [one for one in mine if one.from_initiator and one.parked_id is None]

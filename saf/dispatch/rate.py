@@ -26,7 +26,7 @@ def per_second(text: str) -> float:
     """
     found = FORM.fullmatch(text)
     if found is None or int(found[1]) == 0:
-        raise ValueError(f"{text!r} is no rate such as '100/s', '30/min' or '500/h'")
+        raise ValueError(f"{text!r} is not a rate such as '100/s', '30/min' or '500/h'")
     return int(found[1]) / UNITS[found[2]]
 
 

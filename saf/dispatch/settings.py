@@ -42,7 +42,7 @@ def _is_url(text: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ValueError("it is not a URL such as https://billing.example.com/hooks")
     if parts.username or parts.password:
-        raise ValueError("a URL holds no user and password: say them apart from it")
+        raise ValueError("a URL must not contain user and password: set them separately")
     if not text.isascii() or not text.isprintable() or " " in text:
         raise ValueError("a URL has printable ASCII characters only: encode the others")
     return text

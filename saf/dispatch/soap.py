@@ -18,7 +18,7 @@ from saf.dispatch.envelope import Request
 from saf.errors import ConfigurationError, MissingExtra, UnreadableBody
 from saf.received import Received
 
-UNKNOWN = "the answer is no SOAP"
+UNKNOWN = "the answer is not SOAP"
 
 EMPTY = (201, 202, 204)
 """The statuses whose answer may be empty, whatever the operation returns."""

@@ -45,7 +45,7 @@ def check(template: str) -> str:
     for name in PLACE.findall(template):
         if name not in NAMES and not name.startswith(ROOTS):
             known = ", ".join((*NAMES, "data.NAME", "header.NAME"))
-            raise ValueError(f"{{{{{name}}}}} is none of {known}")
+            raise ValueError(f"{{{{{name}}}}} is not one of {known}")
     return template
 
 

@@ -91,5 +91,5 @@ def parsed(body: bytes) -> tuple[str, float]:
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         raise NoToken("no token: the answer has no access_token") from None
     if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:
-        raise NoToken("no token: the answer's access_token is none")
+        raise NoToken("no token: the answer's access_token is invalid")
     return token, lifetime

@@ -17,7 +17,7 @@ from saf.dispatch.envelope import Request
 from saf.errors import UnreadableBody
 from saf.received import Received
 
-UNKNOWN = "the answer is no XML-RPC"
+UNKNOWN = "the answer is not XML-RPC"
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _by_message(function: Function, message: Received) -> Resolved | str:
     except Exception as error:
         return _raised(error)
     if said is None:
-        return "its classifier says nothing"
+        return "its classifier returns no service"
     if isinstance(said, str):
         return Resolved(service=said)
     if isinstance(said, Resolved) and isinstance(said.broker, (UUID, type(None))):

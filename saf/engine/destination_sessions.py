@@ -133,7 +133,7 @@ class DestinationSessions:
                 if known == identity:
                     raise UsageError(
                         f"destinations {other!r} and {name!r} are the same: one watermark "
-                        "cannot serve both, so keep one of them in saf.toml; or, if one is a copy "
+                        "cannot serve both, so keep one in saf.toml; or, if one is a copy "
                         "of the other, run `saf broker new-id` for the copy"
                     )
             self._identities[name] = identity

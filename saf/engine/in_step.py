@@ -70,15 +70,15 @@ class InStep:
     def _read(self) -> None:
         batch = next(self._batches, None)
         if batch is None:
-            raise Unavailable("Spark", "what it evaluates has not come to its end")
+            raise Unavailable("Spark", "the evaluated rows are incomplete")
         numbers = batch["id"].to_numpy()
         if numbers[0] < self._last or (numbers[1:] < numbers[:-1]).any():
-            raise Unavailable("Spark", "what it evaluates is not in its order")
+            raise Unavailable("Spark", "the evaluated rows are out of order")
         self._last = int(numbers[-1])
         if self._last == LAST:
             batch = batch.slice(0, batch.num_rows - 1)
             if next(self._batches, None) is not None:
-                raise Unavailable("Spark", "what it evaluates goes on after its end")
+                raise Unavailable("Spark", "there are evaluated rows after the last")
         of_answers = pc.is_null(batch[ENDED])
         for held, mine in ((self._answers, of_answers), (self._results, pc.invert(of_answers))):
             some = batch.filter(mine)

@@ -263,7 +263,7 @@ class Resolver:
         lost &= addresses["to_broker"].is_null().to_numpy() & ~_is_in(services, self._led_on)
         named = pc.binary_join_element_wise("it names '", services, "', ", "")
         for wrong, why in (
-            (pc.is_null(services), pa.scalar("its classifier says nothing")),
+            (pc.is_null(services), pa.scalar("its classifier returns no service")),
             (
                 _unfit(services, MAX_NAME),
                 pc.binary_join_element_wise(named, "no service's name", ""),

@@ -327,13 +327,13 @@ class Transforming:
             ),
             (
                 pc.and_(pc.is_null(headers), pc.is_valid(now["headers"])),
-                "it gives headers that are no JSON object, or none that PostgreSQL can hold",
+                "it returns headers that are not a JSON object, or that PostgreSQL cannot store",
             ),
             (pc.fill_null(pc.less(parts, 0), False), "it gives a part a number below 0"),
             (
                 pa.chunked_array([pa.array(same)]),
-                "it makes several messages of it, and does not number them all, each with another "
-                "number, in a column part",
+                "it returns several messages for it, without a different number for each in a "
+                "column part",
             ),
         ):
             if pc.any(wrong).as_py():

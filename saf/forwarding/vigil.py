@@ -84,7 +84,7 @@ class Vigil:
             what, reason = "Spark", f"no task has begun for {quiet:.0f} s"
         else:
             return None
-        return Unavailable(what, f"{reason}. What it had in hand is forwarded by the next run")
+        return Unavailable(what, f"{reason}. The next run forwards what it had in hand")
 
     def _awake(self) -> float:
         """What time it is; note whether the driver has slept since it was asked last."""

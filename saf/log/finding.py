@@ -279,5 +279,5 @@ def _place(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     if (match := re.fullmatch(r"([0-9]{1,2})\.([0-9]{1,10})", text)) is None:
-        raise UsageError(f"{text!r} is no place where a search has ended")
+        raise UsageError(f"{text!r} is not a place where a search ended")
     return int(match[1]), int(match[2])

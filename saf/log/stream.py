@@ -173,14 +173,14 @@ def check(given: Offset, known: State) -> None:
     if given.broker != mine.broker:
         raise NotThisStream(
             f"{what}: the checkpoint was made with broker {given.broker}, and this is "
-            f"{mine.broker}: mend the name in saf.toml, or begin with a new checkpoint"
+            f"{mine.broker}: fix the name in saf.toml, or begin with a new checkpoint"
         )
     if given.incarnation != mine.incarnation:
         raise StreamSetBack(what, name, "was repaired after it was set back")
     if given.subscription != mine.subscription:
         raise NotThisStream(
-            f"{what}: the subscription {name!r} is not the one that the checkpoint was made with: "
-            "that one was dropped, and what it had not committed may be purged. Begin with a new "
+            f"{what}: the subscription {name!r} is not the checkpoint's subscription: that was "
+            "dropped, and messages that it had not committed may be purged. Begin with a new "
             "checkpoint"
         )
     if given.batch > known.batch:

@@ -80,7 +80,7 @@ PENDING = _gauge(
 OLDEST_PENDING = _gauge(
     "saf_oldest_pending_seconds",
     "broker destination service",
-    "The age of the oldest of them; no value if there is none.",
+    "The age of the oldest pending message; no value without one.",
 )
 UNREAD = _gauge(
     "saf_unread_messages",
@@ -92,12 +92,12 @@ LAG = _gauge(
     "saf_subscription_lag_seconds",
     "broker log subscription",
     "How long the oldest message that a subscription of either log has not completed has been in "
-    "the log; 0 if there is none.",
+    "the log; 0 without one.",
 )
 PARKED = _gauge(
     "saf_parked_messages",
     "broker subscription destination kind",
-    "Messages that wait in lanes, by what they wait for. Counted up to 100,000, estimated beyond.",
+    "Parked messages by the kind of their lane. Counted up to 100,000, estimated beyond.",
 )
 OLDEST_PARKED = _gauge(
     "saf_parked_lane_seconds",
@@ -121,12 +121,12 @@ NEEDS_OPERATOR = _gauge(
     "broker subscription destination kind",
     "Lanes whose last attempt failed for a reason that only an operator can remove: no route, a "
     "service that the destination does not know, a full disk, a login that is refused, a "
-    "destination that has rejected too many messages in a row. No value if there are none.",
+    "destination that has rejected too many messages in a row. No value without one.",
 )
 DEAD = _gauge(
     "saf_dead_letters",
     "broker subscription reason",
-    "Messages that wait for a person. Counted up to 100,000.",
+    "Dead letters that wait for an operator. Counted up to 100,000.",
 )
 DROPPED = _counter(
     "saf_dropped_messages_total",
@@ -137,7 +137,7 @@ DROPPED = _counter(
 MEMBERS = _gauge(
     "saf_members",
     "broker log subscription",
-    "Live members of a subscription: forwarders, processors, dispatchers. Workers are none.",
+    "Live members of a subscription: forwarders, processors, dispatchers, without workers.",
 )
 UNOWNED = _gauge(
     "saf_unowned_shards", "broker log subscription", "Shards of a subscription that no member owns."
@@ -150,8 +150,8 @@ SLOTS = _gauge(
 OLDEST_TRANSACTION = _gauge(
     "saf_oldest_transaction_seconds",
     "broker",
-    "The age of the oldest open or prepared transaction in the broker's database: what it has sent "
-    "is in no batch, and no purge or vacuum passes it.",
+    "The age of the oldest open or prepared transaction in the broker's database: its messages "
+    "are in no batch, and no purge or vacuum passes it.",
 )
 ENDPOINTS = _gauge(
     "saf_endpoint_state",
@@ -177,7 +177,7 @@ RETRIED = _counter(
     "saf_retried_messages_total",
     "forwarder",
     "broker destination",
-    "Those of them that had been parked before, or that a person has sent again.",
+    "Those that had been parked before, or that an operator has sent again.",
 )
 REPEATED = _counter(
     "saf_repeated_messages_total",
@@ -189,8 +189,8 @@ DELIVERED = _counter(
     "saf_delivered_messages_total",
     "forwarder",
     "broker destination service",
-    "Messages that a destination has by this forwarder: forwarded and repeated ones, by service, "
-    "of which 100 of a destination are named.",
+    "Messages that this forwarder has stored in a destination, forwarded or repeated, by service; "
+    "100 services of a destination are named.",
 )
 SET_ASIDE = _counter(
     "saf_set_aside_messages_total",

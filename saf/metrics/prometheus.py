@@ -123,8 +123,8 @@ def write(take: Take, file: Path) -> None:
         write_to_textfile(str(file), there)
     except OSError as error:
         raise ConfigurationError(
-            f"metrics cannot be written to {file}: {error.strerror or error}; name a file in a "
-            "folder that is there and may be written to"
+            f"metrics cannot be written to {file}: {error.strerror or error}; name a file in an "
+            "existing folder that is writable"
         ) from None
 
 

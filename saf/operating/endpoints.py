@@ -48,12 +48,10 @@ class Found:
                 raise problem
         if not self.endpoints:
             raise next(iter(self.problems), None) or ConfigurationError(
-                "there is no endpoint: say [endpoints.NAME] in saf.toml, or saf endpoint add"
+                "no endpoint exists: add [endpoints.NAME] to saf.toml, or run saf endpoint add"
             )
         for name in missing:
-            raise ConfigurationError(
-                f"there is no endpoint {name!r}{did_you_mean(name, self.endpoints)}"
-            )
+            raise ConfigurationError(f"no endpoint {name!r}{did_you_mean(name, self.endpoints)}")
         return {name: self.endpoints[name] for name in names or self.endpoints}
 
 
@@ -78,7 +76,7 @@ def find(settings: Settings, known: Mapping[str, Endpoint] | None = None) -> Fou
         for name, one in there.items():
             if name in found.endpoints:
                 found.wrong[name] = ConfigurationError(
-                    f"there are two endpoints {name!r}: one of them is in broker {where!r}"
+                    f"two endpoints are called {name!r}: one is in broker {where!r}"
                 )
             elif isinstance(one, SafError):
                 found.wrong[name] = one

@@ -108,7 +108,7 @@ def way(routes: Routes, address: Addressed) -> Way:
     """
     service, broker = address[0], None if address[1] is None else str(address[1])
     if any(router.service == service for router in routes.routers):
-        return Way(destinations=(), how="a router: its classifier says for which service each is")
+        return Way(destinations=(), how="a router: its classifier returns the service of each")
     match = routes.match(service, broker)
     if match is None:
         return Way(destinations=(), how="no route: they would be parked until there is one")

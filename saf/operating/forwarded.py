@@ -73,9 +73,9 @@ def forwarded(
             except TookTooLong:
                 raise Unavailable(
                     "the answer",
-                    f"it took longer than {seconds:g} s to look for {state} messages, as where "
-                    "much is pending that is younger: ask again later, or say --timeout with more "
-                    "seconds",
+                    f"it took longer than {seconds:g} s to look for {state} messages, perhaps "
+                    "because many younger ones are pending: ask again later, or add --timeout "
+                    "with more seconds",
                 ) from None
             for one in page.shown:
                 left[state] = one

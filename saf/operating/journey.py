@@ -184,8 +184,8 @@ def stay(
                     decided = some.execute(DECIDED, params).fetchall()
     except psycopg.errors.QueryCanceled:
         raise UsageError(
-            f"it took longer than {seconds:g} s to look for message {message_id}: say when it was "
-            "sent, or its key, from which the shard follows"
+            f"it took longer than {seconds:g} s to look for message {message_id}: add the time "
+            "of sending, or the key, which gives the shard"
         ) from None
     return Stay(
         sent=sent,

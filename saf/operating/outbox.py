@@ -407,8 +407,8 @@ def _bounded(connection: psycopg.Connection[Any], seconds: float) -> Iterator[No
             yield
     except psycopg.errors.QueryCanceled:
         raise TookTooLong(
-            f"it took longer than {seconds:g} s, because few messages of this outbox are such: "
-            "name the key (--key), from which the shard follows; or a state, or the id; or say "
+            f"it took longer than {seconds:g} s, because few messages of this outbox match: "
+            "add the key (--key), which gives the shard; or a state, or the id; or add "
             "--timeout with more seconds"
         ) from None
 

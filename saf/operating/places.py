@@ -41,7 +41,7 @@ def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listi
     if name == fleet:
         return found
     if name not in found.brokers:
-        raise ConfigurationError(f"--broker {name}: there is none in the fleet {fleet!r}")
+        raise ConfigurationError(f"--broker {name}: not in the fleet {fleet!r}")
     return {name: found.brokers[name]}
 
 
@@ -98,7 +98,7 @@ def _place(settings: Settings, name: str) -> Broker:
         )
     if name not in places:
         there = ", ".join(settings.brokers)
-        raise ConfigurationError(f"--broker {name}: there is no [brokers.{name}], only {there}")
+        raise ConfigurationError(f"--broker {name}: no [brokers.{name}] in saf.toml, only {there}")
     return places[name]
 
 

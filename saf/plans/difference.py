@@ -132,7 +132,7 @@ def apply(
         now = difference(connection, wanted, prune=prune)
         if now != shown or now.refused.keys() != shown.refused.keys():
             raise ConfigurationError(
-                "somebody else has changed it meanwhile: nothing was done, so say it again"
+                "somebody else has changed it in between: nothing was done; run the command again"
             )
         for change in shown.changes:
             change.make(connection, discard=discard)
@@ -150,9 +150,9 @@ def broker_id(connection: psycopg.Connection[Any]) -> str:
 
 def _fixed(change: Change) -> ConfigurationError:
     return ConfigurationError(
-        f"{change.table.described(change.key)} is there and cannot be changed "
-        f"({'; '.join(change.details())}): give another name or version to the plan's, or remove "
-        "what is there"
+        f"{change.table.described(change.key)} exists and cannot be changed "
+        f"({'; '.join(change.details())}): use another name or version in the plan, or remove "
+        "the existing one"
     )
 
 

@@ -199,7 +199,7 @@ def check(plan: Plan, settings: Settings) -> None:
             there = settings.destinations.get(route.destination)
             if there is None:
                 raise ConfigurationError(
-                    f"{where}: there is no [destinations.{route.destination}] in saf.toml"
+                    f"{where}: no [destinations.{route.destination}] in saf.toml"
                     f"{did_you_mean(route.destination, settings.destinations)}"
                 )
             try:
@@ -221,7 +221,7 @@ def broker_plan(entries: Mapping[str, Entries]) -> BrokerPlan:
         return BrokerPlan(**said)
     except pydantic.ValidationError as error:
         problems = "; ".join(map(_explained, error.errors()))
-        raise ConfigurationError(f"a plan cannot say what is there: {problems}") from None
+        raise ConfigurationError(f"a plan cannot express an existing entry: {problems}") from None
 
 
 def as_tables(plan: BrokerPlan) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Table:
         for row in rows:
             key = tuple(row[field] for field in self.key)
             if key in found:
-                raise ConfigurationError(f"{self.described(key)} is there twice")
+                raise ConfigurationError(f"{self.described(key)} appears twice")
             found[key] = {field: value for field, value in row.items() if field not in self.key}
         return found
 

@@ -51,7 +51,7 @@ class Handlers(dict[str | None, Registered]):
         for other in self.values():
             if other.waits != waits:
                 raise UsageError(
-                    "the handlers of a worker are all async or none of them is: "
+                    "either all handlers of a worker are async or none: "
                     f"{named(other.call)} is{' not' * waits} async, and "
                     f"{named(call)} is{' not' * (not waits)}"
                 )

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     )
 
 
-FOR_ASYNC = "What is of asyncio is for saf.areceive, and for workers whose handlers are async"
+FOR_ASYNC = "Async connections are for saf.areceive, and for workers with async handlers"
 
 CANCEL_SECONDS = 1.0
 """How long it may take to ask the server to cancel a statement."""
@@ -82,8 +82,8 @@ class Link:
                     self.raw.execute("; ".join(first))
             if claims and self._status() != TransactionStatus.INTRANS:
                 raise UsageError(
-                    "this engine is in AUTOCOMMIT: each statement would be committed by itself, "
-                    "and nothing rolled back. Receive with another isolation level"
+                    "this engine is in AUTOCOMMIT: each statement would commit separately, "
+                    "and no rollback is possible. Receive with another isolation level"
                 )
             yield
 

@@ -52,8 +52,8 @@ def listen(connection: psycopg.Connection[Any]) -> None:
     ((on,),) = fetch(connection, IS_ON)
     if not on:
         raise ConfigurationError(
-            f"database {connection.info.dbname!r}: its inbox notifies nobody, so there is nothing "
-            "to listen for. `saf inbox notify on` lets it; or do not listen"
+            f"database {connection.info.dbname!r}: its inbox sends no notifications, so listening "
+            "is useless. Run `saf inbox notify on`, or do not listen"
         )
     connection.execute(LISTEN)
 

@@ -174,8 +174,8 @@ class Worker(Loop):
             raise UsageError(f"the worker for {self.subscription!r} has no handler")
         if self.concurrency > 1 and not self._handlers.are_async:
             raise UsageError(
-                f"concurrency ({self.concurrency}) is for handlers that are async def: for others, "
-                "say how many threads"
+                f"concurrency ({self.concurrency}) is for async handlers: for others, "
+                "set the number of threads"
             )
 
     def _run_in(self, loop: EventLoop, *, drain: bool) -> int:

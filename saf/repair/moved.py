@@ -125,9 +125,9 @@ def by(connection: psycopg.Connection[Any], told: MovedBy | None) -> MovedBy:
         count, first = _different(connection, log, possible)
         if count:
             raise UsageError(
-                f"the rows do not say how the database was moved, and it matters for {count} "
+                f"the rows do not show how the database was moved, and it matters for {count} "
                 f"messages of saf.{log}, the first with id {first}: complete, or written here "
-                f"since? Say --moved-by {' or '.join(possible)}; --dry-run shows what it would do"
+                f"since? Add --moved-by {' or '.join(possible)}; --dry-run shows the changes"
             )
     return possible[0]
 

@@ -136,8 +136,8 @@ def send_again(
                 return None
             if behind and until is not None:
                 raise UsageError(
-                    f"{' and '.join(behind)} had been set back, and may go on only when all that "
-                    "is lost is sent again: say saf replay without --until"
+                    f"{' and '.join(behind)} had been set back, and may continue only when every "
+                    "lost message is sent again: run saf replay without --until"
                 )
             found = lost(
                 name, source, destinations,
@@ -250,10 +250,10 @@ def _let_subscribers_know(
 def _stays_refused(name: str, why: str) -> CannotReadBack:
     return CannotReadBack(
         name,
-        f"{why}. It was set back, and what it has lost is not known, so nothing is sent to it "
-        "again; other destinations are repaired. Say `saf replay --since` with a time at which "
-        "the oldest transaction of its backup's time had not begun: then all that was sent to it "
-        "since goes again, and what it still has arrives twice",
+        f"{why}. It was set back, and its lost messages are not known, so nothing is sent to it "
+        "again; other destinations are repaired. Run `saf replay --since` with a time before "
+        "the oldest transaction that was open at its backup: then all messages since are sent "
+        "again, and those that it still has arrive twice",
     )
 
 

@@ -142,8 +142,8 @@ def keep(
     except psycopg.errors.LockNotAvailable:
         raise UsageError(
             f"database {connection.info.dbname!r}: a transaction that writes to the outbox has not "
-            f"ended in {PATIENCE_SECONDS:g} s, and a route becomes local between two of them: "
-            "`saf doctor` names those that last long"
+            f"ended in {PATIENCE_SECONDS:g} s, and a route becomes local between two of these: "
+            "`saf doctor` names long ones"
         ) from None
     except psycopg.errors.InsufficientPrivilege as error:
         raise UsageError(

@@ -141,7 +141,7 @@ def check(one: ConfiguredRouter) -> None:
         raise UsageError(f"once_per {router.once_per!r}: once per {MESSAGE} or per {KEY}")
     module, colon, function = router.expression.partition(":")
     if router.kind != SQL and not (module and colon and function):
-        raise UsageError(f"router {router.service!r}: {router.expression!r} is no module:function")
+        raise UsageError(f"router {router.service!r}: {router.expression!r} is not module:function")
     if not router.expression.strip():
         raise UsageError(f"router {router.service!r} has an empty expression")
     if one.mode == FORWARD and router.kind == SQL:
@@ -171,13 +171,13 @@ def imported(whose: str, name: str) -> Callable[[Any], Any]:
         function = attrgetter(path)(import_module(module))
     except Exception as error:
         raise ConfigurationError(
-            f"{whose} cannot load {name!r} ({type(error).__name__}: {error}): its module has to be "
+            f"{whose} cannot load {name!r} ({type(error).__name__}: {error}): its module must be "
             "importable wherever the forwarder and its tasks run, by PYTHONPATH or spark-submit's "
             "--py-files"
         ) from error
     if not callable(function):
         raise ConfigurationError(
-            f"{whose}: {name!r} is no function, but a {type(function).__name__}"
+            f"{whose}: {name!r} is not a function, but a {type(function).__name__}"
         )
     return function  # type: ignore[no-any-return] # whatever it takes
 

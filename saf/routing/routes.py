@@ -362,7 +362,7 @@ def add_topic(connection: psycopg.Connection[Any], name: str) -> bool:
     """
     check_name("topic", name)
     if fetch(connection, IS_ROUTER, {"name": name}):
-        raise UsageError(f"{name!r} is a router: a topic may be what it resolves to, not itself")
+        raise UsageError(f"{name!r} is a router: a router may resolve to a topic, but is not one")
     refuse_local(connection, name, "a topic")
     return bool(fetch(connection, ADD_TOPIC, {"name": name}))
 

@@ -170,7 +170,7 @@ def _on_driver(conn: object) -> _Transaction:
     raise UsageError(
         f"cannot await a send on a {described(conn)}: expected SQLAlchemy's AsyncSession or "
         "AsyncConnection, psycopg's AsyncConnection or AsyncCursor, or a connection of asyncpg; "
-        "without asyncio, say outbox.send or outbox.send_many"
+        "without asyncio, use outbox.send or outbox.send_many"
     )
 
 

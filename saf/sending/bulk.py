@@ -73,6 +73,6 @@ def refuse_in_parts(transaction: Known, statements: Sequence[object]) -> None:
     if len(statements) > 1 and transaction.commits_by_itself():
         raise InvalidMessage(
             "messages",
-            f"more than {LARGEST_STATEMENT:,} bytes are several statements, and this connection "
-            "commits each by itself: open a transaction, or send fewer at a time",
+            f"more than {LARGEST_STATEMENT:,} bytes need several statements, and this connection "
+            "commits each separately: open a transaction, or send fewer messages",
         )

@@ -119,7 +119,7 @@ class Encoder:
         elif isinstance(value, str):
             yield from _of_text(value, path)
         elif isinstance(value, float) and not math.isfinite(value):
-            yield path, f"{value} is no number in JSON"
+            yield path, f"{value} is not a number in JSON"
         elif isinstance(value, dict):
             for key, one in value.items():
                 if not isinstance(key, NAMES):

@@ -52,7 +52,7 @@ def alone(connection: psycopg.Connection[Any], lanes: Iterable[tuple[int, str]])
         try:
             connection.execute(ALONE, params)
         except psycopg.errors.LockNotAvailable:
-            what = f"destination {destination!r}" if destination else "what waits for a route"
+            what = f"destination {destination!r}" if destination else "messages without a route"
             raise Unavailable(
                 what, "a forwarder is delivering its parked messages: decide again in a moment"
             ) from None

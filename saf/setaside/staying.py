@@ -19,7 +19,7 @@ WHY: Mapping[str, str] = MappingProxyType(
     {
         "in_hand": "somebody has it in hand, or will within seconds: decide again in a moment",
         "batch": "the forwarder's open batch has set it aside, and is not past it: decide then",
-        "doubt": "it may have arrived, so the next run makes a dead letter of it: decide then",
+        "doubt": "it may have arrived, so the next run turns it into a dead letter: decide then",
         "later": "it waits for its deliver_at, and holds nobody up",
         "ahead": "it waits for an earlier message of its dialog, without which it means nothing",
         "no_end": "the end of its dialog is not here: nobody could be told",

@@ -87,7 +87,7 @@ def read_headers(text: str | None) -> dict[str, Any]:
     except (ValueError, RecursionError, ArithmeticError) as error:
         raise NotSignable(f"the headers cannot be read: {error}") from None
     if not isinstance(said, dict):
-        raise NotSignable("the headers are no JSON object")
+        raise NotSignable("the headers are not a JSON object")
     return said
 
 

@@ -69,7 +69,7 @@ class Keys(Mapping[str, Key]):
         self._keys = {check_key_id(key_id): key for key_id, key in keys.items()}
         self.redirected_from = frozenset(redirected_from)
         if not self._keys:
-            raise UsageError("there is no key: say which keys senders sign with")
+            raise UsageError("no key: name the keys that senders sign with")
         for key_id, key in self._keys.items():
             if not isinstance(key, Key):
                 raise UsageError(

@@ -111,10 +111,10 @@ def stated(
     named = {name.lower(): value for name, value in headers.items()}
     missing = [name for name in (ID, TIMESTAMP, SIGNATURE) if not named.get(name)]
     if missing:
-        raise NotVerified(f"there is no header {', '.join(missing)}")
+        raise NotVerified(f"missing header {', '.join(missing)}")
     message_id, timestamp = named[ID], named[TIMESTAMP]
     if not (timestamp.isascii() and timestamp.isdigit() and len(timestamp) <= 12):  # noqa: PLR2004 - the year 33658
-        raise NotVerified(f"{TIMESTAMP} is no number of seconds")
+        raise NotVerified(f"{TIMESTAMP} is not a number of seconds")
     difference = (time.time() if now is None else now) - int(timestamp)
     if abs(difference) > tolerance_seconds:
         raise NotVerified(

@@ -87,9 +87,9 @@ def as_said(one: Compiled, said: pa.Array) -> pa.Table:
 def _answer(text: bytes) -> Resolved | str:
     value = json.loads(text or "{}")
     if value.get("service") is None:
-        return "its classifier says nothing"
+        return "its classifier returns no service"
     try:
         broker = UUID(value["broker"]) if value.get("broker") else None
     except ValueError:
-        return f"it names the broker {value['broker']!r}, which is no uuid"
+        return f"it names the broker {value['broker']!r}, which is not a UUID"
     return Resolved(service=value["service"], broker=broker, key=value.get("key"))

@@ -71,7 +71,7 @@ def address(conf: Mapping[str, str], *, local: bool) -> dict[str, str]:
         if driver := conf.get("spark.driver.host"):
             return {"SPARK_LOCAL_HOSTNAME": driver}
         raise ConfigurationError(
-            f"the name of this host, {name!r}, does not resolve, and executors elsewhere need an "
-            "address of it: add it to /etc/hosts, or set the environment variable SPARK_LOCAL_IP"
+            f"the name of this host, {name!r}, does not resolve, and executors elsewhere need its "
+            "address: add it to /etc/hosts, or set the environment variable SPARK_LOCAL_IP"
         ) from None
     return {}

@@ -45,4 +45,4 @@ def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     try:
         yield from batches
     except Exception as error:  # of Arrow, of the socket, or of PySpark's own protocol
-        raise Unavailable("Spark", f"what it hands a task has broken off ({error})") from error
+        raise Unavailable("Spark", f"the stream of rows to a task broke off ({error})") from error

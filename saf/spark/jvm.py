@@ -108,7 +108,7 @@ class Jvm:
                     self.kill()
                     self.said.join(1)
                     raise SafError(
-                        "Spark's JVM did not start (it says why above); the Java and the memory "
+                        "Spark's JVM did not start (its output is above); Java and the memory "
                         "(spark.driver.memory) are the usual reasons"
                     )
                 time.sleep(0.01)

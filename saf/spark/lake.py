@@ -118,7 +118,7 @@ def _query(batch: DataFrame) -> str:
         query = None
     if query is None:
         raise ConfigurationError(
-            "Spark does not say which query this is, as over Spark Connect: give to_delta an "
-            "application, a name of its own for each checkpoint"
+            "Spark does not identify the query, as over Spark Connect: give to_delta an "
+            "application, a different name for each checkpoint"
         )
     return query

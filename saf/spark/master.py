@@ -42,8 +42,8 @@ def remote(master: str, conf: Mapping[str, str]) -> str | None:
             return where
     for setting in asked:
         raise ConfigurationError(
-            f"{setting} asks for Spark Connect, and not for a server of it: say --remote "
-            "sc://host:15002, or take it away, and give forwarder.master (or --master) a master "
+            f"{setting} asks for Spark Connect without naming a server: use --remote "
+            "sc://host:15002, or remove it, and set forwarder.master (or --master) to a master "
             "such as local[*], spark://host:7077, yarn or k8s://host:443"
         )
     return None

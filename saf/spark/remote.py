@@ -198,7 +198,7 @@ def slots(spark: Any) -> int:
         if "No module named" not in str(error) and "PYTHON_VERSION_MISMATCH" not in str(error):
             raise
         raise ConfigurationError(
-            "the Python of the cluster's tasks has not what saf needs: it takes the Python of this "
+            "the Python of the cluster's tasks lacks packages that saf needs: the Python of this "
             f"machine and saf-outbox[connect]=={version('saf-outbox')}: {first_line(error)}"
         ) from None
     finally:

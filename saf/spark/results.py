@@ -62,8 +62,8 @@ def transformed(
         ) from error
     if deterministic and (why := changing(said)):
         raise ConfigurationError(
-            f"{whose}: {name} {why}, which is another one when a batch is read again: say "
-            "`deterministic = false` in saf.toml, and what it makes is kept before it is sent"
+            f"{whose}: {name} {why}, which differs when a batch is read again: set "
+            "`deterministic = false` in saf.toml, and its results are kept before they are sent"
         )
     return usable
 

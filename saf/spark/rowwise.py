@@ -117,11 +117,11 @@ def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> s
         elif kind == "UnresolvedAttribute":
             name = next(items(node.nameParts()))
             if name.lower() not in columns:
-                return f"it says {name}, which is no column of a message"
+                return f"it uses {name}, which is not a column of a message"
         elif kind not in SYNTAX:
             return f"it has a {kind.rstrip('$')}, which does not look at one row alone"
     if (said := _of_now(spark, expression)) is not None:
-        return f"it says {said}, which is another time whenever it is read"
+        return f"it uses {said}, which is another time at each reading"
     return None
 
 
@@ -136,13 +136,13 @@ def refusal_of_analyzed(plan: Any, before: Any) -> str | None:
         kind = kind_of(node)
         own = node.getClass().getName().startswith(f"{CATALYST}expressions.")
         if not own or FOREIGN.search(kind):
-            return f"Spark makes a {kind} of it, which is not Spark's own or looks elsewhere"
+            return f"Spark plans a {kind} for it, which is not Spark's own or reads other data"
         if not node.deterministic():
-            return f"Spark makes a {kind} of it, which says something else each time"
+            return f"Spark plans a {kind} for it, which differs each time"
         if kind in ("Cast", "ParseToDate", "ParseToTimestamp", "ParseToTime"):
             for child in items(node.children()):
                 if kind_of(child) == "Literal" and OF_NOW.match(text := str(child.toString())):
-                    return f"it says {text!r}, which is another time whenever it is read"
+                    return f"it uses {text!r}, which is another time at each reading"
     return None
 
 

@@ -113,7 +113,7 @@ class Sent:
         if found:
             lines[0] += f", and there are {len(found)}:"
         elif there:
-            lines[0] += f"; none of the {len(there)} that are there matches, the nearest first:"
+            lines[0] += f"; none of the {len(there)} existing ones matches, the nearest first:"
         else:
             lines[0] += ", and the outbox has none at all"
         nearest = found or sorted(there, key=lambda one: len(_differences(one, match)))
@@ -124,8 +124,8 @@ class Sent:
             ((writing,),) = fetch(connection, UNCOMMITTED)
         if writing:
             lines.append(
-                f"Transactions that have written to the outbox and are still open: {writing}. What "
-                "they have sent does not exist before they commit"
+                f"Transactions that have written to the outbox and are still open: {writing}. "
+                "Their messages do not exist before they commit"
             )
         return "\n".join(lines)
 

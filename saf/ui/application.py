@@ -142,7 +142,7 @@ async def _form(request: Request) -> Mapping[str, Sequence[str]]:
     try:
         return parse_qs(body.decode(), keep_blank_values=True, max_num_fields=10_000)
     except ValueError:
-        raise Refused(400, "that is no form of these pages") from None
+        raise Refused(400, "that is not a form of these pages") from None
 
 
 def _check(
@@ -263,6 +263,6 @@ def _not_found(site: Site) -> Callable[[Request, Any], Awaitable[Response]]:
         if visitor is None:
             return PlainTextResponse("not found", status_code=404)
         visit = Visit(site=site, request=request, visitor=visitor)
-        return await _problem(visit, 404, "there is no such page")
+        return await _problem(visit, 404, "no such page")
 
     return handler

@@ -45,7 +45,7 @@ def chosen(
         name, _, number = text.rpartition(":")
         ids[name].append(number_of(number) or 0)
     if not ids:
-        raise UsageError(f"nothing was chosen: tick {what}, or say all that match")
+        raise UsageError(f"nothing was chosen: tick {what}, or choose all that match")
     return {name: of(numbers) for name, numbers in ids.items()}
 
 

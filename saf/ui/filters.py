@@ -19,7 +19,7 @@ def moment_of(text: str | None) -> datetime | None:
     try:
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):
-        raise UsageError(f"{text!r} is no time such as 2026-01-31T12:00:00Z") from None
+        raise UsageError(f"{text!r} is not a time such as 2026-01-31T12:00:00Z") from None
 
 
 def number_of(text: str | None) -> int | None:
@@ -31,5 +31,5 @@ def number_of(text: str | None) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 18):  # noqa: PLR2004 - of a bigint
-        raise UsageError(f"{text!r} is no number of these pages")
+        raise UsageError(f"{text!r} is not a number of these pages")
     return int(text)

@@ -85,7 +85,7 @@ class KnownHosts:
             host = host_of(Headers(scope=scope).get("host", ""))
             if host not in self._hosts and not _is_address(host):
                 log.warning("host_refused", host=shown(host))
-                said = f"nobody knows this dashboard as {shown(host)!r}: say so in [ui] hosts"
+                said = f"this dashboard is not known as {shown(host)!r}: add it to [ui] hosts"
                 await PlainTextResponse(said, status_code=MISDIRECTED)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

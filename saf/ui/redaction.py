@@ -46,7 +46,7 @@ class Redaction:
             except jsonpath.JSONPathError as error:
                 said = str(error).splitlines()[0]
                 raise ConfigurationError(
-                    f"ui.redact_paths: {path!r} is no JSON path ({said}); expected such as "
+                    f"ui.redact_paths: {path!r} is not a JSON path ({said}); expected such as "
                     "$.card.number or $..password"
                 ) from None
 
@@ -75,7 +75,7 @@ class Redaction:
         try:
             text = body.decode("utf-8-sig")  # a BOM is no part of the JSON behind it
         except UnicodeDecodeError:
-            return f"{len(body):,} bytes, which are no UTF-8 text"
+            return f"{len(body):,} bytes, which are not UTF-8 text"
         try:
             found = json.loads(text)
         except RecursionError:

@@ -36,8 +36,8 @@ class Site:
         self.redaction = Redaction(ui)
         if not self.access.by_token and ui.user_header is None:
             raise ConfigurationError(
-                "nobody could log in: say token or operate_token, or user_header, under [ui] in "
-                "saf.toml; `saf ui` alone makes a token up"
+                "nobody could log in: set token, operate_token or user_header under [ui] in "
+                "saf.toml; `saf ui` alone generates a token"
             )
         places = Places(settings, None)
         self.brokers = Brokers(places, settings.destinations.keys() - settings.brokers.keys())

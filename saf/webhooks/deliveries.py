@@ -103,7 +103,7 @@ def broker(
 
     async def _answered(scope: Scope, receive: Receive) -> Answer:
         if scope["type"] != "http" or scope["method"] != "POST":
-            return store.refuse(405, "unusable", "it is no POST", "deliver by kind https")
+            return store.refuse(405, "unusable", "not a POST", "deliver by kind https")
         try:
             async with entrance.let_in(scope, receive) as (headers, body):
                 # away from the loop: others are served while this one is verified and stored
@@ -190,7 +190,7 @@ class _Store:
             try:
                 source = UUID(said["source"])
             except wire.UNLIKE:
-                raise wire.NotUnderstood("it does not say of which source") from None
+                raise wire.NotUnderstood("its source is missing") from None
             self._allow(source)
             known = self._at.known("here", source, role="deliver")
             return {"identity": str(known.destination), **wire.of_known(known)}

@@ -70,7 +70,7 @@ def event(headers: Mapping[str, str], body: bytes) -> Event:
         }
         content_type = given
     if attributes.get("specversion") != "1.0":
-        raise NoEvent("it is no event of CloudEvents 1.0: there is no specversion 1.0")
+        raise NoEvent("not an event of CloudEvents 1.0: specversion 1.0 is missing")
     for name in NEEDED:
         if not isinstance(attributes.get(name), str) or not attributes[name]:
             raise NoEvent(f"the event has no {name}")
@@ -78,7 +78,7 @@ def event(headers: Mapping[str, str], body: bytes) -> Event:
         try:
             attributes[name].encode()
         except UnicodeEncodeError:
-            raise NoEvent(f"the event's {name} is no Unicode text") from None
+            raise NoEvent(f"the event's {name} is not Unicode text") from None
     key = attributes.get("partitionkey") or attributes.get("subject")
     return Event(
         id=attributes["id"],
@@ -109,14 +109,14 @@ def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str | None]:
     except NoEvent:
         raise
     except (ValueError, RecursionError):
-        raise NoEvent("the event is no JSON") from None
+        raise NoEvent("the event is not JSON") from None
     content_type = whole.get("datacontenttype")
     content_type = content_type if isinstance(content_type, str) else None
     if "data_base64" in whole:
         try:
             return whole, base64.b64decode(whole["data_base64"], validate=True), content_type
         except (binascii.Error, TypeError, ValueError):
-            raise NoEvent("data_base64 is no base64") from None
+            raise NoEvent("data_base64 is not base64") from None
     if "data" not in said:
         return whole, b"", content_type
     data = said["data"]
@@ -137,7 +137,7 @@ def members(text: str) -> dict[str, str]:
         NoEvent: it is no object.
     """
     if not isinstance(STRICT.decode(text), dict):
-        raise NoEvent("the event is no JSON object")
+        raise NoEvent("the event is not a JSON object")
     found: dict[str, str] = {}
     at = text.index("{") + 1
     while text[at := _to_next(text, at)] != "}":

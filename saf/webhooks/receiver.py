@@ -191,7 +191,7 @@ def inbox(
         except _not_stored() as error:
             log.warning("webhook_not_stored", service=service, error=type(error).__name__)
             return 503, "try again later"
-        return (204, "") if stored else (404, f"there is no service {service!r} here")
+        return (204, "") if stored else (404, f"no service {service!r} here")
 
     return app
 
@@ -208,14 +208,14 @@ def _not_stored() -> tuple[type[Exception], ...]:
 def _check_id(one: Event, signed_id: str) -> None:
     """Raise NoEvent if an event's id is not the signed one."""
     if one.id != signed_id:
-        raise NoEvent("the event's id is not the webhook-id, which is what is signed")
+        raise NoEvent("the event's id is not the webhook-id, which is signed")
 
 
 class _Taken(Exception):
     """An event with the same id is stored, and is of another source."""
 
     def __str__(self) -> str:
-        return "an event with this id has come from another source: ids have to be unique"
+        return "an event with this id has come from another source: ids must be unique"
 
 
 def _store(

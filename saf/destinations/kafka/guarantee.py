@@ -49,8 +49,8 @@ def guarantee(link: Link) -> Guarantee:
         if replicas < ENOUGH or least < ENOUGH - 1:
             more.append(
                 (
-                    f"topic {topic} has {_brokers(replicas)}, and {least} must have a message before "
-                    "it is acknowledged: the loss of that disk, or of power, loses messages",
+                    f"topic {topic} has {_brokers(replicas)}, and {least} must have a message "
+                    "before it is acknowledged: the loss of that disk, or of power, loses messages",
                     _cure(topic),
                 )
             )

@@ -48,6 +48,6 @@ def guarantee(link: Link) -> Guarantee:
     )
     return Guarantee(
         server=server,
-        promise=f"{quality}; {kept}; a loss is detected, and saf rebase sends the lost messages again",
+        promise=f"{quality}; {kept}; a loss is detected, and saf rebase repeats the messages",
         more=tuple(more),
     )

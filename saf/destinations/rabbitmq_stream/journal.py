@@ -48,7 +48,10 @@ ENOUGH_BYTES = 256 << 10
 """After so much, all is written as one entry; or after as much as that has, if it is more."""
 AT_ONCE = 2_000
 """Places of one entry."""
-CURE = "only saf may write there: choose other marks in saf.toml, and saf rebase sends missing messages"
+CURE = (
+    "only saf may write there: choose other marks in saf.toml, and saf rebase sends missing "
+    "messages"
+)
 CARRIED = "saf"
 """The name under which the number of an entry is kept."""
 NOBODY = 255

@@ -56,8 +56,8 @@ def parse(text: str) -> Address:
     which, _, found_by = scheme.partition("+")
     if which not in ("redis", "rediss") or found_by not in PORTS or scheme.endswith("+"):
         raise ValueError(
-            f"{text!r} is not an address of a Redis server, such as redis://host:6379/0 or rediss://…, "
-            "unix:///path, redis+sentinel://host/name, redis+cluster://host"
+            f"{text!r} is not an address of a Redis server, such as redis://host:6379/0, "
+            "rediss://…, unix:///path, redis+sentinel://host/name, redis+cluster://host"
         )
     places, _, path = rest.partition("/")
     hosts = tuple(_host(text, one, PORTS[found_by]) for one in places.split(","))

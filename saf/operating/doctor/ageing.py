@@ -31,7 +31,7 @@ def dialogs_open_for_long(patient: Patient) -> Found:
         yield (
             "warning",
             f"{counted(count, 'dialog')} of service {service!r} are open and silent, the longest "
-            f"for {age(oldest)}: what is open is kept for ever",
+            f"for {age(oldest)}: open dialogs are never removed",
             "let the application end them, or begin them with a lifetime; which ones: "
             f"{patient.command('dialog', 'list', '--service', service)}; "
             f"{patient.command('dialog', 'end', 'HANDLE')} ends one",
@@ -52,8 +52,8 @@ def dialogs_expired(patient: Patient) -> Found:
     for service, count, longest in patient.ask(EXPIRED, over=list(OVER), seconds=seconds):
         yield (
             "error",
-            f"the lifetime of {counted(count, 'dialog')} of service {service!r} is over, of one "
-            f"for {age(longest)}, and no receiver has learned of it: nobody receives there",
+            f"the lifetime of {counted(count, 'dialog')} of service {service!r} is over, the "
+            f"longest for {age(longest)}, and no receiver has noticed: none is running",
             f"start the consumer of {service!r}: it gets an Error for each of them",
         )
 
@@ -106,7 +106,7 @@ def dropped(patient: Patient) -> Found:
             "warning",
             f"subscription {name!r} has dropped {counted(count, 'message')} since counting began, "
             f"{reason}, the last at {last}: {message_id}",
-            "docs/where-messages-end.md says what each reason means: its dialog has told both ends",
+            "docs/where-messages-end.md explains each reason: the dialog has told both ends",
         )
 
 
@@ -142,6 +142,6 @@ def misaddressed(patient: Patient) -> Found:
             "warning",
             f"{counted(count, 'message')} in the inbox, the last at {last}, are for {service!r}, "
             f"{where}: nobody receives them",
-            "mend the route at the source, or let the service live here: "
+            "fix the route at the source, or create the service here: "
             + patient.command("service", "create", service),
         )

@@ -133,8 +133,8 @@ def restored(patient: Patient) -> Found:
         for count, first in patient.ask(query):
             yield (
                 "error",
-                f"the {log} has {counted(count, 'message')} twice, of those looked at, the first "
-                f"with id {first}: a backup was restored over what was there",
+                f"the {log} has {counted(count, 'message')} twice, of those checked, the first "
+                f"with id {first}: a backup was restored over existing rows",
                 "saf rebase",
             )
 
@@ -160,8 +160,8 @@ def forged(patient: Patient) -> Found:
                 yield (
                     "error",
                     f"the {log} has {counted(count, 'message')}, the first with id {first}, of "
-                    "transactions that are still to come, as somebody wrote who may write any "
-                    "column: nobody gets what is there, and its slots are not purged",
+                    "future transactions, written by a role that may write any column: readers "
+                    "do not get these messages, and their slots are not purged",
                     f"as the owner, UPDATE saf.{log} SET txid = DEFAULT WHERE txid >= "
                     "pg_snapshot_xmax(pg_current_snapshot()), and take INSERT on the table from "
                     "whoever sends: what the check forgers says, or saf grant --role writer …",
@@ -331,7 +331,7 @@ def _what_helps(patient: Patient, config: Settings, one: Failing) -> str:
     if one.needs_operator and one.destination:
         retry = patient.command("parked", "retry-now", "--destination", one.destination)
         return f"do what the error says; then {retry}"
-    return "mend what the error says; nothing is lost meanwhile"
+    return "fix the cause that the error names; no message is lost"
 
 
 def _living(config: Settings, destination: str) -> list[str]:
@@ -385,8 +385,8 @@ def constraints(patient: Patient) -> Found:
         )
         yield (
             "warning",
-            f"constraint {name!r} of saf.{table} holds for new rows only: it came when there were "
-            "others, which may violate it, and whoever reads them asks each",
+            f"constraint {name!r} of saf.{table} holds for new rows only: it was added to existing "
+            "rows, which may violate it, so readers check each row",
             f"as the owner, {command.as_string(None)}: it reads the table, and nobody waits for "
             "it. It fails if a row violates it: then once that is purged",
         )
@@ -423,7 +423,7 @@ def endpoints(patient: Patient) -> Found:
                 f"when it works again, {resume}",
             )
         elif state == "open":
-            cure = "mend the endpoint; it is tried by itself"
+            cure = "fix the endpoint; saf retries it"
             yield "warning", f"{what} is down since {since}: {error}; {waits}", cure
         if paused_at is not None:
             yield "warning", f"{what} was paused by {who} at {paused_at}; {waits}", resume

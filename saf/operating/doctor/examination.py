@@ -110,8 +110,8 @@ BROKER: tuple[Check, ...] = (
 """Checks that need the schema."""
 
 RESTORE = (
-    "restore what is missing in schema saf from a backup: `saf migrate` does not create again what "
-    "it had created"
+    "restore the missing objects of schema saf from a backup: `saf migrate` does not create them "
+    "again"
 )
 
 
@@ -183,7 +183,7 @@ def _elsewhere(config: Settings) -> Iterator[Finding]:
             yield _unreachable(where, there.redact(error.reason))
             continue
         except Exception as error:
-            to_do = "mend what it says; until then its messages wait at their sources"
+            to_do = "fix the cause; until then its messages wait at their sources"
             said = there.redact(str(error) or type(error).__name__)
             yield Finding(check="destination", where=where, severity="error", what=said, cure=to_do)
             continue
@@ -254,7 +254,7 @@ def _fleets(
         if isinstance(error, Unavailable):
             yield _not_let_in(where, error, config.fleets[name].dsn)
         else:
-            to_do = "mend its row or its query; the others are forwarded meanwhile"
+            to_do = "fix its row or its query; the other members are forwarded"
             yield Finding(check="fleet", where=where, severity="error", what=str(error), cure=to_do)
     yield from _missing(config, listing)
     for name, broker in listing.brokers.items():
@@ -349,7 +349,7 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
             where=where,
             severity="error",
             what=f"could not look: {error.diag.message_primary or error}",
-            cure=RESTORE if incomplete else "mend what it says; then run the doctor again",
+            cure=RESTORE if incomplete else "fix the cause; then run the doctor again",
         )
     else:
         if quiet:

@@ -50,5 +50,5 @@ def locks(patient: Patient) -> Found:
             f"pid {pid} ({application!r}, user {user!r}, {state} since {since}, "
             f"{' '.join(query.split())!r}{waits}) {holds}{up}",
             f"let it commit or roll back, or SELECT pg_terminate_backend({pid}); a process that "
-            "is stopped or whose disk hangs has to be mended at the server",
+            "is stopped or waits for a hanging disk must be fixed on the server",
         )

@@ -68,7 +68,7 @@ def given_early_by(config: Settings) -> Check:
                         "warning",
                         f"{counted(messages, 'message')} for service {service!r}, of the newest, "
                         f"have a deliver_at, and destination {name!r} of kind {there.kind!r} "
-                        "holds no message until then: it gets them at once",
+                        "holds no message until then: it gets them immediately",
                         "let its readers heed the time that comes with a message; or route the "
                         "service to an inbox",
                     )
@@ -109,7 +109,7 @@ def local_by(config: Settings) -> Check:
                 yield (
                     "warning",
                     f"the route of service {service!r} to {destination!r} is local, and that is "
-                    "another broker: what is not stored by its sender goes there",
+                    "another broker: messages that their sender does not store go there",
                     f"{remove}, and add it to the destination that is this broker",
                 )
             if service in there.topics or service in routers:
@@ -175,7 +175,7 @@ def routes_by(config: Settings) -> Check:
                 yield (
                     "warning",
                     f"{router.problem}. Where it cannot, its messages are parked",
-                    "mend its module or PYTHONPATH, or "
+                    "fix its module or PYTHONPATH, or "
                     + patient.command("router", "remove", router.service),
                 )
             if router.service in in_force.topics:

@@ -26,7 +26,7 @@ def settings(patient: Patient) -> Found:
     """Settings with which a crash loses what was committed, or tables only grow."""
     for name, severity in patient.ask(UNSAFE):
         harm = {
-            "array_nulls": "applications send many messages at once in vain",
+            "array_nulls": "sending many messages in one call fails",
             "autovacuum": "the tables of cursors and watermarks bloat with each batch",
         }.get(name, "a crash of the machine loses or corrupts committed messages")
         yield severity, f"{name} = off: {harm}", f"ALTER SYSTEM SET {name} = on, then reload"
@@ -51,8 +51,8 @@ def synchronous_commit(patient: Patient) -> Found:
     for (whose,) in patient.ask(ASYNCHRONOUS):
         yield (
             "error",
-            f"synchronous_commit = off by default for {whose}: what an application commits here, "
-            "such as what it has received, may be undone by a crash",
+            f"synchronous_commit = off by default for {whose}: a crash may undo commits of "
+            "applications here, such as received messages",
             f"set it to on for {whose}; turn it off per transaction where that may be",
         )
 

@@ -37,9 +37,9 @@ def set_back_by(config: Settings) -> Check:
                 such_as = f", such as: {found.lower}" if found.lower else ""
                 yield (
                     "error",
-                    f"destination {name!r} does not have any more what it has acknowledged of "
-                    f"{in_words(shards_of(found.behind))}, {since or 'or any of it'}{such_as}; it "
-                    "seems to be restored from a backup, and gets nothing",
+                    f"destination {name!r} has lost messages that it acknowledged of "
+                    f"{in_words(shards_of(found.behind))}, {since or 'or never had any'}{such_as}; "
+                    "it seems to be restored from a backup, and gets no messages",
                     REPAIR,
                 )
 

@@ -112,7 +112,7 @@ def _refuse_twins(there: list[Reading]) -> None:
         identity = side.identity()
         if identity in known:
             raise ConfigurationError(
-                f"destinations {known[identity]!r} and {side.name!r} are the same broker, whose "
-                "messages would count twice: keep one of them in saf.toml"
+                f"destinations {known[identity]!r} and {side.name!r} are the same broker, so "
+                "messages would count twice: keep one of the two in saf.toml"
             )
         known[identity] = side.name

@@ -172,8 +172,8 @@ class Followed:
             found = stream.find(connection, self.what, self.log, self.subscription)
         if found is None:
             raise NotThisStream(
-                f"{self.what}: there is no stream {self.subscription!r} any more: it was dropped, "
-                "and what it had not committed may be purged. Begin with a new checkpoint"
+                f"{self.what}: the stream {self.subscription!r} was dropped, "
+                "and messages that it had not committed may be purged. Begin with a new checkpoint"
             )
         return stream.state(connection, self.what, self.subscription, found)
 
@@ -182,8 +182,8 @@ class Followed:
             stream.create(connection, self.what, self.log, self.subscription, self.start)
         except psycopg.errors.InsufficientPrivilege:
             raise ConfigurationError(
-                f"{self.what}: there is no stream {self.subscription!r}, and user "
-                f"{connection.info.user!r} may not register it: let an operator do it, with saf "
+                f"{self.what}: no stream {self.subscription!r}, and user "
+                f"{connection.info.user!r} may not register it: an operator can, with saf "
                 f"subscription create {self.subscription} --stream {self.log}"
             ) from None
 

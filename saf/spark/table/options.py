@@ -153,7 +153,7 @@ def options_of(given: Mapping[str, str]) -> Options:
                 * any(word in name.lower() for word in ("dsn", "url", "password"))
             )
             raise ConfigurationError(
-                f"there is no option {name!r} of the format saf{did_you_mean(name, NAMES)}, only "
+                f"unknown option {name!r} of the format saf{did_you_mean(name, NAMES)}, only "
                 f"{', '.join(NAMES)}{secret}"
             )
     if ("broker" in known) == ("dsn_from" in known):
@@ -197,7 +197,7 @@ def refuse_for_batch(options: Options) -> None:
         ConfigurationError: it was.
     """
     refuse(options, OF_STREAMS, "streams: spark.readStream")
-    refuse(options, OF_SINKS, "what is sent: df.write")
+    refuse(options, OF_SINKS, "sending: df.write")
     if len(options.names) > 1:
         raise ConfigurationError(
             f"broker = {options.broker!r}: only a stream reads several brokers; make the union of "
@@ -215,15 +215,15 @@ def for_sink(given: Mapping[str, str], *, stream: bool) -> Options:
     said = any(name.lower() == "log" for name in mine)
     options = options_of(mine if said else {**mine, "log": "outbox"})
     refuse(options, OF_STREAMS, "streams that are read: spark.readStream")
-    refuse(options, OF_READS, "reads of what is there: spark.read")
-    refuse(options, ("partitions",), "what is read; repartition() what is sent")
+    refuse(options, OF_READS, "batch reads: spark.read")
+    refuse(options, ("partitions",), "reads; repartition() sent rows")
     if options.log != "outbox":
         raise ConfigurationError(
-            "log = 'inbox': what is sent goes into an outbox, and a forwarder delivers it"
+            "log = 'inbox': sent messages go into an outbox, and a forwarder delivers them"
         )
     if len(options.names) > 1:
         raise ConfigurationError(
-            f"broker = {options.broker!r}: what is sent goes into one outbox; write once for each"
+            f"broker = {options.broker!r}: messages go into one outbox; write once for each broker"
         )
     if stream and options.version is not None:
         raise ConfigurationError(
@@ -244,8 +244,8 @@ def refuse_for_stream(options: Options) -> None:
     Raises:
         ConfigurationError: it was.
     """
-    refuse(options, OF_SINKS, "what is sent: df.write")
-    refuse(options, OF_READS, "reads of what is there: spark.read")
+    refuse(options, OF_SINKS, "sending: df.write")
+    refuse(options, OF_READS, "batch reads: spark.read")
 
 
 def refuse(options: Options, names: Iterable[str], whose: str) -> None:
@@ -270,7 +270,7 @@ def subscription_of(options: Options) -> str:
         raise ConfigurationError(
             "a stream has the option subscription, a name of its own: under it, brokers keep what "
             "the stream has not committed, and `saf status` shows how far it is"
-            + (f"; {name!r} is none" if name else "")
+            + (f"; {name!r} is not one" if name else "")
         )
     return name
 

@@ -76,14 +76,14 @@ def check_columns(schema: StructType) -> None:
         if field.name not in TYPES:
             raise ConfigurationError(
                 f"a message has no {field.name!r}{did_you_mean(field.name, TYPES)}: the columns "
-                f"of what is sent are {', '.join(TYPES)}; select them, or drop the others"
+                f"of sent messages are {', '.join(TYPES)}; select them, or drop the others"
             )
         types = TYPES[field.name]
         if not any(_is_a(field.dataType, type_) for type_ in types):
             raise ConfigurationError(
                 f"the column {field.name!r} of a message is a "
                 f"{' or a '.join(type_.simpleString() for type_ in types)}, and not a "
-                f"{field.dataType.simpleString()}: cast it, or make JSON of it by to_json"
+                f"{field.dataType.simpleString()}: cast it, or convert it by to_json"
             )
     if missing := [name for name in NEEDED if name not in schema.fieldNames()]:
         raise ConfigurationError(f"a message needs the column {missing[0]!r}")

@@ -38,7 +38,7 @@ def configured(name: str, config: Path | None, *, fleets: bool = False) -> dict[
             return dict(members)
         if name in members:
             return {name: members[name]}
-        raise ConfigurationError(f"broker = {name!r}: there is none in the fleet {fleet!r}")
+        raise ConfigurationError(f"broker = {name!r}: not in the fleet {fleet!r}")
     if name in settings.destinations:
         kind = settings.destinations[name].kind
         raise ConfigurationError(

@@ -189,7 +189,7 @@ class Epochs(DataSourceStreamArrowWriter):
         if application is None:
             if any(one.messages for one in written):
                 raise ConfigurationError(
-                    "Spark does not say which query this is: give it a name of its own, by the "
+                    "Spark does not identify the query: give it a unique name by the "
                     "option txnAppId"
                 )
             return

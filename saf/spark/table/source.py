@@ -76,7 +76,7 @@ class Messages(DataSource):
         outgoing.check_columns(schema)
         if overwrite:
             raise ConfigurationError(
-                'an outbox is append-only: nothing in it can be overwritten, say mode("append")'
+                'an outbox is append-only: nothing in it can be overwritten, use mode("append")'
             )
         to = Outgoing(what=options.what, dsn=options.dsn())
         return Batch(to, options.application, options.version)
@@ -86,7 +86,7 @@ class Messages(DataSource):
         options = for_sink(self.options, stream=True)
         outgoing.check_columns(schema)
         if overwrite:
-            raise ConfigurationError('an outbox is append-only: say outputMode("append")')
+            raise ConfigurationError('an outbox is append-only: use outputMode("append")')
         return Epochs(Outgoing(what=options.what, dsn=options.dsn()), options.application)
 
 

@@ -111,7 +111,7 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if gone := [name for name in news if name not in brokers]:
             raise NotThisStream(
                 f"the next micro-batch has messages of {', '.join(map(repr, gone))}, which the "
-                "fleet does not list any more: let it come back, or begin with a new checkpoint"
+                "fleet no longer lists: add it again, or begin with a new checkpoint"
             )
         number = max(1, self._partitions // max(1, len(news)))
         planned = self._each(
@@ -169,8 +169,8 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if missing:
             raise NotThisStream(
                 f"the checkpoint has broker {', '.join(map(repr, missing))}, which the option "
-                f"broker does not name, only {', '.join(brokers)}: name all of them, by the names "
-                "that they had, or begin with a new checkpoint"
+                f"broker does not name, only {', '.join(brokers)}: name all, by their former "
+                "names, or begin with a new checkpoint"
             )
 
     def _limit(self, given: ReadLimit) -> Limit:

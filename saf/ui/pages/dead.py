@@ -104,7 +104,7 @@ def decide_(visit: Visit) -> Response:
 def _action(visit: Visit) -> str:
     action, to = visit.given("action") or "", visit.given("to")
     if action not in ACTIONS:
-        raise UsageError(f"there is no {action!r}, only {', '.join(ACTIONS)}")
+        raise UsageError(f"unknown action {action!r}, only {', '.join(ACTIONS)}")
     if action == "redirect" and to not in visit.site.settings.destinations:
         raise UsageError("redirect where? Choose one of the destinations of saf.toml")
     return action
@@ -120,5 +120,5 @@ def _chosen(visit: Visit) -> dict[str, Filter]:
 def _wanted(visit: Visit) -> Filter:
     given: dict[str, Any] = {name: visit.given(name) for name in FIELDS}
     if given["reason"] is not None and given["reason"] not in REASONS:
-        raise UsageError(f"there is no reason {given['reason']!r}, only {', '.join(REASONS)}")
+        raise UsageError(f"unknown reason {given['reason']!r}, only {', '.join(REASONS)}")
     return Filter(**given, before=moment_of(visit.given("before")))

@@ -71,7 +71,7 @@ def one(visit: Visit) -> Response:
     try:
         wanted = UUID(given)
     except ValueError:
-        raise UsageError(f"{given!r} is no conversation_id, which is a UUID") from None
+        raise UsageError(f"{given!r} is not a conversation_id, which is a UUID") from None
     answers = visit.site.brokers.ask(lambda connection: exchange(connection, wanted))
     found = answers.found
     ends = [(name, end) for name, there in found.items() for end in there.ends]

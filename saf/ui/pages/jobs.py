@@ -32,7 +32,5 @@ def cancel(visit: Visit) -> Response:
 def _job(visit: Visit) -> Job:
     number = number_of(visit.request.path_params["number"])
     if number is None or (found := visit.site.jobs.get(number)) is None:
-        raise UsageError(
-            f"there is no job {number} in this process; what it has done is in the audit"
-        )
+        raise UsageError(f"no job {number} in this process; its changes are in the audit")
     return found

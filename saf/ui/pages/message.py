@@ -39,7 +39,7 @@ def message(visit: Visit) -> Response:
     try:
         wanted = UUID(given)
     except ValueError:
-        raise UsageError(f"{given!r} is no message id, which is a UUID") from None
+        raise UsageError(f"{given!r} is not a message id, which is a UUID") from None
     show_body = visit.site.settings.ui.bodies
     places = _places(visit.given("from"))
 
@@ -126,7 +126,7 @@ def _places(text: str | None) -> Mapping[str, Mapping[str, str]]:
         isinstance(there, dict) and all(isinstance(one, str) for one in there.values())
         for there in found.values()
     ):
-        raise UsageError(f"{text!r} does not say where searches have ended")
+        raise UsageError(f"{text!r} is not a place where a search ended")
     return found
 
 

@@ -31,7 +31,7 @@ def messages(visit: Visit) -> Response:
     broker = visit.given("broker") or (sources or [""])[0]
     state = visit.given("state")
     if state is not None and state not in STATES:
-        raise UsageError(f"there is no state {state!r}, only {', '.join(STATES)}")
+        raise UsageError(f"unknown state {state!r}, only {', '.join(STATES)}")
     wanted = Wanted(
         state=state,
         service=visit.given("service"),

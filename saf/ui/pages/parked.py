@@ -87,5 +87,5 @@ def _brokers(visit: Visit) -> list[str] | None:
 def _wanted(visit: Visit) -> Lanes:
     given = {name: visit.given(name) for name in FIELDS}
     if given["lane"] is not None and given["lane"] not in [*Kind]:
-        raise UsageError(f"there is no kind of lane {given['lane']!r}, only {', '.join(Kind)}")
+        raise UsageError(f"unknown kind of lane {given['lane']!r}, only {', '.join(Kind)}")
     return Lanes(**given)

@@ -103,7 +103,7 @@ def decide(visit: Visit) -> Response:
 def _action(visit: Visit) -> tuple[str, str | None]:
     action, to = visit.given("action") or "", visit.given("to")
     if action not in ACTIONS:
-        raise UsageError(f"there is no {action!r}, only {', '.join(ACTIONS)}")
+        raise UsageError(f"unknown action {action!r}, only {', '.join(ACTIONS)}")
     if action == "redirect" and to not in visit.site.settings.destinations:
         raise UsageError("redirect where? Choose one of the destinations of saf.toml")
     return action, to if action == "redirect" else None
@@ -124,5 +124,5 @@ def _fields(visit: Visit) -> dict[str, str | None]:
 def _wanted(visit: Visit) -> ParkedFilter:
     given: dict[str, Any] = {name: visit.given(name) for name in FIELDS}
     if given["lane"] is not None and given["lane"] not in [*Kind]:
-        raise UsageError(f"there is no kind of lane {given['lane']!r}, only {', '.join(Kind)}")
+        raise UsageError(f"unknown kind of lane {given['lane']!r}, only {', '.join(Kind)}")
     return ParkedFilter(**given, before=moment_of(visit.given("before")))

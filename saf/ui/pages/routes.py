@@ -24,7 +24,7 @@ def routes(visit: Visit) -> Response:
     try:
         there = str(UUID(to)) if to else None
     except ValueError:
-        raise UsageError(f"{to!r} is no broker_id, which is a UUID") from None
+        raise UsageError(f"{to!r} is not a broker_id, which is a UUID") from None
     identities = visit.site.identities.known() if service else None
 
     def ask(connection: psycopg.Connection[Any]) -> tuple[Configuration, Explanation | None]:
