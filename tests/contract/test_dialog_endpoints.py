@@ -155,7 +155,7 @@ def test_a_body_whose_parts_do_not_come_to_what_the_last_one_says_is_an_error(
     *_, error = receive(mom, WAREHOUSE)
     assert error.json() == {
         "code": Code.VIOLATION,
-        "text": "message 3: fragments of it are missing",
+        "text": "message 3: fragments are missing",
     }
 
 

@@ -356,13 +356,13 @@ def test_what_has_come_of_a_body_goes_with_its_reader_only_if_somebody_gives_it_
     with connect(mom) as connection:
         create_subscription(connection, "second", service=WAREHOUSE, start="now")
         remove_subscription(connection, "second")
-        with pytest.raises(UsageError, match="'warehouse' has large bodies of which a part has co"):
+        with pytest.raises(UsageError, match="'warehouse' has large bodies received in part"):
             remove_subscription(connection, WAREHOUSE)
         assert len(waiting(mom)) == 2
         remove_subscription(connection, WAREHOUSE, discard=True)
         ((ids, why),) = fetch(connection, "SELECT message_ids, why FROM saf.audit")
         assert set(ids) == begun
-        assert why.endswith("is removed, and has large bodies of which a part has come")
+        assert why.endswith("is removed, and has large bodies received in part")
 
 
 def test_what_waits_for_a_fragment_that_is_missing_is_counted_once_when_the_dialog_is_over(
@@ -448,7 +448,7 @@ def test_a_body_of_which_a_part_was_never_sent_is_an_error(app: Dsn, mom: Dsn) -
     assert first.text() == "no fragment"
     assert error.json() == {
         "code": Code.VIOLATION,
-        "text": "message 3: fragments of it are missing",
+        "text": "message 3: fragments are missing",
     }
 
 

@@ -504,7 +504,7 @@ def test_the_subscribers_of_a_monolog_that_its_publisher_has_forgotten_get_an_er
     assert (error.message_type, error.conversation_id) == (ERROR, monolog.conversation_id)
     assert error.sequence == 3
     assert error.json()["code"] == Code.SET_BACK
-    assert "no memory of this monolog, of which it had sent 2" in error.json()["text"]
+    assert "does not remember this monolog, and had sent 2" in error.json()["text"]
 
 
 @pytest.mark.parametrize("bring_back", [True, False])

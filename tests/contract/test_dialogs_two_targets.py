@@ -78,7 +78,7 @@ class Three:
             done = command(*what, "--config", str(file))
             assert done.returncode == 0, done.stderr
             if what == ["rebase"]:
-                words = f"go on with others: {second_targets}, failed"
+                words = f"continue elsewhere: {second_targets}, failed"
                 assert (words in done.stdout) == bool(second_targets), done.stdout
 
     def ends(self) -> dict[str, list[tuple[Any, ...]]]:
@@ -138,7 +138,7 @@ def test_an_answer_of_another_target_is_a_dead_letter_and_fails_that_target(
     assert sorted(code or 0 for ((_, code),) in three.ends().values()) == [Code.SET_BACK, 0]
     ((reason, error),) = _ask(three.shop, DEAD)
     assert reason == "rejected"
-    assert "goes on with another target" in error
+    assert "continues with another target" in error
 
 
 def test_a_choice_that_a_set_back_has_forgotten_is_found_at_the_destination(

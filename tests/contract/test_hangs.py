@@ -159,7 +159,7 @@ def test_a_locked_table_at_one_destination_stops_no_other_and_is_waited_for_once
     ((destination, error),) = lanes(app)
     assert destination == "other"
     assert "destination 'other' is unavailable" in error
-    assert "`saf doctor` says who" in error
+    assert "`saf doctor` shows who" in error
     let_time_pass(app)
     run(app, mom=mom, other=bounded(other, ROOMY))
     assert bodies(other) == SHIPMENTS

@@ -138,7 +138,7 @@ def test_an_answer_to_a_call_that_cannot_be_read_is_a_failure(value: str) -> Non
     with serving(Partner()) as partner:
         partner.always(200, f"{answer}</methodResponse>".encode())
         said = post(Endpoint(url=partner.url, mode="xmlrpc", method="order", reply=True))
-    assert (said.meaning, said.error) == (Meaning.FAILED, "the answer is no XML-RPC")
+    assert (said.meaning, said.error) == (Meaning.FAILED, "the answer is not XML-RPC")
 
 
 @pytest.mark.parametrize("host", ["a..b", f"{64 * 'a'}.example.com"])
@@ -292,7 +292,7 @@ def test_the_reference_implementation_of_standard_webhooks_verifies_what_is_sign
         (got.headers, b"{}", None, "no signature in it is right"),
         (changed, got.body, None, "no signature in it is right"),
         (got.headers, got.body, late, "301 s ago"),
-        ({}, got.body, None, "there is no header webhook-id"),
+        ({}, got.body, None, "missing header webhook-id"),
         ({**got.headers, "webhook-signature": "v1,ü v2,x x"}, got.body, None, "no signature"),
     ):
         with pytest.raises(NotVerified, match=why):

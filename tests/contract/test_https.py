@@ -241,7 +241,7 @@ def test_one_that_was_set_back_gets_all_again_that_was_sent_since_a_time_that_a_
         owner.execute("DELETE FROM saf.inbox WHERE body <> '0'")
         owner.execute("UPDATE saf.watermark SET batch = 1, position = 1")
         send_to(connection, "billing", "3")
-    assert "does not have any more what it has acknowledged" in errors(app, partner.at())[0]
+    assert "has lost messages that it acknowledged" in errors(app, partner.at())[0]
     with pytest.raises(CannotReadBack, match="saf replay --since"):
         again()
     tried = again(since=second, dry_run=True)
@@ -444,7 +444,7 @@ def test_what_is_altered_on_its_way_is_refused(mom: Dsn, partner: BrokerServer) 
     [
         (200, b"<html>Welcome</html>", Refused, "answers 200 OK: <html>Welcome</html>"),
         (200, b'{"stored": true}', Refused, "Let its URL lead to saf.webhooks.broker"),
-        (200, b'{"version": 1}', Unavailable, "does not say whose inbox it is"),
+        (200, b'{"version": 1}', Unavailable, "its answer does not name the inbox's broker"),
         (200, b'{"version": 2}', Refused, "speaks version 2 of the protocol"),
         (302, b"", Refused, "answers 302"),
         (404, b"not here", Refused, "answers 404"),

@@ -523,8 +523,8 @@ def test_a_table_that_rows_cannot_be_appended_to_is_refused(lake: Iceberg) -> No
 def test_what_cannot_be_a_catalog_or_a_table_is_refused(tmp_path: Path) -> None:
     right = {"catalog": "sqlite:///c.db", "table": "shop.messages", "warehouse": str(tmp_path)}
     for wrong, said in (
-        ({"table": "messages"}, "no table with its namespace"),
-        ({"table": "shop..messages"}, "no table with its namespace"),
+        ({"table": "messages"}, "not a table with its namespace"),
+        ({"table": "shop..messages"}, "not a table with its namespace"),
         ({"catalog": "mysql://db/lake"}, "no address of a catalog"),
         ({"catalog": "sqlite:///"}, "no address of a catalog"),
         ({"catalog": "postgresql://saf:hunter2@db/lake"}, "give a login by username"),

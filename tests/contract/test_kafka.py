@@ -273,7 +273,7 @@ def before_its_end(events: Kafka) -> Iterator[tuple[Any, list[Any]]]:
         ({"key": "x" * 10_001}, {}, "more than its topic takes"),
         ({"headers": '{"saf-id": "x"}'}, {}, "which saf gives"),
         ({"to_service": "x" * 250}, {}, "more than 249"),
-        ({"to_service": ".."}, {"topic": "{service}"}, "is no name of a topic"),
+        ({"to_service": ".."}, {"topic": "{service}"}, "is not a topic's name"),
         ({"to_service": "__consumer_offsets"}, {"topic": "{service}"}, "the cluster's own"),
     ],
     ids=["body", "headers", "key", "ours", "long", "dots", "internal"],
@@ -437,7 +437,7 @@ def test_who_has_a_token_for_the_clients_credentials_is_let_in_and_nobody_else(
                 pytest.raises(Refused, match=said) as caught,
             ):
                 destination.connect()
-            assert "Mend sasl_oauthbearer_… in saf.toml, or the endpoint" in str(caught.value)
+            assert "Fix sasl_oauthbearer_… in saf.toml, or the token endpoint" in str(caught.value)
             assert PASSWORD not in str(caught.value)
 
 
@@ -498,7 +498,7 @@ def test_marks_that_were_lost_are_noticed_while_the_messages_are_there(
         deleted.result()
     send_numbers(app, 1)
     (said,) = errors(app, events)
-    assert "does not have any more what it has acknowledged" in said
+    assert "has lost messages that it acknowledged" in said
     assert texts(queue) == ["0"]
 
 

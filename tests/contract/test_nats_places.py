@@ -210,5 +210,5 @@ def test_what_its_settings_give_is_said_with_the_setting_that_gives_more(tmp_pat
         given = events.guarantee("events")
         assert "a crash of its process loses nothing that was acknowledged" in given.promise
         (loss,) = given.more
-        assert "a loss of power may take back" in loss[0]
+        assert "a loss of power may lose" in loss[0]
         assert "replicas = 3 in a cluster" in loss[1]

@@ -54,7 +54,7 @@ def without(table: str) -> Callable[[Dsn], Dsn]:
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [(read_only, "is read-only"), (without("backoff"), "its schema saf is not whole")],
+    [(read_only, "is read-only"), (without("backoff"), "its schema saf is incomplete")],
 )
 def test_a_source_that_a_person_has_to_mend_is_named_and_the_other_is_forwarded(
     two: Callable[..., Path], mom: Dsn, change: Callable[[Dsn], Dsn], says: str

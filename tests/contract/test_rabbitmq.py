@@ -67,7 +67,7 @@ def test_what_no_queue_takes_is_a_dead_letter_and_its_neighbours_are_there_once(
     assert sorted(map(int, texts(queue))) == [n for n in range(20) if n not in (3, 11)]
     assert [reason for reason, _ in dead] == ["rejected"] * 2
     for _, error in dead:
-        assert "NO_ROUTE: no queue takes what has the routing key 'nobody' at exchange ''" in error
+        assert "NO_ROUTE: no queue is bound for routing key 'nobody' at exchange ''" in error
 
 
 @pytest.mark.full

@@ -31,7 +31,7 @@ def test_what_its_settings_give_is_said_with_the_setting_that_gives_more(tmp_pat
         events = Redis(server=one.address)
         given = events.guarantee("events")
         assert given.server.startswith(f"Redis {one.client().info()['redis_version']}, standalone")
-        assert "loses what was acknowledged in the last second or two" in given.promise
+        assert "loses messages acknowledged in the last second or two" in given.promise
         assert [cure for _, cure in given.more] == [
             "appendfsync always in redis.conf",
             "replicas = 1 in this destination of saf.toml, and min-replicas-to-write",

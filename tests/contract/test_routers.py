@@ -311,7 +311,7 @@ def test_dead_letters_of_a_batch_read_again_are_there_once(
     ("text", "error"),
     [
         ("fail", "told to fail"),
-        ("nobody", "its classifier says nothing"),
+        ("nobody", "its classifier returns no service"),
         ("LGA", "it names 'LGA', which no route leads to"),
         ("x" * 256, "no service's name"),
         ("", "no service's name"),
@@ -370,7 +370,7 @@ def test_a_dead_letter_that_is_retried_is_classified_again(
     run(app, ewr=ewr, jfk=jfk)
     assert inbox(ewr, "to_service, key") == [("LGA", "N1")]
     assert [why for _, _, why in buried(source)] == [
-        "router 'departures': its classifier says nothing"
+        "router 'departures': its classifier returns no service"
     ]
     assert source.execute("SELECT count(*) FROM saf.parked").fetchone() == (0,)
 

@@ -170,7 +170,7 @@ def test_a_dialog_whose_router_names_another_key_goes_on_by_the_router(
     ("text", "why"),
     [
         ("fail", "its classifier raised ValueError: told to fail"),
-        ("nobody", "its classifier says nothing"),
+        ("nobody", "its classifier returns no service"),
         ("LGA", "it names 'LGA', which no route leads to"),
     ],
 )

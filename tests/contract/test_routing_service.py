@@ -396,7 +396,7 @@ def test_a_monolog_is_sent_on_to_one_service_with_its_numbers(hub: Hub) -> None:
     ("text", "why"),
     [
         ("fail", "its classifier raised ValueError: told to fail"),
-        ("nobody", "its classifier says nothing"),
+        ("nobody", "its classifier returns no service"),
         ("LGA", "it names 'LGA', which no route leads to"),
     ],
 )

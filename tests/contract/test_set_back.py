@@ -676,7 +676,7 @@ def test_the_commands_name_what_a_store_has_lost_and_bring_exactly_that(
     found = json.loads(saf("doctor", "--json", cwd=tmp_path).stdout)["findings"]
     (finding,) = [one for one in found if one["check"] == "set_back"]
     assert finding["severity"] == "error"
-    assert "destination 'mom' does not have any more" in finding["what"]
+    assert "destination 'mom' has lost messages" in finding["what"]
     assert finding["cure"] == "saf rebase"
 
     said = saf("rebase", cwd=tmp_path)

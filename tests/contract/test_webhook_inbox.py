@@ -210,9 +210,9 @@ def test_an_event_as_json_is_stored_as_well(inbox: Dsn, url: str) -> None:
         ),
         ({"number": "8"}, 400, "the event's id is not the webhook-id"),
         ({**AS_JSON, "body": whole('"data": 1'), "number": "8"}, 400, "id is not the webhook-id"),
-        ({"ce_id": "%ED%A0%80"}, 400, "the event's id is no Unicode text"),
-        ({**AS_JSON, "body": whole('"id": "\\ud800"')}, 400, "the event's id is no Unicode text"),
-        ({**AS_JSON, "body": whole('"source": "\\ud800"')}, 400, "source is no Unicode text"),
+        ({"ce_id": "%ED%A0%80"}, 400, "the event's id is not Unicode text"),
+        ({**AS_JSON, "body": whole('"id": "\\ud800"')}, 400, "the event's id is not Unicode text"),
+        ({**AS_JSON, "body": whole('"source": "\\ud800"')}, 400, "source is not Unicode text"),
         ({**AS_JSON, "body": b"[1]"}, 400, "is no JSON object"),
         ({**AS_JSON, "body": whole('"data": NaN')}, 400, "is no JSON"),
         ({**AS_JSON, "body": whole('"data": 1, "n": 1e400')}, 400, "headers: not JSON"),
@@ -408,7 +408,7 @@ def test_no_event_brings_headers_that_only_saf_writes(inbox: Dsn, url: str) -> N
 
 def test_an_event_for_a_service_that_does_not_live_here_is_refused(inbox: Dsn) -> None:
     with serving(Partner(), saf.webhooks.inbox(inbox, "biling", secrets=SECRET)) as partner:
-        assert send(partner.url) == (404, "there is no service 'biling' here")
+        assert send(partner.url) == (404, "no service 'biling' here")
     with connect(inbox) as connection:
         for table in ("webhook", "inbox"):
             assert fetch(connection, f"SELECT count(*) FROM saf.{table}") == [(0,)]

@@ -434,7 +434,7 @@ def test_sigterm_while_a_process_is_started_ends_that_one_too() -> None:
 def test_a_worker_that_cannot_be_found_is_named(inbox: Dsn, module: Path) -> None:
     for which, said in (
         ("consumers", "expected MODULE:WORKER"),
-        ("nowhere:worker", "there is no module 'nowhere' here"),
+        ("nowhere:worker", "no module 'nowhere' here"),
         ("consumers:other", "'other' in consumers is neither saf.Worker nor saf.Processors, but 7"),
     ):
         done = run(

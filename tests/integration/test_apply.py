@@ -345,7 +345,7 @@ def test_what_cannot_be_changed_is_named_before_anything_is_done(folder: Path) -
     plan = folder / "plan.toml"
     plan.write_text(plan.read_text().replace('order = "initiator"', 'order = "any"'))
     said = run(folder, "apply", "plan.toml", "--yes", code=USAGE)
-    assert "contract ordering, version 1 is there and cannot be changed" in said
+    assert "contract ordering, version 1 exists and cannot be changed" in said
 
 
 def test_the_first_services_say_whose_messages_will_wait(folder: Path, mom: Dsn) -> None:
@@ -361,7 +361,7 @@ def test_the_first_services_say_whose_messages_will_wait(folder: Path, mom: Dsn)
     [
         ("[broker.mom]", "unknown setting broker (did you mean 'brokers'?)"),
         ("[brokers.mom]\nservice = ['a']", "unknown setting brokers.mom.service (did you mean"),
-        ("[brokers.mom]\nservices = ['a', 'a']", "brokers.mom: service a is there twice"),
+        ("[brokers.mom]\nservices = ['a', 'a']", "brokers.mom: service a appears twice"),
         ("[brokers.mon]\nservices = ['a']", "there is no [brokers.mon]"),
         ("[[brokers.shop.routes]]\ndestination = 'mon'", "did you mean 'mom'?"),
         ("[brokers.shop.grants]\na = ['reader']", "brokers.shop.grants.a.0: Input should be"),

@@ -334,7 +334,7 @@ def test_a_wrong_password_is_said_and_not_shown(own_server: EmbeddedServer, tmp_
         connection.execute("SELECT pg_reload_conf()")
     wrong = Dsn(make_conninfo(database.conninfo, user="guest", password=CANARY))
     said = refused(saf("migrate", env={"SAF_DSN": wrong.conninfo}), USAGE)
-    assert "the password is wrong, or none is given: mend it" in said.replace("The", "the")
+    assert "the password is wrong or missing: fix" in said.replace("The", "the")
     assert 'password authentication failed for user "guest"' in said
     assert CANARY not in said
     configuration(tmp_path / "saf.toml", {"app": wrong}, {"mom": wrong})

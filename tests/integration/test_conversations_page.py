@@ -152,7 +152,7 @@ def test_a_handle_that_nobody_knows_is_wrong_usage(folder: Path) -> None:
         nobody = "6f1e0000-0000-4000-8000-000000000000"
         done = run_saf("dialog", command, nobody, cwd=folder)
         assert done.returncode == USAGE
-        assert f"there is no conversation {nobody}" in done.stderr
+        assert f"no conversation {nobody}" in done.stderr
 
 
 @pytest.mark.parametrize(

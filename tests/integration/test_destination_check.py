@@ -32,7 +32,7 @@ def test_it_says_what_a_redis_server_gives_and_whether_it_can_be_used(
         assert said.returncode == 0, said.stderr
         assert "destination 'there': Redis 7" in said.stdout
         assert (
-            "not given: a crash loses what was acknowledged in the last second or two"
+            "not given: a crash loses messages acknowledged in the last second or two"
             in said.stdout
         )
         assert "to have it: appendfsync always in redis.conf" in said.stdout

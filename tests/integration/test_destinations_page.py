@@ -121,7 +121,7 @@ def test_its_commands_forward_to_a_table_that_duckdb_reads(app: Dsn, tmp_path: P
     assert "promise: exactly once; a crash of the process or of the machine loses nothing" in (
         done.stdout
     )
-    assert "1 file, 0.0 MiB; removed 0 files that nobody has needed for 168 hours" in done.stdout
+    assert "1 file, 0.0 MiB; removed 0 files not needed for 168 hours" in done.stdout
     read = run([sys.executable, "consumer.py", "messages"], env=env, cwd=tmp_path)
     assert read.returncode == 0, read.stderr
     (line,) = read.stdout.splitlines()

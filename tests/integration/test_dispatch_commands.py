@@ -56,7 +56,7 @@ def test_one_shot_sends_what_is_there_and_says_so(
 def test_an_endpoint_that_is_not_there_is_named_with_the_nearest(config: Path) -> None:
     done = saf("dispatch", "biling", "--config", config)
     assert done.returncode == 2
-    assert done.stderr == ("saf: there is no endpoint 'biling' (did you mean 'billing'?)\n")
+    assert done.stderr == ("saf: no endpoint 'biling' (did you mean 'billing'?)\n")
 
 
 def test_a_paused_endpoint_gets_nothing_until_it_is_resumed(
@@ -370,7 +370,7 @@ def test_an_endpoint_of_a_broker_reaches_no_address_inside_unless_saf_toml_names
     [
         (["--url", "ftp://x"], "endpoint p.url: it is not a URL such as https://"),
         (["--secret-from", "MOM_DSN"], "an environment variable that begins with SAF_ENDPOINT_"),
-        (["--rate", "0/s"], "endpoint p.rate: '0/s' is no rate such as"),
+        (["--rate", "0/s"], "endpoint p.rate: '0/s' is not a rate such as"),
         (["--subscription", "biling"], "biling"),
     ],
 )

@@ -710,7 +710,7 @@ def test_status_and_doctor_end_with_a_sentence_while_cursors_are_locked(
         status = saf("status", "--config", config)
         assert status.returncode == TRY_AGAIN
         assert "broker 'app' is unavailable" in status.stderr
-        assert "`saf doctor` says who holds what" in status.stderr
+        assert "`saf doctor` shows who holds which lock" in status.stderr
         doctor = saf("doctor", "--config", config)
         assert doctor.returncode == FOUND
         said = " ".join(doctor.stdout.split())

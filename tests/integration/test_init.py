@@ -78,7 +78,7 @@ def test_it_overwrites_no_file_and_changes_nothing_then(
     (tmp_path / "saf.toml").write_text("mine")
     done = saf("init", cwd=tmp_path, env=bare)
     assert done.returncode == USAGE
-    assert "saf.toml is there already, and is not overwritten" in done.stderr
+    assert "saf.toml exists and is not overwritten" in done.stderr
     assert (tmp_path / "saf.toml").read_text() == "mine"
     with connect(Dsn(bare["SHOP_DSN"])) as connection:
         assert fetch(connection, "SELECT to_regnamespace('saf') IS NULL") == [(True,)]

@@ -70,7 +70,7 @@ def test_members_of_every_subscription_are_shown_with_their_shards_and_its_lag(
 def test_a_subscription_that_is_not_there_is_named_with_those_that_are(config: Path) -> None:
     done = saf("members", "--subscription", "biling", "--config", config)
     assert done.returncode == 2
-    assert "--subscription biling: there is none, only billing, forwarder" in done.stderr
+    assert "--subscription biling does not exist, only billing, forwarder" in done.stderr
 
 
 def test_a_broker_that_is_down_does_not_hide_the_others(app: Dsn, mom: Dsn, tmp_path: Path) -> None:

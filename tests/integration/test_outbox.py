@@ -446,9 +446,9 @@ def test_large_messages_are_refused_where_each_statement_would_be_a_transaction(
             await outbox.asend_many(one, messages)
 
     with app.connect(role="test", autocommit=True) as connection:
-        with pytest.raises(InvalidMessage, match="messages: more than 1,000 bytes are several"):
+        with pytest.raises(InvalidMessage, match="messages: more than 1,000 bytes need several"):
             outbox.send_many(connection, messages)
-        with pytest.raises(InvalidMessage, match="open a transaction, or send fewer at a time"):
+        with pytest.raises(InvalidMessage, match="open a transaction, or send fewer messages"):
             asyncio.run(send())
         assert stored(app) == []
         with connection.transaction():

@@ -175,5 +175,5 @@ def test_one_message_is_shown_by_its_id_or_message_id_with_why_it_waits(config: 
     assert done.stdout == "parked"
     done = saf("outbox", "show", str(uuid4()), "--config", config)
     assert done.returncode == 2
-    assert "there is no message" in done.stderr
+    assert "no message" in done.stderr
     assert "neither an id" in saf("outbox", "show", "seven", "--config", config).stderr

@@ -88,7 +88,7 @@ def test_numbers_of_commands_have_ranges_that_a_database_takes(config: Path) -> 
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert "less than or equal to " in done.stderr, done.stderr
     done = saf("outbox", "list", "--since", "0001-01-01T00:00:00+14:00", "--config", config)
-    assert (done.returncode, "is no time such as" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "is not a time such as" in done.stderr) == (2, True), done.stderr
 
 
 def test_a_page_goes_on_in_one_broker(app: Dsn, mom: Dsn, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_one_broker_can_be_chosen_and_one_that_is_away_does_not_keep_the_others(
 def test_a_retention_that_is_no_duration_is_refused(tmp_path: Path, wrong: str) -> None:
     done = saf("purge", f"--retention={wrong}", cwd=tmp_path)
     assert done.returncode == USAGE
-    assert "is no duration such as 7d" in " ".join(done.stderr.split()).replace(" │ │ ", " ")
+    assert "is not a duration such as 7d" in " ".join(done.stderr.split()).replace(" │ │ ", " ")
 
 
 # The archive

@@ -59,7 +59,7 @@ def _another(dsn: Dsn) -> psycopg.Connection[Any] | None:
 @pytest.mark.parametrize(
     ("changes", "cure"),
     [
-        ({"dbname": "nosuch"}, "there is no such database"),
+        ({"dbname": "nosuch"}, "the database does not exist"),
         ({"user": "nobody"}, "CREATE ROLE"),
         ({"user": "outsider"}, "pg_hba.conf"),
         ({"user": "guest"}, "CONNECTION LIMIT"),
@@ -98,7 +98,7 @@ def test_a_server_that_is_full_or_starting_is_told_from_one_that_is_away(
     try:
         while (free := _another(app)) is not None:
             crowd.append(free)
-        assert "too many are connected" in said(app)[1]
+        assert "too many connections" in said(app)[1]
     finally:
         for one in crowd:
             one.close()

@@ -22,7 +22,7 @@ LOGINS: dict[str, tuple[dict[str, str], str]] = {
     "a role that is not there": ({"user": "nobody"}, "CREATE ROLE"),
     "a role that may not log in": ({"user": "nologin"}, "LOGIN"),
     "a role that pg_hba.conf keeps out": ({"user": "outsider"}, "pg_hba.conf"),
-    "a database that is not there": ({"dbname": "nosuch"}, "There is no such database"),
+    "a database that is not there": ({"dbname": "nosuch"}, "The database does not exist"),
     "a database that is not for the role": ({"user": "guest"}, "GRANT CONNECT"),
     "a database that takes nobody": ({"dbname": "closed"}, "ALLOW_CONNECTIONS"),
 }

@@ -257,8 +257,8 @@ def test_a_router_that_cannot_be_is_refused_with_the_reason(folder: Path) -> Non
     def add(*arguments: str) -> str:
         return refused(saf("router", "add", "orders", *arguments, cwd=folder))
 
-    assert "say --sql, --arrow or --python" in add()
-    assert "say --sql, --arrow or --python" in add("--sql", "text", "--python", "a:b")
+    assert "use --sql, --arrow or --python" in add()
+    assert "use --sql, --arrow or --python" in add("--sql", "text", "--python", "a:b")
     assert "no module:function" in add("--python", "airports")
     assert "say --elsewhere" in add("--python", "airprts:by_country")
     there = ("router", "add", "orders", "--python", "airprts:by_country", "--elsewhere")

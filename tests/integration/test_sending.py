@@ -208,11 +208,14 @@ def test_what_is_of_asyncio_is_not_sent_on_at_once_and_told_so(app: Dsn, outbox:
         engine = async_engine(app, "psycopg")
         async with AsyncSession(engine) as session:
             with pytest.raises(
-                UsageError, match=r"AsyncSession is of asyncio: say `await outbox\.asend\(…\)`"
+                UsageError,
+                match=r"AsyncSession is an async connection: use `await outbox\.asend\(…\)`",
             ):
                 outbox.send(session, "billing", b"")  # type: ignore[arg-type]
         async with engine.connect() as connection:
-            with pytest.raises(UsageError, match=r"AsyncConnection is of asyncio: .*asend_many"):
+            with pytest.raises(
+                UsageError, match=r"AsyncConnection is an async connection: .*asend_many"
+            ):
                 outbox.send_many(connection, many(2))  # type: ignore[arg-type]
             with pytest.raises(UsageError, match=r"session\.run_sync"):
                 saf.begin_dialog(connection, from_service="a", to_service="b")  # type: ignore[arg-type]
@@ -286,7 +289,7 @@ def test_a_connection_of_asyncpg_is_refused_like_any_other(
 
 def test_what_is_not_of_asyncio_cannot_be_awaited_and_told_so(app: Dsn, outbox: Outbox) -> None:
     async def business() -> None:
-        with connect(app) as connection, pytest.raises(UsageError, match=r"say outbox\.send or"):
+        with connect(app) as connection, pytest.raises(UsageError, match=r"use outbox\.send or"):
             await outbox.asend(connection, "billing", b"")
 
     asyncio.run(business())

@@ -100,7 +100,7 @@ def test_what_does_not_exist_is_named_with_what_does(mom: Dsn) -> None:
         services.create_service(connection, "billing")
         with pytest.raises(ConfigurationError, match=r"no service 'shop' here, only 'billing'"):
             services.create_subscription(connection, "audit", service="shop")
-        with pytest.raises(ConfigurationError, match=r"'billing' is there already, and reads"):
+        with pytest.raises(ConfigurationError, match=r"'billing' already exists, and reads"):
             services.create_subscription(connection, "billing", service=None)
         with pytest.raises(UsageError, match="1 to 255 bytes of printable characters"):
             services.create_service(connection, "")
@@ -159,7 +159,7 @@ def test_the_commands_create_list_and_remove(config: Path) -> None:
 
 def test_a_mistake_is_answered_with_a_sentence_and_code_2(config: Path) -> None:
     for arguments, said in (
-        (["service", "remove", "billing"], "there is no service 'billing' here"),
+        (["service", "remove", "billing"], "service 'billing' does not exist here"),
         (["subscription", "create", "a", "--service", "billing"], "no service 'billing' here"),
         (["subscription", "create", "a"], "--service NAME or --all-services"),
         (["service", "create", "a", "--broker", "nowhere"], "no [brokers.nowhere]"),

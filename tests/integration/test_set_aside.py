@@ -182,14 +182,14 @@ def test_a_decision_that_is_interrupted_ends_with_its_step_and_says_what_is_done
             until(lambda: waiters(holder))
             process.send_signal(signal.SIGINT)
             assert process.stderr is not None
-            assert process.stderr.readline() == "saf: stopping after what is in hand\n"
+            assert process.stderr.readline() == "saf: stopping after the messages in hand\n"
         out, err = process.communicate(timeout=60)
         ((left,),) = fetch(connection, "SELECT count(*) FROM saf.dead_letter")
     assert (process.returncode, left) == (130, 500)
     assert out == (
         "shop: 2,000 messages\n  500 stay: the decision was stopped before it: decide again\n"
     )
-    assert err == "saf: interrupted: what is not shown as done is as it was\n"
+    assert err == "saf: interrupted: changes not shown as done were not made\n"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_decision_that_is_interrupted_ends_with_its_step_and_says_what_is_done
     [
         (["dead", "discard"], "Give numbers, a filter, or --all"),
         (["dead", "list", "--reason", "boredom"], "the reasons are rejected, expired"),
-        (["dead", "show", "7"], "there is no dead letter 7"),
+        (["dead", "show", "7"], "no dead letter 7"),
         (["parked", "list", "--broker", "shp"], "there is no [brokers.shp], only shop"),
     ],
 )

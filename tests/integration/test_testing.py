@@ -253,7 +253,7 @@ def test_what_is_not_committed_does_not_exist_and_a_failure_says_that_it_may_be_
     with database.connect() as connection:
         outbox.send(connection, "billing", "not yet")
         sent.none()
-        with pytest.raises(AssertionError, match=r"still open: 1\. What they have sent does not"):
+        with pytest.raises(AssertionError, match=r"still open: 1\. Their messages do not"):
             sent.one()
 
 

@@ -220,7 +220,7 @@ def test_the_dead_letter_says_what_its_expression_has_raised(
     assert "numbers': its expression raises an error: [CAST_INVALID_INPUT]" in errors["numbers"]
     assert "'seven'" in errors["numbers"]
     assert "[DIVIDE_BY_ZERO]" in errors["structs"]
-    assert errors["nulls"] == "router 'nulls': its classifier says nothing"
+    assert errors["nulls"] == "router 'nulls': its classifier returns no service"
 
 
 @pytest.mark.full
@@ -240,4 +240,4 @@ def test_explain_evaluates_sql_and_says_what_it_raises_or_why_it_is_refused(
 
     assert explained("numbers", 0, '{"n": 7}')["resolved"]["service"] == "7"
     assert "CAST_INVALID_INPUT" in explained("numbers", 1, '{"n": "seven"}')["dead"]
-    assert "current_user, which is no column" in explained("clock", 75)["waits"]
+    assert "current_user, which is not a column" in explained("clock", 75)["waits"]

@@ -166,4 +166,4 @@ def test_a_run_says_what_hangs_and_forwards_everything_else(
     assert len(bodies(mom)) == 10
     assert "broker 'stuck' is unavailable" in done.stderr
     assert "destination 'other' is unavailable" in done.stderr
-    assert done.stderr.count("`saf doctor` says who holds what") == 2
+    assert done.stderr.count("`saf doctor` shows who holds which lock") == 2

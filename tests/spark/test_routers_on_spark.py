@@ -148,7 +148,7 @@ def test_an_expression_may_fail_for_one_message_and_look_at_all_columns(
             "unresolved",
             "router 'departures': it names 'NOWHERE', which no route leads to",
         ),
-        ("arrivals", "unresolved", "router 'arrivals': its classifier says nothing"),
+        ("arrivals", "unresolved", "router 'arrivals': its classifier returns no service"),
     ]
 
 

@@ -120,7 +120,7 @@ def test_what_cannot_be_sent_is_said_in_one_sentence(config: Path) -> None:
         (scores(1), {"log": "inbox"}, "what is sent goes into an outbox"),
         (scores(1), {"txnAppId": "a"}, "txnAppId and txnVersion go together"),
         (scores(1), {"subscription": "a"}, "the option subscription is one of streams"),
-        (scores(1), {"broker": "app,other"}, "goes into one outbox"),
+        (scores(1), {"broker": "app,other"}, "go into one outbox"),
     ):
         with pytest.raises(Exception, match=said):
             write(what, config, **{"broker": "app", **options})

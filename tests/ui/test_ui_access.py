@@ -190,7 +190,7 @@ def test_where_a_header_names_the_visitor_only_known_hosts_are_answered(
             assert status(host) == 421, host
             assert status(host, "/login") == 421, host
         refused = visitor.get("/", headers={"Host": "evil.example"})
-        assert "nobody knows this dashboard as 'evil.example': say so in [ui] hosts" in refused.text
+        assert "this dashboard is not known as 'evil.example': add it to [ui] hosts" in refused.text
         assert "frame-ancestors 'none'" in refused.headers["content-security-policy"]
     with dashboard(settings(file, {"shop": app}, {"mom": mom})) as there:
         assert there.client(None).get("/login", headers={"Host": "any.example"}).status_code == 200
@@ -333,5 +333,5 @@ def test_a_dashboard_that_nobody_could_log_in_to_is_refused(given: Settings) -> 
 def test_a_json_path_that_is_none_is_named(app: Dsn, mom: Dsn, tmp_path: Path) -> None:
     paths = 'redact_paths = ["$.a[", "$.b"]'
     given = settings(tmp_path / "saf.toml", {"shop": app}, {"mom": mom}, paths)
-    with pytest.raises(ConfigurationError, match=r"ui.redact_paths: '\$.a\[' is no JSON path"):
+    with pytest.raises(ConfigurationError, match=r"ui.redact_paths: '\$.a\[' is not a JSON path"):
         saf.ui.app(given)

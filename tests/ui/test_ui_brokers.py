@@ -99,9 +99,9 @@ def test_a_fleet_that_is_meant_alone_and_is_not_there_is_said(app: Dsn) -> None:
     settings = given_fleets(gone=gone, shops=shops)
     with pytest.raises(Unavailable):
         Places(settings, "gone", first_seconds=None)()
-    with pytest.raises(ConfigurationError, match="there is none in the fleet"):
+    with pytest.raises(ConfigurationError, match="not in the fleet"):
         Places(settings, "shops/zeta", first_seconds=None)()
-    with pytest.raises(ConfigurationError, match=r"there is no \[brokers.nobody\]"):
+    with pytest.raises(ConfigurationError, match=r"no \[brokers.nobody\]"):
         Places(settings, "nobody")
     assert Places(settings, "shops/acme", first_seconds=None)().keys() == {"shops/acme"}
     assert Places(settings, None, first_seconds=None)().keys() == {"shops/acme"}

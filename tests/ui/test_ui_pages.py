@@ -275,7 +275,7 @@ def test_a_message_that_is_not_found_in_time_is_looked_for_further_back(
         params = {"id": message_id(app, "k3"), "from": wrong}
         answer = visitor.get("/message", params=params)
         assert "<b>" not in answer.text
-        assert answer.status_code == 400 or "is no place where" in answer.text
+        assert answer.status_code == 400 or "is not a place where" in answer.text
 
 
 def test_messages_that_are_rare_are_looked_for_further_on(

@@ -161,7 +161,7 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(store: process.Store, tmp_path
         prometheus.write(fails, file)
     assert "saf_forwarded" in file.read_text()
     assert [one.name for one in tmp_path.iterdir()] == ["saf.prom"]
-    with pytest.raises(ConfigurationError, match="name a file in a folder that is there"):
+    with pytest.raises(ConfigurationError, match="name a file in an existing folder"):
         prometheus.write(store.samples, tmp_path / "gone" / "saf.prom")
 
 

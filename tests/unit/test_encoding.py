@@ -101,7 +101,7 @@ def test_forms_are_found_in_each_other() -> None:
     [
         ({"items": [1, 2, 3, {"price": {1}}]}, "body.items[3].price", "a value of type 'set'"),
         ({"unit price": object()}, "body['unit price']", "a value of type 'object'"),
-        ([[], [float("nan")]], "body[1][0]", "nan is no number in JSON"),
+        ([[], [float("nan")]], "body[1][0]", "nan is not a number in JSON"),
         (
             Order(UUID(int=1), [Item("a", Decimal("NaN"))]),
             "body.items[0].price",

@@ -34,9 +34,9 @@ SECRET = {"sasl_oauthbearer_client_secret": "hunter2"}
         ("saf:hunter2@host", "give a login by username"),
         ("kafka://host:9092", "security_protocol"),
         ("host:x", "Port could not be cast"),
-        ("", "is no list of brokers"),
-        ("a,,b", "is no list of brokers"),
-        ("host/x", "is no list of brokers"),
+        ("", "is not a list of brokers"),
+        ("a,,b", "is not a list of brokers"),
+        ("host/x", "is not a list of brokers"),
     ],
 )
 def test_brokers_that_are_none_are_refused_with_what_is_wrong(text: str, said: str) -> None:
@@ -61,7 +61,7 @@ def test_brokers_that_are_none_are_refused_with_what_is_wrong(text: str, said: s
         ({"security_protocol": "SSL", "key_file": "/k"}, "are given together"),
         ({"security_protocol": "SSL", "key_password": "x"}, "key_password needs key_file"),
         ({"security_protocol": "TLS"}, "Input should be"),
-        ({"marks_topic": "saf/marks"}, "is no name of a topic"),
+        ({"marks_topic": "saf/marks"}, "is not a topic's name"),
         ({"partitions": 0}, "is not from 1 to 10,000"),
         ({"step_rows": 10**7}, "is not from 1 to 1,000,000"),
         ({"format": "xml"}, "cloudevents-structured"),

@@ -86,8 +86,8 @@ def test_a_destination_is_an_inbox_unless_it_says_its_kind(file: Path, tmp_path:
 def test_a_kind_that_is_not_known_is_refused_with_those_that_are(file: Path) -> None:
     said = refused(file, '[destinations.m]\nkind = "postgres"\ndsn = "dbname=m"')
     assert said == (
-        f"destinations.m: there is no kind 'postgres', only {', '.join(sorted(OURS))}; is the "
-        "package that has it installed?"
+        f"destinations.m: unknown kind 'postgres', only {', '.join(sorted(OURS))}; is its package "
+        "installed?"
     )
     assert "a kind is a text" in refused(file, "[destinations.m]\nkind = 5")
 
@@ -133,13 +133,13 @@ def test_what_cannot_be_imported_is_said_where_it_is_used_and_not_before(file: P
         "destinations.m: kind 'broken' is of the package paper-outbox, which cannot be imported: "
         "ModuleNotFoundError: No module named 'a_client_that_is_not_installed'"
     )
-    assert "which is no class of settings" in refused(file, '[destinations.m]\nkind = "odd"')
+    assert "which is not a class of settings" in refused(file, '[destinations.m]\nkind = "odd"')
 
 
 @pytest.mark.usefixtures("package")
 def test_exactly_once_is_refused_of_a_kind_that_cannot(file: Path) -> None:
     paper = '[destinations.m]\nkind = "paper"\npassword = "x"\n'
-    said = "a destination of kind 'paper' cannot store exactly once: say 'at_least_once'"
+    said = "a destination of kind 'paper' cannot store exactly once: set 'at_least_once'"
     assert refused(file, f'{paper}quality = "exactly_once"') == f"destinations.m.quality: {said}"
     route = '[[routes]]\ndestination = "m"\nquality = '
     assert refused(file, f'{paper}{route}"exactly_once"') == f"routes.0.quality: {said}"

@@ -40,7 +40,7 @@ def file(tmp_path: Path) -> Path:
         ('[endpoints.x]\nurl = "ftp://x"', "endpoints.x.url: it is not a URL such as https://"),
         ('[endpoints.x]\nurl = "http://a:b@x"', "a URL holds no user and password"),
         ('[endpoints.x]\nurl = "http://x"\nbroker = "nom"', "did you mean 'mom'"),
-        ('[endpoints.x]\nurl = "http://x"\nrate = "0/s"', "'0/s' is no rate such as"),
+        ('[endpoints.x]\nurl = "http://x"\nrate = "0/s"', "'0/s' is not a rate such as"),
         ('[endpoints.x]\nurl = "http://x"\nmethod = "f"', "and method belong together"),
         ('[endpoints.x]\nurl = "http://x"\nuser = "me"', "user and password belong together"),
         ('[endpoints.x]\nurl = "http://x"\nsecret = "me"', "did you mean 'secrets'"),

@@ -809,7 +809,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a chunk is stored again and again while no replica follows",
         STREAMS,
-        '            self._wait_for_replicas(connection, "what was there before the messages")\n',
+        '            self._wait_for_replicas(connection, "earlier writes")\n',
         "",
         f"{REDIS}::test_nothing_is_stored_while_too_few_replicas_follow",
     ),

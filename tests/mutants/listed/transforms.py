@@ -31,7 +31,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "results that end too early leave messages out",
         IN_STEP,
-        '            raise Unavailable("Spark", "what it evaluates has not come to its end")',
+        '            raise Unavailable("Spark", "the evaluated rows are incomplete")',
         "            self._last = LAST\n            return",
         f"{UNIT}::test_results_that_end_too_early_leave_nothing_out",
     ),
