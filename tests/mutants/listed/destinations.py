@@ -58,8 +58,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a doctor takes any destination for one that holds messages",
         "saf/operating/doctor/routing.py",
-        "not destination.capabilities.holds",
-        "destination.capabilities.holds",
+        "not there.capabilities.holds",
+        "there.capabilities.holds",
         "contract/test_given_early.py::"
         "test_a_route_and_a_run_say_that_a_destination_holds_no_message",
     ),
