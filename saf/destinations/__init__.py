@@ -12,7 +12,7 @@ chunk exactly once, no matter how often the chunk is given: ``exactly_once``. It
     AnotherBroker    a message is addressed to another broker; nothing was stored
     Fenced           the destination has met a newer owner of these shards; nothing was stored
     Ahead            the destination has stored what the source does not know; nothing was stored
-    Behind           the destination has lost what it had acknowledged; nothing was stored
+    Behind           the destination has lost acknowledged messages; nothing was stored
     Restored         the destination was restored and not repaired; nothing was stored
     Rejected         the destination answers, but does not accept these messages
 
@@ -39,20 +39,20 @@ class Capabilities:
     """Capabilities of a kind of destination. The kind must keep what it declares here."""
 
     exactly_once: bool = False
-    """Keep a mark for each place, which moves with the messages or not at all."""
+    """Keeps a mark for each place, which moves with the messages or not at all."""
     fences: bool = False
-    """Refuse an epoch older than one that was met in any lane (`Fenced`)."""
+    """Refuses an epoch older than one that it has met in any lane (`Fenced`)."""
     knows_services: bool = False
-    """Know which services live there, and refuse others (`UnknownService`)."""
+    """Can be told which services live there, and refuses others (`UnknownService`)."""
     reads_back: bool = False
     """Stored messages can be read, so saf reconciles them and sends lost ones again."""
     takes_parts: bool = False
-    """Store all that a transform has made of a message in one step, or none."""
+    """Stores all that a transform has made of a message in one step, or none."""
     takes_dialogs: bool = True
-    """Accept messages of dialogs. Otherwise they wait for a route to a broker, because no answer
+    """Accepts messages of dialogs. Otherwise they wait for a route to a broker, because no answer
     could ever come back."""
     holds: bool = False
-    """Hide a message from readers until its ``deliver_at``. Other kinds only pass the time on."""
+    """Hides a message from readers until its ``deliver_at``. Other kinds only pass the time on."""
     largest_body: int | None = None
     """Largest body in bytes; messages with larger ones are dead letters. None: saf's limit."""
 
@@ -105,7 +105,7 @@ class Destination(Protocol):
         """Store a chunk durably, all or nothing, and commit.
 
         A kind that cannot store a whole chunk in one step stores it in several, in order, each with
-        the marks after it. If it raises in between, the marks show what is stored. It refuses and
+        the marks after it. If it raises in between, the marks show how far it got. It refuses and
         rejects messages before the first step. A kind without marks that stores only some of a
         chunk lists them as `SafError.stored`: those messages are not given again.
         """

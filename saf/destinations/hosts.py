@@ -24,7 +24,7 @@ class OfTls(Protocol):
 def first_of(hosts: Sequence[tuple[str, int]], open_host: Callable[[str, int], None]) -> None:
     """Call ``open_host`` for each host until a call raises no `OSError`.
 
-    If ``open_host`` raises, it must close what it has opened. The last host's error is raised.
+    If ``open_host`` raises, it must close its connection first. The last host's error is raised.
     """
     *others, last = hosts
     for host in others:

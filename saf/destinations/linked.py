@@ -55,7 +55,7 @@ class LinkedSettings(DestinationSettings):
             found: UUID = link.identity()
             return found
 
-    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
+    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - unused here
         """Return the marks of a source; see `DestinationSettings.known`."""
         with self._connected(name) as link:
             found: Known = link.known(source)

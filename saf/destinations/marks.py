@@ -100,8 +100,8 @@ UNION
 SELECT kind, subject, {BROKER} FROM saf.taken_out
 WHERE subscription_id = %(subscription_id)s AND destination = %(name)s
 """
-# Messages still in their lane, or taken out of it by an operator. If such a message is stored, the
-# answer got lost.
+# Messages still in their lane, or taken out by an operator. If such a message is stored, the answer
+# got lost.
 PARKED = """
 SELECT m.place
 FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(brokers)s::uuid[], %(shards)s::smallint[],

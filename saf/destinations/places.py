@@ -63,7 +63,7 @@ def refuse(
 
     Raises:
         Fenced: the destination has met a newer owner.
-        Behind: the destination no longer has what it has acknowledged.
+        Behind: the destination has lost acknowledged messages.
         Ahead: the destination has stored what the source does not know; without marks, if it knows
             of messages that were set aside and the source does not.
     """

@@ -1,6 +1,6 @@
 """Promise of a table's place: which messages a power failure may take back, and deltalake's needs.
 
-A loss always takes the marks back with the messages. So it is noticed at the next contact, and `saf
+A loss always takes the marks back with the messages. It is noticed at the next contact, and `saf
 rebase` sends the lost messages again.
 """
 

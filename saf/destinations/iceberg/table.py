@@ -129,7 +129,7 @@ def _shape(table: IcebergTable) -> tuple[UUID, int, int]:
 def _for_one_commit(table: TableMetadata) -> TableMetadata:
     """Return the metadata for a commit; it is not written, because the catalog has its own.
 
-    It turns off retries, and lacks older snapshots, because pyiceberg copies all of them a dozen
+    It turns off retries, and lacks older snapshots, because pyiceberg copies each one a dozen
     times.
     """
     heads = {one.snapshot_id for one in table.refs.values()}

@@ -1,7 +1,7 @@
 """Clients of a Kafka cluster: their settings, their waits, and the meaning of their errors.
 
 A client of librdkafka never gives up: it reconnects again and again, and reports this only to a
-callback. So each call here waits in short slices, and checks between two slices what was reported
+callback. So each call here waits in short slices, and checks between two slices for reports
 (`Voices`). If no broker can be reached, or the login is refused, the call ends immediately; if a
 broker accepts the connection but does not answer, after its bound.
 

@@ -1,22 +1,22 @@
 """The topic of the marks: a log that all storing processes read, so they agree on owners of shards.
 
 Kafka compares nothing when it stores. It only fences: if two processes begin transactions with the
-same name, the older process can no longer end one. So a process that stores for a shard ensures the
-following:
+same name, the older process cannot end its transactions any more. So a process that stores for a
+shard ensures the following:
 
 1. It has begun transactions with its own name, that of the lowest shard that it has in hand. Work
-   done at the same time has other shards in hand, and so another name. The same work, repeated, has
-   the same name.
+   done at the same time has other shards in hand, and so another name. Repeated work has the same
+   name.
 2. The last claim in the log on each of its shards is its own. If not, it writes one.
 3. After that, it has fenced all others that a claim has ever named, by beginning transactions with
    their names. Then it has read the marks, to the end of the log.
 
-If two processes claim a shard, the one whose claim is later in the log reads the other's claim, and
-fences that process before it reads the marks. The other process may have ended its transaction
-before that, so its messages are in the marks. Otherwise it cannot end it, begins again, and reads
-the later claim. So the order of the log decides, and no compare-and-set is needed. A process may be
-fenced while it still owns its shards, because the other process has claimed only some. It begins
-again, reads the marks again, and continues.
+If two processes claim a shard, the process with the later claim in the log reads the earlier claim,
+and fences the other process before it reads the marks. That process may have ended its transaction
+earlier: then its messages are in the marks. Otherwise it fails to end the transaction, begins
+again, and reads the later claim. So the order of the log decides, and no compare-and-set is needed.
+A process may be fenced while it still owns its shards, because the other process has claimed only
+some. It begins again, reads the marks again, and continues.
 
 A claim moves no mark, so it may be written before the marks are read. This matters because a reader
 of committed records does not pass an open transaction, and only fencing ends the transaction of an

@@ -1,11 +1,10 @@
 """Batches of a NATS server: a stream, filled a step at a time, exactly once.
 
 `saf.destinations.stepwise` explains steps. Here, a step is an atomic batch of at most 1,000
-messages: the server holds them back until the last one arrives, and then stores all of them, or
-none. The messages come first, and the marks of their places last. Each mark names the number of the
-previous mark, which the server compares: if it differs, the batch is not stored. The own mark of a
-shard also counts how many of the shard's messages were ever stored, so that removed messages are
-noticed.
+messages: the server holds them back until the last one arrives, and then stores all or none. The
+messages come first, and the marks of their places last. Each mark names the number of the previous
+mark, which the server compares: if it differs, the batch is not stored. The own mark of a shard
+also counts how many of the shard's messages were ever stored, so that removed messages are noticed.
 
 While the server stores one batch, the messages of the next are on their way. The next batch's marks
 follow after the answer, because they name numbers that the answer contains.

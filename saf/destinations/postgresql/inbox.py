@@ -6,7 +6,7 @@ remembers (`saf.destinations.marks`); drop the rows at or below (batch, position
 move the watermarks; commit. Messages for another broker are refused before anything is stored.
 
 Because a batch never changes, the watermark alone recognises a chunk that was stored before its
-acknowledgement got lost. There is no index over message ids, and no table that grows.
+acknowledgement got lost. It needs no index over message ids, and no table that grows.
 
 Arrow data is passed on unchanged: the ADBC driver writes it as COPY binary, inside the transaction.
 """

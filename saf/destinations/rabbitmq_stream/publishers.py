@@ -1,6 +1,6 @@
 """Publishers: the numbers of a connection's publishers, and their messages as frames.
 
-A connection has 256 numbers, two of them for marks. If a chunk has more publishers, they take
+A connection has 256 numbers, two for marks. If a chunk has more publishers, they take
 turns.
 """
 

@@ -1,6 +1,6 @@
 """Promise of a Redis server's settings: which messages a crash or a failover may take back.
 
-A loss always takes the marks back with the messages. So it is noticed at the next contact, and `saf
+A loss always takes the marks back with the messages. It is noticed at the next contact, and `saf
 rebase` sends the lost messages again; but a consumer may have read them before.
 """
 

@@ -3,7 +3,7 @@
 It changes something only if the marks are still those that the caller has read. It compares texts,
 so the rules of marks exist in Python only (`saf.destinations.places`). The server runs nothing else
 at the same time. It writes the script's changes to its append-only file, and to its replicas, as
-one transaction: after a crash, a restart or a failover, all of them exist, or none.
+one transaction: after a crash, a restart or a failover, all changes exist, or none.
 
 Whatever could fail halfway is checked first: a key that is not a stream. The right to write marks
 is used before the first message: one mark is written unchanged. So a step that fails has moved no
