@@ -96,7 +96,7 @@ class Destination(Protocol):
     """One place to deliver to. Used by one task at a time; the task closes it at its end."""
 
     def identity(self) -> UUID:
-        """Return what permanently tells it apart from other destinations, whatever its name."""
+        """Return the permanent id of the destination, which does not depend on its name."""
 
     def connect(self) -> None:
         """Connect. If this fails, nothing was sent."""

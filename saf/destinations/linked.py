@@ -33,7 +33,7 @@ class LinkedSettings(DestinationSettings):
 
     @property
     def bounds(self) -> Bounds:
-        """How long saf waits for anything."""
+        """Limits of all waits."""
         return self._bounds
 
     def bounded(self, bounds: Bounds) -> Self:

@@ -125,7 +125,7 @@ AGAIN, ONCE = "again:", "once:"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """How far a shard is stored in a lane: everything up to (batch, position)."""
+    """Progress of a shard in a lane: everything up to (batch, position) is stored."""
 
     batch: int = 0
     position: int = 0
@@ -202,7 +202,7 @@ class InHand:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What a destination knows of a source."""
+    """A destination's knowledge of a source."""
 
     destination: UUID
     marks: Mapping[Place, Mark] = field(default_factory=dict)
@@ -406,7 +406,7 @@ def not_parked(
     name: str,
     marks: Mapping[Place, Mark],
 ) -> list[Place]:
-    """Return the places of marks without parked messages, now or before an operator took them out.
+    """Return the places of marks without a message in their lane, parked or taken out of it.
 
     ``name`` is the destination's. The marks of these places show that the source was set back.
     """

@@ -65,7 +65,7 @@ class QueueSettings(LinkedSettings):
     `cloudevents-structured` with the whole event as the body."""
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Raise the error for which the server is refused; see `DestinationSettings.problems`."""
+        """Raise if messages must not be stored there; see `DestinationSettings.problems`."""
         with self._connected(name) as link:
             link.look()
         yield from ()

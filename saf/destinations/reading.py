@@ -1,8 +1,8 @@
 """Reading back: messages that a destination holds of a source at one moment, for `saf reconcile`.
 
 Optional: a kind that cannot be read (`Capabilities.reads_back`) is named, and not compared. Reading
-changes nothing. While a reading is open, its messages are not purged. It shows the state at its
-first query.
+changes nothing. While a reading is open, its messages are not purged. A reading shows the
+state at its first query.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Figures(NamedTuple):
     plain: int
     """Number of messages that belong to no topic."""
     hashed: int
-    """Sum of ``uuid_hash_extended(message_id, 0)`` over these messages."""
+    """Sum of ``uuid_hash_extended(message_id, 0)`` over messages that belong to no topic."""
 
 
 class Entry(NamedTuple):
@@ -73,7 +73,7 @@ class Reading(Protocol):
         """Return what may have been purged on purpose, such as "inbox"; None if nothing."""
 
     def known(self, source: UUID) -> Known:
-        """Return how far the destination has got with a source; if it keeps no marks, without."""
+        """Return how far the destination has got with a source; without marks if it keeps none."""
 
     def figures(self, what: Compared) -> Iterable[Figures]:
         """Return the figures of each shard that has messages."""

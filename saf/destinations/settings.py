@@ -62,9 +62,9 @@ class Guarantee:
     """Promise of a destination as it is set up now."""
 
     server: str
-    """Name of the server, with its version."""
+    """Name of the server or table, with its version."""
     promise: str
-    """What happens to a message, and what may undo it after all."""
+    """Guarantee for a message, and the events that may still undo it."""
     more: Sequence[tuple[str, str]] = ()
     """Missing guarantees, each with the setting that would provide it."""
 
@@ -141,7 +141,7 @@ class DestinationSettings(BaseModel):
         """Open the destination for reading back; see `saf.destinations.reading`.
 
         Raises:
-            CannotReadBack: the destination cannot be read, or no longer.
+            CannotReadBack: the destination cannot be read back, or can no longer be.
         """
         raise CannotReadBack(name, f"its kind, {self.kind!r}, cannot be read back")
 

@@ -32,7 +32,7 @@ from saf.errors import Unavailable
 from saf.failpoints import fail_point
 
 ATTEMPTS = 20
-"""How often to read the marks again if other processes move them."""
+"""Most reads of the marks while other processes move them."""
 
 CURE = "set them as they were; or remove them, and saf rebase sends what is missing"
 """Cure for marks that were not written by saf."""

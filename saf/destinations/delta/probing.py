@@ -35,7 +35,7 @@ def probe(link: Link) -> Iterator[tuple[str, str]]:
     """Yield each problem of the table's object store, with its cure.
 
     Raises:
-        Refused: the login must not write there, or the store lets two commits win.
+        Refused: the login has no right to write there, or the store lets two commits win.
         Unavailable: the store does not answer.
     """
     settings = link.settings

@@ -137,7 +137,7 @@ class Link:
         return self.post(body, wire.JSON, self.settings.bounds.statement_seconds)
 
     def post(self, body: Any, kind: str, seconds: float, chunk: Chunk | None = None) -> Said:
-        """Send a signed body, which ``chunk`` may describe, and return the broker's answer.
+        """Send a signed body, such as that of ``chunk``, and return the broker's answer.
 
         Raises the broker's refusal, or `Unavailable`.
         """

@@ -107,7 +107,7 @@ class Iceberg(LakeSettings):
             yield read(link)
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Raise the error for which messages are refused; see `DestinationSettings.problems`."""
+        """Raise if messages must not be stored there; see `DestinationSettings.problems`."""
         with self._connected(name) as link:
             from saf.destinations.iceberg.making import check
 

@@ -33,7 +33,7 @@ def probe(link: Link) -> Iterator[tuple[str, str]]:
     """Yield each problem of the table's object store, with its cure.
 
     Raises:
-        Unavailable: the store does not answer, or its login must not write there.
+        Unavailable: the store does not answer, or its login has no right to write there.
     """
     table = link.load()
     where = place_of(link, table)

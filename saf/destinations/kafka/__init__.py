@@ -81,9 +81,9 @@ class Kafka(QueueSettings):
     marks_topic: Annotated[str, AfterValidator(_marks_topic)] = "saf.marks"
     """Topic of the marks; it is created if it does not exist."""
     partitions: Annotated[int, within(1, 10_000)] | None = None
-    """Partitions of a topic of messages that saf creates. Default: the cluster's own."""
+    """Partitions of a topic of messages that saf creates. Default: the cluster's setting."""
     replicas: Annotated[int, within(1, 100)] | None = None
-    """Brokers that keep a topic that saf creates. Default: the cluster's own."""
+    """Brokers that keep a topic that saf creates. Default: the cluster's setting."""
     step_rows: Annotated[int, within(1, 1_000_000)] = 50_000
     """Most messages per transaction."""
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "none"

@@ -54,7 +54,7 @@ FENCED = frozenset({
 before it ends the transaction only reports that something was fatal."""
 UNDECIDED = frozenset({KafkaError.UNKNOWN})
 """Codes that leave open whether a transaction has ended: a broker that is asked to end one while
-another client begins its name again may answer with them. Reading the marks decides."""
+another client begins its name again may answer with them. The marks decide."""
 HARMLESS = NOT_YET | GONE | {KafkaError.GROUP_AUTHORIZATION_FAILED}
 """Codes that do not stop a consumer: it uses no group, though the client looks one up."""
 RIGHTS = frozenset({

@@ -81,7 +81,7 @@ class Link:
         return f"Kafka cluster {cluster.cluster_id}, {brokers}, {self.settings.brokers}"
 
     def config(self, topic: str) -> Mapping[str, str | None] | None:
-        """Return the settings of a topic; None if this user must not read them."""
+        """Return the settings of a topic; None if this user has no right to read them."""
         resource = ConfigResource(ResourceType.TOPIC, topic)
         try:
             found = self._asked(lambda given: self.admin.describe_configs([resource], **given))

@@ -113,7 +113,7 @@ class Rabbitmq(QueueSettings):
         return uuid5(NAMESPACE_URL, f"{self.server}#{self.exchange}#{self.topic}")
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Raise the error for which the server is refused; see `DestinationSettings.problems`."""
+        """Raise if messages must not be stored there; see `DestinationSettings.problems`."""
         self.guarantee(name)
         yield from ()
 

@@ -71,7 +71,7 @@ class NotTaken(NotAll):
 
 
 class Broken(NotAll):
-    """The connection broke, or an answer timed out: the fate of the remaining messages is open."""
+    """The connection broke, or an answer timed out: the fate of the other messages is unknown."""
 
     def __init__(
         self, cause: Exception, there: npt.NDArray[np.bool_], returned: Collection[str]

@@ -78,7 +78,7 @@ class RabbitmqStream(QueueSettings):
     marks: Annotated[str, AfterValidator(_marks)] = "saf-marks"
     """Prefix of the names of the streams that contain marks."""
     replicas: Annotated[int, within(1, 100)] | None = None
-    """Servers of a cluster that keep a new stream. Default: the server's own."""
+    """Servers of a cluster that keep a new stream. Default: the server's setting."""
     step_rows: Annotated[int, within(1, 10_000)] = 5_000
     """Messages to send before waiting for the confirmation of those sent earlier."""
 

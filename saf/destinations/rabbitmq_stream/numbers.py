@@ -2,8 +2,8 @@
 
 The server keeps the last publishing id of each publisher of a stream, and drops messages that are
 not above it. So the id is a function of the message's place, batch and row id only: every process,
-with any chunk and any epoch, gives a message the same publisher and the same id. An old and a new
-owner that both send first number their messages alike.
+with any chunk and any epoch, gives a message the same publisher and the same id. If an old and
+a new owner both send first, they number their messages alike.
 
 Row ids do not rise across batches, so the batch has the higher bits of the id:
 

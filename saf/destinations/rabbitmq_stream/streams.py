@@ -13,7 +13,7 @@ above the last one of its publisher. So the guarantee rests on two things:
   that is too low, because a process died in between, only makes the server drop repeats. Parked
   messages keep their place, batch and id, so they are the same messages from there too.
 
-*It is not fenced.* Before each chunk, the journal shows a newer owner, and the chunk is refused. An
+*It is not fenced.* If the journal shows a newer owner before a chunk, the chunk is refused. An
 owner that is stopped after it has read the journal, and wakes up later, still sends that chunk. The
 server drops the part that the new owner has stored; the new owner need not send the rest. Only
 messages that the new owner has disposed of in another way, such as expired ones, are stored too.

@@ -26,7 +26,7 @@ NO_STREAM = "SAFNOSTREAM"
 """Code of the error for a key that is not a stream; the key follows."""
 
 DENIED = "SAFDENIED"
-"""Code of the error for a command that this user must not use; the command follows."""
+"""Code of the error for a command that this user has no right to use; the command follows."""
 
 MOST_FIELDS = 2_000
 """Most fields of a message: Lua passes on about 8,000 values at a time."""

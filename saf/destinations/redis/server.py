@@ -91,7 +91,7 @@ class Link:
         return dict(self.client.info())
 
     def config(self, name: str) -> str | None:
-        """Return a setting of the server; None if it is not set, or this user must not read it."""
+        """Return a setting of the server; None if it is not set, or this user has no right to."""
         try:
             said = self.client.config_get(name)
         except redis.ResponseError:
