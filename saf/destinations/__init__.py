@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Capabilities of a kind of destination. The kind must keep what it declares here."""
+    """Capabilities of a kind of destination. The kind must live up to them."""
 
     exactly_once: bool = False
     """Keeps a mark for each place, which moves with the messages or not at all."""

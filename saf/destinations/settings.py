@@ -111,7 +111,7 @@ class DestinationSettings(BaseModel):
                 f"a destination of kind {kind!r} cannot store exactly once: say 'at_least_once'"
             )
 
-    # What every kind has
+    # For every kind
 
     def open(self, name: str, *, keep: bool = False) -> Destination:
         """Return the destination, not connected yet. ``keep``: stay connected for the next task."""
@@ -128,7 +128,7 @@ class DestinationSettings(BaseModel):
         """
         raise NotImplementedError(name)
 
-    # What some kinds have
+    # For some kinds
 
     def known(self, name: str, source: UUID, *, role: str) -> Known:
         """Return how far the destination has got with a source, if it stores exactly once.

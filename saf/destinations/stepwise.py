@@ -102,7 +102,7 @@ class Stepwise(ABC, Generic[Link]):
         """Return messages in the queue's form.
 
         Raises:
-            Rejected: the queue does not accept one of them.
+            Rejected: the queue does not accept a message.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Promise of a table's place: which messages a power failure may take back, and what is untested.
+"""Promise of a table's place: messages that a power failure may take back, and untested parts.
 
 A loss always takes the marks back with the messages. It is noticed at the next contact, and `saf
 rebase` sends the lost messages again.

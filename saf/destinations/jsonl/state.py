@@ -54,7 +54,7 @@ class State:
 
 
 def read_identity(what: str, folder: Path) -> UUID:
-    """Return the identity of a folder, or the one that an empty folder would get; write nothing.
+    """Return the identity of a folder, or the future one of an empty folder; write nothing.
 
     An empty folder's identity is computed from its path. So a folder that is emptied, or whose disk
     is not mounted, is not taken for a new one: it is the same one, without its acknowledged data.

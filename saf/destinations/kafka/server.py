@@ -168,7 +168,7 @@ class Link:
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, f"{topic} {OPEN}"))
 
     def identity(self) -> UUID:
-        """Return the destination's identity, or the one that it would get; write nothing.
+        """Return the destination's identity, or its future one; write nothing.
 
         Without a stored one, it is computed from the address. So a cluster that has lost everything
         is not taken for a new one: it is the same one, without its acknowledged data.

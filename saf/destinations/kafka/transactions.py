@@ -51,7 +51,7 @@ PATIENCE_SECONDS = 1.0
 """Wait for the end of the marks before fencing processes that may keep it back."""
 TURNS = 20
 PAUSE_SECONDS = 0.05
-"""A fenced process pauses so that the other one can end first, longer each time."""
+"""A fenced process pauses so that the other can end first, longer each time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

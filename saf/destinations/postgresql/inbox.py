@@ -345,7 +345,7 @@ class PostgresInbox:
         reason = self.dsn.redact(str(error))
         # An error is a rejection only if it is about the rows themselves. Everything else concerns
         # the server: a lost connection, a full disk, a standby, a lock or transaction timeout, a
-        # missing table, a constraint of saf.watermark. It would make dead letters of all messages.
+        # missing table, a constraint of saf.watermark. It must not make dead letters.
         if self._of_rows and meaning(error.sqlstate) is Meaning.OF_THE_ROWS:
             return Rejected(f"destination {self.name!r}", reason)
         return translated(f"destination {self.name!r}", error.sqlstate, reason)

@@ -154,7 +154,7 @@ class Streams:
         """Return numbered messages in the streams' form; None if there are none.
 
         Raises:
-            Rejected: the streams do not accept one of them.
+            Rejected: the streams do not accept a message.
         """
         if not rows.num_rows:
             return None

@@ -58,7 +58,7 @@ class Link:
         self.client = client
 
     def identity(self) -> UUID:
-        """Return the destination's identity, or the one that it would get; write nothing.
+        """Return the destination's identity, or its future one; write nothing.
 
         A server without an identity gets one computed from its address. So a server that has lost
         everything is not taken for a new one: it is the same one, without its acknowledged data.

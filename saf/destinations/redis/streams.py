@@ -103,7 +103,7 @@ class Streams(Stepwise[Link]):
             answers.append((waiting.popleft(), connection.read_response() == STORED))
 
         try:
-            # a chunk stored without this wait is given again, so at least once means twice
+            # else the wait could fail after storing, and at least once would store the chunk twice
             self._wait_for_replicas(connection, "what was there before the messages")
             for step in steps:
                 connection.send_packed_command(self._command(source, step))
@@ -137,8 +137,8 @@ class Streams(Stepwise[Link]):
         """Wait until the replicas have all that the server had at the call.
 
         A server waits for the last write of the connection: since Redis 7.2, a command that writes
-        nothing does not count. If an attempt that did not wait has stored the whole chunk, its
-        script writes nothing now. So this method writes something itself, after the script.
+        nothing does not count. If an earlier attempt has stored the whole chunk without a complete
+        wait, the script writes nothing now. So this method itself writes, after the script.
 
         Raises:
             Unavailable: too few replicas have it in time. A repeated chunk waits again.
