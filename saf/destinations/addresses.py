@@ -1,7 +1,7 @@
-"""Addresses of servers with virtual hosts, as URLs without their login, for kinds that have such.
+"""Addresses of servers with virtual hosts: URLs without a login, shared by several kinds.
 
 SCHEME://host:port/vhost          one server; without a path, the virtual host ``/``
-SCHEME://host,host:port           a cluster: whichever answers first
+SCHEME://host,host:port           a cluster: the first host that answers
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where servers are."""
+    """Addresses of servers."""
 
     hosts: tuple[tuple[str, int], ...]
     virtual_host: str
@@ -21,19 +21,19 @@ class Address:
 
 
 def parse(text: str, ports: Mapping[str, int], secure: str, named: str) -> Address:
-    """Return an address.
+    """Parse an address.
 
     >>> parse("amqps://n1,[::1]:7000/a%2Fb", {"amqp": 5672, "amqps": 5671}, "amqps", "server")
     Address(hosts=(('n1', 5671), ('::1', 7000)), virtual_host='a/b', tls=True)
 
     Args:
         text: the address.
-        ports: the port by default, by the scheme.
+        ports: the default port of each scheme.
         secure: the scheme with TLS.
-        named: what is said of what is none.
+        named: how an error describes a valid address.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the address is invalid.
     """
     if "@" in text:
         raise ValueError("give a login by username = … and password = …, not in the address")
@@ -59,7 +59,7 @@ def _host(text: str, place: str, port: int) -> tuple[str, int]:
 
 
 def named_host(text: str, host: str) -> str:
-    """Return a host of an address ``text``.
+    """Return ``host``, which is part of the address ``text``.
 
     >>> named_host("nats://db..example", "db..example")
     Traceback (most recent call last):
@@ -67,7 +67,7 @@ def named_host(text: str, host: str) -> str:
     ValueError: 'nats://db..example': 'db..example' cannot be the name of a host
 
     Raises:
-        ValueError: no resolver would take it for the name of one.
+        ValueError: no resolver would accept it as a host name.
     """
     try:
         host.encode("idna")

@@ -1,4 +1,4 @@
-"""Where an archive of logs is: a folder of Parquet, or the table of a kind that takes archives.
+"""Places of log archives: a folder of Parquet, or a table of a kind that supports archives.
 
 /srv/saf-archive                a folder; see `saf.log.archive`
 delta:/srv/lake/archive         a table; see `saf.destinations.delta.archive`
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def table_at(place: str) -> DestinationSettings | None:
-    """Return the settings of an archive that is a table; None: it is a folder.
+    """Return the settings of an archive that is a table; None if the archive is a folder.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the place is neither.
     """
     kind, _, where = place.partition(":")
     if kind in OURS and where:
@@ -35,10 +35,10 @@ def table_at(place: str) -> DestinationSettings | None:
 
 
 def archive_at(place: str, dsn: Dsn) -> Archive:
-    """Return what writes slots of a broker's logs there.
+    """Return the archive that stores slots of a broker's logs at ``place``.
 
     Raises:
-        MissingExtra: it needs more packages.
+        MissingExtra: a package is not installed.
     """
     table = table_at(place)
     if table is not None:

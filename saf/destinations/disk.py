@@ -1,4 +1,4 @@
-"""What the file system of this machine says, for kinds that keep their messages in files."""
+"""Errors of the local file system, for kinds that keep their messages in files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TO_MEND = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 
 @contextmanager
 def unavailable_if_lost(what: str) -> Iterator[None]:
-    """Raise `Unavailable` for what a file system says; `Refused` if a person has to mend it."""
+    """Raise `Unavailable` for a file system error; `Refused` if an operator must fix the cause."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Hosts: a connection to the first host of an address that answers.
+"""Hosts: connect to the first host of an address that answers.
 
-A host whose process has stopped still lets its system accept connections. So the next one is tried
-also if a host says nothing in time after it was connected to.
+The system of a host accepts connections even while the server process is stopped. So the next host
+is also tried if one accepts a connection and then does not answer in time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class OfTls(Protocol):
-    """Settings that say how a server's certificate is checked, and which one is the client's."""
+    """TLS settings: how to check the server's certificate, and the client's own certificate."""
 
     ca_file: Path | None
     certificate_file: Path | None
@@ -22,9 +22,9 @@ class OfTls(Protocol):
 
 
 def first_of(hosts: Sequence[tuple[str, int]], open_host: Callable[[str, int], None]) -> None:
-    """Open a connection to the first host for which this raises no `OSError`.
+    """Call ``open_host`` for each host until a call raises no `OSError`.
 
-    ``open_host`` gives up what it has opened when it raises. The last host's error is raised.
+    If ``open_host`` raises, it must close its connection first. The last host's error is raised.
     """
     *others, last = hosts
     for host in others:
@@ -36,7 +36,7 @@ def first_of(hosts: Sequence[tuple[str, int]], open_host: Callable[[str, int], N
 
 
 def connect(host: str, port: int, seconds: float) -> socket.socket:
-    """Connect; nothing is waited for longer than so many seconds."""
+    """Connect; no operation waits longer than ``seconds``."""
     one = socket.create_connection((host, port), timeout=seconds)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -45,7 +45,7 @@ def connect(host: str, port: int, seconds: float) -> socket.socket:
 
 
 def context_of(settings: OfTls) -> ssl.SSLContext:
-    """Return how TLS is spoken."""
+    """Return the TLS context for these settings."""
     context = ssl.create_default_context(cafile=settings.ca_file)
     if settings.certificate_file is not None:
         context.load_cert_chain(settings.certificate_file, settings.key_file)

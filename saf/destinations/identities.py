@@ -1,12 +1,12 @@
 """Identities: what each destination of saf.toml is; for a broker, its broker_id.
 
-A forwarder's driver asks the destinations, in parallel and each by its own connection, when there
-is something to forward, and not before. It asks again from time to time, because a name may come
-to stand for another database. The answers are frozen with each batch
-(`saf.routing.routes.freeze`), so a task asks nobody.
+When there is something to forward, and not before, a forwarder's driver asks the destinations in
+parallel, each over its own connection. It asks again from time to time, because a name may come to
+point to another database. The answers are frozen with each batch (`saf.routing.routes.freeze`), so
+tasks do not ask.
 
-A destination that does not answer holds nobody up: the driver waits for it once, and shortly. Until
-it answers, what was known of it before counts. If nothing was known, the destination itself refuses
+A destination that does not answer blocks nobody: the driver waits for it once, and briefly. Until
+it answers, its last known identity counts. If none is known, the destination itself refuses
 messages that are not for it.
 """
 
@@ -21,11 +21,11 @@ from saf.destinations.settings import DestinationSettings
 WAIT_SECONDS = 1.0
 ASK_AGAIN_SECONDS = 60.0
 ASK_WHO_FAILED_SECONDS = 5.0
-"""How long until a destination that has not answered is asked again, in seconds."""
+"""Seconds until a destination that did not answer is asked again."""
 
 
 class Identities:
-    """The identity that each destination has said. Safe to use from several threads."""
+    """Identities that the destinations have reported. Safe to use from several threads."""
 
     def __init__(self, destinations: Mapping[str, DestinationSettings]) -> None:
         self._destinations = dict(destinations)
@@ -36,7 +36,7 @@ class Identities:
         self._changed = Condition()
 
     def known(self) -> dict[str, str | None]:
-        """The identity of each destination, as text; None if it has never answered."""
+        """Return each destination's identity as text; None if it has never answered."""
         with self._changed:
             self._ask(time.monotonic())
             patience = self._wait_until - time.monotonic()
@@ -63,8 +63,8 @@ class Identities:
 
 
 def _identity(name: str, there: DestinationSettings) -> str | None:
-    """Ask a destination for its identity. None if it does not say: delivery tells why."""
+    """Ask a destination for its identity. None if that fails: delivery will report the cause."""
     try:
         return str(there.identity(name))
-    except Exception:  # anything that its client may raise
+    except Exception:  # its client may raise anything
         return None

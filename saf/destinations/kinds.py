@@ -6,9 +6,9 @@ declares as an entry point of the group ``saf.destinations``:
     [project.entry-points."saf.destinations"]
     paper = "our_package.paper:Paper"
 
-It is imported when a saf.toml uses it, and not before, so a kind that nobody uses may lack its
-client. saf's own kinds are declared in the same way, but known here too, so that they are found
-where only saf's modules are, such as on executors. Another package cannot take their names.
+saf imports a kind only when a saf.toml uses it, so the client of an unused kind may be missing.
+saf's own kinds are declared in the same way, but are also listed here, so that they are found where
+only saf's modules exist, such as on executors. Other packages cannot take their names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OURS = {
 
 
 def known() -> list[str]:
-    """The names of all kinds."""
+    """Return the names of all kinds."""
     return sorted({*OURS, *(one.name for one in entry_points(group=GROUP))})
 
 
@@ -46,7 +46,7 @@ def settings_of(kind: str) -> type[DestinationSettings]:
     """Return the class of settings of a kind.
 
     Raises:
-        ValueError: there is no such kind, or its package cannot be imported.
+        ValueError: the kind does not exist, or its package cannot be imported.
     """
     if kind in OURS:
         module, _, name = OURS[kind].partition(":")
@@ -66,7 +66,7 @@ def settings_of(kind: str) -> type[DestinationSettings]:
 
 
 def preload() -> None:
-    """Import what saf's own kinds need to store, for a process that others are forked from."""
+    """Import what saf's own kinds need to store, in a process that forks others."""
     for kind in OURS:
         settings_of(kind).preload()
 
@@ -84,7 +84,7 @@ def _imported(declared: EntryPoint) -> object:
 
 
 def _of_its_kind(table: object) -> object:
-    """Read a table of saf.toml as the settings of its kind."""
+    """Validate a table of saf.toml as the settings of its kind."""
     if not isinstance(table, dict):
         return table
     kind = table.get("kind", DEFAULT)
@@ -94,4 +94,4 @@ def _of_its_kind(table: object) -> object:
 
 
 AnyDestination = Annotated[SerializeAsAny[DestinationSettings], BeforeValidator(_of_its_kind)]
-"""Settings of any kind; ``kind`` says which."""
+"""Settings of any kind; ``kind`` selects the class."""

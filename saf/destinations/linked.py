@@ -1,6 +1,7 @@
-"""Settings of what is reached by a link: a connection of saf's own, which waits for so long only.
+"""Settings of kinds that use a link: a connection of saf's own with bounded waits.
 
-The driver asks by a link what a destination is and how far it has got. A kind says how one is made.
+The driver uses a link to ask a destination for its identity and its marks. Each kind defines how
+its links are made.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from saf.destinations.settings import DestinationSettings
 
 
 class Certificates(Protocol):
-    """The fields of settings with TLS."""
+    """Fields of settings with TLS."""
 
     ca_file: Path | None
     certificate_file: Path | None
@@ -26,13 +27,13 @@ class Certificates(Protocol):
 
 
 class LinkedSettings(DestinationSettings):
-    """What the settings of each kind with links have."""
+    """Base class for the settings of kinds with links."""
 
     _bounds: Bounds = PrivateAttr(default_factory=Bounds)
 
     @property
     def bounds(self) -> Bounds:
-        """How long anything is waited for."""
+        """Limits of all waits."""
         return self._bounds
 
     def bounded(self, bounds: Bounds) -> Self:
@@ -42,19 +43,19 @@ class LinkedSettings(DestinationSettings):
         return mine
 
     def _connected(self, name: str) -> AbstractContextManager[Any]:
-        """Make a link for a block; it has ``identity()``, ``known(source)``, and more by its kind.
+        """Open a link for a ``with`` block; it has ``identity()`` and ``known(source)`` at least.
 
-        It is `Any`, because each kind's own stays out of modules that are imported early.
+        Typed as `Any`, so that modules imported early do not need each kind's own type.
         """
         raise NotImplementedError(name)
 
     def identity(self, name: str) -> UUID:
-        """Return what the other end says, or will say; see `DestinationSettings.identity`."""
+        """Return the identity of the other end; see `DestinationSettings.identity`."""
         with self._connected(name) as link:
             found: UUID = link.identity()
             return found
 
-    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
+    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - unused here
         """Return the marks of a source; see `DestinationSettings.known`."""
         with self._connected(name) as link:
             found: Known = link.known(source)
@@ -62,9 +63,9 @@ class LinkedSettings(DestinationSettings):
 
 
 def check_certificates(given: Certificates, needed: str | None) -> None:
-    """Raise a ValueError for a certificate without its key, and for certificates without TLS.
+    """Raise a ValueError for a certificate without its key, or for certificates without TLS.
 
-    ``needed`` says what TLS takes, if it is not there.
+    ``needed`` is how to turn TLS on; None if it is on.
     """
     if (given.certificate_file is None) != (given.key_file is None):
         raise ValueError("certificate_file and key_file are given together")

@@ -1,22 +1,22 @@
-"""Mapping: what a broker of another make gets of a message: its topic, key, headers and body.
+"""Mapping: the topic, key, headers and body that a queue gets for a message.
 
-    topic     a template, such as "orders.{service}"; `PLACEHOLDERS` may stand in it
+    topic     a template, such as "orders.{service}", with `PLACEHOLDERS`
     key       the message's key
-    headers   what saf says (`HEADERS`), and the sender's own as they are
-    body      the message's body, to the last byte
+    headers   saf's own (`HEADERS`), and the sender's, unchanged
+    body      the message's body, byte for byte
 
-Each header of saf's own has two names. In the format ``saf`` it is ``saf-id`` and so on. In the
+Each of saf's own headers has two names. In the format ``saf`` it is ``saf-id`` and so on. In the
 format ``cloudevents`` it is an attribute of CloudEvents 1.0 in its binary mode, with the prefix
-that the protocol's binding gives attributes, such as ``ce_id``; the body's content type is a header
-in both. In the format ``cloudevents-structured`` the body is the whole event, and there are the
-sender's own headers only; see `saf.destinations.events`.
+that the protocol's binding defines, such as ``ce_id``; the body's content type is a header in both.
+In the format ``cloudevents-structured`` the body is the whole event, and the only headers are the
+sender's own; see `saf.destinations.events`.
 
-The sender's own headers are JSON: a text is given as it is, any other value as JSON text. A sender
-cannot give a header that saf gives (in the third format, that it would give in one of the others):
-such a message is rejected.
+The sender's own headers are JSON: texts are copied, any other value becomes JSON text. A sender
+must not set a header that saf sets (in the third format, one that saf sets in either of the other
+formats): such a message is rejected.
 
-It works on columns. Python looks at each distinct text of the sender's headers once per chunk: if
-all messages have the same ones, once; if each has a trace of its own, at each message.
+The functions work on columns. Python parses each distinct text of senders' headers once per chunk:
+once if all messages have the same headers, for every message if each has a trace of its own.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from saf.destinations.texts import TEXT, moments, uuids, whole
 from saf.errors import Rejected
 
 NO_TYPE = "untyped"
-"""What stands in a topic for the type of a message that has none."""
+"""Text for `{message_type}` in a topic if a message has no type."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """A header of saf's own: a column of messages, and the names that it has."""
+    """One of saf's own headers: a column of messages, and its names."""
 
     column: str
     saf: str
-    """Its name in the format ``saf``."""
+    """Name in the format ``saf``."""
     event: str
-    """The attribute's name in the format ``cloudevents``, without the protocol's prefix."""
+    """Name of the attribute in the format ``cloudevents``, without the protocol's prefix."""
 
 
 HEADERS = (
@@ -70,46 +70,46 @@ HEADERS = (
     Header(column="deliver_at", saf="saf-deliver-at", event="safdeliverat"),
     Header(column="expires_at", saf="saf-expires-at", event="safexpiresat"),
 )
-"""The headers of saf's own. A message lacks those whose column is NULL. In CloudEvents, the type of
-a message that has none is its service, and the source is a URN of its broker_id."""
+"""saf's own headers. A message lacks a header if the column is NULL. In CloudEvents, a message
+without a type has its service as the type, and the source is a URN of the broker_id."""
 EVENT_SOURCE = "urn:uuid:"
 NAMED: tuple[Format, ...] = ("saf", "cloudevents")
-"""The formats in which headers have names."""
+"""Formats in which headers have names."""
 
 Column: TypeAlias = pa.Array | str
-"""The values of a header, one for each message, or one for all."""
+"""Values of a header: one per message, or one for all messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mapped:
-    """What a broker gets of some messages."""
+    """Messages as a queue gets them."""
 
     topics: Sequence[str]
-    """The topics that there are."""
+    """The distinct topics."""
     topic: npt.NDArray[np.int64]
-    """The topic of each message, by its place in ``topics``."""
+    """For each message, the index of its topic in ``topics``."""
     columns: Mapping[str, Column]
-    """What saf says, by the columns of `HEADERS`; null where a message lacks it."""
+    """Values of saf's own headers by the columns of `HEADERS`; null where a message has none."""
     headers: Mapping[str, Column]
-    """saf's own headers by their names; null where a message lacks one."""
+    """saf's own headers by name; null where a message lacks the header."""
     own: Sequence[Mapping[str, str]]
-    """The senders' own headers, each of the forms that there are."""
+    """The distinct sets of senders' own headers."""
     which: npt.NDArray[np.int64]
-    """The form of each message, by its place in ``own``."""
+    """For each message, the index of its set in ``own``."""
     body: pa.Array
 
     @property
     def count(self) -> int:
-        """How many messages there are."""
+        """Number of messages."""
         return len(self.body)
 
     def each(self, column: str) -> pa.Array | None:
-        """Return what saf says of each message by a column; None if all lack it."""
+        """Return the values of a column of `HEADERS`, one per message; None if all lack it."""
         values = self.columns.get(column)
         return pa.repeat(pa.scalar(values, TEXT), self.count) if isinstance(values, str) else values
 
     def slice(self, first: int, count: int) -> Mapped:
-        """Return some of the messages, with the topics and headers that these have."""
+        """Return ``count`` messages from ``first``, with only the topics and headers they use."""
         topics, topic = np.unique(self.topic[first : first + count], return_inverse=True)
         own, which = np.unique(self.which[first : first + count], return_inverse=True)
         return Mapped(
@@ -124,9 +124,9 @@ class Mapped:
 
 
 def names(form: Format, prefix: str) -> dict[str, str]:
-    """Return the names of saf's own headers by their columns.
+    """Return the names of saf's own headers by column.
 
-    ``prefix`` is what the protocol's binding puts before an attribute of CloudEvents.
+    ``prefix`` is the prefix of CloudEvents attributes in the protocol's binding.
     """
     if form == "saf":
         return {header.column: header.saf for header in HEADERS}
@@ -143,19 +143,19 @@ def mapped(
     prefix: str,
     reserved: Collection[str] = (),
 ) -> Mapped:
-    """Return what a broker gets of messages.
+    """Return messages as a queue gets them.
 
     Args:
         where: the destination, for errors.
         rows: the messages.
         source: the broker_id of their source.
         topic: the template of their topics.
-        form: how headers are named.
-        prefix: what stands before an attribute of CloudEvents.
-        reserved: more names that a sender's own header must not have.
+        form: the names of headers.
+        prefix: the prefix of CloudEvents attributes.
+        reserved: more names that senders' own headers must not have.
 
     Raises:
-        Rejected: headers of a sender cannot be given.
+        Rejected: a sender's headers cannot be sent.
     """
     rows = rows.combine_chunks()
     columns: dict[str, Column] = {}
@@ -194,7 +194,7 @@ def mapped(
 
 
 def texts_of(headers: Iterable[tuple[str | bytes, bytes | None]]) -> dict[str, str]:
-    r"""Return the headers that are texts, as saf's are; others write what they like beside them.
+    r"""Return the headers that are texts, as saf's are; other writers may add any others.
 
     >>> texts_of([(b"saf-id", b"7"), (b"\xff", b"8"), ("a", b"\xff"), ("b", None)])
     {'saf-id': '7'}
@@ -208,9 +208,9 @@ def texts_of(headers: Iterable[tuple[str | bytes, bytes | None]]) -> dict[str, s
 
 
 def said_of(headers: Mapping[str, str], body: bytes, prefix: str) -> Mapping[str, str]:
-    """Return what is said of a message, by the names of headers: there, or in its body.
+    """Return saf's own headers of a message, from its headers or from the event in its body.
 
-    ``prefix`` is what stands before an attribute of CloudEvents.
+    ``prefix`` is the prefix of CloudEvents attributes.
     """
     if source_of(headers, prefix) is not None:
         return headers
@@ -218,7 +218,7 @@ def said_of(headers: Mapping[str, str], body: bytes, prefix: str) -> Mapping[str
 
 
 def source_of(said: Mapping[str, str], prefix: str) -> UUID | None:
-    """Return the broker_id of a message's source; None if it is not saf's."""
+    """Return the broker_id of a message's source; None if saf did not write the message."""
     for form in NAMED:
         of = names(form, prefix)
         if (source := said.get(of["source"])) is not None and of["shard"] in said:
@@ -230,7 +230,7 @@ def source_of(said: Mapping[str, str], prefix: str) -> UUID | None:
 
 
 def held_of(said: Mapping[str, str], prefix: str) -> dict[str, Any]:
-    """Return what is compared of a message of saf's; see `saf.destinations.tables`."""
+    """Return the columns of saf's message that are compared; see `saf.destinations.tables`."""
     forms = (names(form, prefix) for form in NAMED)
     of = next(one for one in forms if one["source"] in said)
     to_broker = said.get(of["to_broker"])

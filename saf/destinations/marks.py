@@ -1,34 +1,34 @@
 """Marks: how far a destination has got, as it knows itself and as its source remembers.
 
 A destination keeps a mark for each source, shard and lane. The mark moves in the atomic step that
-stores messages; at a broker it is a row of saf.watermark. When the destination has answered, the
+stores messages; at a broker it is a row of saf.watermark. After the destination's answer, the
 source writes the same mark into saf.acknowledged, in the transaction that moves its own position.
 
-So at each contact the two marks are the same, with one exception: the answer for some messages
-never came. Then the destination's mark is higher, and the source still has these messages in hand
-or has parked them, or a person took them out of their lane (`saf.setaside.taken_out`). Anything
-else says that one of the two was set back, by a backup or a failover that did not have everything:
+So at each contact the two marks are the same, with one exception: the answer for some messages got
+lost. Then the destination's mark is higher, and the source still has these messages in hand or has
+parked them, or an operator took them out of their lane (`saf.setaside.taken_out`). Any other
+difference means that one side was set back, by an incomplete backup or failover:
 
-    the destination's mark is lower       the destination was set back (`saf.errors.Behind`)
-    it is higher, or of another batch     the source was set back (`saf.errors.Ahead`)
+    the destination's mark is lower            the destination was set back (`saf.errors.Behind`)
+    it is higher, or has a different batch     the source was set back (`saf.errors.Ahead`)
 
-A number alone is not enough, because the same numbers are given again after a set-back. So a mark
-also says when its batch was opened. For messages that a person sends again, or that have found a
-route, it says when that happened (saf.parked.opened_at).
+A number alone is not enough, because numbers are used again after a set-back. So a mark also
+records when its batch was opened. For messages that an operator retries, or that have found a
+route, it records when that happened (saf.parked.opened_at).
 
-A mark passes what was set aside: a source that was set back to a moment at which it had such a
-message in hand or parked would send it again, and find it stored. So the source notes, for each
-shard, when messages were set aside (saf.cursor.set_aside_at), before it lets a mark pass them; also
-when a person takes parked ones out of their lanes. The mark of the shard's own lane, which every
-delivery meets, says the last of these times. A source that does not know that time was set back. It
-remembers the last `saf.log.cursor.TIMES` of them.
+A mark passes messages that were set aside. A source that was set back to a moment at which it had
+such a message in hand or parked would send the message again, and find it stored. So before the
+source lets a mark pass, it notes for each shard when messages were set aside
+(saf.cursor.set_aside_at); also when an operator takes parked messages out of their lanes. The mark
+of the shard's own lane, which every delivery meets, contains the last of these times. A source that
+does not know that time was set back. It remembers the last `saf.log.cursor.TIMES` of these times.
 
-A mark is moved, and remembered, only for shards of the chunk's messages. So a quiet shard or
+A mark is moved, and remembered, only for shards of the chunk's messages. So an idle shard or
 destination costs nothing, and a busy one costs a row per shard and chunk on either side.
 
-Some marks are not acknowledged: those that are older than saf.acknowledged, and those of
-at_most_once, because nobody waits for their answers. They are trusted if they are of no later batch
-than the source's own.
+Some marks are not acknowledged: those older than saf.acknowledged, and those of at_most_once,
+because no task waits for their answers. They are trusted if their batch is not later than the
+source's own.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from saf.log.shards import LAST
 from saf.setaside.lane import BROKER, Kind, Lane, given
 
 Place = tuple[str, int]
-"""A lane and a shard: each place has a mark. The lane is named by the quality and `place_name`."""
+"""A lane and a shard: each place has a mark. The quality and `place_name` make the lane's name."""
 
 MAIN = ""
-"""The name of a destination's own lane."""
+"""Name of a destination's own lane."""
 
 # The newest version of each place; see saf.log.shards.newest
 ACKNOWLEDGED = f"""
@@ -65,8 +65,9 @@ CROSS JOIN LATERAL (
 WHERE a.destination = %(destination)s AND a.lane = s.lane AND a.shard = s.shard
 """
 
-# ``known`` is the batch of the version that is there. A task that lags behind its twin sets nothing
-# back. If a mark is written again, because the answer to a commit got lost, this changes nothing.
+# ``known`` is the batch of the version that exists. A task that lags behind another task with the
+# same batch sets nothing back. Writing a mark again, after the answer to a commit got lost, changes
+# nothing.
 ACKNOWLEDGE = """
 WITH marks AS (
     SELECT * FROM unnest(
@@ -99,8 +100,8 @@ UNION
 SELECT kind, subject, {BROKER} FROM saf.taken_out
 WHERE subscription_id = %(subscription_id)s AND destination = %(name)s
 """
-# Messages that are still in their lane, or that a person took out of it: if they are stored, no
-# answer has come
+# Messages still in their lane, or taken out by an operator. If such a message is stored, the answer
+# got lost.
 PARKED = """
 SELECT m.place
 FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(brokers)s::uuid[], %(shards)s::smallint[],
@@ -119,21 +120,21 @@ WHERE EXISTS (
 """
 
 AGAIN, ONCE = "again:", "once:"
-"""Prefixes of lanes' names for the marks of at_least_once and at_most_once, which drop nothing."""
+"""Prefixes of lane names for the marks of at_least_once and at_most_once, which drop nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """How far a shard is stored, in a lane: everything up to (batch, position)."""
+    """Progress of a shard in a lane: everything up to (batch, position) is stored."""
 
     batch: int = 0
     position: int = 0
     opened_at: datetime | None = None
-    """When the batch was opened that was open when the mark was moved."""
+    """When the batch that was open as the mark moved was opened."""
     acknowledged: bool = False
-    """Whether the source remembers the mark; it need not remember marks of at_most_once."""
+    """True if the source remembers the mark; for at_most_once it need not."""
     set_aside_at: datetime | None = None
-    """In a destination's own lane, when the source had last set aside messages of the shard."""
+    """In a destination's own lane, when the source last set aside messages of the shard."""
 
     @classmethod
     def of(
@@ -155,7 +156,7 @@ class Mark:
 
     @property
     def number(self) -> tuple[int, int]:
-        """The batch and the position, by which marks are compared."""
+        """Batch and position, by which marks are compared."""
         return self.batch, self.position
 
     def __str__(self) -> str:
@@ -175,9 +176,9 @@ class InHand:
     """The last times at which messages of the shard were set aside, ascending."""
 
     def has_forgotten(self, mark: Mark) -> bool:
-        """Whether messages were set aside before a mark was moved, and the source knows nothing.
+        """Return True if the source does not know a time of setting aside that a mark records.
 
-        Of times before all that it remembers, nobody can tell.
+        Times before all those that the source remembers cannot be judged.
 
         >>> first, second = datetime(2026, 1, 30), datetime(2026, 1, 31)
         >>> mark = Mark(set_aside_at=second)
@@ -185,7 +186,7 @@ class InHand:
         ...  for times in ([first, second], [first], [])]
         [False, True, True]
 
-        A source that remembers as many times as it can says nothing of one before them all:
+        A source that remembers `TIMES` times cannot judge an earlier one:
 
         >>> later = [datetime(2026, 2, day) for day in range(1, TIMES + 1)]
         >>> full = InHand(batch=1, opened_at=None, set_aside_at=later)
@@ -201,17 +202,17 @@ class InHand:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What a destination knows of a source."""
+    """A destination's knowledge of a source."""
 
     destination: UUID
     marks: Mapping[Place, Mark] = field(default_factory=dict)
     epochs: Mapping[int, int] = field(default_factory=dict)
-    """For each shard, the highest epoch of its lanes."""
+    """The highest epoch of each shard's lanes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lower:
-    """A mark of a destination that is lower than what it had acknowledged."""
+    """A destination's mark that is lower than the acknowledged one."""
 
     lane: str
     shard: int
@@ -219,7 +220,7 @@ class Lower:
     found: Mark
 
     def __str__(self) -> str:
-        """The difference in words.
+        """Return the difference in words.
 
         >>> old, new = Mark(batch=2, position=70), Mark(batch=5, position=90)
         >>> print(Lower(lane="", shard=7, acknowledged=new, found=old))
@@ -233,12 +234,12 @@ class Lower:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The places in which the two sides do not agree."""
+    """Places where the two sides differ."""
 
     ahead: Sequence[Place] = ()
-    """Places that say that the source was set back."""
+    """Places that show that the source was set back."""
     behind: Sequence[Place] = ()
-    """Places that say that the destination was set back."""
+    """Places that show that the destination was set back."""
     since: datetime | None = field(default=None, compare=False, repr=False)
     """The earliest ``opened_at`` of the destination's marks in the places behind."""
     lower: Lower | None = field(default=None, compare=False, repr=False)
@@ -261,11 +262,11 @@ _NAMES = {
 
 
 def place_name(lane: Lane) -> str:
-    """Return the name of a lane in marks. Only this function makes such a name; nobody parses one.
+    """Return the name of a lane in marks. Only this function makes such names; none is ever parsed.
 
-    Marks live longer than what they are about, and in the databases of others. So a lane has the
-    same name for ever, and no two lanes have the same name. If a service's own name ends like that
-    of a broker's lane, one more @ tells the two apart.
+    Marks outlive their lanes, and are stored in other databases. So a lane's name never changes,
+    and no two lanes have the same name. If a service's own name ends like the name of a broker's
+    lane, one more @ tells the two apart.
 
     >>> at = UUID(int=7)
     >>> print(place_name(Lane(kind=Kind.ROUTE, subject="x", broker=at)))
@@ -283,14 +284,14 @@ def place_name(lane: Lane) -> str:
 
 
 def shards_of(places: Iterable[Place]) -> list[int]:
-    """Return the shards of some places, sorted."""
+    """Return the shards of places, sorted."""
     return sorted({shard for _, shard in places})
 
 
 def reached(marks: Mapping[Place, Mark], behind: Iterable[Place]) -> dict[int, datetime | None]:
-    """Return, for each shard behind, when the oldest of the batches was opened that marks are of.
+    """Return, for each shard behind, when the oldest batch that its marks refer to was opened.
 
-    None: a destination has nothing at all of some lane of the shard.
+    None: the destination has nothing of some lane of the shard.
 
     >>> at = datetime(2026, 1, 31)
     >>> mark = Mark(batch=1, opened_at=at)
@@ -310,8 +311,8 @@ def compare(
 ) -> Difference:
     """Compare a destination's marks with those that its source remembers.
 
-    ``in_hand`` has, for each shard, the batch that the source has in hand. If messages are parked,
-    the marks of their places look as if the source was set back; `not_parked` tells whether it was.
+    ``in_hand`` is the batch that the source has in hand for each shard. If messages are parked, the
+    marks of their places look as if the source was set back; `not_parked` decides whether it was.
 
     >>> one, two = Mark(batch=1, acknowledged=True), Mark(batch=2, acknowledged=True)
     >>> here, of = ("", 7), {7: InHand(batch=5, opened_at=None)}
@@ -343,7 +344,7 @@ def compare(
 
 
 def _is_ahead(lane: str, mark: Mark, known: Mark, in_hand: InHand | None) -> bool:
-    """Whether the source knows nothing of a mark that is not lower than the one it remembers."""
+    """Return True if the source does not know a mark, given that the mark is not behind."""
     if mark.number == (0, 0) or (mark.number, mark.opened_at) == (known.number, known.opened_at):
         return False
     if in_hand is None:
@@ -358,7 +359,7 @@ def _is_ahead(lane: str, mark: Mark, known: Mark, in_hand: InHand | None) -> boo
 def acknowledged(
     connection: psycopg.Connection[Any], destination: UUID, places: Collection[Place]
 ) -> dict[Place, Mark]:
-    """Return the marks of a destination that a source remembers, for some places."""
+    """Return a destination's marks that a source remembers, for some places."""
     params = {"destination": destination, **_columns(places)}
     return {
         (lane, shard): Mark.of(*mark)
@@ -372,7 +373,7 @@ def acknowledge(
     marks: Mapping[Place, Mark],
     known: Mapping[Place, Mark],
 ) -> None:
-    """Remember marks, in place of the marks ``known`` before. Call it in a transaction."""
+    """Remember marks, replacing the marks ``known``. Call it in a transaction."""
     places = sorted(marks)
     connection.execute(
         ACKNOWLEDGE,
@@ -393,7 +394,7 @@ def adopt(
     theirs: Mapping[Place, Mark],
     which: Collection[Place],
 ) -> None:
-    """Remember a destination's own marks of some places. Call it in a transaction."""
+    """Remember a destination's own marks for the places ``which``. Call it in a transaction."""
     connection.execute(FORGET, {"destination": destination, **_columns(which)})
     new = {place: theirs[place] for place in which if place in theirs}
     acknowledge(connection, destination, {p: m for p, m in new.items() if m.number > (0, 0)}, {})
@@ -405,9 +406,9 @@ def not_parked(
     name: str,
     marks: Mapping[Place, Mark],
 ) -> list[Place]:
-    """Return those of a destination's marks for which no message is, or was taken, in their lane.
+    """Return the places of marks without a message in their lane, parked or taken out of it.
 
-    ``name`` is the destination's. The marks that are left say that the source was set back.
+    ``name`` is the destination's. The marks of these places show that the source was set back.
     """
     if not marks:
         return []

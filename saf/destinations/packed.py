@@ -1,4 +1,4 @@
-"""Columns as the bytes of a protocol, for kinds that write them: by Arrow, a chunk at a time."""
+"""Columns as bytes of a protocol, written by Arrow, a chunk at a time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NONE = pa.scalar(b"", BYTES)
 
 
 def joined(*parts: pa.Array | pa.Scalar) -> pa.Array:
-    """Return the parts of each message one after the other; what is null is nothing."""
+    """Concatenate the parts of each message; null counts as empty."""
     return pc.binary_join_element_wise(*parts, NONE, null_handling="replace", null_replacement=b"")
 
 
 def sizes(values: pa.Array) -> pa.Array:
-    r"""Return the size of each value, in four bytes; of what is null, null.
+    r"""Return the size of each value in four bytes; null for null.
 
     >>> sizes(pa.array([b"abc", None], BYTES)).to_pylist()
     [b'\x00\x00\x00\x03', None]
@@ -29,7 +29,7 @@ def sizes(values: pa.Array) -> pa.Array:
 
 
 def numbers(values: npt.NDArray[Any]) -> pa.Array:
-    """Return numbers, in four bytes each."""
+    """Return numbers in four bytes each."""
     return fixed(values.astype(">u4"))
 
 

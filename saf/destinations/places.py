@@ -1,6 +1,6 @@
-"""Places: the lanes and shards that the messages of a chunk are of, each with a mark of its own.
+"""Places: the lanes and shards of a chunk's messages, each with a mark of its own.
 
-The functions are pure: they take and return rows and marks. They serve every destination that keeps
+The functions are pure: they take and return rows and marks. They serve all destinations that keep
 marks.
 """
 
@@ -34,7 +34,7 @@ from saf.setaside.lane_columns import has_lanes, lanes_of
 def touched(chunk: Chunk) -> list[Place]:
     """Return the places whose marks a chunk needs.
 
-    In the destination's own lane, these are all shards in hand: the owner before must be fenced
+    In the destination's own lane, these are all shards in hand: the previous owner must be fenced
     even where nothing is stored.
     """
     if not has_lanes(chunk.rows):
@@ -45,9 +45,9 @@ def touched(chunk: Chunk) -> list[Place]:
 def guarded(chunk: Chunk) -> list[Place]:
     """Return the places whose epochs a chunk needs, in the order in which they are locked.
 
-    These are the `touched` places, and the own place of each of their shards. All deliveries from a
-    shard meet there: what the owner before has in hand in one lane, a new owner may bury, or store
-    from another lane.
+    These are the `touched` places, plus the own place of each of their shards. All deliveries from
+    a shard meet there: a new owner may bury messages that the previous owner has in hand in one
+    lane, or store them from another lane.
     """
     places = touched(chunk)
     return sorted({*places, *((MAIN, shard) for _, shard in places)})
@@ -56,16 +56,16 @@ def guarded(chunk: Chunk) -> list[Place]:
 def refuse(
     where: str, chunk: Chunk, epochs: Mapping[Place, int], marks: Mapping[Place, Mark]
 ) -> None:
-    """Raise if a destination must not store a chunk, by its epochs and marks.
+    """Raise if a destination must not store a chunk, judging by its epochs and marks.
 
-    The epochs and marks are those of `guarded` places. The numbers of marks count only for those
-    that are `touched`.
+    ``epochs`` and ``marks`` are those of the `guarded` places. The marks' numbers count only for
+    `touched` places.
 
     Raises:
-        Fenced: it has met a newer owner.
-        Behind: it no longer has what it has acknowledged.
-        Ahead: it has stored what the source does not know; without marks, if it knows of messages
-            that were set aside and the source does not.
+        Fenced: the destination has met a newer owner.
+        Behind: the destination has lost acknowledged messages.
+        Ahead: the destination has stored what the source does not know; without marks, if it knows
+            of messages that were set aside and the source does not.
     """
     mine = dict(chunk.batch.epochs)
     newer = [(lane, shard) for (lane, shard), epoch in epochs.items() if epoch > mine[shard]]
@@ -95,7 +95,7 @@ def refuse(
 
 
 def for_others(rows: pa.Table, identity: UUID) -> list[str]:
-    """Return the brokers that rows are addressed to, other than the broker with this identity."""
+    """Return the brokers other than ``identity`` that rows are addressed to."""
     addressed = rows["to_broker"]
     if addressed.null_count == len(addressed):
         return []
@@ -106,9 +106,9 @@ def for_others(rows: pa.Table, identity: UUID) -> list[str]:
 def not_for(
     where: str, identity: UUID, rows: pa.Table, behind: Collection[str]
 ) -> AnotherBroker | UnknownService | None:
-    """Return why a destination that is told of no services must not store rows; None if it may.
+    """Return why a destination that knows no services must not store rows; None if it may.
 
-    ``behind`` is the chunk's: messages for these services wait, so that none overtakes another.
+    ``behind`` is the chunk's: messages for these services wait, to keep their order.
     """
     if others := for_others(rows, identity):
         return AnotherBroker(where, str(identity), others, rows)
@@ -118,15 +118,15 @@ def not_for(
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What becomes of a chunk at a destination that is told of no services."""
+    """Result of judging a chunk at a destination that knows no services."""
 
     rows: pa.Table
-    """The messages that are not stored yet."""
+    """Messages that are not stored yet."""
     wrong: AnotherBroker | UnknownService | None
-    """Why they must not be stored. The epochs rise nevertheless."""
+    """Reason why they must not be stored. The epochs rise nevertheless."""
     moved: Mapping[Place, Mark]
-    """The marks that move: of the places of the chunk's messages, and what `noting` returns; none
-    if it is wrong."""
+    """Marks that move: those of the places of the chunk's messages, and those of `noting`. Empty if
+    ``wrong`` is set."""
 
 
 def judged(
@@ -138,9 +138,9 @@ def judged(
     *,
     exactly_once: bool,
 ) -> Verdict:
-    """Return what becomes of a chunk, by the epochs and marks of its `guarded` places.
+    """Judge a chunk by the epochs and marks of its `guarded` places.
 
-    Raises what `refuse` raises.
+    Raises the same errors as `refuse`.
     """
     refuse(where, chunk, epochs, marks)
     rows = chunk.rows
@@ -152,8 +152,8 @@ def judged(
 
 
 def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
-    """Return the marks that move when a chunk is stored: of its messages' places, and `noting`."""
-    rows, answered = chunk.rows, chunk.prefix != ONCE  # nobody waits for the answer to at_most_once
+    """Return the marks that move when a chunk is stored: those of its messages, and `noting`."""
+    rows, answered = chunk.rows, chunk.prefix != ONCE  # no task waits for at_most_once's answer
     if not rows.num_rows:
         return {}
     places, which = places_of(rows, chunk.prefix)
@@ -176,9 +176,9 @@ def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
 
 
 def noting(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
-    """Return the marks that do not say yet when messages were last set aside.
+    """Return the marks that do not record yet when messages were last set aside.
 
-    They are those of the destination's own lane, in the shards of the chunk's messages.
+    They belong to the destination's own lane, in the shards of the chunk's messages.
     """
     times = chunk.batch.set_aside_at
     if not times:
@@ -196,8 +196,8 @@ def beyond(
 ) -> pa.Table:
     """Return the rows that are not stored yet.
 
-    ``stored`` says how far each place is stored, as (batch, position); a place that it lacks has
-    stored nothing. ``number`` is the batch of all rows, unless a column says the batch of each.
+    ``stored`` is how far each place is stored, as (batch, position); missing places have stored
+    nothing. ``number`` is the batch of all rows, unless they have a column ``batch``.
     """
     if not stored or not rows.num_rows:
         return rows
@@ -211,7 +211,7 @@ def beyond(
 
 
 def places_of(rows: pa.Table, prefix: str) -> tuple[list[Place], npt.NDArray[np.int64]]:
-    """Return the places of rows, and for each row the number of its place among them."""
+    """Return the places of rows, and for each row the index of its place."""
     shards = rows["shard"].to_numpy().astype(np.int64)
     names = [prefix + MAIN]
     if has_lanes(rows):

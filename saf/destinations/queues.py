@@ -1,7 +1,7 @@
-"""Queues: settings that all brokers of another make share, such as Redis.
+"""Queues: settings shared by all brokers of another make, such as Redis.
 
-A message that is given to one of them leaves saf: `saf.destinations.mapping` says what it becomes.
-A queue knows no services, and no end of a dialog can live there.
+A message that is sent to a queue leaves saf: `saf.destinations.mapping` defines its form there. A
+queue knows no services, and no end of a dialog can live there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from saf.destinations.linked import LinkedSettings
 from saf.errors import Refused
 
 Format = Literal["saf", "cloudevents", "cloudevents-structured"]
-"""How headers are named; structured: the body is the whole event."""
+"""Names of headers. With `cloudevents-structured`, the body is the whole event."""
 
 PLACEHOLDERS = {
     "service": "the service that the message is addressed to",
@@ -25,11 +25,11 @@ PLACEHOLDERS = {
     "source": "the broker_id of its source",
     "shard": "the shard of its key at its source",
 }
-"""What may stand in a template of topics, and what it is."""
+"""Placeholders in a template of topics, each with its meaning."""
 
 
 def _template(text: str) -> str:
-    """Refuse a template that is none.
+    """Reject an invalid template.
 
     >>> _template("orders.{service}")
     'orders.{service}'
@@ -55,24 +55,24 @@ Topic = Annotated[str, AfterValidator(_template)]
 
 
 class QueueSettings(LinkedSettings):
-    """What the settings of each broker of another make have."""
+    """Base class for the settings of queues."""
 
     topic: Topic = "{service}"
-    """What messages are stored under; `{service}`, `{message_type}`, `{source}` and `{shard}` may
-    stand in it."""
+    """Template of the topic that messages are stored under, with `{service}`, `{message_type}`,
+    `{source}` and `{shard}`."""
     format: Format = "saf"
-    """How headers are named: `saf-id` and so on, or as CloudEvents: `cloudevents` in binary mode,
+    """Names of headers: `saf-id` and so on, or as CloudEvents: `cloudevents` in binary mode,
     `cloudevents-structured` with the whole event as the body."""
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Raise what the server would be refused for; see `DestinationSettings.problems`."""
+        """Raise if messages must not be stored there; see `DestinationSettings.problems`."""
         with self._connected(name) as link:
             link.look()
         yield from ()
 
 
 def unusable(what: str, reason: str, cure: str) -> Refused:
-    """Return the error for a queue that a person has to mend, other than its login."""
+    """Return the error for a queue that an operator must fix; not for a refused login."""
     error = Refused(what, reason, cure)
     error.args = (f"{what} cannot be used: {reason}. {cure[0].upper()}{cure[1:]}",)
     return error
@@ -80,12 +80,12 @@ def unusable(what: str, reason: str, cure: str) -> Refused:
 
 @contextmanager
 def readable(what: str, said: str, cure: str) -> Iterator[None]:
-    """Read, within it, what a destination says of itself: if it is damaged, no message is at fault.
+    """Read a destination's own state in this block. If it is damaged, no message is at fault.
 
-    ``said``: what is read, such as "its marks".
+    ``said`` names the state, such as "its marks".
 
     Raises:
-        Refused: it is not what saf has written.
+        Refused: the state is not as saf writes it.
     """
     try:
         yield
@@ -96,7 +96,7 @@ def readable(what: str, said: str, cure: str) -> Iterator[None]:
 
 @contextmanager
 def client_needed(name: str, extra: str) -> Iterator[None]:
-    """Import a client within it: without one, only this destination's messages wait.
+    """Import a client in this block. If it is missing, only this destination's messages wait.
 
     Raises:
         Refused: the extra is not installed here.

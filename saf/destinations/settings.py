@@ -1,13 +1,13 @@
-"""Settings of a destination: a table ``[destinations.NAME]`` of saf.toml, whose kind is a class.
+"""Settings of a destination: a table ``[destinations.NAME]`` of saf.toml, with a class per kind.
 
-Each kind has a class of its own, derived from `DestinationSettings`, in a module that is quick to
-import, because a forwarder's driver reads settings and has no Arrow. The class says what the kind
-can do, and opens what does the work. `saf.destinations.kinds` finds the class by the kind's name.
+Each kind has a class derived from `DestinationSettings`, in a module that is quick to import: a
+forwarder's driver reads settings and has no Arrow. The class declares the kind's capabilities, and
+opens the destination. `saf.destinations.kinds` finds the class by the kind's name.
 
 *Secrets.* Settings are logged, printed and shown in errors. So a secret is a `pydantic.SecretStr`,
-or a part of a `saf.database.Dsn`: both are shown without it. Any other field whose name says that
-it may hold a secret is refused when its class is defined. A message of a server or a driver may
-quote a secret: `DestinationSettings.redact` takes it out.
+or part of a `saf.database.Dsn`: both hide it. Any other field whose name suggests a secret is
+rejected when its class is defined. A message of a server or a driver may quote a secret:
+`DestinationSettings.redact` removes it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Quality = Literal["at_most_once", "at_least_once", "exactly_once"]
 
 
 def within(lowest: float, highest: float) -> AfterValidator:
-    """The range that a number must have, so that nothing later meets one it cannot work with."""
+    """Return a validator of a number's range, so that later code never gets an unusable number."""
 
     def check(value: float) -> float:
         if not lowest <= value <= highest:  # so is nan
@@ -59,33 +59,33 @@ MAY_HOLD_A_SECRET = re.compile(r"pass|secret|token|credential|dsn|ur[il]\b|ur[il
 
 @dataclass(frozen=True, kw_only=True)
 class Guarantee:
-    """What a destination really promises, as it is set up now."""
+    """Promise of a destination as it is set up now."""
 
     server: str
-    """What it is, with its version."""
+    """Name of the server or table, with its version."""
     promise: str
-    """What becomes of a message, and what may take it back after all."""
+    """Guarantee for a message, and the events that may still undo it."""
     more: Sequence[tuple[str, str]] = ()
-    """What it does not give, each with the setting that would give it."""
+    """Missing guarantees, each with the setting that would provide it."""
 
 
 class DestinationSettings(BaseModel):
-    """Where a destination is, how it is used, and what opens it."""
+    """Address and use of a destination, and how to open it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     kind: str
-    """What the destination is; see `saf.destinations.kinds`."""
+    """Kind of destination; see `saf.destinations.kinds`."""
     quality: Quality = Field(default=None, validate_default=True)
-    """The quality of service; by default, the best that the kind can give."""
+    """Quality of service. Default: the best that the kind supports."""
     max_connections: Connections | None = None
-    """The most connections that one run opens to it, which is the most tasks at a time."""
+    """Most connections that one run opens to the destination, and so most tasks at a time."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Refuse a field that may show a secret."""
+        """Reject a field that may show a secret."""
         for name, field in cls.model_fields.items():
             types = set(get_args(field.annotation) or [field.annotation]) - {type(None)}
             if MAY_HOLD_A_SECRET.search(name) and not types <= {pydantic.SecretStr, Dsn}:
@@ -104,14 +104,14 @@ class DestinationSettings(BaseModel):
 
     @classmethod
     def check_quality(cls, quality: object) -> None:
-        """Raise a ValueError for a quality of service that the kind cannot give."""
+        """Raise a ValueError for a quality of service that the kind does not support."""
         if quality == "exactly_once" and not cls.capabilities.exactly_once:
             kind = cls.model_fields["kind"].default
             raise ValueError(
                 f"a destination of kind {kind!r} cannot store exactly once: set 'at_least_once'"
             )
 
-    # What every kind has
+    # For every kind
 
     def open(self, name: str, *, keep: bool = False) -> Destination:
         """Return the destination, not connected yet. ``keep``: stay connected for the next task."""
@@ -122,58 +122,58 @@ class DestinationSettings(BaseModel):
         """Import the modules that `open` imports; called for saf's own kinds only."""
 
     def identity(self, name: str) -> UUID:
-        """Return what the destination is, as `Destination.identity` does; by its own connection.
+        """Return the destination's identity like `Destination.identity`, over its own connection.
 
-        The driver asks this. It has no Arrow, and waits only shortly.
+        The driver calls this. It has no Arrow, and waits only briefly.
         """
         raise NotImplementedError(name)
 
-    # What some kinds have
+    # For some kinds
 
     def known(self, name: str, source: UUID, *, role: str) -> Known:
         """Return how far the destination has got with a source, if it stores exactly once.
 
-        ``role`` says who asks, as servers show it.
+        ``role`` names the caller, for display at the server.
         """
         raise NotImplementedError(name, source, role)
 
     def reading(self, name: str) -> AbstractContextManager[Reading]:
-        """Open what the destination holds for reading; see `saf.destinations.reading`.
+        """Open the destination for reading back; see `saf.destinations.reading`.
 
         Raises:
-            CannotReadBack: it cannot be read, or not any more.
+            CannotReadBack: the destination cannot be read back, or can no longer be.
         """
         raise CannotReadBack(name, f"its kind, {self.kind!r}, cannot be read back")
 
     def broker(self) -> Dsn | None:
-        """The dsn of its broker, if it is one: then services and ends of dialogs live there."""
+        """Return the dsn if this is a broker, where services and ends of dialogs live."""
         return None
 
-    def bounded(self, bounds: Bounds) -> Self:  # noqa: ARG002 - for those that wait
-        """Return these settings with saf.toml's ``[bounds]``, if the kind waits for anything."""
+    def bounded(self, bounds: Bounds) -> Self:  # noqa: ARG002 - for kinds that wait
+        """Return these settings with saf.toml's ``[bounds]``, if the kind ever waits."""
         return self
 
     @classmethod
-    def at(cls, place: str) -> Self:  # noqa: ARG003 - for those that have archives
-        """Return the settings of an archive of logs, which is at a place such as a table's address.
+    def at(cls, place: str) -> Self:  # noqa: ARG003 - for kinds with archives
+        """Return the settings of a log archive at a place, such as a table's address.
 
         Raises:
-            ValueError: the kind has no archives, or this is no place for one.
+            ValueError: the kind has no archives, or the place is invalid.
         """
         raise ValueError(f"the kind {cls.model_fields['kind'].default!r} takes no archive of a log")
 
     def archive(self, dsn: Dsn) -> Archive:
-        """Return what writes slots of a broker's logs to what `at` has returned.
+        """Return the archive that stores slots of a broker's logs at the place given to `at`.
 
         Raises:
-            MissingExtra: its client is not installed here.
+            MissingExtra: the client is not installed here.
         """
         raise NotImplementedError(dsn)
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Give each problem and its cure, for `saf doctor`, which itself examines a broker.
+        """Yield each problem and its cure, for `saf doctor`, which examines brokers itself.
 
-        Raises what opening the destination raises.
+        Raises the same errors as opening the destination.
         """
         destination = self.open(name)
         try:
@@ -183,18 +183,19 @@ class DestinationSettings(BaseModel):
         yield from ()
 
     def probe(self, name: str) -> Iterator[tuple[str, str]]:  # noqa: ARG002 - for object stores
-        """Give each problem and its cure that only writing shows, for `saf destination check`.
+        """Yield each problem and its cure that only writing reveals, for `saf destination check`.
 
-        An object store does not tell whether it keeps what the promise of a table rests on. So a
-        probe is written there, and deleted. It raises what opening the destination raises.
+        An object store does not report whether it keeps the guarantees that a table relies on. So
+        this writes a probe there, and deletes it. Raises the same errors as opening the
+        destination.
         """
         yield from ()
 
-    def guarantee(self, name: str) -> Guarantee:  # noqa: ARG002 - for those that ask there
-        """Return what the destination promises, for `saf destination check` and `saf doctor`.
+    def guarantee(self, name: str) -> Guarantee:  # noqa: ARG002 - for kinds that ask
+        """Return the destination's promise, for `saf destination check` and `saf doctor`.
 
-        A kind asks its server for the settings on which that depends. It raises what opening the
-        destination raises.
+        A kind asks its server for the settings that its promise depends on. Raises the same errors
+        as opening the destination.
         """
         return Guarantee(server=f"kind {self.kind!r}", promise=self.quality.replace("_", " "))
 

@@ -1,13 +1,13 @@
-"""Stepwise: how a chunk is stored at a queue that takes only so much at a time, exactly once.
+"""Stepwise: store a chunk exactly once at a queue that takes only a part of a chunk at a time.
 
-A step is some of a chunk's messages, in their order, with the marks after them. The queue stores it
-whole or not at all, and only if the marks are still what this side has read: it compares and sets.
-So each step compares the marks with what the one before leaves, and after a step that was not
-stored, none of the following is stored either. If another process has moved the marks meanwhile,
-they are read again: then it is the newer owner, or had the same chunk, of which the rest is stored.
+A step is some of a chunk's messages, in order, with the marks after them. The queue stores a step
+all or nothing, and only if the marks are still those that this process has read (compare and set).
+Each step compares the marks with those that the previous step leaves, so after a step that failed,
+none of the following steps is stored either. If another process has moved the marks, they are read
+again: that process is the newer owner, or it had the same chunk, and the rest is stored here.
 
-So a chunk whose storing was interrupted is stored in part, up to the marks; given again, the rest
-follows. A rejected message is found before the first step.
+So a chunk whose storing was interrupted is stored up to the marks; the rest follows when the chunk
+is given again. Rejected messages are found before the first step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from saf.errors import Unavailable
 from saf.failpoints import fail_point
 
 ATTEMPTS = 20
-"""How often the marks are read anew, if others move them meanwhile."""
+"""Most reads of the marks while other processes move them."""
 
 CURE = "restore their values; or remove them, and saf rebase sends missing messages"
-"""For marks that somebody else has written."""
+"""Cure for marks that were not written by saf."""
 
 Link = TypeVar("Link")
 
@@ -47,19 +47,19 @@ class Step:
     what: Mapped | None
     """The messages; None if only marks move."""
     before: Mapping[Place, str]
-    """What the marks must be, as `saf.destinations.written` writes them."""
+    """Expected marks, in the form of `saf.destinations.written`."""
     after: Mapping[Place, str]
-    """What they become."""
+    """New marks."""
 
     @property
     def count(self) -> int:
-        """How many messages there are."""
+        """Number of messages."""
         return self.what.count if self.what else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Which of a chunk's rows are one step, and the places whose marks it compares and sets."""
+    """Rows of a chunk that form one step, and the places whose marks the step compares and sets."""
 
     first: int
     count: int
@@ -67,7 +67,7 @@ class Cut:
 
 
 class Stepwise(ABC, Generic[Link]):
-    """A `saf.destinations.Destination`; a subclass knows its queue."""
+    """A `saf.destinations.Destination`; a subclass implements its queue."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -75,7 +75,7 @@ class Stepwise(ABC, Generic[Link]):
         self._link: Link | None = None
         self._identity: UUID | None = None
 
-    # A subclass's
+    # For subclasses
 
     @abstractmethod
     def _open(self) -> Link:
@@ -83,49 +83,49 @@ class Stepwise(ABC, Generic[Link]):
 
     @abstractmethod
     def _prepare(self, link: Link) -> UUID:
-        """Make sure that the queue keeps what it is given; return its identity."""
+        """Ensure that the queue keeps its messages; return its identity."""
 
     @abstractmethod
     def _shut(self, link: Link) -> None:
-        """Give up a connection."""
+        """Close a connection."""
 
     @abstractmethod
     def _errors(self) -> AbstractContextManager[None]:
-        """Translate the errors of the client."""
+        """Translate the client's errors."""
 
     @abstractmethod
     def _read(self, link: Link, source: UUID, places: Sequence[Place]) -> list[str]:
-        """Return the written marks of some places."""
+        """Return the written marks of places."""
 
     @abstractmethod
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
-        """Return what the queue gets of messages.
+        """Return messages in the queue's form.
 
         Raises:
-            Rejected: it does not take one of them.
+            Rejected: the queue does not accept a message.
         """
 
     @abstractmethod
     def _cuts(self, chunk: Chunk, rows: pa.Table) -> Iterator[Cut]:
-        """Cut the rows that are left of a chunk into steps; at least one."""
+        """Cut the remaining rows of a chunk into steps; at least one."""
 
     @abstractmethod
     def _send(self, link: Link, source: UUID, steps: Iterator[Step]) -> list[tuple[int, bool]]:
-        """Send steps; return the number of messages of each, and whether it was stored.
+        """Send steps; return for each its number of messages, and whether it was stored.
 
-        If one was not, but the last one was, another process has stored the same messages.
+        If a step was not stored but the last one was, another process stored the same messages.
         """
 
-    # Every queue's
+    # For every queue
 
     def identity(self) -> UUID:
-        """Return what the server says; one without an identity becomes a destination."""
+        """Return the server's identity; a server without one becomes a destination."""
         self.connect()
-        assert self._identity is not None  # noqa: S101 - learnt at the first contact
+        assert self._identity is not None  # noqa: S101 - set by connect()
         return self._identity
 
     def connect(self) -> None:
-        """Connect, and make sure that the server keeps what it is given."""
+        """Connect, and ensure that the server keeps its messages."""
         if self._link is not None:
             return
         self._link = self._open()
@@ -137,7 +137,7 @@ class Stepwise(ABC, Generic[Link]):
             raise
 
     def close(self) -> None:
-        """Give up the connection, if there is one."""
+        """Close the connection, if one is open."""
         link, self._link = self._link, None
         if link is not None:
             self._shut(link)
@@ -160,7 +160,7 @@ class Stepwise(ABC, Generic[Link]):
                 moved |= verdict.moved
                 if answers[-1][1]:
                     break
-                if what and not exactly_once:  # the marks do not drop what is stored
+                if what and not exactly_once:  # marks do not drop repeats
                     chunk = replace(chunk, rows=_left(verdict.rows, answers))
             else:
                 raise Unavailable(self.what, "others move the same marks again and again")
@@ -180,7 +180,7 @@ class Stepwise(ABC, Generic[Link]):
     def _marks(
         self, link: Link, chunk: Chunk
     ) -> tuple[dict[Place, str], dict[Place, int], dict[Place, Mark]]:
-        """Return what the queue has of the places that a chunk needs, also as epochs and marks."""
+        """Return the marks of the places that a chunk needs: as written, as epochs, as marks."""
         places = guarded(chunk)
         with readable(self.what, "its marks", CURE):
             said = dict(zip(places, self._read(link, chunk.source, places), strict=True))
@@ -199,7 +199,7 @@ class Stepwise(ABC, Generic[Link]):
         said: Mapping[Place, str],
         marks: Mapping[Place, Mark],
     ) -> Iterator[Step]:
-        """Give the steps of a chunk."""
+        """Yield the steps of a chunk."""
         mine = dict(chunk.batch.epochs)
         rows = verdict.rows if what else verdict.rows.slice(0, 0)
         for cut in self._cuts(chunk, rows):
@@ -216,7 +216,7 @@ class Stepwise(ABC, Generic[Link]):
 
     @contextmanager
     def _connected(self) -> Iterator[Link]:
-        """Give the connection; give it up after an error, which is translated."""
+        """Yield the connection; after an error, translate the error and close the connection."""
         link = self._link
         assert link is not None  # noqa: S101 - connected before
         try:
@@ -228,6 +228,6 @@ class Stepwise(ABC, Generic[Link]):
 
 
 def _left(rows: pa.Table, answers: Sequence[tuple[int, bool]]) -> pa.Table:
-    """Return those of some rows whose steps were not stored."""
+    """Return the rows whose steps were not stored."""
     counts, fine = zip(*answers, strict=True)
     return rows.filter(pa.array(~np.repeat(np.array(fine, bool), counts)))

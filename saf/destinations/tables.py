@@ -1,6 +1,6 @@
-"""Reading back for kinds without a server that counts: a source's messages as one table in memory.
+"""Reading back for kinds without a server that counts: a source's messages as a table in memory.
 
-It takes some 100 bytes per message. The figures are the same as PostgreSQL's.
+A message takes about 100 bytes. The figures are the same as PostgreSQL's.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ HELD = pa.schema([
     ("message_id", pa.binary(16)), ("shard", pa.int64()), ("to_service", pa.string()),
     ("to_broker", pa.binary()), ("key", pa.string()), ("created_at", pa.timestamp("us", "UTC")),
 ])  # fmt: skip
-"""The columns that are needed of each message."""
+"""Columns required for each message."""
 
 Numbers = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableReading:
-    """A `saf.destinations.reading.Reading` that has tables in memory."""
+    """A `saf.destinations.reading.Reading` of tables in memory."""
 
     name: str
     is_: UUID
     """The destination's identity."""
     read: Callable[[UUID], pa.Table]
-    """Returns all that is held of a source, with the columns `HELD`."""
+    """Returns all messages of a source, with the columns `HELD`."""
     knows: Callable[[UUID], Known]
 
     def identity(self) -> UUID:
-        """The identity that was given."""
+        """Return the identity."""
         return self.is_
 
     def purged(self) -> str | None:
-        """None: nothing is purged."""
+        """Return None: nothing is purged."""
         return None
 
     def known(self, source: UUID) -> Known:
-        """Return what was given."""
+        """Return the destination's marks."""
         return self.knows(source)
 
     def figures(self, what: Compared) -> Iterable[Figures]:
@@ -62,7 +62,7 @@ class TableReading:
             yield Figures(int(shard), int(here.sum()), int(mine.sum()), int(hashes[mine].sum()))
 
     def stored(self, what: Compared, shards: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-        """Give the messages, sorted by their ids."""
+        """Yield the messages, sorted by id."""
         rows = self._compared(what)
         wanted = pc.is_in(rows["shard"], pa.array(shards, pa.int64()))
         rows = rows.filter(pc.or_(wanted, _of(rows, what.topics)))
@@ -101,7 +101,7 @@ def _of(rows: pa.Table, topics: Collection[str]) -> pa.ChunkedArray:
 
 
 def uuid_hashes(ids: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    """PostgreSQL's ``uuid_hash_extended(id, 0)`` for ids of 16 bytes: Bob Jenkins' lookup3.
+    """Compute PostgreSQL's ``uuid_hash_extended(id, 0)`` for 16-byte ids: Bob Jenkins' lookup3.
 
     >>> uuid_hashes(pa.chunked_array([pa.array([bytes(16)], pa.binary(16))])).dtype
     dtype('int64')
@@ -118,7 +118,7 @@ def uuid_hashes(ids: pa.ChunkedArray) -> npt.NDArray[np.int64]:
 def _mixed(a: Numbers, b: Numbers, c: Numbers) -> tuple[Numbers, Numbers, Numbers]:
     for bits in (4, 6, 8, 16, 19, 4):
         a, c = (a - c) ^ _turned(c, bits), c + b
-        a, b, c = b, c, a  # the next one's turn
+        a, b, c = b, c, a  # rotate for the next round
     return a, b, c
 
 
@@ -126,7 +126,7 @@ def _final(a: Numbers, b: Numbers, c: Numbers) -> tuple[Numbers, Numbers]:
     for bits in (14, 11, 25, 16, 4, 14, 24):
         c = (c ^ b) - _turned(b, bits)
         a, b, c = b, c, a
-    # after seven turns: c is where b was before the last one
+    # after seven rounds: c is where b was before the last round
     return a, b
 
 

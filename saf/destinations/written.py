@@ -1,4 +1,4 @@
-"""Written marks: an epoch and a mark as text, for kinds that keep texts and no columns."""
+"""Written marks: an epoch and a mark as text, for kinds that store texts instead of columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from uuid import UUID
 from saf.destinations.marks import NOTHING, Known, Mark, Place
 
 ABSENT = ""
-"""What a text that is not there counts as."""
+"""Stands for a text that does not exist."""
 
 
 def written(epoch: int, mark: Mark) -> str:
@@ -24,7 +24,7 @@ def written(epoch: int, mark: Mark) -> str:
 
 
 def read(text: str) -> tuple[int, Mark]:
-    """Return the epoch and the mark that a text says.
+    """Return the epoch and the mark written in a text.
 
     >>> read(written(3, NOTHING)) == (3, NOTHING), read(ABSENT)[0]
     (True, 0)
@@ -39,7 +39,7 @@ def read(text: str) -> tuple[int, Mark]:
 
 
 def known_of(identity: UUID, texts: Mapping[Place, str]) -> Known:
-    """Return what the texts of a source's marks say."""
+    """Return a destination's knowledge of a source from the texts of its marks."""
     found = {place: read(text) for place, text in texts.items()}
     epochs: dict[int, int] = {}
     for (_, shard), (epoch, _) in found.items():

@@ -8,8 +8,8 @@
     [destinations.lake.promote]             # members of JSON bodies that get a column
     amount = "double"
 
-`saf.destinations.delta.table` tells how a chunk is stored, `saf.destinations.lake.columns` what a
-row is, `saf.destinations.delta.marks` where the marks are. The client is the extra ``delta``, the
+`saf.destinations.delta.table` describes how a chunk is stored, `saf.destinations.lake.columns` the
+rows, `saf.destinations.delta.marks` where the marks are. The client is the extra ``delta``, the
 package deltalake: no JVM.
 """
 
@@ -49,24 +49,24 @@ def _table(text: str) -> str:
 
 
 class Delta(LakeSettings):
-    """A table of Delta Lake."""
+    """Settings of a table of Delta Lake."""
 
     kind: Literal["delta"] = "delta"
     table: Annotated[str, AfterValidator(_table)]
-    """The table: a folder, which exists, or an address such as `s3://bucket/table`. An empty one
-    becomes a table at the first message."""
+    """Table: an existing folder, or an address such as `s3://bucket/table`. An empty one becomes a
+    table at the first message."""
     storage_options: dict[str, SecretStr] = Field(default_factory=dict)
-    """What the object store's client is told, such as `AWS_ACCESS_KEY_ID`; all of it counts as
-    secret."""
+    """Options of the object store's client, such as `AWS_ACCESS_KEY_ID`; all of their values count
+    as secret."""
 
     @property
     def folder(self) -> Path | None:
-        """Where the table is, if it is on this machine."""
+        """Folder of the table, if it is on this machine."""
         return None if "://" in self.table else Path(self.table)
 
     @property
     def options(self) -> dict[str, str]:
-        """What deltalake is given for an object store; it waits within saf's bounds."""
+        """Options of deltalake for an object store; it waits within saf's bounds."""
         if self.folder:
             return {}
         waits = {
@@ -79,7 +79,7 @@ class Delta(LakeSettings):
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the table as a destination; see `DestinationSettings.open`."""
         with client_needed(name, "delta"):
-            from saf.destinations.delta.table import Table  # needs Arrow; a driver has none
+            from saf.destinations.delta.table import Table  # needs Arrow, which drivers lack
         return Table(name, self)
 
     @contextmanager
@@ -103,7 +103,7 @@ class Delta(LakeSettings):
             raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
     def archive(self, dsn: Dsn) -> Archive:
-        """Return what archives slots in the table; see `DestinationSettings.archive`."""
+        """Return the archive that stores slots in the table; see `DestinationSettings.archive`."""
         try:
             from saf.destinations.delta.archive import DeltaArchive
         except ImportError:
@@ -111,7 +111,7 @@ class Delta(LakeSettings):
         return DeltaArchive(dsn, self)
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Give what is wrong with the table; see `DestinationSettings.problems`."""
+        """Yield the table's problems; see `DestinationSettings.problems`."""
         with self._connected(name) as link:
             from saf.destinations.delta.link import restored
             from saf.destinations.delta.making import check
@@ -130,7 +130,7 @@ class Delta(LakeSettings):
             )
 
     def probe(self, name: str) -> Iterator[tuple[str, str]]:
-        """Let two commits meet in an object store; see `DestinationSettings.probe`."""
+        """Test competing commits in an object store; see `DestinationSettings.probe`."""
         if self.folder:
             return
         with self._connected(name) as link:
@@ -139,7 +139,7 @@ class Delta(LakeSettings):
             yield from probe(link)
 
     def guarantee(self, name: str) -> Guarantee:
-        """Return what the place of the table really gives; see `DestinationSettings.guarantee`."""
+        """Return the promise of the table's place; see `DestinationSettings.guarantee`."""
         with self._connected(name) as link:
             from saf.destinations.delta.guarantee import guarantee
 

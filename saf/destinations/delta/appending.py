@@ -1,11 +1,12 @@
 """Appending to a table: files that no reader knows, and then one commit that makes them rows.
 
-The commit gives numbers to application transactions, too: both, or neither. It is a new file of the
-table's log, whose name another process may have taken. deltalake then looks at what that one has
-done, and takes the next name; if both give a number to the same transaction, it gives up instead.
+The commit also sets the numbers of application transactions: both, or neither. It is a new file of
+the table's log, whose name another process may have taken. deltalake then checks the other commit,
+and takes the next name; if both set the number of the same transaction, it gives up instead.
 
-On this machine, files are durable before the commit, and the commit is before it is acknowledged.
-A process that is killed before it leaves files that nobody reads; a vacuum removes them.
+On this machine, files are durable before the commit, and the commit is durable before it is
+acknowledged. A process that is killed before the commit leaves files that nobody reads; a vacuum
+removes them.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from saf.destinations.lake.names import DAY
 from saf.errors import Unavailable
 
 FILE_BYTES = 128 << 20
-"""A file is written once so much is in memory."""
+"""Bytes in memory at which a file is written."""
 
 
 def write(
     files: Files, rows: pa.Table, by: Sequence[str], counted: Sequence[str]
 ) -> Iterator[AddAction]:
-    """Write rows, a file for each partition; give what the log says of each.
+    """Write rows, a file for each partition; yield each file's entry for the log.
 
-    ``by``: the columns that the table is partitioned by; ``counted``: those whose least and
-    greatest values are written down.
+    ``by``: the columns that the table is partitioned by; ``counted``: the columns whose minimum and
+    maximum are recorded.
     """
     for values, part in parts(rows, by):
         out = pa.BufferOutputStream()
         pq.write_table(part, out, compression="zstd", store_schema=False)
         content = out.getvalue().to_pybytes()
-        # a day is also the name of a folder; another column's value may be anything
+        # a day also names a folder; values of other columns may be anything
         dated = DAY in values and pa.types.is_date(rows.schema.field(DAY).type)
         folder = f"{DAY}={values[DAY]}/" if dated and values[DAY] else ""
         path = f"{folder}{uuid4()}.parquet"
@@ -60,14 +61,14 @@ def commit(
     by: Sequence[str],
     numbers: Iterable[tuple[str, int]],
 ) -> bool:
-    """Make files rows of a table, and give transactions their numbers.
+    """Make files rows of a table, and set the numbers of transactions.
 
-    False: another process has given a number to one of them since this version of the table, and
-    nothing is done.
+    Return False, and change nothing, if another process has set one of these numbers since this
+    version of the table.
 
     Raises:
-        Unavailable: the table was taken away meanwhile.
-        DeltaError, OSError: as deltalake and the file system say it.
+        Unavailable: the table was removed during the commit.
+        DeltaError, OSError: from deltalake and the file system.
     """
     before, failed = table.version(), False
     try:
@@ -83,12 +84,12 @@ def commit(
     except CommitFailedError:
         failed = True
     table.update_incremental()
-    # an object store's client that asks again after a lost answer meets its own commit
+    # an object store's client that retries after a lost answer meets its own commit
     if failed and not (added and {one.path for one in added} <= _paths(table)):
         return False
     after = table.version()
     if after == before or not all(map(files.there, map(file_of, (before, after)))):
-        # deltalake makes the folders that it needs, such as where no disk is mounted any more
+        # deltalake creates missing folders, for example where a disk is no longer mounted
         raise Unavailable(what, "its table was taken away during a commit")
     sync(table, files, before)
     return True
@@ -99,13 +100,13 @@ def _paths(table: DeltaTable) -> set[str]:
 
 
 def sync(table: DeltaTable, files: Files, before: int) -> None:
-    """Make the versions after one durable, whoever has written them."""
+    """Make all versions after ``before`` durable, whichever process has written them."""
     versions = range(before + 1, table.version() + 1)
     files.sync(path for one in versions for path in (file_of(one), checkpoint_of(one)))
 
 
 def gathered(batches: Iterable[pa.RecordBatch], most: int = FILE_BYTES) -> Iterator[pa.Table]:
-    """Give tables of some size, so that files are few and memory is bounded."""
+    """Yield tables of about ``most`` bytes, so that files are few and memory is bounded."""
     held: list[pa.RecordBatch] = []
     size = 0
     for batch in batches:

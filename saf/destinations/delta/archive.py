@@ -1,16 +1,16 @@
-"""Slots of logs in a Delta table: messages that have left their broker, each once.
+"""Slots of logs in a Delta table: messages that have left their broker, each stored once.
 
-    broker_id, log    whose, and of which log; the table is partitioned by them
-    slot, purge       the slot that it was in, and which archive of that slot this was: 1, 2, …
+    broker_id, log    the broker and the log; the table is partitioned by them
+    slot, purge       the slot, and the number of the slot's archive: 1, 2, …
     txid, id, …       the message, with the columns of a log in Spark (`saf.columns.IN_TABLES`)
 
-An archive of a slot is one commit. It gives the number of the purge to an application transaction
-that is named by broker, log and slot. The slot is truncated afterwards. If the process dies before,
-the next archive finds the messages that the table has, and adds only the others. Of two that
-archive a slot at the same time, the second one's commit fails, and it begins again.
+An archive of a slot is one commit. It stores the number of the purge in an application transaction
+that is named by broker, log and slot. The slot is truncated afterwards. If the process dies before
+that, the next archive finds the messages that the table has, and adds only the rest. If two
+processes archive a slot at the same time, the second commit fails, and that process begins again.
 
-The table is the archive's own: messages that are forwarded need another one, because they would be
-in it twice. Files that a killed process leaves are removed by a vacuum.
+The table belongs to the archive: forwarded messages need another table, because they would be in
+this one twice. A vacuum removes files that a killed process leaves.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ COLUMNS = pa.schema(
     ]
 )
 COUNTED = ("slot", "purge", "id", "created_at")
-"""The columns whose least and greatest values are written beside each file."""
+"""Columns whose minimum and maximum are recorded for each file."""
 FILE_BYTES = 64 << 20
-"""A file is written once so much is in memory."""
+"""Bytes in memory at which a file is written."""
 ATTEMPTS = 5
 SEVERAL = 0
-"""In place of an incarnation: the broker was repaired while it was archived here."""
+"""Stands for an incarnation if the broker was repaired between archives in this table."""
 RECENT = 3
-"""So many versions are made durable before a slot is archived."""
+"""Latest versions to make durable before a slot is archived."""
 
 
 class DeltaArchive:
-    """Writes slots of one broker into a table: a `saf.log.ring.Archive`."""
+    """Stores slots of one broker in a table: a `saf.log.ring.Archive`."""
 
     def __init__(self, dsn: Dsn, settings: Delta) -> None:
         self._dsn = dsn
@@ -80,13 +80,13 @@ class DeltaArchive:
         """Make the messages of a slot rows of the table; None if their number has changed.
 
         Raises:
-            Refused: it is no table for them.
-            Unavailable: it cannot be written to, or the database does not answer.
+            Refused: the table is unsuitable.
+            Unavailable: the table cannot be written to, or the database does not answer.
         """
         for _ in range(ATTEMPTS):
             with reading(self._dsn, contents.slot) as rows, self._link.errors():
                 table = self._table()
-                # whoever has made it, or archived the slot, may have died right after that
+                # the process that made it, or archived the slot, may have died right after that
                 sync(table, self._files, max(table.version() - RECENT, -1))
                 added = _Added(rows, contents, table, self._files)
                 if added.write() != contents.messages:
@@ -100,7 +100,7 @@ class DeltaArchive:
         raise Unavailable(self._link.what, "others archive the same slot again and again")
 
     def _table(self) -> DeltaTable:
-        """Load the table, made if it is not there."""
+        """Load the table; create it if it does not exist."""
         folder = self._link.settings.folder
         if folder:
             make_folder(folder)
@@ -128,7 +128,7 @@ class DeltaArchive:
 
 
 class _Added:
-    """What one archive of a slot adds to a version of the table."""
+    """Rows that one archive of a slot adds to a version of the table."""
 
     def __init__(self, rows: SlotRows, contents: Contents, table: DeltaTable, files: Files) -> None:
         slot = contents.slot
@@ -142,7 +142,7 @@ class _Added:
         self.files: list[AddAction] = []
 
     def write(self) -> int:
-        """Write what the table does not have to files; return how many messages the slot has."""
+        """Write missing messages to files; return the number of messages in the slot."""
         known = self._known()
         count = 0
         for rows in gathered(self._rows.batches(), FILE_BYTES):
@@ -155,7 +155,7 @@ class _Added:
         return count
 
     def commit(self, what: str) -> bool:
-        """Make files rows; False: another archive of the slot has come before."""
+        """Make the files rows; return False if another archive of the slot came first."""
         fail_point("archive_written")
         life = self._table.transaction_version(self._life)
         mine = self._rows.incarnation
@@ -165,11 +165,11 @@ class _Added:
         return commit(what, self._table, self._files, self.files, by=BY, numbers=numbers)
 
     def forget(self) -> None:
-        """Remove the files, of which no reader knows."""
+        """Remove the files, which no reader knows."""
         self._files.remove(one.path for one in self.files)
 
     def _known(self) -> pa.Array:
-        """The messages of the slot that the table has already."""
+        """Return the keys of the slot's messages that the table has already."""
         contents = self._contents
         there = messages_of(self._table, self._rows.broker_id, contents.slot.log)
         some = (ds.field("slot") == contents.slot.number) & (ds.field("id") >= contents.first_id)
@@ -177,7 +177,7 @@ class _Added:
         return _keys(there.to_table(columns=["id", "message_id"], filter=some))
 
     def _shaped(self, rows: pa.Table) -> pa.Table:
-        """Give rows of a slot the columns of the table."""
+        """Return rows of a slot with the columns of the table."""
         given = {
             "broker_id": self._rows.broker_id,
             "log": self._contents.slot.log,
@@ -189,7 +189,7 @@ class _Added:
         for field in COLUMNS:
             if field.name in given:
                 column = pa.repeat(pa.scalar(given[field.name], field.type), rows.num_rows)
-            elif field.name not in rows.column_names:  # an outbox's
+            elif field.name not in rows.column_names:  # an outbox lacks it
                 column = pa.nulls(rows.num_rows, field.type)
             else:
                 column = rows[field.name]
@@ -210,10 +210,10 @@ def life_mark(broker_id: str, log: str) -> str:
 
 
 def checked(link: Link, table: DeltaTable) -> DeltaTable:
-    """Return a table if it is an archive.
+    """Return the table if it is an archive.
 
     Raises:
-        Refused: it is none.
+        Refused: it is not an archive.
     """
     metadata = table.metadata()
     if ARCHIVE not in metadata.configuration or metadata.partition_columns != [*BY]:
@@ -233,7 +233,7 @@ def checked(link: Link, table: DeltaTable) -> DeltaTable:
 
 
 def messages_of(table: DeltaTable, broker_id: str, log: str) -> ds.Dataset:
-    """The rows of a broker's log."""
+    """Return the rows of a broker's log."""
     return table.to_pyarrow_dataset(
         file_pruning_predicate=[("broker_id", "=", broker_id), ("log", "=", log)]
     )
@@ -246,11 +246,11 @@ def in_log(
     slot: int,
     has: Callable[[int, Mapping[str, Any]], bool],
 ) -> Iterator[int]:
-    """Give the numbers of the archives of a slot whose messages have not left the log.
+    """Yield the numbers of a slot's archives whose messages are still in the log.
 
-    ``has`` says whether a message is in the slot. A TRUNCATE takes all that a slot has. So the
-    messages of an archive are all in the log, or none is; and where they are gone, so are those of
-    the archives before it.
+    ``has`` tells whether a message is in the slot. A TRUNCATE removes everything in a slot. So an
+    archive's messages are either all in the log, or all gone; and if they are gone, so are those of
+    the earlier archives.
     """
     last = table.transaction_version(purge_mark(broker_id, log, slot)) or 0
     there = messages_of(table, broker_id, log)
@@ -263,12 +263,12 @@ def in_log(
 
 
 def link_of(settings: Delta) -> Link:
-    """Return the table as deltalake has it."""
+    """Return the archive's table for deltalake."""
     return Link(settings.table, settings, f"the archive {settings.table!r}")
 
 
 def _keys(rows: pa.Table) -> pa.Array:
-    """What tells messages of a broker apart, also one from before and one from after a set-back."""
+    """Return keys that identify a broker's messages, even across a set-back."""
     ids = rows["id"].cast(pa.string())
     keys = pc.binary_join_element_wise(ids, rows["message_id"].cast(pa.string()), " ")
     return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys

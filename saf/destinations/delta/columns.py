@@ -1,4 +1,4 @@
-"""A row of a Delta table: `saf.destinations.lake.columns`, by the partitions of its files."""
+"""A row of a Delta table: `saf.destinations.lake.columns`, split by the partitions of its files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from saf.destinations.delta import Delta
 
 BY: Mapping[str, tuple[str, ...]] = {"day": (DAY,), "service": ("to_service",), "nothing": ()}
-"""The columns that a table is partitioned by, by the setting."""
+"""Columns that a table is partitioned by, by the setting."""
 COUNTED = ("id", "created_at")
-"""The columns whose least and greatest value is written beside each file."""
+"""Columns whose minimum and maximum are recorded for each file."""
 
 
 def schema(settings: Delta) -> pa.Schema:
@@ -29,13 +29,13 @@ def schema(settings: Delta) -> pa.Schema:
 
 
 def rows_of(messages: pa.Table, source: UUID, settings: Delta) -> pa.Table:
-    """Return the rows that messages become."""
+    """Return messages as rows."""
     day = settings.partition_by == "day"
     return columns.rows_of(messages, source, settings.promote, day=day)
 
 
 def parts(rows: pa.Table, by: Sequence[str]) -> Iterator[tuple[dict[str, str | None], pa.Table]]:
-    """Give the rows of each partition without the columns that it is named by, and these.
+    """Yield the partition's values, and its rows without these columns, for each partition.
 
     >>> rows = pa.table({"day": [7, None, 7], "id": [1, 2, 3]})
     >>> [(values, part["id"].to_pylist()) for values, part in parts(rows, ["day"])]
@@ -53,10 +53,10 @@ def parts(rows: pa.Table, by: Sequence[str]) -> Iterator[tuple[dict[str, str | N
 
 
 def statistics(rows: pa.Table, counted: Sequence[str]) -> str:
-    """Return what readers are told of a file, by which they leave out files that they do not need.
+    """Return the statistics of a file, by which readers skip files that they do not need.
 
-    These are the columns that the table's property `delta.dataSkippingStatsColumns` names: some
-    readers take a value that is missing for one that says that nothing is there.
+    They cover the columns in the table's property `delta.dataSkippingStatsColumns`: some readers
+    take a missing value to mean that a file has none.
     """
     least: dict[str, Any] = {}
     most: dict[str, Any] = {}
@@ -77,7 +77,7 @@ def statistics(rows: pa.Table, counted: Sequence[str]) -> str:
 
 
 def _written(ends: pa.Array) -> pa.Array:
-    """Return dates and times as the log of a table has them.
+    """Return dates and times in the format of a table's log.
 
     >>> _written(pa.array([7], pa.timestamp("us"))).to_pylist()
     ['1970-01-01T00:00:00.000007']

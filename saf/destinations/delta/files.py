@@ -1,11 +1,11 @@
-"""The files of a table: read and written on this machine or in an object store.
+"""Files of a table, read and written on this machine or in an object store.
 
-On this machine, what `Files.write` has written is durable when it returns: the content of the
-file, and its name. `Files.sync` makes durable what deltalake has written. An object store has made
-durable whatever it has acknowledged.
+On this machine, a file is durable when `Files.write` returns: its content and its name.
+`Files.sync` makes deltalake's own files durable. In an object store, everything acknowledged is
+durable.
 
-The client of an object store is deltalake's own, so that both find the same login. It holds
-Python's lock while it opens, lists and removes files. So each chunk begins with what does not
+The object store's client is deltalake's own, so that both find the same login. It holds Python's
+GIL while it opens, lists and removes files. So each chunk begins with a call that does not hold it
 (`Files.there`): a store that hangs is noticed there, and no other thread of the process waits.
 """
 
@@ -32,10 +32,10 @@ from saf.log import disk
 
 
 class Files:
-    """The files of one table, by their paths in it."""
+    """Files of one table, by their paths in the table."""
 
     def __init__(self, address: str, folder: Path | None, options: Mapping[str, str]) -> None:
-        """``folder``: where the table is, if it is on this machine."""
+        """``folder``: the table's folder, if it is on this machine."""
         self._folder = folder
         self._store = None if folder else DeltaStorageHandler(address, dict(options))
         self.filesystem: FileSystem = (
@@ -51,7 +51,7 @@ class Files:
         return [one.base_name for one in found]
 
     def there(self, path: str) -> bool:
-        """Whether there is such a file."""
+        """Return True if a file exists."""
         return bool(self.filesystem.get_file_info(path).type == FileType.File)
 
     def content(self, path: str) -> bytes:
@@ -66,11 +66,11 @@ class Files:
     def write(self, path: str, content: bytes) -> None:
         """Write a new file."""
         if self._folder is None:
-            assert self._store is not None  # noqa: S101 - one of the two
+            assert self._store is not None  # noqa: S101 - set without a folder
             # without pyarrow's stream around it, which passes buffers; deltalake takes only bytes
             upload = self._store._handler.open_output_stream(path, None)
             upload.write(content)
-            upload.close()  # type: ignore[attr-defined] # until then, there is no file
+            upload.close()  # type: ignore[attr-defined] # the file exists only now
             return
         file = self._folder / path
         if file.parent != self._folder and not file.parent.exists():
@@ -80,7 +80,7 @@ class Files:
         disk.sync(file.parent)
 
     def sync(self, paths: Iterable[str]) -> None:
-        """Make durable those of some files that are there, and their names."""
+        """Make existing files durable, and their names."""
         if self._folder is None:
             return
         files = [self._folder / path for path in paths]
@@ -91,7 +91,7 @@ class Files:
             disk.sync(folder)
 
     def remove(self, paths: Iterable[str]) -> list[str]:
-        """Remove files that no reader knows; return those that cannot be removed."""
+        """Remove files that no reader knows; return the paths that could not be removed."""
         left = []
         for path in paths:
             try:
@@ -102,5 +102,5 @@ class Files:
 
 
 def sizes_of(table: DeltaTable) -> list[int]:
-    """Return the size of each file that a version of a table has, in bytes."""
+    """Return the size in bytes of each file in a version of a table."""
     return [*map(int, pa.table(table.get_add_actions(flatten=True))["size_bytes"].to_pylist())]

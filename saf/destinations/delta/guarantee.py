@@ -1,7 +1,7 @@
-"""What the place of a table gives: what a lost power may take back, and what deltalake needs there.
+"""Promise of a table's place: which messages a power failure may take back, and deltalake's needs.
 
-Whatever is taken back is taken back with its marks. So a loss is noticed at the next contact, and
-`saf rebase` sends again what was lost.
+A loss always takes the marks back with the messages. It is noticed at the next contact, and `saf
+rebase` sends the lost messages again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ S3 = ("s3://", "s3a://")
 NOT_TESTED = ("saf tests only object stores that speak S3", "your own test of yours")
 MANY_FILES = 1_000
 SMALL_BYTES = 8 << 20
-"""So many files that are smaller than this on average are worth compacting."""
+"""A table with more than `MANY_FILES` files below this average size is worth compacting."""
 
 
 def guarantee(link: Link) -> Guarantee:
-    """Return what a table promises, where it is."""
+    """Return the table's promise where it is now."""
     settings, table = link.settings, link.load()
     more: list[tuple[str, str]] = []
     server = f"no Delta table yet, {settings.table}"

@@ -1,11 +1,11 @@
-"""A table as deltalake has it: opened, made, and asked what it is.
+"""A table in deltalake: how it is opened, its identity and its marks.
 
-What a table of saf's has besides its rows:
+Besides its rows, saf's table has:
 
     saf.destination     a property: the destination's identity, which stays if the table is moved
     saf:…               application transactions: the marks; see `saf.destinations.delta.marks`
 
-This module does without Arrow, because a forwarder's driver asks for the identity.
+This module does not use Arrow, because a forwarder's driver asks for the identity.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from saf.destinations.delta.log import Log
 
 DENIED = ("lacked the necessary privileges", "lacked valid authentication credentials")
-"""How an object store's client says that a login is not enough: it says so only in words."""
+"""Words in error texts for an object store's refused login; its client has no error codes."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 REMOVING = ("DELETE", "UPDATE", "MERGE", "TRUNCATE", "REPLACE TABLE", "RESTORE")
-"""Operations after which rows may be missing on purpose, as deltalake or Spark name them."""
+"""Operations after which rows may be missing on purpose, as named by deltalake or Spark."""
 
 
 class Link:
-    """One table, loaded when it is asked."""
+    """One table, loaded on each request."""
 
     def __init__(self, name: str, settings: Delta, what: str | None = None) -> None:
-        """``what``: what it is for people, if it is no destination."""
+        """``what``: its name in errors, if it is not a destination."""
         self.name = name
         self.what = what or f"destination {name!r}"
         self.settings = settings
@@ -50,28 +50,28 @@ class Link:
         """Load the newest version of the table; None if there is no table yet.
 
         Raises:
-            Unavailable: the folder is not there, or the store does not answer.
+            Unavailable: the folder does not exist, or the store does not answer.
         """
         with self.errors():
             if self.settings.folder:
-                next(self.settings.folder.iterdir(), None)  # raises if there is no folder
+                next(self.settings.folder.iterdir(), None)  # raises if the folder is missing
             try:
                 return DeltaTable(self.settings.table, storage_options=self.settings.options)
             except TableNotFoundError:
                 return None
 
     def identity(self) -> UUID:
-        """Return the identity of the table, or the one that it will get; write nothing.
+        """Return the identity of the table, or its future one; write nothing.
 
-        That follows from where it is. So a table that is gone is not taken for a new one: it is the
-        same one, without what it had acknowledged.
+        A future identity is computed from the address. So a table that is gone is not taken for a
+        new one: it is the same one, without its acknowledged data.
         """
         table = self.load()
         said = table.metadata().configuration.get(DESTINATION) if table else None
         return UUID(said) if said else self.first_identity()
 
     def first_identity(self) -> UUID:
-        """Return the identity of a table that is made here."""
+        """Return the identity of a table that is created here."""
         folder = self.settings.folder
         return uuid5(NAMESPACE_URL, folder.resolve().as_uri() if folder else self.settings.table)
 
@@ -84,10 +84,10 @@ class Link:
             return self.state(self.log(), table.version(), source).known(identity)
 
     def state(self, log: Log, version: int, source: UUID) -> State:
-        """Return what a version of the table knows of a source.
+        """Return the knowledge of a source in a version of the table.
 
         Raises:
-            Refused: the log does not say it in saf's way.
+            Refused: the marks in the log are not as saf writes them.
         """
         from saf.destinations.delta.marks import state_of
 
@@ -96,7 +96,7 @@ class Link:
             return state_of(source, log.at(version))
 
     def log(self) -> Log:
-        """Return the table's log, not read yet."""
+        """Return the table's log, not yet read."""
         from saf.destinations.delta.files import Files
         from saf.destinations.delta.log import Log
 
@@ -113,7 +113,7 @@ class Link:
                 self.what, self.said(error), "name a table that deltalake can write to"
             ) from None
         except OSError as error:
-            if error.errno is None:  # an object store's
+            if error.errno is None:  # from an object store
                 raise self._of_store(error) from None
             with unavailable_if_lost(self.what):
                 raise
@@ -131,17 +131,17 @@ class Link:
         return Unavailable(self.what, said)
 
     def said(self, error: Exception) -> str:
-        """Return what an error says, on one line and without secrets."""
+        """Return an error's text on one line, without secrets."""
         said = COLOURS.sub("", str(error)).replace("↳", "")
         return self.settings.redact(said) or type(error).__name__
 
 
 def restored(table: DeltaTable) -> int | None:
-    """Return the version by which a table was set back to an older one, the last time; or None."""
+    """Return the version that last restored an older version of the table; None if none did."""
     versions = [one["version"] for one in table.history() if one.get("operation") == "RESTORE"]
     return versions[0] if versions else None
 
 
 def removed(table: DeltaTable) -> bool:
-    """Whether rows may be missing from a table on purpose, as far as its history goes back."""
+    """Return True if a table's history shows that rows may be missing on purpose."""
     return any(one.get("operation", "").startswith(REMOVING) for one in table.history())

@@ -1,8 +1,8 @@
-"""The application transactions of a table, as of one version of it, read from its log.
+"""Application transactions of one version of a table, read from its log.
 
-deltalake says the number of a transaction whose name one knows. Here, all of saf's are found. A
-checkpoint has those of all versions before it; the files of later versions have the others. Each
-file is read once.
+deltalake returns the number of a transaction whose name is known. This module finds all of saf's
+transactions. A checkpoint contains those of all versions before it; the files of later versions
+contain the rest. Each file is read once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHECKPOINT = re.compile(
 
 
 class Log:
-    """A table's log; `at` is asked for versions that never go down."""
+    """A table's log; the versions given to `at` must never go down."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -36,7 +36,7 @@ class Log:
         """Return the number of each of saf's transactions, as of a version.
 
         Raises:
-            OSError: a file of the log is not there, or cannot be read.
+            OSError: a file of the log is missing or cannot be read.
         """
         if self._version < 0:
             self._version, checkpoint = self._checkpoint(version)
@@ -49,7 +49,7 @@ class Log:
         return self._numbers
 
     def _checkpoint(self, version: int) -> tuple[int, list[str]]:
-        """Return the version and the files of the newest checkpoint that is whole; -1 if none."""
+        """Return the version and files of the newest complete checkpoint; -1 if there is none."""
         found: dict[int, list[str]] = {}
         wanted: dict[int, int] = {}
         for name in self._files.names(LOG):
@@ -68,17 +68,17 @@ class Log:
 
 
 def file_of(version: int) -> str:
-    """Return the path of the log's file of a version."""
+    """Return the path of a version's file in the log."""
     return f"{LOG}/{version:020}.json"
 
 
 def checkpoint_of(version: int) -> str:
-    """Return the path of the checkpoint that deltalake may have written of a version."""
+    """Return the path of the checkpoint that deltalake may have written for a version."""
     return f"{LOG}/{version:020}.checkpoint.parquet"
 
 
 def _of_lines(content: bytes) -> dict[str, int]:
-    r"""Return the transactions that a file of the log has.
+    r"""Return saf's transactions in a file of the log.
 
     >>> _of_lines(b'{"add":{}}\n{"txn":{"appId":"saf:a","version":7}}\n')
     {'saf:a': 7}

@@ -1,7 +1,7 @@
-"""Making a table, and making sure that it takes what saf writes.
+"""Creating a table, and checking that it fits saf's rows.
 
-A table that somebody else has made is taken as it is, if it can have saf's columns. Columns that it
-does not have are added: Delta changes no file for that, and older rows are NULL there.
+A table that saf did not create is used as it is, if it can have saf's columns. Missing columns are
+added: Delta changes no files for this, and older rows are NULL there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from saf.destinations.delta.link import Link
 
 PROPERTIES = {
-    # readers may leave out files by these columns only, because only these are counted
+    # readers may skip files only by these columns, because only these are counted
     "delta.dataSkippingStatsColumns": ",".join(COUNTED),
-    # a task reads the log since the last checkpoint when it begins
+    # a task first reads the log since the last checkpoint
     "delta.checkpointInterval": "20",
 }
 NOT_KEPT = {
@@ -34,16 +34,16 @@ NOT_KEPT = {
     "icebergCompatV1": "its files are read as Iceberg, too",
     "icebergCompatV2": "its files are read as Iceberg, too",
 }
-"""Features of tables that ask something of those who append, with the reason why saf does not."""
+"""Table features that require more of a writer, each with the reason why saf refuses it."""
 ATTEMPTS = 5
 
 
 def ready(link: Link) -> DeltaTable:
-    """Return the table, made if it is not there, with all columns.
+    """Return the table with all columns; create it if it does not exist.
 
     Raises:
-        Refused: it is no table that saf's messages can be appended to.
-        Unavailable: it cannot be made or changed now.
+        Refused: saf's messages cannot be appended to the table.
+        Unavailable: the table cannot be created or changed now.
     """
     for _ in range(ATTEMPTS):
         table = link.load()
@@ -61,7 +61,7 @@ def ready(link: Link) -> DeltaTable:
 
 
 def check(link: Link, table: DeltaTable) -> None:
-    """Make sure that rows can be appended to a table as they are.
+    """Check that rows can be appended to a table as they are.
 
     Raises:
         Refused: they cannot.
@@ -100,10 +100,10 @@ def check(link: Link, table: DeltaTable) -> None:
 
 
 def check_others(what: str, table: DeltaTable, others: Collection[Field]) -> None:
-    """Make sure that rows need nothing but their own columns; ``others`` are the table's others.
+    """Check that rows need only their own columns; ``others`` are the table's remaining columns.
 
     Raises:
-        Refused: they do.
+        Refused: rows need more.
     """
     needed = [field.name for field in others if not field.nullable]
     if needed:
@@ -130,7 +130,7 @@ def check_others(what: str, table: DeltaTable, others: Collection[Field]) -> Non
 
 
 def type_of(field: object) -> str:
-    """Return the type of a column as Delta names it."""
+    """Return the type of a column in Delta's words."""
     return str(getattr(field, "type", field)).removeprefix('PrimitiveType("').removesuffix('")')
 
 
@@ -148,7 +148,7 @@ def _make(link: Link) -> None:
 
 
 def _complete(link: Link, table: DeltaTable) -> bool:
-    """Add what a table lacks; return whether it has changed."""
+    """Add missing columns or the identity; return True if the table has changed."""
     there = {field.name for field in table.schema().fields}
     missing = [
         field

@@ -1,15 +1,14 @@
 """Marks as application transactions of Delta: names, each with a number that a commit may change.
 
-    saf:SOURCE:7:epoch:           the epoch of shard 7 of a source: in each commit that is about it
+    saf:SOURCE:7:epoch:           the epoch of shard 7 of a source: in each commit for the shard
     saf:SOURCE:7:batch:LANE       how far shard 7 is stored in a lane,
-    saf:SOURCE:7:position:LANE    as `saf.destinations.marks.Mark` says it
+    saf:SOURCE:7:position:LANE    as in `saf.destinations.marks.Mark`
     saf:SOURCE:7:opened_at:LANE   microseconds since 1970, and so is
     saf:SOURCE:7:set_aside_at:LANE
 
-A commit fails if another one has given a number to one of its names since the version that it
-was made for. So the epoch is written by each commit, whether it changes or not: of two that are
-about the same shard, the second one fails, reads again, and finds itself fenced or its messages
-stored.
+A commit fails if another commit has set one of its numbers since the version that it was made for.
+So each commit writes the epoch, whether it changes or not: if two commits concern the same shard,
+the second one fails, reads again, and finds itself fenced or its messages stored.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from saf.destinations.lake.state import State, mark_of, numbers_of
 from saf.destinations.marks import Mark, Place
 
 OURS = "saf:"
-"""What the names of saf's application transactions begin with."""
+"""Prefix of the names of saf's application transactions."""
 
 
 def state_of(source: UUID, numbers: Mapping[str, int]) -> State:
-    """Return what transactions say of a source.
+    """Return a source's state from the numbers of transactions.
 
     >>> from datetime import UTC, datetime
     >>> source, at = UUID(int=7), datetime(2026, 1, 31, tzinfo=UTC)
@@ -51,7 +50,7 @@ def state_of(source: UUID, numbers: Mapping[str, int]) -> State:
 def transactions(
     source: UUID, moved: Mapping[Place, Mark], epochs: Mapping[int, int]
 ) -> Iterator[tuple[str, int]]:
-    """Give the transactions that say marks and epochs."""
+    """Yield the transactions that store marks and epochs."""
     for shard, epoch in epochs.items():
         yield f"{OURS}{source}:{shard}:epoch:", epoch
     for (lane, shard), mark in moved.items():

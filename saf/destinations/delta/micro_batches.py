@@ -1,14 +1,14 @@
-"""Micro-batches of a stream, appended to a table: each in one commit, with its number.
+"""Micro-batches of a stream, appended to a table, each in one commit together with its number.
 
-The number of the last one is an application transaction of the table, as Delta's own sink for Spark
-has it. So one that comes again, because its query was killed before it knew of the commit, is
-recognised; and of two queries that append the same one, the second finds it there.
+The number of the last micro-batch is an application transaction of the table, as in Delta's own
+sink for Spark. So a micro-batch that is repeated, because its query was killed before it knew of
+the commit, is recognised. If two queries append the same one, the second finds it in the table.
 
 Spark numbers micro-batches without gaps, and one without rows is a commit, too. So a table that
-lacks one was removed, restored or set back; it is refused, and never continued silently.
+lacks one was removed, restored or set back; the query is refused, and never continued silently.
 
-Columns that the table does not have yet are added; older rows are NULL there. In a table that is
-made here, numbers, dates and times are counted, by which readers leave out files.
+Missing columns are added to the table; older rows are NULL there. In a table that is created here,
+numbers, dates and times are counted, so that readers can skip files.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from saf.errors import ConfigurationError, NotThisStream, Unavailable
 from saf.log.disk import make_folder
 
 ATTEMPTS = 20
-"""How often a commit is tried, if others change the same table meanwhile."""
+"""Most attempts at a commit while other processes change the same table."""
 RECENT = 3
-"""So many versions are made durable before a micro-batch, or when it is there already."""
+"""Latest versions to make durable before a micro-batch, or when the table has it already."""
 COUNTED = "delta.dataSkippingStatsColumns"
 COUNTS = "delta.dataSkippingNumIndexedCols"
 COUNTABLE = (types.is_integer, types.is_date, types.is_timestamp)
@@ -43,7 +43,7 @@ PLAIN = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 
 
 class MicroBatches:
-    """The table, as the driver of a query appends to it."""
+    """A table that the driver of a query appends to."""
 
     def __init__(self, settings: Delta, by: Sequence[str]) -> None:
         self._settings = settings
@@ -52,14 +52,14 @@ class MicroBatches:
         self._files = Files(settings.table, settings.folder, settings.options)
 
     def begin(self, application: str, number: int, columns: pa.Schema) -> TaskFiles | None:
-        """Say what tasks shall write of a micro-batch; None: the table has it already.
+        """Return what tasks need to write a micro-batch; None if the table has it already.
 
-        The table is made before the first one.
+        The table is created before the first one.
 
         Raises:
-            NotThisStream: the table does not have what was before it, or has more.
-            Refused: it is no table to which such rows can be appended.
-            Unavailable: it does not answer.
+            NotThisStream: the table lacks the previous micro-batch, or has later ones.
+            Refused: such rows cannot be appended to the table.
+            Unavailable: the table does not answer.
         """
         columns = plain(columns, self._by)
         error: DeltaError | None = None
@@ -69,7 +69,7 @@ class MicroBatches:
                 return None
             with self._link.errors():
                 if not (missing := lacking(self._link.what, table, columns, self._by)):
-                    # whoever has made or altered it may have died right after that
+                    # the process that made or altered it may have died right after that
                     sync(table, self._files, max(table.version() - RECENT, -1))
                     counted = _counted(table, columns)
                     return TaskFiles(
@@ -82,9 +82,9 @@ class MicroBatches:
         raise self._not_ready(error)
 
     def commit(self, application: str, number: int, written: Sequence[AddAction]) -> bool:
-        """Make what tasks have written rows of the table; False: it has this micro-batch already.
+        """Make the tasks' files rows of the table; False if it has this micro-batch already.
 
-        Raises as `begin` does.
+        Raises the same errors as `begin`.
         """
         for _ in range(ATTEMPTS):
             table = self._table(number)
@@ -100,7 +100,7 @@ class MicroBatches:
         raise Unavailable(self._link.what, "others change the same table again and again")
 
     def _table(self, number: int, columns: pa.Schema | None = None) -> DeltaTable:
-        """Load the table; with columns, make it if the first micro-batch is to come."""
+        """Load the table; with columns, create it if the first micro-batch is next."""
         folder, error = self._settings.folder, None
         may_make = columns is not None and number == 0
         if folder and may_make:
@@ -119,7 +119,7 @@ class MicroBatches:
         raise self._not_ready(error)
 
     def _fresh(self, table: DeltaTable, application: str, number: int) -> bool:
-        """Whether a micro-batch is the next one; False: the table has it."""
+        """Return True if a micro-batch is the next one, False if the table has it."""
         with self._link.errors():
             last = table.transaction_version(application)
         if last == number:
@@ -148,7 +148,7 @@ class MicroBatches:
 
     def _make(self, columns: pa.Schema) -> None:
         names = [name for name in _countable(columns) if name not in self._by]
-        # readers may leave out files by these columns only, because only these are counted
+        # readers may skip files only by these columns, because only these are counted
         counted = {COUNTED: ",".join(names)} if names else {COUNTS: "0"}
         DeltaTable.create(
             self._settings.table,
@@ -164,10 +164,10 @@ class MicroBatches:
 
 
 def plain(columns: pa.Schema, by: Sequence[str]) -> pa.Schema:
-    """Return columns as a table has them: any may be NULL.
+    """Return columns as a table stores them: all are nullable.
 
     Raises:
-        ConfigurationError: Delta has no such type, or it cannot be partitioned so.
+        ConfigurationError: Delta lacks a type, or the table cannot be partitioned like this.
     """
     for field in columns:
         try:
@@ -195,7 +195,7 @@ def lacking(what: str, table: DeltaTable, columns: pa.Schema, by: Sequence[str])
     """Return the columns that a table lacks.
 
     Raises:
-        Refused: it is no table to which such rows can be appended.
+        Refused: such rows cannot be appended to the table.
     """
     has = table.metadata().partition_columns
     if has != [*by]:

@@ -1,11 +1,11 @@
-"""Care for a table: many small files become few large ones, and files that nobody needs go.
+"""Maintenance of a table: merge small files into large ones, and remove files that are not needed.
 
-Compaction is a commit of its own: it changes no row, and forwarders append meanwhile. Afterwards,
-the order of rows in files says nothing: a key's order is that of ``id``.
+Compaction is a commit of its own: it changes no row, and forwarders can append at the same time.
+Afterwards, the order of rows in files is meaningless: ``id`` gives a key's order.
 
-A file goes when it is older than the hours that are kept, and is either replaced since so long, or
-was left by a process that was killed before its commit. Until then, readers of older versions find
-what they need, and so do commits that are under way.
+A file is removed when it is older than ``keep_hours`` and either was replaced that long ago, or was
+left by a process that was killed before its commit. Until then, readers of older versions find
+their files, and so do commits that are under way.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from saf.destinations.delta import Delta
 
 LEAST_HOURS = 1
-"""A commit that is under way takes no longer than this."""
+"""Least hours to keep; longer than any commit takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimized:
-    """What was done with a table."""
+    """Result of optimizing a table."""
 
     table: str
     version: int
@@ -36,15 +36,15 @@ class Optimized:
     bytes_before: int
     bytes_after: int
     removed: int
-    """Files that nobody needs any more, which are gone now."""
+    """Number of unneeded files that were removed."""
 
 
 def optimize(name: str, settings: Delta, *, keep_hours: int, dry_run: bool) -> Optimized:
-    """Compact a table, and remove what is not needed any more; ``dry_run``: only say what it is.
+    """Compact a table, and remove files that are not needed; ``dry_run``: change nothing.
 
     Raises:
-        UsageError: there is no table yet, or too few hours are to be kept.
-        Unavailable: it cannot be read or changed.
+        UsageError: the table does not exist yet, or ``keep_hours`` is too low.
+        Unavailable: the table cannot be read or changed.
     """
     if keep_hours < LEAST_HOURS:
         raise UsageError(

@@ -1,12 +1,12 @@
-"""A probe in an object store: commits for the same version of a table, of which one must win.
+"""A probe of an object store: commits for the same version of a table, of which only one may win.
 
-What a table promises rests on that: a store that lets a second commit overwrite the first one loses
-what the first one has acknowledged, and says nothing. Only writing tells whether a store does. The
-commits are made at the same time, because deltalake looks for others just before it writes. So a
-store that passes all rounds may have been lucky, but one that fails is certainly wrong.
+A table's promise depends on this: if a second commit can overwrite the first one, the store
+silently loses what the first commit has acknowledged. Only writing shows whether a store does. The
+commits run at the same time, because deltalake checks for others just before it writes. So a store
+that passes all rounds may have been lucky, but one that fails is certainly wrong.
 
-The probe is a table of its own in the folder ``_saf_probe`` below the address of the table, where
-no reader and no vacuum looks, and it is deleted.
+The probe is a table of its own in the folder ``_saf_probe`` below the address of the table, which
+readers and vacuums ignore. It is deleted afterwards.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ROUNDS = 2
 
 
 def probe(link: Link) -> Iterator[tuple[str, str]]:
-    """Give what is wrong with the object store that a table is in, each with its cure.
+    """Yield each problem of the table's object store, with its cure.
 
     Raises:
-        Refused: its login may not write there, or the store lets two commits win.
-        Unavailable: it does not answer.
+        Refused: the login has no right to write there, or the store lets two commits win.
+        Unavailable: the store does not answer.
     """
     settings = link.settings
     address, options = f"{settings.table}/{FOLDER}/{uuid4()}", settings.options
@@ -66,9 +66,9 @@ def probe(link: Link) -> Iterator[tuple[str, str]]:
 def _winners(
     link: Link, address: str, files: Files, paths: list[str], threads: ThreadPoolExecutor
 ) -> int:
-    """Let commits meet that give a number to the same transaction; return how many of them win.
+    """Make competing commits that set the same transaction's number; return how many of them win.
 
-    ``paths`` gets the files that they write.
+    ``paths`` collects the files that they write.
     """
     ready = Barrier(AT_ONCE)
 

@@ -35,7 +35,7 @@ def read(name: str, settings: Delta) -> Iterator[Reading]:
             return state_of(source, link.log().at(table.version())).known(identity)
 
     def rows(source: UUID) -> pa.Table:
-        assert table is not None  # noqa: S101 - it is not called then
+        assert table is not None  # noqa: S101 - not called without a table
         with link.errors():
             of_source = ds.field("source") == str(source)
             return table.to_pyarrow_dataset().to_table(columns=[*COLUMNS], filter=of_source)

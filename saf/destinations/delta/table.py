@@ -1,13 +1,13 @@
-"""A Delta table, to which chunks are appended as `saf.destinations.lake.table` says.
+"""A Delta table to which chunks are appended as in `saf.destinations.lake.table`.
 
-A chunk becomes one file of Parquet for each partition, and the commit moves the marks as
-application transactions (`saf.destinations.delta.appending`). It fails if another process has
-committed the same shards meanwhile, because both give a number to the same transactions
-(`saf.destinations.delta.marks`). Tasks with other shards, and readers that compact or delete, are
-in nobody's way. `saf lake optimize` removes the files that a killed process leaves.
+A chunk becomes one Parquet file per partition, and the commit moves the marks as application
+transactions (`saf.destinations.delta.appending`). The commit fails if another process has committed
+for the same shards since the table was read, because both set the numbers of the same transactions
+(`saf.destinations.delta.marks`). Tasks with other shards, and processes that compact or delete, do
+not conflict. `saf lake optimize` removes the files that a killed process leaves.
 
-If a machine loses its power within the commit, which is not acknowledged yet, the file of the log
-may be empty, which is an empty version, or torn, which deltalake refuses until it is removed.
+If a machine loses power during the commit, which is not acknowledged yet, the file of the log may
+be empty, which is an empty version, or torn, which deltalake refuses until the file is removed.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
     from saf.destinations.delta import Delta
 
 RECENT = 20
-"""So many versions are made durable when the table is opened, whoever has written them."""
+"""Latest versions to make durable when the table is opened, whichever process wrote them."""
 
 
 @dataclass(kw_only=True)
 class Opened:
-    """The table, as far as this process has read it."""
+    """The table as read by this process."""
 
     table: DeltaTable
     files: Files
     log: Log
     identity: UUID
     shape: object
-    """What it was checked for; see `_shape`."""
+    """Shape of the table when it was checked; see `_shape`."""
 
 
 class Table(LakeTable[Opened]):
@@ -63,7 +63,7 @@ class Table(LakeTable[Opened]):
 
     @property
     def settings(self) -> Delta:
-        """Its settings."""
+        """Settings of the table."""
         return self._link.settings
 
     def _identity(self, opened: Opened) -> UUID:
@@ -83,7 +83,7 @@ class Table(LakeTable[Opened]):
         return False
 
     def _write(self, opened: Opened, messages: pa.Table, source: UUID) -> list[AddAction]:
-        """Write the files of a chunk; return what the log says of them."""
+        """Write the files of a chunk; return their entries for the log."""
         if not messages.num_rows:
             return []
         rows = rows_of(messages, source, self.settings)
@@ -100,7 +100,7 @@ class Table(LakeTable[Opened]):
             identity=UUID(table.metadata().configuration[DESTINATION]),
             shape=_shape(table),
         )
-        with self._link.errors():  # a process may have been killed before it did this
+        with self._link.errors():  # a killed process may not have done this
             sync(table, files, max(table.version() - RECENT, -1))
         return opened
 
@@ -110,11 +110,11 @@ class Table(LakeTable[Opened]):
         try:
             with self._link.errors():
                 if not opened.files.there(file_of(opened.table.version())):
-                    self.close()  # it was set back while this process had it
+                    self.close()  # set back while open here
                     opened = self._ready()
                 opened.table.update_incremental()
                 if _shape(opened.table) != opened.shape:
-                    self.close()  # it was altered while this process had it
+                    self.close()  # altered while open here
                     opened = self._ready()
                 yield opened
         except Unavailable:
@@ -123,6 +123,6 @@ class Table(LakeTable[Opened]):
 
 
 def _shape(table: DeltaTable) -> object:
-    """Return which table it is, with its columns and its partitions."""
+    """Return a value that changes with the table itself, its columns or its partitions."""
     metadata = table.metadata()
     return metadata.id, table.schema(), metadata.partition_columns

@@ -1,6 +1,6 @@
-"""What tasks of a query write for a table: files that no reader knows, and what they tell of them.
+"""Files that tasks of a query write for a table, unknown to readers, and the tasks' reports.
 
-A task that runs again writes others; those that nobody tells of are removed by a vacuum.
+A task that runs again writes new files; a vacuum removes files that no task has reported.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from saf.destinations.delta.link import Link
 from saf.errors import ConfigurationError
 
 WRITTEN = "path string, bytes bigint, partition string, modified bigint, statistics string"
-"""The columns in which a task tells of its files, as Spark names their types."""
+"""Columns of a task's report about its files, with Spark's types."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TaskFiles:
-    """What a task writes, and where to."""
+    """Instructions for a task: what to write, and where."""
 
     settings: Delta
     columns: pa.Schema
@@ -33,7 +33,7 @@ class TaskFiles:
     counted: Sequence[str]
 
     def write(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Write rows to files that no reader knows; tell of each in the columns `WRITTEN`."""
+        """Write rows to files that no reader knows; report each file in the columns `WRITTEN`."""
         settings = self.settings
         files = Files(settings.table, settings.folder, settings.options)
         with link_of(settings).errors():
@@ -49,7 +49,7 @@ class TaskFiles:
 
 
 def told(files: Iterable[AddAction]) -> pa.RecordBatch:
-    """Return what a task tells of its files, in the columns `WRITTEN`."""
+    """Return a task's report about its files, in the columns `WRITTEN`."""
     rows = [
         (one.path, one.size, json.dumps(one.partition_values), one.modification_time, one.stats)
         for one in files
@@ -61,7 +61,7 @@ def told(files: Iterable[AddAction]) -> pa.RecordBatch:
 
 
 def heard(rows: Iterable[Sequence[Any]]) -> list[AddAction]:
-    """Return the files of which tasks have told."""
+    """Return the files that tasks have reported."""
     return [
         AddAction(path, size, json.loads(partition), modified, True, statistics)
         for path, size, partition, modified, statistics in rows
@@ -69,5 +69,5 @@ def heard(rows: Iterable[Sequence[Any]]) -> list[AddAction]:
 
 
 def link_of(settings: Delta) -> Link:
-    """Return the table as deltalake has it."""
+    """Return the table for deltalake."""
     return Link(settings.table, settings, f"the table {settings.table!r}")

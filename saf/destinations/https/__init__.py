@@ -1,12 +1,12 @@
-"""The kind ``https``: the inbox of a broker that is reached by HTTPS alone, exactly once.
+"""The kind ``https``: the inbox of a broker that is reachable only by HTTPS, exactly once.
 
     [destinations.partner]
     kind = "https"
     server = "https://partner.example.com/saf"
     secret = "${PARTNER_SECRET}"            # of Standard Webhooks: whsec_ and base64
 
-The other end serves `saf.webhooks.broker`. `saf.destinations.https.wire` tells what the two say to
-each other, `saf.destinations.https.remote` how a chunk is stored. It needs no client.
+The other end serves `saf.webhooks.broker`. `saf.destinations.https.wire` describes the protocol,
+`saf.destinations.https.remote` how a chunk is stored. It needs no client library.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _address(text: str) -> str:
 
 
 class Https(LinkedSettings):
-    """The inbox of a broker behind a URL."""
+    """Settings of the inbox of a broker behind a URL."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         holds=True, exactly_once=True, fences=True, knows_services=True
@@ -44,15 +44,15 @@ class Https(LinkedSettings):
 
     kind: Literal["https"] = "https"
     server: Annotated[str, AfterValidator(_address)]
-    """The URL at which the other end serves `saf.webhooks.broker`."""
+    """URL at which the other end serves `saf.webhooks.broker`."""
     secret: SecretStr
-    """A secret that the other end knows too, as Standard Webhooks has it: `whsec_` and base64."""
+    """Secret shared with the other end, in the form of Standard Webhooks: `whsec_` and base64."""
     ca_file: Path | None = None
-    """Certificates that the server's is checked with; by default, the system's."""
+    """CA certificates that verify the server's. Default: the system's."""
     certificate_file: Path | None = None
-    """The client's certificate."""
+    """Client's certificate."""
     key_file: Path | None = None
-    """The key of the client's certificate."""
+    """Key of the client's certificate."""
 
     @pydantic.field_validator("secret")
     @classmethod
@@ -71,19 +71,19 @@ class Https(LinkedSettings):
 
     @property
     def address(self) -> Address:
-        """Where the URL leads to."""
+        """Parts of the URL."""
         return parse(self.server)
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the inbox as a destination; see `DestinationSettings.open`."""
-        from saf.destinations.https.remote import RemoteInbox  # needs Arrow; a driver has none
+        from saf.destinations.https.remote import RemoteInbox  # needs Arrow, which drivers lack
 
         return RemoteInbox(name, self)
 
     @classmethod
     def preload(cls) -> None:
-        """Import what `open` imports."""
-        import saf.destinations.https.remote  # noqa: F401 - to have it imported
+        """Import the modules that `open` imports."""
+        import saf.destinations.https.remote  # noqa: F401 - imported for its effect
 
     @contextmanager
     def _connected(self, name: str) -> Iterator[Link]:
@@ -93,6 +93,6 @@ class Https(LinkedSettings):
             yield link
 
     def guarantee(self, name: str) -> Guarantee:
-        """Return what the other end's database gives; see `DestinationSettings.guarantee`."""
+        """Return the promise of the other end's database; see `DestinationSettings.guarantee`."""
         with self._connected(name) as link:
             return link.guarantee()

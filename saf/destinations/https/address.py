@@ -1,4 +1,4 @@
-"""Where a broker behind a URL is."""
+"""Address of a broker behind a URL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from saf.destinations.addresses import named_host
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a URL leads to."""
+    """Parts of a URL."""
 
     tls: bool
     host: str
@@ -20,7 +20,7 @@ class Address:
 
 
 def parse(text: str) -> Address:
-    """Return where a URL leads to.
+    """Parse a URL.
 
     >>> parse("https://partner.example.com/saf")
     Address(tls=True, host='partner.example.com', port=443, path='/saf')

@@ -1,9 +1,8 @@
-"""A chunk as the body of a request: a stream of Arrow IPC, with all but its rows in its metadata.
+"""A chunk as the body of a request: a stream of Arrow IPC, with all but its rows in the metadata.
 
-Both sides have columns of the same types (`TYPES`), so that each side may have its own Arrow. What
-comes is not trusted to be what it says: it is checked before any of it is used. It takes no more
-memory than the body does: nothing in it is compressed, stands for values elsewhere, or has rows
-without bytes.
+Both sides have columns of the same types (`TYPES`), so each side may have its own version of Arrow.
+A received body is not trusted: all of it is checked before use. It takes no more memory than its
+own bytes: it may not contain compression, values that refer to others, or rows without bytes.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from saf.setaside.lane_columns import LANE
 
 METADATA = b"saf"
 REFUSED = (pa.ArrowException, OSError, *UNLIKE)
-"""What a body that is no chunk makes whoever looks at it raise."""
+"""Errors that reading a malformed body raises."""
 
 PARKED = {"batch": pa.int64(), "opened_at": MOMENT}
-"""What parked messages also have."""
+"""Additional columns of parked messages."""
 LANES = dict.fromkeys(LANE, pa.string()) | {"broker": pa.binary()}
 TYPES: Mapping[str, pa.DataType] = {
     **{field.name: field.type for field in MESSAGES},
@@ -50,16 +49,16 @@ NEVER_NULL = (*NEEDED, *PARKED, *LANES, "message_id", "to_service", "body", "cre
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a forwarder has given."""
+    """A forwarder's request."""
 
     chunk: Chunk
     store: bool
-    """Whether it is to be stored; otherwise, its marks are asked for."""
+    """True: store the chunk. False: only return its marks."""
     exactly_once: bool
 
 
 def body_of(chunk: Chunk, *, store: bool, exactly_once: bool = False) -> pa.Buffer:
-    """Return a chunk as the body of a request; the messages themselves only to ``store`` them."""
+    """Return a chunk as the body of a request; it contains the messages only to ``store`` them."""
     rows = chunk.rows if store else chunk.rows.drop_columns(list(COLUMNS))
     batch = chunk.batch
     said = written(
@@ -86,10 +85,10 @@ def body_of(chunk: Chunk, *, store: bool, exactly_once: bool = False) -> pa.Buff
 
 
 def chunk_of(body: bytes | bytearray) -> Given:
-    """Return the chunk that a body is; its rows also have a column `ROW`.
+    """Parse the body of a request; the chunk's rows get a column `ROW`.
 
     Raises:
-        NotUnderstood: it is no chunk.
+        NotUnderstood: the body is not a chunk.
     """
     try:
         rows, metadata = _rows_of(body)
@@ -106,7 +105,7 @@ def chunk_of(body: bytes | bytearray) -> Given:
 
 
 def _rows_of(body: bytes | bytearray) -> tuple[pa.Table, Mapping[bytes, bytes]]:
-    """Return the rows of a stream, with the columns that a chunk may have, and its metadata."""
+    """Return the rows of a stream, with columns that a chunk may have, and its metadata."""
     buffer = pa.py_buffer(body)
     stream = pa.ipc.open_stream(buffer)
     columns = [name for name in stream.schema.names if name in TYPES]
@@ -118,24 +117,24 @@ def _rows_of(body: bytes | bytearray) -> tuple[pa.Table, Mapping[bytes, bytes]]:
             raise NotUnderstood("it has more than plain rows, such as dictionaries or compression")
     rows = stream.read_all().select(columns)
     rows.validate(full=True)
-    if rows.nbytes > len(body):  # columns that share their bytes
+    if rows.nbytes > len(body):  # columns share bytes
         raise NotUnderstood(f"its rows have {rows.nbytes:,} bytes, and it has {len(body):,}")
     return rows, stream.schema.metadata or {}
 
 
 MORE, HEADER, COMPRESSION = 4, 2, 3
-"""The numbers of fields in Arrow's Message.fbs: a message's own metadata, in which older versions
-name a compression, and its record batch; and that one's compression."""
+"""Field numbers in Arrow's Message.fbs: a message's own metadata, where older versions declare a
+compression; its record batch; and the record batch's compression."""
 
 
 def _may_grow(kind: str, message: bytes) -> bool:
-    """Whether a message is more than a plain record batch, by its description as a flatbuffer."""
+    """Return True if a message's flatbuffer describes more than a plain record batch."""
 
     def number(at: int, size: int, *, signed: bool = False) -> int:
         return int.from_bytes(message[at : at + size], "little", signed=signed)
 
     def field(table: int, which: int) -> int:
-        """Return where a field of a table is; 0 if the table has none."""
+        """Return the position of a table's field; 0 if the table lacks it."""
         described = table - number(table, 4, signed=True)
         place = 4 + 2 * which
         offset = number(described + place, 2) if place < number(described, 2) else 0
@@ -148,7 +147,7 @@ def _may_grow(kind: str, message: bytes) -> bool:
 
 
 def _whole(rows: pa.Table, *, messages: bool) -> pa.Table:
-    """Return rows that have all that a chunk needs, with `ROW`."""
+    """Check that rows have everything that a chunk needs; return them with `ROW`."""
     columns: dict[str, Any] = {name: rows[name] for name in rows.column_names}
     needed = {*NEEDED, *(COLUMNS if messages else ())}
     for some in (PARKED, LANES):
@@ -179,7 +178,7 @@ def _given(said: Mapping[str, Any], rows: pa.Table) -> Given:
             opened_at=opened_at,
             set_aside_at={
                 int(shard): [at for at in map(moment, times) if at is not None]
-                for shard, times in said.get("set_aside_at", ())  # older forwarders say none
+                for shard, times in said.get("set_aside_at", ())  # older forwarders send none
             },
             epochs=tuple((int(shard), int(epoch)) for shard, epoch in said["epochs"]),
         ),

@@ -1,10 +1,10 @@
 """A link to a broker behind a URL: signed requests, one after the other, over one connection.
 
-It is of Python's own `http.client`, so a forwarder needs no further package, and its driver no
-Arrow. No redirect is followed, no proxy of the environment is used, and a certificate is verified.
+It uses Python's own `http.client`, so a forwarder needs no more packages, and its driver no Arrow.
+It follows no redirects, ignores proxies in the environment, and verifies certificates.
 
-Whatever an answer takes, it is waited for only so long (`saf.database.patience`), however slowly it
-drips; and only so much of it is read.
+Each answer has a time limit (`saf.database.patience`), however slowly its bytes arrive, and a limit
+on its size.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ LARGEST_ANSWER = 64 << 20
 TOO_LARGE, NO_APPLICATION = 413, (404, 405, 411, 501)
 LATER = (408, 425, 429)
 SHOWN = 100
-"""How much of an answer that is not understood is shown."""
+"""Bytes to show of an answer that is not understood."""
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection whose socket can be cut from the beginning until `end`.
+    """A connection whose socket can be cut at any time until `end`.
 
-    `http.client` closes a connection as soon as an answer has said that it is the last one, and
-    goes on reading it. So what is cut is a socket of our own for the same connection.
+    `http.client` closes a connection as soon as an answer declares itself the last one, and
+    continues to read the answer. So `cut` uses a separate socket object for the same connection.
     """
 
     def __init__(self, settings: Https, context: ssl.SSLContext | None) -> None:
@@ -73,20 +73,20 @@ class _Connection(http.client.HTTPConnection):
         self.sock = one
 
     def end(self) -> None:
-        """Close it; no answer is read any more."""
+        """Close the connection; no more answers are read."""
         self.close()
         own, self._own = self._own, None
         if own is not None:
             own.close()
 
     def cut(self) -> None:
-        """End what is waited for; called by another thread."""
+        """Stop waiting on the connection; called by another thread."""
         if (own := self._own) is not None:
             with suppress(OSError):
                 own.shutdown(socket.SHUT_RDWR)
 
     def is_usable(self) -> bool:
-        """Whether it is connected, and the other side has not closed it meanwhile."""
+        """Return True if it is connected, and the other side has not closed the connection."""
         if self.sock is None:
             return False
         poll = select.poll()
@@ -95,7 +95,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 class Link:
-    """One destination's link; not safe to use from several threads."""
+    """A destination's link; not thread-safe."""
 
     def __init__(self, name: str, settings: Https) -> None:
         self.what = f"destination {name!r}"
@@ -104,7 +104,7 @@ class Link:
         self._connection = _Connection(settings, self._context)
 
     def close(self) -> None:
-        """Give up the connection."""
+        """Close the connection."""
         self._connection.end()
 
     def identity(self) -> UUID:
@@ -113,12 +113,12 @@ class Link:
             return UUID(self.ask(wire.IDENTITY)["identity"])
 
     def known(self, source: UUID) -> Known:
-        """Ask the broker what it knows of a source."""
+        """Ask the broker for its marks of a source."""
         with self._reading():
             return wire.to_known(self.ask(wire.KNOWN, source=str(source)))
 
     def guarantee(self) -> Guarantee:
-        """Ask the broker what its database gives."""
+        """Ask the broker for its database's promise."""
         with self._reading():
             said = self.ask(wire.GUARANTEE)
             more = [(str(what), str(cure)) for what, cure in said["more"]]
@@ -131,15 +131,15 @@ class Link:
     def ask(self, question: str, **more: Any) -> Said:
         """Ask the broker a question.
 
-        Raises what the broker refuses, and `Unavailable`.
+        Raises the broker's refusal, or `Unavailable`.
         """
         body = wire.written(ask=question, **more)
         return self.post(body, wire.JSON, self.settings.bounds.statement_seconds)
 
     def post(self, body: Any, kind: str, seconds: float, chunk: Chunk | None = None) -> Said:
-        """Send a signed body, of which a ``chunk`` may be, and return the broker's answer.
+        """Send a signed body, such as that of ``chunk``, and return the broker's answer.
 
-        Raises what the broker refuses, and `Unavailable`.
+        Raises the broker's refusal, or `Unavailable`.
         """
         status, reason, answer = self._answered(body, kind, seconds)
         try:
@@ -169,7 +169,7 @@ class Link:
         try:
             with answer_within(seconds, connection.cut) as waiting:
                 assert waiting is not None  # noqa: S101 - seconds are given
-                # who does not want all of it may have said why
+                # a server that stops reading early may have sent the reason
                 with suppress(BrokenPipeError, ConnectionResetError):
                     connection.request("POST", self.settings.address.path, body, headers)
                 with connection.getresponse() as answer:
@@ -204,7 +204,7 @@ class Link:
         return Unavailable(self.what, f"{at}: {said}", hangs=isinstance(error, TimeoutError))
 
     def _of_another(self, status: int, reason: str, answer: bytes) -> SafError:
-        """The error for an answer that is not a broker's: a proxy's, or some other server's."""
+        """Return the error for an answer from another server, such as a proxy."""
         at = self.settings.server
         shown = " ".join(answer[:SHOWN].decode(errors="replace").split())
         said = self.settings.redact(f"{at} answers {status} {reason}: {shown}")
@@ -226,7 +226,7 @@ class Link:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Translate the errors of whoever reads an answer."""
+        """Translate errors of reading an answer."""
         try:
             yield
         except wire.UNLIKE as error:
@@ -243,7 +243,7 @@ class Link:
             context = ssl.create_default_context(cafile=mine.ca_file)
             if mine.certificate_file is not None:
                 context.load_cert_chain(mine.certificate_file, mine.key_file)
-        except OSError as error:  # so is an error of the format
+        except OSError as error:  # also raised for a wrong format
             said = error.strerror or str(error)
             raise unusable(
                 self.what, f"its certificates cannot be read: {said}", "fix saf.toml, or the files"
@@ -253,7 +253,7 @@ class Link:
 
 @contextmanager
 def linked(name: str, settings: Https) -> Iterator[Link]:
-    """Give a link for a few questions."""
+    """Yield a link for a few questions."""
     link = Link(name, settings)
     try:
         yield link

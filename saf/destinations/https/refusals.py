@@ -1,4 +1,4 @@
-"""Why a broker behind a URL does not store: what it says, and the error that it becomes again.
+"""Refusals of a broker behind a URL: how it reports an error, and the error that is raised again.
 
     error            status   the forwarder raises
     fenced           409      Fenced
@@ -8,9 +8,9 @@
     rejected         422      Rejected
     too_large        413      Rejected: a part of the chunk may be small enough
     unavailable      503      Unavailable
-    not_signed       401      Refused: the secrets differ, or the clocks do
-    not_allowed      403      Refused: it is not for this source
-    unusable         400      Refused: a person has to mend something at one of the two ends
+    not_signed       401      Refused: the secrets or the clocks differ
+    not_allowed      403      Refused: the broker does not accept this source
+    unusable         400      Refused: an operator must fix something at one of the two ends
     version          400      Refused: the ends speak different versions
 
 ``rows`` are the numbers of the rows that were not stored.
@@ -39,7 +39,7 @@ from saf.errors import (
 )
 
 ROW = "row"
-"""The column in which the other end numbers the rows of a chunk."""
+"""Column in which the other end numbers the rows of a chunk."""
 
 SILENT = {"reason": "its database does not answer"}
 LOCKED = {
@@ -86,11 +86,11 @@ TOLD: Sequence[tuple[type[SafError], int, str, Callable[[Any], dict[str, Any]]]]
     (Refused, 400, "unusable", lambda _: LOCKED),
     (SafError, 503, "unavailable", lambda _: SILENT),
 ]
-"""The status, and what is said, for each error; the first line that fits counts."""
+"""Status, name and members of the answer for each error; the first line that fits counts."""
 
 
 def told(error: SafError) -> tuple[int, dict[str, Any]]:
-    """Return the status and what is said for an error."""
+    """Return the status and the answer for an error."""
     for kind, status, name, more in TOLD:
         if isinstance(error, kind):
             return status, {"error": name, **more(error)}
@@ -98,7 +98,7 @@ def told(error: SafError) -> tuple[int, dict[str, Any]]:
 
 
 def raised(what: str, said: Said, chunk: Chunk | None) -> SafError:
-    """Return the error that a broker has said, about a chunk or a question."""
+    """Return the error that a broker has reported, about a chunk or a question."""
     name = said["error"]
     if name in OF_CHUNKS:
         if chunk is None:
@@ -125,7 +125,7 @@ OF_CHUNKS: Mapping[str, Callable[[str, Said, Chunk], SafError]] = {
     "rejected": lambda what, said, _: Rejected(what, str(said["reason"])),
     "too_large": lambda what, said, _: Rejected(what, str(said["reason"])),
 }
-"""What becomes of an error that is about a chunk."""
+"""Errors about a chunk, by the name in the answer."""
 
 
 def _shards(said: Said) -> list[int]:

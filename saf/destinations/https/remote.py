@@ -1,9 +1,9 @@
-"""The inbox of a broker behind a URL, exactly once: what a forwarder does.
+"""The inbox of a broker behind a URL, exactly once: the forwarder's side.
 
-A chunk is one request. The other end (`saf.webhooks.deliveries`) gives it to the same code that
-stores at a broker by a dsn: in one transaction, it refuses an older epoch, drops what is stored,
-writes the rest, and moves the marks. So an answer that gets lost, an end that is killed in the
-middle, or a process that wakes up late loses and doubles nothing.
+A chunk is one request. The other end (`saf.webhooks.deliveries`) passes it to the same code that
+stores at a broker with a dsn: in one transaction, it refuses an older epoch, drops repeats, writes
+the rest, and moves the marks. So nothing is lost or doubled if an answer gets lost, if the other
+end is killed in the middle, or if a process wakes up late.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class RemoteInbox:
         self._most: int | None = None
 
     def identity(self) -> UUID:
-        """The broker_id of the inbox."""
+        """Return the inbox's broker_id."""
         if self._identity is None:
             self.connect()
-        assert self._identity is not None  # noqa: S101 - learnt at the first contact
+        assert self._identity is not None  # noqa: S101 - set by connect()
         return self._identity
 
     def connect(self) -> None:
-        """Ask whose inbox it is. If this fails, nothing has been sent."""
+        """Ask for the inbox's identity. If this fails, nothing was sent."""
         said = self._linked().ask("identity")
         try:
             self._identity = UUID(said["identity"])
@@ -74,7 +74,7 @@ class RemoteInbox:
             raise Unavailable(self.what, "its answer does not list what it stored") from None
 
     def close(self) -> None:
-        """Give up the connection, if there is one."""
+        """Close the connection, if one is open."""
         link, self._link = self._link, None
         if link is not None:
             link.close()

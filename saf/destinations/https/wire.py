@@ -1,20 +1,19 @@
-"""What a forwarder and a broker behind a URL say to each other, in version 1 of this protocol.
+"""The protocol between a forwarder and a broker behind a URL, version 1.
 
-A forwarder POSTs, and signs each body as Standard Webhooks has it:
+A forwarder POSTs, and signs each body as defined by Standard Webhooks:
 
     a question    JSON: ``{"version": 1, "ask": "identity"}``, ``"known"`` with a ``source``, or
                   ``"guarantee"``
     a chunk       messages as a stream of Arrow IPC (`saf.destinations.https.chunks`), to store
                   them, or to ask for the marks of their lanes and shards
 
-The broker answers with one JSON object, which has the ``version``, and the broker's ``identity``
-where it is known. With status 200 it has what was asked for; otherwise it has the ``error``, see
-`saf.destinations.https.refusals`. Whatever has no version is not a broker's answer: nothing that a
-proxy says is taken for stored.
+The broker answers with one JSON object, which contains the ``version``, and the broker's
+``identity`` where it is known. With status 200 it contains the result; otherwise the ``error``, see
+`saf.destinations.https.refusals`. An answer without a version is not a broker's: no answer of a
+proxy counts as stored.
 
-A mark is ``[batch, position, opened_at, acknowledged]``, with ``set_aside_at`` behind it if it has
-that, and marks are a list of ``[lane, shard, mark]``. A moment is text, as ISO 8601 has it, with
-its zone.
+A mark is ``[batch, position, opened_at, acknowledged]``, followed by ``set_aside_at`` if it has
+one. Marks are a list of ``[lane, shard, mark]``. A moment is text in ISO 8601, with its zone.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from saf.destinations.marks import Known, Mark, Place
 
 VERSION = 1
 JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
-"""The content types of questions, and of chunks."""
+"""Content types of questions, and of chunks."""
 IDENTITY, KNOWN, GUARANTEE = "identity", "known", "guarantee"
 """Questions."""
 
 UNLIKE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What a value of another kind than it should be makes whoever looks at it raise."""
+"""Errors that reading a value of the wrong type raises."""
 
 Said = Mapping[str, Any]
-"""What one side has said."""
+"""A parsed message of one side."""
 
 
 class NotUnderstood(ValueError):
-    """The other side has said what is none of this; the text says why."""
+    """The other side has sent something outside this protocol; the text gives the reason."""
 
 
 class OtherVersion(NotUnderstood):
@@ -53,7 +52,7 @@ class OtherVersion(NotUnderstood):
 
 
 def written(**said: Any) -> bytes:
-    """Return what one side says.
+    """Return a message of one side.
 
     >>> written(ask=IDENTITY)
     b'{"version": 1, "ask": "identity"}'
@@ -62,14 +61,14 @@ def written(**said: Any) -> bytes:
 
 
 def read(body: bytes | bytearray) -> Said:
-    """Return what the other side has said.
+    """Parse a message of the other side.
 
     >>> read(written(ask=IDENTITY))["ask"]
     'identity'
 
     Raises:
-        NotUnderstood: it is no JSON object with a version.
-        OtherVersion: it has another version.
+        NotUnderstood: the message is not a JSON object with a version.
+        OtherVersion: the message has another version.
     """
     try:
         said = json.loads(body)
@@ -83,10 +82,10 @@ def read(body: bytes | bytearray) -> Said:
 
 
 def moment(text: str | None) -> datetime | None:
-    """Return the moment that a text says.
+    """Parse a moment.
 
     Raises:
-        ValueError: it has no zone, or is no moment.
+        ValueError: the text has no zone, or is not a moment.
     """
     if text is None:
         return None
@@ -97,7 +96,7 @@ def moment(text: str | None) -> datetime | None:
 
 
 def of_mark(mark: Mark) -> list[Any]:
-    """Return a mark as it is said.
+    """Return a mark for a message.
 
     >>> of_mark(Mark(batch=5, position=90))
     [5, 90, None, False]
@@ -108,19 +107,19 @@ def of_mark(mark: Mark) -> list[Any]:
 
 
 def to_mark(said: Any) -> Mark:
-    """Return the mark that was said."""
+    """Return the mark from a message."""
     batch, position, opened_at, acknowledged, *aside = said
     moments = [moment(one) for one in aside]
     return Mark.of(int(batch), int(position), moment(opened_at), bool(acknowledged), *moments)
 
 
 def of_marks(marks: Mapping[Place, Mark]) -> list[Any]:
-    """Return marks as they are said."""
+    """Return marks for a message."""
     return [[lane, shard, of_mark(mark)] for (lane, shard), mark in marks.items()]
 
 
 def to_marks(said: Iterable[Any]) -> dict[Place, Mark]:
-    """Return the marks that were said.
+    """Return the marks from a message.
 
     >>> marks = {("retry", 7): Mark(batch=5, position=90)}
     >>> to_marks(of_marks(marks)) == marks
@@ -130,12 +129,12 @@ def to_marks(said: Iterable[Any]) -> dict[Place, Mark]:
 
 
 def of_known(known: Known) -> dict[str, Any]:
-    """Return what a broker knows of a source, as it is said."""
+    """Return a broker's marks and epochs of a source for a message."""
     return {"marks": of_marks(known.marks), "epochs": [*known.epochs.items()]}
 
 
 def to_known(said: Said) -> Known:
-    """Return what a broker has said that it knows of a source."""
+    """Return a broker's marks and epochs of a source from a message."""
     return Known(
         destination=UUID(said["identity"]),
         marks=to_marks(said["marks"]),

@@ -11,9 +11,9 @@
     [destinations.lake.promote]                     # members of JSON bodies that get a column
     amount = "double"
 
-`saf.destinations.iceberg.table` tells how a chunk is stored, `saf.destinations.lake.columns` what a
-row is, `saf.destinations.iceberg.marks` where the marks are, and why there. The client is the extra
-``iceberg``, the package pyiceberg: no JVM.
+`saf.destinations.iceberg.table` describes how a chunk is stored, `saf.destinations.lake.columns`
+the rows, `saf.destinations.iceberg.marks` where the marks are, and why there. The client is the
+extra ``iceberg``, the package pyiceberg: no JVM.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ def _warehouse(text: str) -> str:
 
 
 class Iceberg(LakeSettings):
-    """A table of Apache Iceberg."""
+    """Settings of a table of Apache Iceberg."""
 
     kind: Literal["iceberg"] = "iceberg"
     catalog: Annotated[str, AfterValidator(parse)]
-    """What knows where the table's newest version is: `sqlite:///catalog.db`, a file of this
-    machine; `postgresql://host/database`; or `https://…`, a REST catalog."""
+    """Catalog, which knows where the table's newest version is: `sqlite:///catalog.db`, a file of
+    this machine; `postgresql://host/database`; or `https://…`, a REST catalog."""
     table: Annotated[str, AfterValidator(_table)]
-    """The table, with its namespace: `shop.messages`. It is made at the first message."""
+    """Table, with its namespace: `shop.messages`. It is created at the first message."""
     warehouse: Annotated[str, AfterValidator(_warehouse)] | None = None
-    """Where tables are that saf makes: a folder, which exists, or an address such as
-    `s3://bucket/lake`; at a REST catalog, the name that it has for it."""
+    """Place of tables that saf creates: an existing folder, or an address such as
+    `s3://bucket/lake`; at a REST catalog, the catalog's name for the warehouse."""
     catalog_name: str = "saf"
-    """The name of the catalog in the tables of its database, which several can share."""
+    """Name of the catalog in the tables of its database, which several catalogs can share."""
     username: str | None = None
-    """The login at a database with the catalog."""
+    """User name at the catalog's database."""
     password: SecretStr | None = None
-    """Its password."""
+    """The user's password."""
     properties: dict[str, SecretStr] = Field(default_factory=dict)
-    """What pyiceberg is told besides, such as `token` or `credential` of a REST catalog, or
-    `s3.access-key-id`; all of it counts as secret."""
+    """More properties for pyiceberg, such as `token` or `credential` of a REST catalog, or
+    `s3.access-key-id`; all of their values count as secret."""
 
     @model_validator(mode="after")
     def _has_a_warehouse(self) -> Self:
@@ -78,14 +78,14 @@ class Iceberg(LakeSettings):
 
     @property
     def folder(self) -> Path | None:
-        """The warehouse, if it is on this machine."""
+        """Warehouse, if it is on this machine."""
         there = self.warehouse if is_sql(self.catalog) else None
         return None if there is None or "://" in there else Path(there)
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the table as a destination; see `DestinationSettings.open`."""
         with client_needed(name, "iceberg"):
-            from saf.destinations.iceberg.table import Table  # needs Arrow; a driver has none
+            from saf.destinations.iceberg.table import Table  # needs Arrow, which drivers lack
         return Table(name, self)
 
     @contextmanager
@@ -107,7 +107,7 @@ class Iceberg(LakeSettings):
             yield read(link)
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Raise what messages would be refused for; see `DestinationSettings.problems`."""
+        """Raise if messages must not be stored there; see `DestinationSettings.problems`."""
         with self._connected(name) as link:
             from saf.destinations.iceberg.making import check
 
@@ -124,7 +124,7 @@ class Iceberg(LakeSettings):
             yield from probe(link)
 
     def guarantee(self, name: str) -> Guarantee:
-        """Return what the place of the table really gives; see `DestinationSettings.guarantee`."""
+        """Return the promise of the table's place; see `DestinationSettings.guarantee`."""
         with self._connected(name) as link:
             from saf.destinations.iceberg.guarantee import guarantee
 

@@ -1,4 +1,4 @@
-"""Addresses: where a catalog of Iceberg is, without a login.
+"""Addresses of Iceberg catalogs, without a login.
 
 sqlite:///folder/catalog.db        a file of this machine, also sqlite:////absolute/path
 postgresql://host:5432/database    a database, with libpq's parameters after a ?
@@ -14,13 +14,13 @@ SQLITE = "sqlite:///"
 
 
 def parse(text: str) -> str:
-    """Return an address, with the whole path of a file.
+    """Parse an address; return it with the absolute path of a file.
 
     >>> parse("postgresql://db1/lake")
     'postgresql://db1/lake'
 
     Raises:
-        ValueError: it is none.
+        ValueError: the address is invalid.
     """
     url = urlsplit(text)
     if "@" in url.netloc or "password" in parse_qs(url.query):
@@ -36,17 +36,17 @@ def parse(text: str) -> str:
 
 
 def is_sql(catalog: str) -> bool:
-    """Whether a catalog is in a database."""
+    """Return True if a catalog is in a database."""
     return not catalog.startswith("http")
 
 
 def file_of(catalog: str) -> Path | None:
-    """Return the file that a catalog is in, if it is in one."""
+    """Return a catalog's file; None if the catalog is not in a file."""
     return Path(catalog.removeprefix(SQLITE)) if catalog.startswith(SQLITE) else None
 
 
 def libpq(catalog: str) -> dict[str, str]:
-    """Return what libpq is told of a catalog in PostgreSQL.
+    """Return libpq's parameters for a catalog in PostgreSQL.
 
     >>> libpq("postgresql://db1:5433/lake?sslmode=require")
     {'host': 'db1', 'port': '5433', 'dbname': 'lake', 'sslmode': 'require'}
@@ -62,7 +62,7 @@ def libpq(catalog: str) -> dict[str, str]:
 
 
 def place(catalog: str) -> str:
-    """Return what stays the same of an address, however its client is told to connect.
+    """Return the part of an address that identifies the catalog, without other parameters.
 
     >>> place("postgresql://db1/lake?sslmode=require&port=5433")
     'postgresql:db1:5433/lake'

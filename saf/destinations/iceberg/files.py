@@ -1,10 +1,10 @@
-"""The files of tables on this machine, as pyiceberg reads and writes them.
+"""Files of tables on this machine, read and written by pyiceberg.
 
-What is written is durable when its stream is closed: the content of the file, and its name. So all
-that a commit refers to is durable before the commit. No folder is made but those in a table's own:
-where no disk is mounted any more, nothing is written.
+A file is durable when its stream is closed: its content and its name. So everything that a commit
+refers to is durable before the commit. Folders are created only inside a table's own folder: if a
+disk is no longer mounted, nothing is written.
 
-This module does without Arrow, because a forwarder's driver reads what a table says of itself.
+This module does not use Arrow, because a forwarder's driver reads a table's metadata.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pyiceberg.io import FileIO, InputFile, InputStream, OutputFile, OutputStrea
 from saf.log import disk
 
 NAME = f"{__name__}.LocalFiles"
-"""The name by which pyiceberg finds it."""
+"""Name by which pyiceberg finds the class."""
 FILE = re.compile(r"^file:(//(localhost)?(?=/))?")
 
 
@@ -33,14 +33,14 @@ def path_of(location: str) -> Path:
 
 
 class Synced(io.BufferedWriter):
-    """A stream into a new file, which is durable when it is closed."""
+    """A stream into a new file, which is durable once closed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         super().__init__(io.FileIO(path, "xb"))
 
     def close(self) -> None:
-        """Bring the file to the disk."""
+        """Sync the file and its folder to the disk."""
         if not self.closed:
             self.flush()
             os.fsync(self.fileno())
@@ -59,22 +59,22 @@ class LocalFile(InputFile, OutputFile):
         return self._path.stat().st_size
 
     def exists(self) -> bool:
-        """Whether it is there."""
+        """Return True if the file exists."""
         return self._path.exists()
 
     def open(self, seekable: bool = True) -> InputStream:  # noqa: ARG002 - it always is
-        """Open it for reading."""
+        """Open the file for reading."""
         return self._path.open("rb")
 
     def to_input_file(self) -> InputFile:
-        """Return it for reading."""
+        """Return the file for reading."""
         return self
 
     def create(self, overwrite: bool = False) -> OutputStream:
-        """Open it for writing; it must not be there.
+        """Create the file and open it for writing.
 
         Raises:
-            FileNotFoundError: the table's folder is not there.
+            FileNotFoundError: the table's folder does not exist.
         """
         if overwrite:
             self._path.unlink(missing_ok=True)
@@ -86,7 +86,7 @@ class LocalFile(InputFile, OutputFile):
 
 
 class LocalFiles(FileIO):
-    """All files of this machine."""
+    """Files of this machine."""
 
     def new_input(self, location: str) -> InputFile:
         """Return a file for reading."""

@@ -1,7 +1,7 @@
-"""What the place of a table gives: what a lost power may take back, and what is not tested.
+"""Promise of a table's place: messages that a power failure may take back, and untested parts.
 
-Whatever is taken back is taken back with its marks. So a loss is noticed at the next contact, and
-`saf rebase` sends again what was lost.
+A loss always takes the marks back with the messages. It is noticed at the next contact, and `saf
+rebase` sends the lost messages again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from saf.destinations.settings import Guarantee
 S3 = ("s3://", "s3a://")
 MANY_FILES = 1_000
 SMALL_BYTES = 8 << 20
-"""So many files that are smaller than this on average are worth compacting."""
+"""A table with more than `MANY_FILES` files below this average size is worth compacting."""
 MANY_SNAPSHOTS = 1_000
-"""So many snapshots make each commit slow, because it writes all of them."""
+"""Above this number, each commit is slow, because it writes all snapshots."""
 
 
 def guarantee(link: Link) -> Guarantee:
-    """Return what a table promises, where it is."""
+    """Return the table's promise where it is now."""
     settings, table = link.settings, link.load()
     more: list[tuple[str, str]] = []
     server = f"no Iceberg table yet, {settings.table}"

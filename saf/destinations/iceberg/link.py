@@ -1,11 +1,11 @@
-"""A table as pyiceberg has it: its catalog, opened and asked what it is.
+"""A table in pyiceberg: its catalog, its identity and its marks.
 
-What a table of saf's has besides its rows:
+Besides its rows, saf's table has:
 
     saf.destination     a property: the destination's identity, which stays if the table is moved
     saf.marks.…         properties: the marks; see `saf.destinations.iceberg.marks`
 
-This module does without Arrow, because a forwarder's driver asks for the identity.
+This module does not use Arrow, because a forwarder's driver asks for the identity.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
     from saf.destinations.iceberg import Iceberg
 
 DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH")
-"""How pyarrow says that an object store's login is not enough: it says so only in words."""
+"""Words in pyarrow's error texts for an object store's refused login; it has no error codes."""
 ATTEMPTS, PAUSE_SECONDS = 5, 0.1
-"""How often to try to make the catalog's tables, and how long to wait for another who does so."""
+"""Attempts to create the catalog's tables, and the pause for another process that creates them."""
 
 
 class Link:
-    """One table, and its catalog. To be closed."""
+    """One table and its catalog. The user must close it."""
 
     def __init__(self, name: str, settings: Iceberg) -> None:
         self.name = name
@@ -68,18 +68,18 @@ class Link:
 
     @property
     def table(self) -> tuple[str, ...]:
-        """The parts of the table's name."""
+        """Parts of the table's name."""
         return tuple(self.settings.table.split("."))
 
     def load(self) -> Table | None:
         """Load the newest version of the table; None if there is no table yet. Write nothing.
 
         Raises:
-            Unavailable: the catalog does not answer, or files are not there.
+            Unavailable: the catalog does not answer, or files are missing.
         """
         with self.errors():
             if self.settings.folder:
-                next(self.settings.folder.iterdir(), None)  # raises if there is no folder
+                next(self.settings.folder.iterdir(), None)  # raises if the folder is missing
             catalog = self._there()
             try:
                 return catalog.load_table(self.table) if catalog else None
@@ -87,39 +87,39 @@ class Link:
                 return None
 
     def catalog(self) -> Catalog:
-        """Return the catalog, whose tables are made if they are not there."""
+        """Return the catalog; create its tables if they do not exist."""
         attempts = ATTEMPTS
         while (found := self._there()) is None:
             attempts -= 1
             try:
                 self._catalog = self._open(make=True)
-            except DatabaseError:  # another task may be making them at the same time
+            except DatabaseError:  # another task may be creating them
                 if not attempts:
                     raise
                 time.sleep(PAUSE_SECONDS)
         return found
 
     def close(self) -> None:
-        """Give up the connection."""
+        """Close the connection."""
         if self._catalog is not None:
             self._catalog.close()
             self._catalog = None
 
     def identity(self) -> UUID:
-        """Return the identity of the table, or the one that it will get; write nothing.
+        """Return the identity of the table, or its future one; write nothing.
 
-        That follows from where it is. So a table that is gone is not taken for a new one: it is the
-        same one, without what it had acknowledged.
+        A future identity is computed from the address. So a table that is gone is not taken for a
+        new one: it is the same one, without its acknowledged data.
         """
         return self.identity_of(self.load())
 
     def identity_of(self, table: Table | None) -> UUID:
-        """Return the identity of a table that was loaded."""
+        """Return the identity of a loaded table."""
         there = table.properties.get(DESTINATION) if table else None
         return UUID(there) if there else self.first_identity()
 
     def first_identity(self) -> UUID:
-        """Return the identity of a table that is made here."""
+        """Return the identity of a table that is created here."""
         settings = self.settings
         where = f"{place(settings.catalog)}#{settings.catalog_name}.{settings.table}"
         return uuid5(NAMESPACE_URL, where)
@@ -129,12 +129,12 @@ class Link:
         return self.known_of(self.load(), source)
 
     def known_of(self, table: Table | None, source: UUID) -> Known:
-        """Return how far a table that was loaded has got with a source."""
+        """Return how far a loaded table has got with a source."""
         state = self.state(table, source) if table else State()
         return state.known(self.identity_of(table))
 
     def state(self, table: Table, source: UUID) -> State:
-        """Return what a version of the table knows of a source."""
+        """Return the knowledge of a source in a version of the table."""
         with self.errors():
             return state_of(source, table.metadata)
 
@@ -162,7 +162,7 @@ class Link:
         except SQLAlchemyError as error:
             raise self._of_database(error) from None
         except OSError as error:
-            if error.errno is None:  # an object store's, or one of HTTP
+            if error.errno is None:  # from an object store, or HTTP
                 if any(word in str(error) for word in DENIED):
                     cure = "let its login list, read, write and delete below the table's address"
                     raise Refused(self.what, self.said(error), cure) from None
@@ -173,12 +173,12 @@ class Link:
             raise Unavailable(self.what, self.said(error)) from None
 
     def said(self, error: Exception) -> str:
-        """Return what an error says, on one line and without secrets."""
+        """Return an error's text on one line, without secrets."""
         return self.settings.redact(str(error)) or type(error).__name__
 
     def _of_database(self, error: SQLAlchemyError) -> Unavailable:
         cause = getattr(error, "orig", None) or error
-        # a database is asked again why it lets nobody in, because its client does not say so
+        # the client does not tell why a database denies access, so the database is asked again
         if self.settings.catalog.startswith("postgresql") and not getattr(cause, "sqlstate", None):
             cure = to_mend(make_conninfo(**self._libpq()))
             if cure:
@@ -190,7 +190,7 @@ class Link:
         if self._catalog is None:
             file = file_of(self.settings.catalog)
             if file and not file.exists():
-                next(file.parent.iterdir(), None)  # raises if there is no folder
+                next(file.parent.iterdir(), None)  # raises if the folder is missing
                 return None
             catalog = self._open(make=False)
             made = not isinstance(catalog, SqlCatalog) or all(
@@ -204,7 +204,7 @@ class Link:
         return self._catalog
 
     def properties(self) -> dict[str, str]:
-        """Return what pyiceberg is told; it waits for an object store within saf's bounds."""
+        """Return properties for pyiceberg; it waits for an object store within saf's bounds."""
         settings, bounds = self.settings, self.settings.bounds
         properties = {
             S3_CONNECT_TIMEOUT: f"{bounds.network_seconds:g}",
@@ -238,7 +238,7 @@ class Link:
         return make_url("postgresql+psycopg://").update_query_dict(self._libpq())
 
     def _libpq(self) -> dict[str, str]:
-        """Return what libpq is told; each commit is durable, and waits within saf's bounds."""
+        """Return libpq's parameters; each commit is durable, and waits within saf's bounds."""
         settings, bounds = self.settings, self.settings.bounds
         here = {"lock_timeout": bounds.lock_seconds, "statement_timeout": bounds.statement_seconds}
         options = "".join(f" -c {name}={round(1000 * one)}" for name, one in here.items())
@@ -260,14 +260,14 @@ def _rest(settings: Iceberg, properties: dict[str, str]) -> Catalog:
     from pyiceberg.catalog.rest import RestCatalog
 
     class Rest(RestCatalog):
-        """One that waits for each answer within saf's bounds; pyiceberg waits for ever."""
+        """REST catalog that waits within saf's bounds; pyiceberg's own waits without limit."""
 
         def _create_session(self) -> Any:
             session: Any = super()._create_session()
             return session if isinstance(session.request, partial) else self._bounded(session)
 
         def _create_legacy_oauth2_auth_manager(self, session: Any) -> Any:
-            # it logs in by this session, before anybody else has it
+            # it logs in with this session before any other code has it
             return super()._create_legacy_oauth2_auth_manager(self._bounded(session))
 
         def _bounded(self, session: Any) -> Any:

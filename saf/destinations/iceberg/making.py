@@ -1,7 +1,7 @@
-"""Making a table, and making sure that it takes what saf writes.
+"""Creating a table, and checking that it fits saf's rows.
 
-A table that somebody else has made is taken as it is, if it can have saf's columns. Columns that it
-does not have are added: Iceberg changes no file for that, and older rows are NULL there.
+A table that saf did not create is used as it is, if it can have saf's columns. Missing columns are
+added: Iceberg changes no files for this, and older rows are NULL there.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ BY: Mapping[str, tuple[tuple[str | None, Transform[Any, Any]], ...]] = {
     "service": (("to_service", IdentityTransform()),),
     "nothing": (),
 }
-"""What a table is partitioned by, by the setting: columns, and what is made of their values."""
+"""Partitioning of a table, by the setting: columns, and the transforms of their values."""
 PROPERTIES = {
-    # a commit adds a file to the list of those that say what is in the table; a hundred become one
+    # a commit adds a file to the list of manifests; a hundred files are merged into one
     TableProperties.MANIFEST_MERGE_ENABLED: "true",
-    # a commit writes what the table says of itself anew; of older texts, a hundred are kept
+    # a commit writes the table's metadata again; a hundred older versions are kept
     TableProperties.METADATA_DELETE_AFTER_COMMIT_ENABLED: "true",
 }
 ATTEMPTS = 5
 LEAST_VERSION = 2
-"""Versions of the format before have no sequence numbers; see `saf.destinations.iceberg.marks`."""
+"""Earlier format versions have no sequence numbers; see `saf.destinations.iceberg.marks`."""
 
 
 def ready(link: Link) -> Table:
-    """Return the table, made if it is not there, with all columns.
+    """Return the table with all columns; create it if it does not exist.
 
     Raises:
-        Refused: it is no table that saf's messages can be appended to.
-        Unavailable: it cannot be made or changed now.
+        Refused: saf's messages cannot be appended to the table.
+        Unavailable: the table cannot be created or changed now.
     """
     for _ in range(ATTEMPTS):
         table = link.load()
@@ -99,7 +99,7 @@ def wanted(link: Link) -> Mapping[str, PrimitiveType]:
 
 
 def check(link: Link, table: Table) -> None:
-    """Make sure that rows can be appended to a table as they are.
+    """Check that rows can be appended to a table as they are.
 
     Raises:
         Refused: they cannot.
@@ -155,7 +155,7 @@ def _make(link: Link) -> None:
         if not catalog.namespace_exists(namespace):
             catalog.create_namespace(namespace)
     except NamespaceAlreadyExistsError:
-        pass  # by another task, just now
+        pass  # another task has just created it
     if settings.folder:
         folder = settings.folder.joinpath(*namespace, last)
         make_folder(folder)
@@ -184,7 +184,7 @@ def _field(name: str, transform: Transform[Any, Any]) -> str:
 
 
 def _complete(link: Link, table: Table) -> bool:
-    """Add what a table lacks; return whether it has changed."""
+    """Add missing columns and the identity; return True if the table has changed."""
     missing = {
         name: type_
         for name, type_ in wanted(link).items()

@@ -1,29 +1,29 @@
-"""Marks of a source, as a text of JSON: a property of the table, and one of a snapshot.
+"""Marks of a source as JSON text: a property of the table, and one of a snapshot.
 
     saf.marks.SOURCE = {
-      "snapshot": 8161…, "sequence": 12,           the snapshot of the commit that has said this
+      "snapshot": 8161…, "sequence": 12,           the snapshot of the commit that wrote this text
       "epochs": {"7": 3},                          by shard
       "marks": {"LANE": {"7": [2, 70, 1769…]}}     batch, position, opened_at in microseconds;
                                             some have set_aside_at, too
     }
 
-Each commit of saf's writes it twice, in the same atomic step as the rows.
+Each commit of saf's writes the text twice, in the same atomic step as the rows.
 
-*As a property of the table*, because snapshots expire. Iceberg is made to forget them: after five
-days by default, at once if somebody likes. A mark that only a snapshot had would be gone, and a
-source that has been quiet for so long would be told to send everything again. Properties stay.
+*As a property of the table*, because snapshots expire. Iceberg is told to forget them: after five
+days by default, or immediately. A mark that only a snapshot had would be gone, and a source that
+was idle all this time would have to send everything again. Properties stay.
 
-*As a property of the snapshot*, because a table can be rolled back. That takes rows back, and
-properties stay then, too: messages that are not there any more would count as stored. So the
-table's property names its snapshot, and counts only if that one is still in the history of the
-branch ``main``, or has expired from it. If it was rolled back, what counts is what the newest
-snapshot says that is still there: lower marks, as after any set-back, which the source notices
-(`saf.errors.Behind`). If that has expired too, nobody knows how far the table has got. That is
-refused by name, and never taken for nothing.
+*As a property of the snapshot*, because a table can be rolled back. This removes rows, but
+properties stay: messages that are gone would count as stored. So the table's property names its
+snapshot, and counts only if that snapshot is still in the history of the branch ``main``, or has
+expired from it. If it was rolled back, the text of the newest remaining snapshot counts. Its marks
+are lower, as after any set-back, which the source notices (`saf.errors.Behind`). If that text has
+expired too, it is unknown how far the table has got. This is refused by name, and never treated as
+an empty table.
 
 A snapshot that is not in a history has expired from it if the history begins above it: each commit
-has a higher ``sequence_number``. So the first commit after a rollback, of whatever source, puts
-the properties of all sources right: later, the history might begin above what was rolled back.
+has a higher ``sequence_number``. So the first commit after a rollback, of whatever source, corrects
+the properties of all sources: later, the history might begin above the rolled back snapshots.
 """
 
 from __future__ import annotations
@@ -43,39 +43,39 @@ if TYPE_CHECKING:
 
 OURS = "saf.marks."
 FIRST = 1
-"""The number of a table's first snapshot."""
+"""Number of a table's first snapshot."""
 
 
 class MarksExpired(Exception):
-    """The table was rolled back, and the marks that count then have expired."""
+    """The table was rolled back, and the marks that would count have expired."""
 
     def __init__(self, name: str, snapshot: int) -> None:
         super().__init__(name, snapshot)
         self.name = name
-        """The property."""
+        """Name of the property."""
         self.snapshot = snapshot
-        """The snapshot that it names."""
+        """Snapshot that the property names."""
 
 
 class MarksDamaged(Exception):
-    """A property is not what saf has written."""
+    """A property is not as saf writes it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.name = name
-        """The property."""
+        """Name of the property."""
 
 
 def name_of(source: UUID) -> str:
-    """Return the name of the property with a source's marks."""
+    """Return the name of the property that contains a source's marks."""
     return f"{OURS}{source}"
 
 
 def state_of(source: UUID, table: TableMetadata) -> State:
-    """Return what a version of a table knows of a source.
+    """Return the knowledge of a source in a version of a table.
 
     Raises:
-        MarksExpired, MarksDamaged: nobody knows.
+        MarksExpired, MarksDamaged: it is unknown.
     """
     name = name_of(source)
     text = _counts(name, table)
@@ -84,10 +84,10 @@ def state_of(source: UUID, table: TableMetadata) -> State:
 
 
 def put_right(table: TableMetadata) -> dict[str, str | None]:
-    """Return what sources' properties have to say since a rollback; None: they have to go.
+    """Return new texts for sources' properties after a rollback; None: remove the property.
 
     Raises:
-        MarksExpired, MarksDamaged: nobody knows.
+        MarksExpired, MarksDamaged: a source's marks are unknown.
     """
     names = [name for name in table.properties if name.startswith(OURS)]
     right = {name: _counts(name, table) for name in names}
@@ -95,7 +95,7 @@ def put_right(table: TableMetadata) -> dict[str, str | None]:
 
 
 def _counts(name: str, table: TableMetadata) -> str | None:
-    """Return what counts of a source: what its property says, or an older snapshot, or nothing."""
+    """Return the text that counts for a source: its property, an older snapshot's, or None."""
     text = table.properties.get(name)
     if text is None:
         return None
@@ -108,16 +108,16 @@ def _counts(name: str, table: TableMetadata) -> str | None:
             return text
         if _number(oldest) < sequence and (then := _text(oldest, name)):
             return then
-    # a snapshot without a parent says nothing: it loses it when that one is forgotten
+    # a snapshot without a parent proves nothing: it loses its parent when that one expires
     if oldest is None or _number(oldest) == FIRST:
-        return None  # all is known, and nothing of the source: rolled back to before it
+        return None  # complete history without the source: rolled back to before it
     if _number(oldest) > sequence:
         return text
     raise MarksExpired(name, which)
 
 
 def history(table: TableMetadata) -> Iterator[Snapshot]:
-    """Give the snapshots that the newest one of main is made of, newest first."""
+    """Yield the snapshots of main's newest version and its ancestors, newest first."""
     snapshots = {one.snapshot_id: one for one in table.snapshots}
     which = table.current_snapshot_id
     while which is not None and (snapshot := snapshots.get(which)):
@@ -132,9 +132,9 @@ def text_of(
     snapshot: int,
     number: int,
 ) -> str:
-    """Return what a commit says of a source: what the table has known, and what changes.
+    """Return the text of a commit for a source: the table's knowledge, with the changes.
 
-    ``snapshot`` and ``number`` are those of its snapshot.
+    ``snapshot`` and ``number`` are those of the commit's snapshot.
     """
     marks: dict[str, dict[int, list[int]]] = {}
     for (lane, shard), mark in sorted({**before.marks, **moved}.items()):

@@ -1,6 +1,6 @@
-"""A probe in an object store: a file that is written beside a table's own, read, and deleted.
+"""A probe of an object store: a file that is written beside a table's own, read, and deleted.
 
-Commits meet in the catalog. So of the store, a table needs only that it keeps files.
+Commits meet in the catalog. So a table only needs the store to keep files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONTENT = b"a probe by saf destination check"
 
 
 def place_of(link: Link, table: Table | None) -> str:
-    """Return where the files of a table are, or will be; empty if only a REST catalog knows."""
+    """Return where a table's files are, or will be; empty if only a REST catalog knows."""
     if table is not None:
         return table.location()
     where = link.settings.warehouse or ""
@@ -30,10 +30,10 @@ def place_of(link: Link, table: Table | None) -> str:
 
 
 def probe(link: Link) -> Iterator[tuple[str, str]]:
-    """Give what is wrong with the object store that a table is in, each with its cure.
+    """Yield each problem of the table's object store, with its cure.
 
     Raises:
-        Unavailable: it does not answer, or its login may not write there.
+        Unavailable: the store does not answer, or its login has no right to write there.
     """
     table = link.load()
     where = place_of(link, table)

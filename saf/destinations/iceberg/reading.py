@@ -21,7 +21,7 @@ def read(link: Link) -> LakeReading:
     table = link.load()
 
     def rows(source: UUID) -> pa.Table:
-        assert table is not None  # noqa: S101 - it is not called then
+        assert table is not None  # noqa: S101 - not called without a table
         with link.errors():
             of_source = f"source = '{source}'"
             return table.scan(of_source, selected_fields=COLUMNS).to_arrow()
@@ -33,6 +33,6 @@ def read(link: Link) -> LakeReading:
 
 
 def removed(table: Table) -> bool:
-    """Whether rows may be missing from a table on purpose, as far as its snapshots go back."""
+    """Return True if a table's snapshots show that rows may be missing on purpose."""
     removing = (Operation.DELETE, Operation.OVERWRITE)
     return any(one.summary and one.summary.operation in removing for one in table.snapshots())

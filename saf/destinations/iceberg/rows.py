@@ -1,4 +1,4 @@
-"""Writing rows into files of Parquet, as Iceberg wants them: columns by their numbers."""
+"""Writing rows to Parquet files for Iceberg, which identifies columns by number."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBER = b"PARQUET:field_id"
 
 
 def write(table: Table, messages: pa.Table, source: UUID, settings: Iceberg) -> list[DataFile]:
-    """Write the files of a chunk; return what the table's list of files says of them."""
+    """Write the files of a chunk; return their entries for the table's list of files."""
     if not messages.num_rows:
         return []
     rows = rows_of(messages, source, settings.promote)
@@ -39,7 +39,7 @@ def write(table: Table, messages: pa.Table, source: UUID, settings: Iceberg) -> 
 
 
 def parts(rows: pa.Table, partition_by: str) -> Iterator[tuple[tuple[Any, ...], pa.Table]]:
-    """Give the rows of each partition, and its values as Iceberg has them."""
+    """Yield the rows of each partition, with the partition's values as Iceberg stores them."""
     if partition_by == "nothing":
         yield (), rows
         return

@@ -1,14 +1,14 @@
-"""An Iceberg table, to which chunks are appended as `saf.destinations.lake.table` says.
+"""An Iceberg table to which chunks are appended as in `saf.destinations.lake.table`.
 
-A chunk becomes one file of Parquet for each partition. The commit replaces what the catalog says
-of the table: it adds a snapshot with these files to the branch ``main``, and the marks
+A chunk becomes one Parquet file per partition. The commit replaces the catalog's entry of the
+table: it adds a snapshot with these files to the branch ``main``, and the marks
 (`saf.destinations.iceberg.marks`). Iceberg's commits are optimistic, and that is the fence: a
-commit requires that ``main`` still ends with the snapshot whose marks were read. If another commit
-has come first, of whatever shards and by whomever, this one fails, and the marks are read again. To
-change marks only, a snapshot without files is added: only a commit that moves ``main`` is fenced.
+commit requires that ``main`` still ends with the snapshot whose marks were read. If any other
+commit has come first, for whatever shards, this one fails, and the marks are read again. To change
+only marks, a snapshot without files is added: only a commit that moves ``main`` is fenced.
 
-pyiceberg would try a commit again by itself, with the marks that it was given, so that marks would
-go back and messages be there twice. It is told not to.
+pyiceberg would retry a commit automatically, with the marks that it was given. Marks would go back,
+and messages would be stored twice. So its retries are turned off.
 
 On this machine, files are durable before the commit (`saf.destinations.iceberg.files`), and the
 catalog's database makes the commit durable.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Opened:
-    """The table, as far as this process has read it."""
+    """The table as read by this process."""
 
     table: IcebergTable
     identity: UUID
@@ -58,7 +58,7 @@ class Table(LakeTable[Opened]):
         self._link = Link(name, settings)
 
     def close(self) -> None:
-        """Forget what was read, and give up the connection."""
+        """Forget the version that was read, and close the connection."""
         super().close()
         self._link.close()
 
@@ -79,7 +79,7 @@ class Table(LakeTable[Opened]):
             with self._link.errors():
                 table = self._link.load()
                 if table is None or _shape(table) != _shape(opened.table):
-                    # it was set back, made anew, or altered, while this process had it
+                    # set back, created again, or altered while this process had it open
                     super().close()
                     opened = self._ready()
                 else:
@@ -115,22 +115,22 @@ class Table(LakeTable[Opened]):
                 with suppress(OSError):
                     table.io.delete(file.file_path)
             return False
-        except ValueError as error:  # its number was taken by a commit to another branch
+        except ValueError as error:  # a commit to another branch took its number
             raise Unavailable(self.what, self._link.said(error)) from None
         return True
 
 
 def _shape(table: IcebergTable) -> tuple[UUID, int, int]:
-    """Return which table it is, and what tells its columns and its partitions."""
+    """Return a value that changes with the table itself, its columns or its partitions."""
     metadata = table.metadata
     return metadata.table_uuid, metadata.current_schema_id, metadata.default_spec_id
 
 
 def _for_one_commit(table: TableMetadata) -> TableMetadata:
-    """Return what a commit is made from, which is not written: the catalog has its own.
+    """Return the metadata for a commit; it is not written, because the catalog has its own.
 
-    It is not tried again. And it is without older snapshots, because pyiceberg copies all of them a
-    dozen times.
+    It turns off retries, and lacks older snapshots, because pyiceberg copies each one a dozen
+    times.
     """
     heads = {one.snapshot_id for one in table.refs.values()}
     changed = {

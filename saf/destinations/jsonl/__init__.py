@@ -4,11 +4,11 @@
     kind = "jsonl"
     folder = "/data/orders"
 
-`saf.destinations.jsonl.folder` tells what is in the folder, `saf.destinations.jsonl.lines` what a
-line is. Readers may delete the files that they have read.
+`saf.destinations.jsonl.folder` describes the folder, `saf.destinations.jsonl.lines` the lines.
+Readers may delete files that they have read.
 
-All forwarders see the folder at the same path. Its file system lets ``flock`` hold between them: it
-is a local one, or one that is mounted with locks, such as NFS 4.
+All forwarders see the folder at the same path. ``flock`` must work between them, so the file system
+is local, or mounted with locks, such as NFS 4.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from saf.destinations.settings import DestinationSettings, within
 
 
 class Jsonl(DestinationSettings):
-    """A folder of files of JSON lines."""
+    """Settings of a folder of files of JSON lines."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         exactly_once=True, fences=True, reads_back=True, takes_parts=True
@@ -37,28 +37,28 @@ class Jsonl(DestinationSettings):
 
     kind: Literal["jsonl"] = "jsonl"
     folder: Annotated[Path, AfterValidator(Path.absolute)]
-    """The folder, which exists. An empty one becomes a destination at the first message."""
+    """Existing folder. An empty folder becomes a destination at the first message."""
     max_line_bytes: Annotated[int, within(1024, 1 << 31)] | None = None
-    """A message whose line is longer is a dead letter: not every reader takes long lines."""
+    """Longest line; longer messages are dead letters, because not all readers accept long lines."""
     lock_seconds: Annotated[float, within(0.01, 86_400)] = 30.0
-    """How long a forwarder waits for another one that writes, in seconds."""
+    """Seconds that a forwarder waits for another one that is writing."""
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the folder as a destination; see `DestinationSettings.open`."""
-        from saf.destinations.jsonl.folder import Folder  # needs Arrow, which a driver does not
+        from saf.destinations.jsonl.folder import Folder  # needs Arrow, which drivers lack
 
         return Folder(name, self)
 
     @classmethod
     def preload(cls) -> None:
-        """Import what `open` imports."""
-        import saf.destinations.jsonl.folder  # noqa: F401 - to have it imported
+        """Import the modules that `open` imports."""
+        import saf.destinations.jsonl.folder  # noqa: F401 - imported for its effect
 
     def identity(self, name: str) -> UUID:
-        """Return what ``saf.json`` says, or will say; see `DestinationSettings.identity`."""
+        """Return the folder's identity, stored or future; see `DestinationSettings.identity`."""
         return read_identity(f"destination {name!r}", self.folder)
 
-    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
+    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - unused here
         """Return the folder's marks of a source; see `DestinationSettings.known`."""
         return known_of(f"destination {name!r}", self.folder, source)
 
@@ -66,7 +66,7 @@ class Jsonl(DestinationSettings):
         """Open all files of the folder for reading; see `DestinationSettings.reading`.
 
         Raises:
-            CannotReadBack: some files are not there any more.
+            CannotReadBack: some files are gone.
         """
         from saf.destinations.jsonl.reading import read
 

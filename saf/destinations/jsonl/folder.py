@@ -1,20 +1,20 @@
 """A folder of files of JSON lines, filled a chunk at a time, exactly once.
 
-    saf.json                       what the folder is; see `saf.destinations.jsonl.state`
-    SOURCE/000000000001.jsonl      the messages of one source, a file for each chunk: by the names
-    SOURCE/000000000002.jsonl      of its files and by the lines in them, each key in its order
-    .saf/SOURCE.json               how far it is stored: its marks, and the number of its last file
-    .saf/SOURCE.lock               a forwarder that writes holds its lock
-    .saf/SOURCE-2.tmp              a file that is being written, with the number that it gets
+    saf.json                       the folder's identity; see `saf.destinations.jsonl.state`
+    SOURCE/000000000001.jsonl      the messages of one source, a file for each chunk; file names and
+    SOURCE/000000000002.jsonl      lines give the order of each key
+    .saf/SOURCE.json               the state of a source: its marks, and the number of its last file
+    .saf/SOURCE.lock               locked by the forwarder that writes
+    .saf/SOURCE-2.tmp              a file that is being written, with its future number
 
-A chunk is stored by one rename, which puts a new SOURCE.json in place. Before it, the messages are
-in a file that is durable and that no reader sees. After it, that file gets its name. If this
-process is killed in between, the next process that gets the lock gives the file its name, because
-the marks in SOURCE.json say that the chunk is stored. So a killed process leaves each chunk whole,
-or leaves nothing of it, and a file never changes once it has its name.
+A chunk is stored by one rename, which puts a new SOURCE.json in place. Before the rename, the
+messages are in a durable file that readers do not see. After it, that file gets its name. If this
+process is killed in between, the next process that gets the lock names the file, because the marks
+in SOURCE.json show that the chunk is stored. So a killed process leaves a whole chunk, or none of
+the chunk, and a file never changes once it has its name.
 
-A process that is stopped keeps its lock, and others wait ``lock_seconds`` for it. When it goes on
-after others have written, it reads their marks and is fenced.
+A stopped process keeps its lock, and others wait ``lock_seconds`` for it. If it continues after
+others have written, it reads their marks and is fenced.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ class Folder:
         self.path = settings.folder
 
     def identity(self) -> UUID:
-        """Return what the folder's saf.json says; an empty folder becomes a destination."""
+        """Return the identity in the folder's saf.json; an empty folder becomes a destination."""
         return make_identity(self.what, self.path)
 
     def connect(self) -> None:
-        """Make sure that the folder can be written to."""
+        """Ensure that the folder is writable."""
         self.identity()
 
     def look(self) -> None:
-        """Raise what `connect` would raise; write nothing."""
+        """Raise the same errors as `connect`, without writing."""
         with unavailable_if_lost(self.what):
             os.scandir(self.path).close()
             if not os.access(self.path, os.W_OK | os.X_OK):
                 raise PermissionError(13, "Permission denied", str(self.path))
 
     def close(self) -> None:
-        """Do nothing: no file is kept open."""
+        """Do nothing: no file stays open."""
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
@@ -112,7 +112,7 @@ class Folder:
         )
 
     def _commit(self, source: UUID, new: State, rows: pa.Table | None, before: State) -> None:
-        """Store the marks of a source and, in the same step, the messages that they speak of."""
+        """Store the marks of a source and, in the same step, the messages that they cover."""
         inside = self.path / INSIDE
         if rows is not None and rows.num_rows:
             new.number += 1
@@ -138,7 +138,7 @@ class Folder:
         return content(written)
 
     def _publish(self, source: UUID, state: State) -> None:
-        """Give the last file of a source its name, if it has none yet."""
+        """Name the last file of a source, unless it has its name."""
         draft, final = (of(self.path, source, state.number) for of in (draft_of, file_of))
         if draft.exists():
             draft.rename(final)
@@ -147,7 +147,7 @@ class Folder:
 
     @contextmanager
     def _locked(self, source: UUID) -> Iterator[State]:
-        """Give the state of a source, which no other process changes meanwhile.
+        """Yield the state of a source, protected from changes by other processes.
 
         Raises:
             Unavailable: another process holds the lock for longer than ``lock_seconds``.

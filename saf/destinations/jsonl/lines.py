@@ -1,13 +1,12 @@
-"""Messages as lines of JSON, made by Arrow: no Python runs per message.
+"""Messages as lines of JSON, written by Arrow, without Python code per message.
 
     {"source": "…", "shard": 7, "message_id": "…", "to_service": "billing", "key": "order 7",
      "headers": {"content-type": "application/json"}, "body": "{\\"order\\": 7}",
      "created_at": "2026-01-31T12:00:00.000001Z"}
 
-The names are those of a message's columns; a column that is NULL is left out. ``source`` is the
-broker_id of the source, ``shard`` the key's shard there. A body that is UTF-8 is a text in
-``body``; any other body is in ``body_base64``. If a chunk has one that is not UTF-8, Python looks
-at the bodies of that chunk one by one.
+The names are those of a message's columns; NULL columns are left out. ``source`` is the broker_id
+of the source, ``shard`` the key's shard there. A UTF-8 body is a text in ``body``; any other body
+is in ``body_base64``. Only if a chunk contains such a body, Python checks its bodies one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from saf.destinations.texts import TEXT, in_quotes, moments, quoted, uuids, whol
 
 
 def lines(rows: pa.Table, source: UUID) -> pa.Array:
-    """Return a line for each message, with the newline at its end."""
+    """Return a line for each message, ending with a newline."""
     rows = rows.combine_chunks()
     parts = [_text(f'{{"source":"{source}","shard":'), rows["shard"].cast(TEXT)]
     for column in MESSAGE:
@@ -40,7 +39,7 @@ def lines(rows: pa.Table, source: UUID) -> pa.Array:
 
 
 def content(written: pa.Array) -> memoryview:
-    """Return the bytes of lines, one line after the other, without copying them."""
+    """Return the concatenated bytes of lines, without copying them."""
     offsets = np.frombuffer(written.buffers()[1], np.int64)
     first, last = offsets[written.offset], offsets[written.offset + len(written)]
     return memoryview(written.buffers()[2])[first:last]
@@ -70,7 +69,7 @@ def _as_text(body: bytes) -> str | None:
 
 
 def _field(name: str, written: pa.Array) -> pa.Array:
-    """Return a field of each line, with a comma before it; null where the value is null."""
+    """Return a field of each line, preceded by a comma; null where the value is null."""
     return pc.binary_join_element_wise(_text(f',"{name}":'), written, _text(""))
 
 
@@ -86,7 +85,7 @@ WRITTEN: dict[str, Callable[[pa.Array], pa.Array]] = {
     "jsonb": _plain,
     "timestamptz": lambda values: in_quotes(moments(values)),
 }
-"""The function that writes a column's values, by the column's type in PostgreSQL."""
+"""Function that writes a column's values, by the column's type in PostgreSQL."""
 
 
 def _join(*parts: pa.Array) -> pa.Array:

@@ -1,4 +1,4 @@
-"""Reading back a folder of JSON lines, as long as all of its files are there."""
+"""Reading back a folder of JSON lines, provided that all of its files still exist."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read(name: str, folder: Path) -> Iterator[Reading]:
     """Open all files of all sources for reading.
 
     Raises:
-        CannotReadBack: some files are not there any more.
+        CannotReadBack: some files are gone.
     """
     what = f"destination {name!r}"
     identity = read_identity(what, folder)
@@ -67,7 +67,7 @@ def _held(name: str, folder: Path, source: UUID) -> pa.Table:
 
 
 def _table(file: Path) -> pa.Table:
-    """Return the columns that are needed of each line. Python reads the lines one by one."""
+    """Return the columns required for each line. Python reads the lines one by one."""
     columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
     with file.open("rb") as lines:
         for line in lines:

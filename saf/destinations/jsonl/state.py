@@ -1,7 +1,7 @@
-"""What a folder knows of itself and of its sources: small files of JSON, replaced as a whole.
+"""State of a folder and of its sources: small files of JSON, replaced as a whole.
 
-saf.json               what the folder is: its identity, made once
-.saf/SOURCE.json       of one source: its marks, and the number of its last file
+saf.json               the folder's identity, created once
+.saf/SOURCE.json       a source's marks, and the number of its last file
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ CURE = "bring the file back as it was, or the folder from a backup"
 
 @dataclass(kw_only=True)
 class State:
-    """What is stored of one source."""
+    """State of one source."""
 
     number: int = 0
-    """The number of the source's last file."""
+    """Number of the source's last file."""
     marks: dict[Place, Mark] = field(default_factory=dict)
     epochs: dict[Place, int] = field(default_factory=dict)
 
@@ -54,14 +54,13 @@ class State:
 
 
 def read_identity(what: str, folder: Path) -> UUID:
-    """Return the identity of a folder, or the one that an empty folder would get; write nothing.
+    """Return the identity of a folder, or the future one of an empty folder; write nothing.
 
-    The identity of an empty folder follows from its path. So a folder that is emptied, or whose
-    disk is not mounted, is not taken for a new one: it is the same one, without what it had
-    acknowledged.
+    An empty folder's identity is computed from its path. So a folder that is emptied, or whose disk
+    is not mounted, is not taken for a new one: it is the same one, without its acknowledged data.
 
     Raises:
-        Unavailable: the folder is not there.
+        Unavailable: the folder does not exist.
         Refused: its saf.json is damaged.
     """
     with unavailable_if_lost(what), readable(what, str(folder / IDENTITY), CURE):
@@ -73,9 +72,9 @@ def read_identity(what: str, folder: Path) -> UUID:
 
 
 def make_identity(what: str, folder: Path) -> UUID:
-    """Return the identity of a folder, which stays when the folder is moved.
+    """Return the identity of a folder; it stays when the folder is moved.
 
-    An empty folder is made a destination.
+    An empty folder becomes a destination.
     """
     identity = read_identity(what, folder)
     with unavailable_if_lost(what):
@@ -83,14 +82,14 @@ def make_identity(what: str, folder: Path) -> UUID:
         if not (folder / IDENTITY).exists():
             draft = folder / INSIDE / f"{uuid4()}.tmp"
             write(draft, json.dumps({"destination": str(identity)}).encode())
-            # if another process does it at the same time, it writes the same
+            # a concurrent process writes the same identity
             draft.rename(folder / IDENTITY)
             sync(folder)
     return identity
 
 
 def read_state(what: str, folder: Path, source: UUID) -> State:
-    """Return what is stored of a source.
+    """Return the state of a source.
 
     Raises:
         Refused: its file is damaged.

@@ -9,8 +9,9 @@
     password = "${KAFKA_PASSWORD}"
     topic = "orders.{service}"              # topic orders.billing
 
-`saf.destinations.kafka.transactions` tells how a chunk is stored, `saf.destinations.kafka.marks`
-how marks are kept, and who owns a shard. The client is the extra ``kafka``.
+`saf.destinations.kafka.transactions` describes how a chunk is stored,
+`saf.destinations.kafka.marks` how marks are kept, and which process owns a shard. The client is the
+extra ``kafka``.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ BY_TOKEN = (
     "sasl_oauthbearer_extensions",
     "https_ca_file",
 )
-"""The settings of a login by a token; it needs the first three."""
+"""Settings for a login by token; the first three are required."""
 
 
 class Kafka(QueueSettings):
-    """Topics of a Kafka cluster."""
+    """Settings of topics of a Kafka cluster."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         exactly_once=True, fences=True, reads_back=True, takes_dialogs=False
@@ -78,41 +79,40 @@ class Kafka(QueueSettings):
 
     kind: Literal["kafka"] = "kafka"
     brokers: Annotated[str, AfterValidator(_brokers)]
-    """Some brokers of the cluster, which know the others: `host:9092,host:9092`."""
+    """Some brokers of the cluster, which know the rest: `host:9092,host:9092`."""
     marks_topic: Annotated[str, AfterValidator(_marks_topic)] = "saf.marks"
-    """The topic of the marks; one that does not exist is made."""
+    """Topic of the marks; it is created if it does not exist."""
     partitions: Annotated[int, within(1, 10_000)] | None = None
-    """How many partitions a topic of messages has that saf makes; by default, the cluster says."""
+    """Partitions of a topic of messages that saf creates. Default: the cluster's setting."""
     replicas: Annotated[int, within(1, 100)] | None = None
-    """How many brokers keep a topic that saf makes; by default, the cluster says."""
+    """Brokers that keep a topic that saf creates. Default: the cluster's setting."""
     step_rows: Annotated[int, within(1, 1_000_000)] = 50_000
-    """Messages of one transaction, at most."""
+    """Most messages per transaction."""
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "none"
-    """How messages are compressed."""
+    """Compression of messages."""
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     """As in Kafka's own settings."""
     sasl_mechanism: Annotated[Mechanism, BeforeValidator(_mechanism)] | None = None
-    """With SASL: how the user logs in."""
+    """With SASL: the mechanism of the login."""
     username: str | None = None
     """With `PLAIN` and `SCRAM-…`: the user."""
     password: SecretStr | None = None
     """With `PLAIN` and `SCRAM-…`: the user's password."""
     sasl_oauthbearer_token_endpoint_url: SecretStr | None = None
-    """With `OAUTHBEARER`: where a token is asked for, by the client's credentials. It is not shown,
-    because it may have a secret in it."""
+    """With `OAUTHBEARER`: the endpoint that issues tokens for the client's credentials. It is not
+    shown, because it may contain a secret."""
     sasl_oauthbearer_client_id: str | None = None
     """With `OAUTHBEARER`: the client."""
     sasl_oauthbearer_client_secret: SecretStr | None = None
     """With `OAUTHBEARER`: the client's secret."""
     sasl_oauthbearer_scope: str | None = None
-    """With `OAUTHBEARER`: what the token is asked for."""
+    """With `OAUTHBEARER`: the scope of the token."""
     sasl_oauthbearer_extensions: str | None = None
-    """With `OAUTHBEARER`: what the brokers are told too: `logicalCluster=lkc-1,…`."""
+    """With `OAUTHBEARER`: extensions for the brokers, e.g. `logicalCluster=lkc-1,…`."""
     https_ca_file: Path | None = None
-    """With `OAUTHBEARER`: certificates that the endpoint's is checked with; by default, the
-    system's."""
+    """With `OAUTHBEARER`: CA certificates that verify the endpoint's. Default: the system's."""
     ca_file: Path | None = None
-    """With TLS: certificates that the brokers' are checked with; by default, the system's."""
+    """With TLS: CA certificates that verify the brokers'. Default: the system's."""
     certificate_file: Path | None = None
     """With TLS: the client's certificate."""
     key_file: Path | None = None
@@ -151,17 +151,17 @@ class Kafka(QueueSettings):
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the topics as a destination; see `DestinationSettings.open`."""
         with client_needed(name, "kafka"):
-            from saf.destinations.kafka.transactions import Transactions  # a driver has no Arrow
+            from saf.destinations.kafka.transactions import Transactions  # drivers lack Arrow
         return Transactions(name, self)
 
     @classmethod
     def preload(cls) -> None:
-        """Import what `open` imports; without the client, nobody uses this kind."""
+        """Import the modules that `open` imports; without the client, this kind is not used."""
         try:
-            import confluent_kafka  # noqa: F401 - to have it imported
+            import confluent_kafka  # noqa: F401 - imported for its effect
         except ImportError:
             return
-        import saf.destinations.kafka.transactions  # noqa: F401 - to have it imported
+        import saf.destinations.kafka.transactions  # noqa: F401 - imported for its effect
 
     @contextmanager
     def _connected(self, name: str) -> Iterator[Link]:
@@ -181,7 +181,7 @@ class Kafka(QueueSettings):
         return read(name, self)
 
     def guarantee(self, name: str) -> Guarantee:
-        """Return what the cluster's settings really give; see `DestinationSettings.guarantee`."""
+        """Return the promise of the cluster's settings; see `DestinationSettings.guarantee`."""
         with self._connected(name) as link:
             from saf.destinations.kafka.guarantee import guarantee
 

@@ -1,11 +1,12 @@
-"""Clients of a Kafka cluster: their settings, how long they wait, and what their errors mean.
+"""Clients of a Kafka cluster: their settings, their waits, and the meaning of their errors.
 
-A client of librdkafka never gives up by itself: it connects again and again, and tells of it only
-by a callback. So each call waits in short slices here, and between two of them looks at what was
-told (`Voices`). If no broker can be reached, or the login is refused, it ends at once; if a broker
-is there and says nothing, after its bound.
+A client of librdkafka never gives up: it reconnects again and again, and reports this only to a
+callback. So each call here waits in short slices, and checks between two slices for reports
+(`Voices`). If no broker can be reached, or the login is refused, the call ends immediately; if a
+broker accepts the connection but does not answer, after its bound.
 
-What a later attempt may find mended is `Unavailable`; what a person has to mend is `Refused`.
+If a later attempt may succeed, an error is `Unavailable`; if an operator must fix something,
+`Refused`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ NOT_YET = frozenset({
     KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.COORDINATOR_NOT_AVAILABLE,
     KafkaError.NOT_COORDINATOR, KafkaError.NOT_CONTROLLER,
 })  # fmt: skip
-"""Codes after which a call goes on when it is made again: a broker has just come, or gone."""
+"""Codes after which a repeated call succeeds: a broker has just started, or stopped."""
 GONE = frozenset({KafkaError._ALL_BROKERS_DOWN})
 LOGIN = frozenset({KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED})
 LOGIN_CURE = "fix username, password and sasl_mechanism in saf.toml"
@@ -49,13 +50,13 @@ FENCED = frozenset({
     KafkaError.INVALID_PRODUCER_ID_MAPPING, KafkaError.INVALID_TXN_STATE,
     KafkaError.CONCURRENT_TRANSACTIONS, KafkaError._FATAL,
 })  # fmt: skip
-"""Codes of who was fenced, or whose transaction took too long. A client that learns so before it
-ends the transaction says only that something was fatal."""
+"""Codes for a client that was fenced, or whose transaction took too long. A client that learns this
+before it ends the transaction only reports that something was fatal."""
 UNDECIDED = frozenset({KafkaError.UNKNOWN})
-"""Codes that do not say whether a transaction has ended: a broker that is asked to end one while
-another client begins its name again may answer so. What can be read then tells."""
+"""Codes that leave open whether a transaction has ended: a broker that is asked to end one while
+another client begins its name again may answer with them. The marks decide."""
 HARMLESS = NOT_YET | GONE | {KafkaError.GROUP_AUTHORIZATION_FAILED}
-"""Codes that a consumer tells of and goes on: it is of no group, though the client asks for one."""
+"""Codes that do not stop a consumer: it uses no group, though the client looks one up."""
 RIGHTS = frozenset({
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.CLUSTER_AUTHORIZATION_FAILED, KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
@@ -67,10 +68,10 @@ TO_MEND = {
     KafkaError.INVALID_TRANSACTION_TIMEOUT: "let the brokers' transaction.max.timeout.ms be more, "
     "or lower chunk_seconds in [bounds] of saf.toml",
 }
-"""What a person does about an error, by its code."""
+"""The operator's action for an error, by its code."""
 
 QUIET = logging.getLogger("saf.destinations.kafka.librdkafka")
-"""The client would write to stderr by itself; what matters is in its errors."""
+"""Replaces the client's logging to stderr; its errors contain what matters."""
 QUIET.addHandler(logging.NullHandler())
 QUIET.propagate = False
 
@@ -78,21 +79,21 @@ T = TypeVar("T")
 
 
 class Polled(Protocol):
-    """A client that tells of its errors when it is polled."""
+    """A client that reports errors when it is polled."""
 
     def poll(self, timeout: float = ..., /) -> Any:
-        """Serve its callbacks."""
+        """Run its callbacks."""
 
 
 class Voices:
-    """What the clients of one destination tell of by themselves."""
+    """Errors that the clients of one destination report to callbacks."""
 
     def __init__(self) -> None:
         self.said: KafkaError | None = None
         self._reason: KafkaError | None = None
 
     def heard(self, error: KafkaError) -> None:
-        """Note an error; which one it was counts only if nobody can be reached."""
+        """Record an error; it is the reason to show if no broker can be reached."""
         if error.code() in LOGIN:
             self.said = error
         elif error.code() in GONE:
@@ -101,10 +102,10 @@ class Voices:
             self._reason = error
 
     def patiently(self, client: Polled, call: Callable[[float], T], seconds: float) -> T:
-        """Return what a call returns, which is given a timeout, and made again if it runs out.
+        """Call ``call`` with a timeout, again after each timeout, and return its result.
 
         Raises:
-            KafkaException: it failed, nobody can be reached, or it took too long.
+            KafkaException: it failed, no broker can be reached, or it took too long.
         """
         self.said = None
         until = time.monotonic() + seconds
@@ -123,7 +124,7 @@ class Voices:
 
 
 def settings_of(settings: Kafka, voices: Voices) -> dict[str, Any]:
-    """Return what every client of a destination is given."""
+    """Return the settings for all clients of a destination."""
     bounds = settings.bounds
     given: dict[str, Any] = {
         "bootstrap.servers": ",".join(brokers(settings.brokers)),
@@ -149,7 +150,7 @@ def settings_of(settings: Kafka, voices: Voices) -> dict[str, Any]:
 
 
 def _by_token(settings: Kafka) -> dict[str, Any]:
-    """Return what a client is given that asks for a token."""
+    """Return a client's settings for a login by token."""
     if settings.sasl_mechanism != "OAUTHBEARER":
         return {}
     return {
@@ -166,13 +167,13 @@ def _by_token(settings: Kafka) -> dict[str, Any]:
 
 
 def milliseconds(seconds: float) -> int:
-    """Return seconds as a setting that takes no very short ones, and no very long ones."""
+    """Return seconds as milliseconds, within the limits of the client's settings."""
     return int(min(max(seconds * 1000, SHORTEST_MS), LONGEST_MS))
 
 
 @contextmanager
 def passing(codes: Collection[int]) -> Iterator[None]:
-    """Let errors with these codes pass."""
+    """Suppress errors with these codes."""
     try:
         yield
     except KafkaException as error:
@@ -190,7 +191,7 @@ def errors(what: str, settings: Kafka) -> Iterator[None]:
 
 
 def translated(what: str, settings: Kafka, error: KafkaError) -> SafError:
-    """Return the error that a client's error means."""
+    """Return saf's error for an error of a client."""
     said = settings.redact(error.str()) or error.name()
     code = error.code()
     if code in LOGIN:

@@ -1,10 +1,10 @@
-"""What the settings of a Kafka cluster give: what a crash or a failover may take back.
+"""Promise of a Kafka cluster's settings: what a crash or a failover may take back.
 
-A transaction is acknowledged by all replicas that are in step (``acks=all``), so what counts is how
-many these are at least. Brokers do not sync their files by themselves.
+A transaction is acknowledged by all in-sync replicas (``acks=all``), so their least number decides.
+Brokers do not sync their files.
 
-Messages and marks are in different partitions. If marks are taken back, that is noticed at the next
-contact. If a topic alone loses messages, only `saf reconcile` tells.
+Messages and marks are in different partitions. Lost marks are noticed at the next contact. If only
+a topic loses messages, only `saf reconcile` finds them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from saf.destinations.settings import Guarantee
 
 STATE = "__transaction_state"
 ENOUGH = 3
-"""So many brokers that one of them can be away."""
+"""Brokers needed so that one of them may be down."""
 
 
 def guarantee(link: Link) -> Guarantee:
-    """Return what a cluster promises, by its settings as they are now."""
+    """Return the cluster's promise with its current settings."""
     settings = link.settings
     there = link.topics()
     server = link.says()

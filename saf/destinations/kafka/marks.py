@@ -1,25 +1,27 @@
-"""The topic of the marks: a log that all who store read to its end, and so agree on who owns what.
+"""The topic of the marks: a log that all storing processes read, so they agree on owners of shards.
 
-Kafka compares nothing when it stores. It only fences: of two processes that begin transactions of
-one name, the older one can end none any more. So whoever stores for a shard makes sure of this:
+Kafka compares nothing when it stores. It only fences: if two processes begin transactions with the
+same name, the older process cannot end its transactions any more. So a process that stores for a
+shard ensures the following:
 
-1. It has begun transactions of its own name, that of the lowest shard that it has in hand. Work
-   that is done at the same time has other shards in hand, and so another name; the same work, done
-   again, has the same.
-2. Of the log's claims on each of its shards, the last is its own. If not, it writes one.
-3. After that, it has fenced everybody else whom a claim has ever named, by beginning transactions
-   of their names. Then it has read the marks, to the end of the log.
+1. It has begun transactions with its own name, that of the lowest shard that it has in hand. Work
+   done at the same time has other shards in hand, and so another name. Repeated work has the same
+   name.
+2. The last claim in the log on each of its shards is its own. If not, it writes one.
+3. After that, it has fenced all others that a claim has ever named, by beginning transactions with
+   their names. Then it has read the marks, to the end of the log.
 
-Of two who claim a shard, the one whose claim is the later in the log reads the other's, and fences
-it before it reads the marks. The other one ended its transaction before that, so its messages are
-in the marks; or it cannot, begins anew, and reads the later claim. So the order of the log decides,
-and nobody has to compare and set. Who was fenced though it owns its shards still, because the other
-one has taken some only, begins anew, reads the marks again, and goes on.
+If two processes claim a shard, the process with the later claim in the log reads the earlier claim,
+and fences the other process before it reads the marks. That process may have ended its transaction
+earlier: then its messages are in the marks. Otherwise it fails to end the transaction, begins
+again, and reads the later claim. So the order of the log decides, and no compare-and-set is needed.
+A process may be fenced while it still owns its shards, because the other process has claimed only
+some. It begins again, reads the marks again, and continues.
 
-A claim moves no mark: it may be written before the marks are read. That matters, because a reader
-of committed records does not get past a transaction that is open, and fencing is what ends the one
-of an owner that was killed. "The end" is that of the log with open transactions, at the moment of
-asking: so all that was committed before is read.
+A claim moves no mark, so it may be written before the marks are read. This matters because a reader
+of committed records does not pass an open transaction, and only fencing ends the transaction of an
+owner that was killed. "The end" is the end of the log including open transactions, at the moment of
+the request: so everything that was committed before is read.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
-from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined] # it is public
+from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined] # public API
 
 from saf.destinations.kafka import names
 from saf.destinations.kafka.client import HARMLESS, SLICE_SECONDS, Voices, settings_of
@@ -50,13 +52,13 @@ SETTINGS = {
     "min.cleanable.dirty.ratio": "0.05",
     "min.compaction.lag.ms": "3600000",
 }
-"""Of a topic of marks that is made: little to read, and no claim goes before all have read it."""
+"""Settings of a new topic of marks: little to read, and claims stay until all have read them."""
 AT_ONCE = 10_000
 CURE = "only saf may write there: choose another marks_topic, and saf rebase sends missing messages"
 
 
 class MarksTopic:
-    """What the topic says, as far as it was read."""
+    """The topic's contents, as far as they were read."""
 
     def __init__(self, settings: Kafka, voices: Voices, admin: AdminClient) -> None:
         self.settings = settings
@@ -65,27 +67,27 @@ class MarksTopic:
         self._consumer: Consumer | None = None
         self._reached = 0
         self._heard = False
-        """Whether it has come to the end of what can be read."""
+        """True once the end of the readable records was reached."""
         self.identity: UUID | None = None
         self.texts: dict[UUID, dict[Place, str]] = defaultdict(dict)
-        """The written marks, by their sources."""
+        """The written marks by source."""
         self.topics: dict[UUID, set[str]] = defaultdict(set)
         """The topics that messages of a source went to."""
         self.owners: dict[tuple[UUID, int], int] = {}
-        """Whom the last claim on a source's shard names."""
+        """The owner named by the last claim on a source's shard."""
         self.named: dict[tuple[UUID, int], set[int]] = defaultdict(set)
-        """All whom a claim on it has named, and who were not fenced after that."""
+        """Owners named by any claim on the shard, and not fenced since."""
 
     def begin(self) -> None:
-        """Read what can be read without waiting for a transaction to end, unless that was done."""
+        """Read all that is readable without waiting for transactions, unless that was done."""
         if self._consumer is None:
             self.read(0)
 
     def read(self, patience_seconds: float) -> bool:
-        """Read to the end; return whether it was reached before the patience was.
+        """Read to the end; return False if that takes longer than the patience.
 
         Raises:
-            KafkaException: there is no such topic, or it does not answer.
+            KafkaException: the topic does not exist, or does not answer.
         """
         bounds, began = self.settings.bounds, time.monotonic()
         end = self._end()
@@ -129,7 +131,7 @@ class MarksTopic:
         return consumer
 
     def _end(self) -> int:
-        """Return where the topic ends, open transactions and all."""
+        """Return the end of the topic, including open transactions."""
         place = TopicPartition(self.settings.marks_topic, 0)
 
         def ask(_: float) -> int:
@@ -164,21 +166,21 @@ class MarksTopic:
         return self.texts[source].get(place, ABSENT)
 
     def not_owned(self, source: UUID, shards: Iterable[int], owner: int) -> list[int]:
-        """Return those of some shards whose last claim names another owner; or there is none."""
+        """Return the shards whose last claim names another owner, or that have no claim."""
         return [shard for shard in shards if self.owners.get((source, shard)) != owner]
 
     def others(self, source: UUID, shards: Iterable[int], owner: int) -> set[int]:
-        """Return whom claims on some shards have named besides an owner, and nobody has fenced."""
+        """Return other owners that claims on the shards have named, and that were not fenced."""
         return {one for shard in shards for one in self.named[source, shard]} - {owner}
 
     def fenced(self, source: UUID, owner: int) -> None:
-        """Note that an owner was fenced, after its claims that were read until now."""
+        """Record that an owner was fenced, after all of its claims that were read so far."""
         for (of, _), owners in self.named.items():
             if of == source:
                 owners.discard(owner)
 
     def close(self) -> None:
-        """Give up the consumer."""
+        """Close the consumer."""
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             consumer.close()

@@ -3,10 +3,10 @@
 TOPIC                            messages; see `topic_name`
 saf.marks                        one partition, compacted: the last record of a key counts
     SOURCE/SHARD/LANE            the mark of a place
-    SOURCE/owner/SHARD           who owns a shard: the shard that is in the name of its transactions
+    SOURCE/owner/SHARD           a shard's owner: the shard in the name of the owner's transactions
     SOURCE/topic/TOPIC           a topic that messages of a source went to
-    identity                     what the destination is
-saf-IDENTITY-SOURCE-SHARD        the transactions of who has this shard, and none lower, in hand
+    identity                     the destination's identity
+saf-IDENTITY-SOURCE-SHARD        transactions of the owner whose lowest shard in hand is SHARD
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ LONGEST = 249
 
 
 def brokers(text: str) -> list[str]:
-    """Return the brokers of a list, each with its port.
+    """Parse a list of brokers; return each with its port.
 
     >>> brokers("k1,k2:9093,[::1]:9094")
     ['k1:9092', 'k2:9093', '[::1]:9094']
 
     Raises:
-        ValueError: it is none.
+        ValueError: the list is invalid.
     """
     if "@" in text:
         raise ValueError("give a login by username = … and password = …, not in the address")
@@ -52,7 +52,7 @@ def brokers(text: str) -> list[str]:
 
 
 def topic_name(topic: str) -> str:
-    """Return a topic as Kafka may name it: what it cannot have becomes ``_``.
+    """Return a topic as a valid name in Kafka: forbidden characters become ``_``.
 
     >>> topic_name("orders.//example.com/grüezi")
     'orders.__example.com_gr_ezi'
@@ -86,7 +86,7 @@ def mark(source: UUID | str, place: Place) -> str:
 
 
 def owner(source: UUID | str, shard: int) -> str:
-    """Return the key of who owns a shard."""
+    """Return the key of a shard's owner."""
     return f"{source}/{OWNER}/{shard}"
 
 
@@ -96,5 +96,5 @@ def topic(source: UUID | str, name: str) -> str:
 
 
 def transactional_id(identity: UUID, source: UUID, shard: int) -> str:
-    """Return the name of the transactions of who has this shard, and none lower, in hand."""
+    """Return the name of an owner's transactions; ``shard``: the lowest that it has in hand."""
     return f"saf-{identity}-{source}-{shard}"

@@ -1,4 +1,4 @@
-"""Reading back: all committed messages of the topics of a source, if none of them was removed."""
+"""Reading back: all committed messages of a source's topics, provided that none was removed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read(name: str, settings: Kafka) -> Iterator[Reading]:
 
 
 def _held(name: str, link: Link) -> dict[UUID, Columns]:
-    """Return the columns that are needed of each message. Python reads them one by one."""
+    """Return the columns required for each message. Python reads the messages one by one."""
     held: dict[UUID, Columns] = defaultdict(lambda: {column: [] for column in HELD.names})
     topics = {topic for some in link.marks.topics.values() for topic in some}
     there = link.topics()
@@ -90,7 +90,7 @@ def _held(name: str, link: Link) -> dict[UUID, Columns]:
 
 
 def _range(link: Link, consumer: Consumer, place: TopicPartition) -> tuple[int, int]:
-    """Return where a partition begins, and where its committed messages end."""
+    """Return the start of a partition, and the end of its committed messages."""
     seconds = link.settings.bounds.statement_seconds
 
     def ask(_: float) -> Any:
@@ -103,7 +103,7 @@ def _range(link: Link, consumer: Consumer, place: TopicPartition) -> tuple[int, 
 def _messages(
     link: Link, consumer: Consumer, ends: dict[tuple[str, int], int]
 ) -> Iterator[Mapping[str, str]]:
-    """Give what is said of all messages up to the ends of their partitions."""
+    """Yield saf's headers of all messages up to the ends of their partitions."""
     ends = dict(ends)
     consumer.assign([TopicPartition(topic, number, 0) for topic, number in ends])
     heard = time.monotonic()
@@ -127,5 +127,5 @@ def _messages(
 
 
 def _said(message: Any) -> Mapping[str, str]:
-    """Return what is said of a message."""
+    """Return saf's headers of a message."""
     return said_of(texts_of(message.headers() or ()), message.value() or b"", EVENTS)

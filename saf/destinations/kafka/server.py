@@ -1,4 +1,4 @@
-"""A connection to a Kafka cluster, for one destination, and what the cluster says of itself."""
+"""A connection to a Kafka cluster, for one destination, and the state that saf keeps there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import NAMESPACE_URL, UUID, uuid5
 
 from confluent_kafka import KafkaError, KafkaException, Producer
-from confluent_kafka.admin import (  # type: ignore[attr-defined] # they are public
+from confluent_kafka.admin import (  # type: ignore[attr-defined] # public API
     AdminClient,
     ConfigResource,
     NewTopic,
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     from saf.destinations.kafka import Kafka
 
 LARGEST = 1_048_588
-"""The most bytes that a topic takes at a time, if it says nothing else."""
+"""Most bytes that a topic accepts in one batch by default."""
 OPEN = "has a transaction that does not end"
 MAY_NOT_ASK = frozenset({
     KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED,
 })  # fmt: skip
 
 LONGEST_SECONDS = 60.0
-"""How long a transaction may be open: so long, at most, its readers wait after a crash."""
+"""Longest that a transaction may stay open, and so longest that its readers wait after a crash."""
 
 T = TypeVar("T")
 
 
 class Link:
-    """One destination's clients, connected."""
+    """A destination's connected clients."""
 
     def __init__(self, what: str, settings: Kafka) -> None:
         self.what = what
@@ -63,7 +63,7 @@ class Link:
     # The cluster
 
     def topics(self) -> Mapping[str, Any]:
-        """Return what the cluster says of its topics, by their names."""
+        """Return the cluster's metadata of its topics, by name."""
         return dict(self._cluster().topics)
 
     def _cluster(self) -> Any:
@@ -74,14 +74,14 @@ class Link:
         )
 
     def says(self) -> str:
-        """Return what it is, in words."""
+        """Return a description of the cluster."""
         cluster = self._cluster()
         count = len(cluster.brokers)
         brokers = "1 broker" if count == 1 else f"{count} brokers"
         return f"Kafka cluster {cluster.cluster_id}, {brokers}, {self.settings.brokers}"
 
     def config(self, topic: str) -> Mapping[str, str | None] | None:
-        """Return the settings of a topic; None if this user may not ask."""
+        """Return the settings of a topic; None if this user has no right to read them."""
         resource = ConfigResource(ResourceType.TOPIC, topic)
         try:
             found = self._asked(lambda given: self.admin.describe_configs([resource], **given))
@@ -92,7 +92,7 @@ class Link:
         return {name: entry.value for name, entry in found.items()}
 
     def make(self, topic: str, partitions: int | None, config: Mapping[str, str]) -> None:
-        """Make a topic, unless it is there, and wait until it has a leader."""
+        """Create a topic, unless it exists, and wait until it has a leader."""
         new = NewTopic(
             topic,
             num_partitions=partitions or -1,
@@ -114,7 +114,7 @@ class Link:
         self.voices.patiently(self.admin, led, self.settings.bounds.statement_seconds)
 
     def limits(self, topics: Collection[str]) -> dict[str, int]:
-        """Return how many bytes topics take at a time; those that are not there are made."""
+        """Return the most bytes per batch of each topic; create topics that do not exist."""
         if new := [topic for topic in topics if topic not in self._limits]:
             there = self.topics()
             for topic in new:
@@ -125,7 +125,7 @@ class Link:
         return {topic: self._limits[topic] for topic in topics}
 
     def _asked(self, ask: Callable[[dict[str, float]], Any]) -> Any:
-        """Return the only answer to a question of an administrator."""
+        """Return the only answer to an admin request."""
 
         def one(_: float) -> Any:
             (answer,) = ask({"request_timeout": SLICE_SECONDS * 8}).values()
@@ -136,7 +136,7 @@ class Link:
     # The marks
 
     def look(self) -> bool:
-        """Raise if nothing may be stored here; return whether there are marks.
+        """Raise if messages must not be stored here; return True if the topic of marks exists.
 
         Raises:
             Refused: the topic of marks would lose them.
@@ -161,17 +161,17 @@ class Link:
         """Read the marks to their end.
 
         Raises:
-            KafkaException: a transaction is open for too long.
+            KafkaException: a transaction stays open for too long.
         """
         if not self.marks.read(self.settings.bounds.statement_seconds):
             topic = self.settings.marks_topic
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, f"{topic} {OPEN}"))
 
     def identity(self) -> UUID:
-        """Return the identity that the marks say, or that they would get; write nothing.
+        """Return the destination's identity, or its future one; write nothing.
 
-        The identity without any follows from the address. So a cluster that has lost everything is
-        not taken for a new one: it is the same one, without what it had acknowledged.
+        Without a stored one, it is computed from the address. So a cluster that has lost everything
+        is not taken for a new one: it is the same one, without its acknowledged data.
         """
         if self.look():
             self.marks.begin()
@@ -180,7 +180,7 @@ class Link:
         )
 
     def make_identity(self) -> UUID:
-        """Return the identity, which stays when the cluster gets another address."""
+        """Return the identity, after storing it; it stays when the cluster's address changes."""
         identity = self.identity()
         if self.marks.identity is not None:
             return identity
@@ -189,7 +189,7 @@ class Link:
         self.look()
         until = time.monotonic() + self.settings.bounds.statement_seconds
         while self.marks.identity is None:
-            # another one may give it one meanwhile
+            # another process may store one at the same time
             with passing(FENCED | UNDECIDED if time.monotonic() < until else ()):
                 producer = self.producer(f"saf-{topic}-{names.IDENTITY}")
                 self.read()
@@ -210,7 +210,7 @@ class Link:
     # Transactions
 
     def producer(self, name: str, **more: Any) -> Producer:
-        """Return a client that has begun transactions of a name, and ended all others of it."""
+        """Return a client that has begun transactions of a name, and ended all earlier ones."""
         bounds = self.settings.bounds
         longest = milliseconds(min(bounds.chunk_seconds, LONGEST_SECONDS))
         producer = Producer(
@@ -231,13 +231,13 @@ class Link:
         self.voices.patiently(producer, producer.commit_transaction, bounds.chunk_seconds)
 
     def close(self) -> None:
-        """Give up the clients."""
+        """Close the clients."""
         self.marks.close()
 
 
 @contextmanager
 def connected(name: str, settings: Kafka) -> Iterator[Link]:
-    """Give a connection, and translate its errors."""
+    """Yield a link, and translate its errors."""
     link = open_link(name, settings)
     try:
         with errors(link.what, settings):
@@ -247,7 +247,7 @@ def connected(name: str, settings: Kafka) -> Iterator[Link]:
 
 
 def open_link(name: str, settings: Kafka) -> Link:
-    """Return a connection, which has answered."""
+    """Return a link that is connected."""
     what = f"destination {name!r}"
     with errors(what, settings):
         return Link(what, settings)

@@ -1,17 +1,17 @@
 """Transactions of a Kafka cluster: topics, filled a step at a time, exactly once.
 
-`saf.destinations.stepwise` tells what a step is. Here, it is a transaction, which ends with the
-marks of its places: readers of committed messages see all of it, or nothing.
+`saf.destinations.stepwise` explains steps. Here, a step is a transaction, which ends with the marks
+of its places: readers of committed messages see all of it, or nothing.
 
-Before a step, this side has made sure that nobody else can end a transaction with messages of its
-shards (`saf.destinations.kafka.marks`), and has read the marks then. So what they say stays so
-until this transaction ends, or until another one fences this. Then nothing of the step is stored,
-and the marks are read again.
+Before a step, this process has ensured that no other process can end a transaction with messages of
+its shards (`saf.destinations.kafka.marks`), and has read the marks after that. So the marks stay as
+they are until this transaction ends, or until another process fences it. Then nothing of the step
+is stored, and the marks are read again.
 
-Whoever begins transactions of a name again ends the one that was open, by aborting it; if its end
-had begun, by waiting for that. So nothing is made good here: after an error, the client is thrown
-away, and the next one begins anew and reads the marks. That is also how an answer that got lost is
-heard after all.
+A process that begins transactions with a name again ends the open one, by aborting it; if its end
+had begun, by waiting for the end. So nothing is repaired here: after an error, the client is thrown
+away, and the next one begins again and reads the marks. The marks also replace an answer that got
+lost.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ if TYPE_CHECKING:
     from saf.destinations.kafka import Kafka
 
 NOT_KNOWN_YET = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})
-"""Codes of a topic that was made just now, and that not all brokers know."""
+"""Codes for a new topic that some brokers do not know yet."""
 TOO_LARGE = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
 
 BATCH_BYTES = 1_000_000
 LINGER_MS = 20
 PATIENCE_SECONDS = 1.0
-"""How long the end of the marks is waited for until those who may keep it back are fenced."""
+"""Wait for the end of the marks before fencing processes that may keep it back."""
 TURNS = 20
 PAUSE_SECONDS = 0.05
-"""Who is fenced lets the other one end first, for longer each time."""
+"""A fenced process pauses so that the other can end first, longer each time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transaction:
-    """What is stored together."""
+    """Contents of one transaction."""
 
     source: UUID
     marks: Mapping[Place, str] = field(default_factory=dict)
     what: Mapped | None = None
     claims: Sequence[int] = ()
-    """Shards that are claimed."""
+    """Shards to claim."""
     topics: Sequence[str] = ()
-    """Topics that messages of this source have not gone to before."""
+    """Topics that are new to messages of this source."""
 
 
 class Transactions(Stepwise[Link]):
@@ -96,7 +96,7 @@ class Transactions(Stepwise[Link]):
     def _marks(
         self, link: Link, chunk: Chunk
     ) -> tuple[dict[Place, str], dict[Place, int], dict[Place, Mark]]:
-        """Return the marks of a chunk's places, when nobody else can move them."""
+        """Return the marks of a chunk's places, once no other process can move them."""
         source, mine = chunk.source, dict(chunk.batch.epochs)
         owner, shards = min(mine), shards_of(guarded(chunk))
         until = time.monotonic() + self.settings.bounds.statement_seconds
@@ -123,7 +123,7 @@ class Transactions(Stepwise[Link]):
             reached = log.read(PATIENCE_SECONDS)
 
     def _begin_as(self, link: Link, source: UUID, owner: int) -> None:
-        """Have a client with transactions of a name, which has fenced whoever had that before."""
+        """Open a client with transactions of a name, which fences earlier clients of the name."""
         name = self._name(source, owner)
         if self._producer is not None and self._id == name:
             return
@@ -145,7 +145,7 @@ class Transactions(Stepwise[Link]):
         return names.transactional_id(self.identity(), source, owner)
 
     def _claim(self, link: Link, source: UUID, shards: Sequence[int]) -> bool:
-        """Write claims on shards; return whether they are written: not if this was fenced."""
+        """Write claims on shards; return False if this process was fenced."""
         return self._ended(link, Transaction(source=source, claims=shards))
 
     def _read(self, link: Link, source: UUID, places: Sequence[Place]) -> list[str]:
@@ -168,7 +168,7 @@ class Transactions(Stepwise[Link]):
         if what.count:
             wire.check(self.what, what, limits)
         if (least := min([BATCH_BYTES, *limits.values()])) < self._batch_bytes:
-            self._batch_bytes, self._producer = least, None  # which no topic takes too large
+            self._batch_bytes, self._producer = least, None  # small enough for all topics
         return what
 
     def _cuts(self, chunk: Chunk, rows: pa.Table) -> Iterator[Cut]:
@@ -200,10 +200,10 @@ class Transactions(Stepwise[Link]):
         return answers
 
     def _is_there(self, link: Link, source: UUID, step: Step) -> bool:
-        """Whether a step is stored after all: who was fenced may have ended its transaction before.
+        """Return True if a step is stored after all, because it ended before it was fenced.
 
-        Otherwise what is sent at most once would be sent again. The marks tell. Those of a newer
-        owner tell nothing: then this one is refused.
+        Otherwise messages sent at most once would be sent again. The marks decide. A newer owner's
+        marks prove nothing: then this owner is refused.
         """
         after = {place: read(text) for place, text in step.after.items()}
         risen = [p for p, (_, m) in after.items() if m.number > read(step.before[p])[1].number]
@@ -222,16 +222,16 @@ class Transactions(Stepwise[Link]):
         return sorted({*used} - link.marks.topics[source])
 
     def _ended(self, link: Link, done: Transaction) -> bool:
-        """Store messages and marks in one transaction; return whether they are known to be stored.
+        """Store messages and marks in one transaction; return True if they are known to be stored.
 
         Raises:
-            KafkaException: nobody knows whether they were.
+            KafkaException: it is unknown whether they were stored.
         """
         if done.what is None and not (done.marks or done.claims):
             return True
         producer = self._producer
         if producer is None:
-            return False  # it has to begin anew, and to read the marks then
+            return False  # begin again, and read the marks
         topic = self.settings.marks_topic
         try:
             producer.begin_transaction()
@@ -259,7 +259,7 @@ class Transactions(Stepwise[Link]):
         return True
 
     def _produce(self, producer: Producer, what: Mapped) -> None:
-        """Give the client messages. It sends them meanwhile, and says at the end what failed."""
+        """Pass messages to the client. It sends them in the background; commit reports failures."""
         give: Any = producer.produce
         for topic, body, key, headers in wire.records(what):
             while True:

@@ -1,5 +1,6 @@
-"""What all kinds of a lakehouse share: a row's columns, settings, storing in commits, reading back.
+"""Shared by all kinds of a lakehouse: a row's columns, settings, storing in commits, reading back.
 
-A kind adds how its format commits, and where its marks are: `saf.destinations.delta`,
+A kind adds how its format commits, and where it keeps marks: `saf.destinations.delta`,
+`saf.destinations.iceberg`.
 `saf.destinations.iceberg`.
 """

@@ -1,11 +1,11 @@
-"""A row of a table: the columns of a message, as `saf.columns.IN_TABLES` has them, and more.
+"""A row of a table: the columns of a message, as in `saf.columns.IN_TABLES`, and more.
 
-    id, shard         the message's number and shard at its source: each key in its order by id
+    id, shard         the message's number and shard at its source: ids give each key's order
     headers           JSON text
     source            the broker_id of its source
-    received_at       when it was stored, by the clock of the forwarder
-    day               the date of created_at in UTC, in a Delta table that is partitioned by it
-    amount, …         members of bodies that are JSON objects, as the settings promote them
+    received_at       when the row was stored, by the clock of the forwarder
+    day               the date of created_at in UTC, in Delta tables partitioned by day
+    amount, …         members of bodies that are JSON objects, as promoted by the settings
 
 Arrow makes the columns. Promoted members are the exception: Python reads the bodies one by one.
 """
@@ -35,7 +35,7 @@ PROMOTED = {
 
 
 def schema(promote: Mapping[str, str], *, day: bool = False) -> pa.Schema:
-    """Return the columns that a table must have; ``day``: also the day of created_at."""
+    """Return the columns that a table must have; ``day``: including the day of created_at."""
     fields = [(name, OF_SPARK[SPARK[type_]]) for name, type_ in IN_TABLES.items()]
     if day:
         fields.append((DAY, pa.date32()))
@@ -46,7 +46,7 @@ def schema(promote: Mapping[str, str], *, day: bool = False) -> pa.Schema:
 def rows_of(
     messages: pa.Table, source: UUID, promote: Mapping[str, str], *, day: bool = False
 ) -> pa.Table:
-    """Return the rows that messages become, with the columns of `schema`."""
+    """Return messages as rows, with the columns of `schema`."""
     messages = messages.combine_chunks()
     count, columns = messages.num_rows, {}
     given = {"source": str(source), "received_at": datetime.now(UTC)}
@@ -65,7 +65,7 @@ def rows_of(
 
 
 def promoted(bodies: pa.Array, fields: Mapping[str, str]) -> dict[str, pa.Array]:
-    """Return a column of each member: NULL where it is not there, or not of its type.
+    """Return a column for each member: NULL where it is missing, or has another type.
 
     >>> bodies = pa.array([b'{"amount": 7}', b'{"amount": "7"}', b"amount"])
     >>> promoted(bodies, {"amount": "double"})["amount"].to_pylist()
@@ -93,7 +93,7 @@ def _text(value: object) -> str | None:
 
 
 def _encodable(value: object) -> str | None:
-    """A text that UTF-8 can write; JSON may escape halves of characters."""
+    """Return a text that UTF-8 can encode; JSON may escape halves of characters."""
     if not isinstance(value, str):
         return None
     try:
@@ -118,7 +118,7 @@ def _double(value: object) -> float | None:
 
 
 def _moment(value: object) -> datetime | None:
-    """A time as RFC 3339 writes it; without a zone, it is UTC."""
+    """Parse a time in RFC 3339; without a zone, it is UTC."""
     try:
         moment = datetime.fromisoformat(value) if isinstance(value, str) else None
     except ValueError:

@@ -1,10 +1,10 @@
-"""Names that a table of a lakehouse has besides those of its columns."""
+"""Names that a table of a lakehouse has besides its columns'."""
 
 from __future__ import annotations
 
 DAY = "day"
-"""The column by which a Delta table is partitioned by day: the date of created_at, in UTC."""
+"""Column that partitions a Delta table by day: the date of created_at, in UTC."""
 DESTINATION = "saf.destination"
-"""The property of a table that has its identity."""
+"""Table property that contains the table's identity."""
 ARCHIVE = "saf.archive"
-"""The property that a table has if it is an archive of logs, and no destination."""
+"""Table property of an archive of logs, which is not a destination."""

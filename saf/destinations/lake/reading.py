@@ -13,7 +13,7 @@ from saf.destinations.marks import Known
 from saf.destinations.tables import HELD, TableReading
 
 COLUMNS = ("message_id", "shard", "to_service", "to_broker", "key", "created_at")
-"""The columns that are needed of each row."""
+"""Columns required for each row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +21,10 @@ class LakeReading(TableReading):
     """One version of a table."""
 
     removed: bool
-    """Whether somebody has removed rows."""
+    """True if rows were removed."""
 
     def purged(self) -> str | None:
-        """Say that rows may be missing on purpose, if somebody has removed some."""
+        """Return "table" if rows may be missing on purpose, because some were removed."""
         return "table" if self.removed else None
 
 
@@ -36,7 +36,7 @@ def reading(
     *,
     removed: bool,
 ) -> LakeReading:
-    """Return what reads a table; ``rows`` gives `COLUMNS` of a source's rows, None: no table."""
+    """Return a reading of a table; ``rows`` gives `COLUMNS` of a source's rows, None: no table."""
 
     def held(source: UUID) -> pa.Table:
         return HELD.empty_table() if rows is None else _held(rows(source))

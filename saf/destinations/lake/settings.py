@@ -1,4 +1,4 @@
-"""Settings that all tables of a lakehouse have."""
+"""Settings shared by all tables of a lakehouse."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def _promoted(fields: dict[str, str]) -> dict[str, str]:
 
 
 class LakeSettings(LinkedSettings):
-    """What the settings of each table of a lakehouse have."""
+    """Base class for the settings of tables of a lakehouse."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         exactly_once=True, fences=True, reads_back=True, takes_dialogs=False
     )
 
     partition_by: Literal["day", "service", "nothing"] = "day"
-    """By what the table's files are kept apart: the day of `created_at` in UTC; the service,
-    `to_service`; or nothing."""
+    """Partitioning of the table's files: by the day of `created_at` in UTC; by the service,
+    `to_service`; or none."""
     promote: Annotated[dict[str, ColumnType], AfterValidator(_promoted)] = Field(
         default_factory=dict
     )
-    """Members of bodies that are JSON objects, each with the type of the column that it gets. The
-    table gets columns that it does not have; what is not of this type is NULL there."""
+    """Members of bodies that are JSON objects, each with the type of its own column. Missing
+    columns are added to the table; a value of another type becomes NULL."""
 
 
 def said(secrets: Secrets) -> dict[str, str]:
-    """Return secrets as what they are, for a client."""
+    """Return the plain values of secrets, for a client."""
     return {name: value.get_secret_value() for name, value in secrets.items()}

@@ -1,4 +1,4 @@
-"""What a table knows of one source: its marks, and the epochs of its shards."""
+"""A table's knowledge of one source: its marks, and the epochs of its shards."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from uuid import UUID
 from saf.destinations.marks import NOTHING, ONCE, Known, Mark, Place
 
 NEVER = -1
-"""The number of a time that is not known."""
+"""Number that stands for an unknown time."""
 START = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a table knows of one source."""
+    """A table's knowledge of one source."""
 
     marks: Mapping[Place, Mark] = field(default_factory=dict)
     epochs: Mapping[int, int] = field(default_factory=dict)
 
     def known(self, identity: UUID) -> Known:
-        """Return it for repairs."""
+        """Return the marks and epochs for repairs."""
         return Known(destination=identity, marks=self.marks, epochs=self.epochs)
 
 
 def numbers_of(mark: Mark) -> dict[str, int]:
-    """Return what a table says of a mark, by name."""
+    """Return the numbers that a table stores of a mark, by name."""
     numbers = {
         "batch": mark.batch,
         "position": mark.position,
@@ -40,10 +40,10 @@ def numbers_of(mark: Mark) -> dict[str, int]:
 def mark_of(
     lane: str, batch: int, position: int, opened_at: int, set_aside_at: int = NEVER
 ) -> Mark:
-    """Return a mark as it was before its numbers were written."""
+    """Return the mark that `numbers_of` has written."""
     if not batch:
         return replace(NOTHING, set_aside_at=_moment(set_aside_at))
-    # nobody waits for the answer to at_most_once; see `saf.destinations.places.last_of`
+    # no task waits for at_most_once's answer; see `saf.destinations.places.last_of`
     answered = not lane.startswith(ONCE)
     return Mark.of(batch, position, _moment(opened_at), answered, _moment(set_aside_at))
 

@@ -1,11 +1,11 @@
 """A table of a lakehouse, to which chunks are appended, each in one commit, exactly once.
 
-A chunk becomes files that no reader knows of. Then one commit makes them rows of the table and
-moves the marks: both, or neither. A process that is killed before it leaves files that nobody
-reads.
+A chunk first becomes files that readers do not see. Then one commit makes them rows of the table
+and moves the marks: both, or neither. A process that is killed before the commit leaves files that
+nobody reads.
 
 Another commit may come first. Then the marks are read again: this process is fenced, or the
-messages are stored, or it goes on from there.
+messages are stored already, or it continues from there.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from saf.errors import Unavailable
 from saf.failpoints import fail_point
 
 ATTEMPTS = 100
-"""How often a commit is tried, if others change the same table meanwhile."""
+"""Most attempts at a commit while other processes change the same table."""
 PAUSE_SECONDS = 0.005
-"""The first attempts wait for half as long on average, and the later ones up to ten times that."""
+"""Average pause is half of this after the first attempt, and up to ten times as long later."""
 
 Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What one commit does."""
+    """Changes of one commit."""
 
     source: UUID
     rows: pa.Table
-    """The messages that become rows, as the engine reads them."""
+    """Messages that become rows, as read by the engine."""
     moved: Mapping[Place, Mark]
-    """The marks that change."""
+    """Marks that change."""
     epochs: Mapping[int, int]
-    """The epoch of each shard that the commit is about, whether it changes or not."""
+    """Epoch of each shard in the commit, whether it changes or not."""
 
 
 class LakeTable(ABC, Generic[Opened]):
-    """A `saf.destinations.Destination`; a kind says how its table is opened and committed to."""
+    """A `saf.destinations.Destination`; a kind implements opening its table and committing."""
 
     def __init__(self, name: str) -> None:
         self.what = f"destination {name!r}"
         self._opened: Opened | None = None
 
-    # A kind's own
+    # For each kind
 
     @abstractmethod
     def _open(self) -> Opened:
-        """Open the table, made if it is not there, with all columns."""
+        """Open the table with all columns; create it if it does not exist."""
 
     @abstractmethod
     def _identity(self, opened: Opened) -> UUID:
@@ -68,31 +68,31 @@ class LakeTable(ABC, Generic[Opened]):
 
     @abstractmethod
     def _current(self) -> AbstractContextManager[Opened]:
-        """Give the newest version; forget the table after an error, which is translated."""
+        """Yield the newest version; after an error, translate the error and forget the table."""
 
     @abstractmethod
     def _state(self, opened: Opened, source: UUID) -> State:
-        """Return what a version of the table knows of a source."""
+        """Return the knowledge of a source in a version of the table."""
 
     @abstractmethod
     def _commit(self, opened: Opened, change: Change) -> bool:
-        """Make a change, durably; False, and no file left, if another commit has come before it.
+        """Make a change durably; if another commit came first, return False and leave no file.
 
-        It calls ``fail_point("mom_insert")`` before the commit.
+        Call ``fail_point("mom_insert")`` before the commit.
         """
 
-    # A destination
+    # As a destination
 
     def identity(self) -> UUID:
-        """Return the identity of the table, which is made if it is not there."""
+        """Return the identity of the table, which is created if it does not exist."""
         return self._identity(self._ready())
 
     def connect(self) -> None:
-        """Make sure that the table is there, and has all columns."""
+        """Ensure that the table exists, and has all columns."""
         self._ready()
 
     def close(self) -> None:
-        """Forget what was read."""
+        """Forget the version that was read."""
         self._opened = None
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
@@ -141,7 +141,7 @@ class LakeTable(ABC, Generic[Opened]):
 def _change(
     chunk: Chunk, verdict: Verdict, epochs: Mapping[Place, int], marks: Mapping[Place, Mark]
 ) -> Change | None:
-    """Return what a verdict changes; None if it changes nothing."""
+    """Return the change for a verdict; None if nothing changes."""
     mine = dict(chunk.batch.epochs)
     moved = {place: mark for place, mark in verdict.moved.items() if mark != marks[place]}
     rows = verdict.rows if verdict.wrong is None else verdict.rows.slice(0, 0)

@@ -8,9 +8,9 @@
     stream = "ORDERS"
     topic = "orders.{service}"              # subject orders.billing
 
-`saf.destinations.nats.batches` tells how a chunk is stored, `saf.destinations.nats.subjects` which
-subjects there are. It speaks the client's protocol itself (`saf.destinations.nats.connection`), so
-it needs no client; a login by an nkey or by credentials needs the extra ``nats``.
+`saf.destinations.nats.batches` describes how a chunk is stored, `saf.destinations.nats.subjects`
+the subjects. saf implements the client protocol itself (`saf.destinations.nats.connection`), so it
+needs no client library; a login with an nkey or with credentials needs the extra ``nats``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from saf.destinations.nats.server import Link
 
 LARGEST = 31 << 20
-"""A stream takes a little less than 32 MiB, headers and all."""
+"""Largest message: a stream accepts a little less than 32 MiB, including headers."""
 
 
 def _address(text: str) -> str:
@@ -55,7 +55,7 @@ def _topic(text: str) -> str:
 
 
 class Nats(QueueSettings):
-    """A JetStream stream of a NATS server."""
+    """Settings of a JetStream stream of a NATS server."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         exactly_once=True, fences=True, reads_back=True, takes_dialogs=False, largest_body=LARGEST
@@ -65,26 +65,26 @@ class Nats(QueueSettings):
     server: Annotated[str, AfterValidator(_address)]
     """`nats://host:4222`, or several hosts of a cluster: `nats://host,host`; `tls://…` with TLS."""
     stream: Annotated[str, AfterValidator(_stream)] = "SAF"
-    """The name of the stream; one that does not exist is made."""
+    """Name of the stream; it is created if it does not exist."""
     topic: Annotated[Topic, AfterValidator(_topic)] = "saf.{service}"
-    """The subject that messages are stored under; it begins with a word of its own.
-    `{service}`, `{message_type}`, `{source}` and `{shard}` may stand in it."""
+    """Template of the subject that messages are stored under; it begins with a literal word.
+    It may contain `{service}`, `{message_type}`, `{source}` and `{shard}`."""
     replicas: Annotated[int, within(1, 5)] = 1
-    """How many servers of a cluster keep a stream that is made."""
+    """Servers of a cluster that keep a new stream."""
     step_rows: Annotated[int, within(1, 1_000)] = 1_000
-    """Messages that are stored at a time; the marks count too, up to 1,000 in all."""
+    """Messages to store at a time; marks count too, up to 1,000 in total."""
     username: str | None = None
-    """The user."""
+    """User name."""
     password: SecretStr | None = None
     """The user's password."""
     token: SecretStr | None = None
-    """Instead of a user: a token."""
+    """Token, instead of a user."""
     nkey_file: Path | None = None
-    """Instead of a user: a file with the seed of an nkey."""
+    """File with the seed of an nkey, instead of a user."""
     creds_file: Path | None = None
-    """Instead of a user: a file of credentials, with a JWT and the seed of an nkey."""
+    """File of credentials, with a JWT and the seed of an nkey, instead of a user."""
     ca_file: Path | None = None
-    """With TLS: certificates that the server's is checked with; by default, the system's."""
+    """With TLS: CA certificates that verify the server's. Default: the system's."""
     certificate_file: Path | None = None
     """With TLS: the client's certificate."""
     key_file: Path | None = None
@@ -105,19 +105,19 @@ class Nats(QueueSettings):
 
     @property
     def address(self) -> Address:
-        """Where the server is."""
+        """Address of the server."""
         return parse(self.server)
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the stream as a destination; see `DestinationSettings.open`."""
-        from saf.destinations.nats.batches import Batches  # needs Arrow; a driver has none
+        from saf.destinations.nats.batches import Batches  # needs Arrow, which drivers lack
 
         return Batches(name, self)
 
     @classmethod
     def preload(cls) -> None:
-        """Import what `open` imports."""
-        import saf.destinations.nats.batches  # noqa: F401 - to have it imported
+        """Import the modules that `open` imports."""
+        import saf.destinations.nats.batches  # noqa: F401 - imported for its effect
 
     @contextmanager
     def _connected(self, name: str) -> Iterator[Link]:
@@ -130,14 +130,14 @@ class Nats(QueueSettings):
         """Open the stream for reading; see `DestinationSettings.reading`.
 
         Raises:
-            CannotReadBack: messages were removed, or the stream is not set up for it.
+            CannotReadBack: messages were removed, or the stream's settings do not allow it.
         """
         from saf.destinations.nats.reading import read
 
         return read(name, self)
 
     def guarantee(self, name: str) -> Guarantee:
-        """Return what the stream's settings really give; see `DestinationSettings.guarantee`."""
+        """Return the promise of the stream's settings; see `DestinationSettings.guarantee`."""
         with self._connected(name) as link:
             from saf.destinations.nats.guarantee import guarantee
 

@@ -1,8 +1,8 @@
-"""Addresses: where a NATS server is, or the servers of a cluster, as a URL without a login.
+"""Addresses of a NATS server, or of the servers of a cluster, as URLs without a login.
 
 nats://host:4222            one server
-nats://host,host:4223       a cluster: whichever answers first
-tls://host                  the same, with TLS
+nats://host,host:4223       a cluster: the first host that answers
+tls://host                  one server, with TLS
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ PORT = 4222
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where servers are."""
+    """Addresses of servers."""
 
     hosts: tuple[tuple[str, int], ...]
     tls: bool
 
 
 def parse(text: str) -> Address:
-    """Return an address.
+    """Parse an address.
 
     >>> parse("tls://n1,[::1]:7000")
     Address(hosts=(('n1', 4222), ('::1', 7000)), tls=True)
 
     Raises:
-        ValueError: it is none.
+        ValueError: the address is invalid.
     """
     if "@" in text:
         raise ValueError("give a login by username = … and password = …, not in the address")

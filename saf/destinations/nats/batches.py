@@ -1,17 +1,16 @@
 """Batches of a NATS server: a stream, filled a step at a time, exactly once.
 
-`saf.destinations.stepwise` tells what a step is. Here, it is an atomic batch of at most 1,000
-messages: the server holds them back until the last one comes, and then stores all, or none. The
-messages come first, and the marks of their places last. Each mark names the number of the one
-before it, which the server compares: if it is another, the batch is not stored. The own
-mark of a shard also counts how many messages of it were ever stored, so that what was removed is
-noticed.
+`saf.destinations.stepwise` explains steps. Here, a step is an atomic batch of at most 1,000
+messages: the server holds them back until the last one arrives, and then stores all or none. The
+messages come first, and the marks of their places last. Each mark names the number of the previous
+mark, which the server compares: if it differs, the batch is not stored. The own mark of a shard
+also counts how many of the shard's messages were ever stored, so that removed messages are noticed.
 
-While the server stores one batch, the messages of the next are on their way; its marks follow when
-the answer has come, because they name what that has stored.
+While the server stores one batch, the messages of the next are on their way. The next batch's marks
+follow after the answer, because they name numbers that the answer contains.
 
-A server that is killed in the middle of a batch finishes it when it starts again. What a loss of
-power takes back is told by `saf.destinations.nats.guarantee`.
+A server that is killed in the middle of a batch finishes it after the restart.
+`saf.destinations.nats.guarantee` describes what a power failure takes back.
 """
 
 from __future__ import annotations
@@ -47,35 +46,35 @@ if TYPE_CHECKING:
     from saf.destinations.nats import Nats
 
 MOST = 1_000
-"""How many messages a batch may have, marks too."""
+"""Most messages of a batch, including marks."""
 MANY_PLACES = 500
-"""Up to so many places, each batch has the marks of all; if there are more, of its own messages."""
+"""Up to this many places, each batch has all marks; above, only those of its own messages."""
 FEW_ROWS = 300
-"""How many messages a batch has then: each may need two marks."""
+"""Messages of a batch with more places: each may need two marks."""
 ONLY_MARKS = 900
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class There:
-    """What the stream has of a mark."""
+    """State of a mark in the stream."""
 
     sequence: int = 0
     stored: int = 0
-    """How many messages of the shard were ever stored; only the own place of a shard counts."""
+    """Messages of the shard that were ever stored; only the own place of a shard counts them."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Batch:
-    """A batch that is on its way."""
+    """A batch that is being sent."""
 
     step: Step
     id: str = field(default_factory=lambda: uuid4().hex)
     begun: str
-    """Where the server says why it does not take the first message."""
+    """Inbox for the server's reason if it rejects the first message."""
     ended: str
-    """Where it says what has become of the batch."""
+    """Inbox for the result of the batch."""
     why: str = ""
-    """What it has said of the first message."""
+    """The server's reason for rejecting the first message."""
 
 
 class Batches(Stepwise[Link]):
@@ -172,7 +171,7 @@ class Batches(Stepwise[Link]):
         return answers
 
     def _begin(self, link: Link, step: Step) -> Batch:
-        """Send the messages of a batch."""
+        """Send a batch's messages."""
         connection = link.connection
         batch = Batch(step=step, begun=connection.inbox(), ended=connection.inbox())
         if step.what:
@@ -180,7 +179,7 @@ class Batches(Stepwise[Link]):
         return batch
 
     def _end(self, link: Link, source: UUID, batch: Batch) -> None:
-        """Send the marks of a batch, of which the last one ends it."""
+        """Send a batch's marks; the last one ends the batch."""
         step, stream = batch.step, self.settings.stream
         counts = _counts(step.what)
         there: dict[Place, There] = {}
@@ -205,10 +204,10 @@ class Batches(Stepwise[Link]):
         self._there |= there
 
     def _ended(self, link: Link, batch: Batch) -> bool:
-        """Wait for what has become of a batch; return whether it was stored.
+        """Wait for the result of a batch; return True if it was stored.
 
         Raises:
-            Unavailable: it was not, for another reason than its marks.
+            Unavailable: it was not stored, for another reason than its marks.
         """
         while (answer := link.connection.receive()).subject != batch.ended:
             if answer.subject == batch.begun and answer.body:
@@ -228,20 +227,20 @@ class Batches(Stepwise[Link]):
         return True
 
     def _abandon(self, link: Link, batch: Batch) -> None:
-        """Have the server forget a batch whose marks cannot follow, by a number out of turn."""
+        """Make the server forget a batch whose marks cannot follow, by a number out of order."""
         headers: Mapping[str, object] = {wire.BATCH: batch.id, wire.SEQUENCE: MOST + 1}
         subject = subjects.identity(self.settings.stream)
         link.connection.request(subject, b"", headers)
 
 
 def _guarded(chunk: Chunk, rows: pa.Table) -> list[Place]:
-    """Return the places that some rows of a chunk need."""
+    """Return the places that some of a chunk's rows need."""
     shards = {*pc.unique(rows["shard"]).to_pylist()}
     return [place for place in guarded(replace(chunk, rows=rows)) if place[1] in shards]
 
 
 def _counts(what: Mapped | None) -> dict[str, int]:
-    """Return how many messages there are of each shard, by its text."""
+    """Return the number of messages of each shard, by the shard's text."""
     if what is None:
         return {}
     values = what.each("shard")

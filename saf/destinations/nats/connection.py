@@ -1,8 +1,8 @@
-"""A connection to a NATS server: the client's protocol, as much of it as a destination needs.
+"""A connection to a NATS server: the client protocol, limited to what a destination needs.
 
 The protocol is lines of text: INFO, CONNECT, PUB, HPUB, SUB, MSG, HMSG, PING, PONG, -ERR. The usual
-client makes each message by itself, in Python; a destination has the bytes of a thousand messages
-at once, and waits for one answer. All answers come to one inbox of this connection.
+client builds each message separately, in Python. A destination has the bytes of a thousand messages
+at a time, and waits for one answer. All answers arrive at one inbox of this connection.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ VERSION_LINE = b"NATS/1.0"
 
 
 class NatsError(Exception):
-    """The server has said -ERR; the text is one of the protocol's."""
+    """The server has sent -ERR; the text is the protocol's."""
 
 
 class NoResponders(Exception):
-    """Nobody listens to a subject, not even a stream."""
+    """A subject has no listener, not even a stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Received:
-    """A message that the server has given."""
+    """A message from the server."""
 
     subject: str
     head: bytes
-    """Its headers as they came; empty if it has none."""
+    """Raw headers; empty if the message has none."""
     body: bytes
 
     @property
     def status(self) -> str:
-        """The code of a message that the server itself gives, such as 503; else empty."""
+        """Status code if the server itself has sent the message, such as 503; otherwise empty."""
         return self.head[len(VERSION_LINE) :].split(b"\r\n", 1)[0].strip().decode()[:3]
 
     def headers(self) -> dict[str, str]:
-        """The headers that are texts, one value each."""
+        """Return the headers that are texts, with one value each."""
         lines = self.head.split(b"\r\n")[1:]
         pairs = (line.partition(b":") for line in lines if line)
         return texts_of((name, value.strip()) for name, _, value in pairs)
 
     def of(self, subject: str) -> Received:
-        """Return it, as the answer of who listens to a subject.
+        """Return the message, as the answer from a subject.
 
         Raises:
-            NoResponders: it is the server's own, because nobody does.
+            NoResponders: the server itself has answered, because the subject has no listener.
         """
         if self.status == "503":
             raise NoResponders(subject)
@@ -67,7 +67,7 @@ class Received:
 
 
 class Connection:
-    """One connection; not safe to use from several threads."""
+    """One connection; not thread-safe."""
 
     def __init__(self, name: str, settings: Nats) -> None:
         hosts = settings.address.hosts
@@ -111,31 +111,31 @@ class Connection:
         self._socket.settimeout(settings.bounds.statement_seconds)
 
     def close(self) -> None:
-        """Give it up."""
+        """Close the connection."""
         with suppress(OSError):
             self._file.close()
         with suppress(OSError):
             self._socket.close()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Send bytes as they are."""
+        """Send bytes."""
         self._socket.sendall(data)
 
     def inbox(self) -> str:
-        """Return a subject for one answer."""
+        """Return a new subject for one answer."""
         return f"{self._inbox}.{next(self._numbers)}"
 
     def request(
         self, subject: str, body: bytes = b"", headers: Mapping[str, object] | None = None
     ) -> Received:
-        """Send a message, and return its answer."""
+        """Send a message, and return the answer."""
         (answer,) = self.requests([(subject, body, headers)])
         return answer
 
     def requests(
         self, asked: list[tuple[str, bytes, Mapping[str, object] | None]]
     ) -> list[Received]:
-        """Send messages, and return the answer of each."""
+        """Send messages, and return their answers."""
         inboxes = [self.inbox() for _ in asked]
         self.write(
             b"".join(
@@ -153,7 +153,7 @@ class Connection:
         ]
 
     def answers(self, subject: str, body: bytes) -> Iterator[Received]:
-        """Send a message, and give all its answers, without end."""
+        """Send a message, and yield its answers without end."""
         inbox = self.inbox()
         self.write(published(subject, body, None, inbox))
         while True:
@@ -162,7 +162,7 @@ class Connection:
                 yield answer.of(subject)
 
     def receive(self) -> Received:
-        """Wait for the next message that comes."""
+        """Wait for the next message."""
         words = self._line("MSG", "HMSG").split()
         size = int(words[-1])
         data = self._file.read(size + 2)
@@ -172,10 +172,10 @@ class Connection:
         return Received(subject=words[0], head=data[:head], body=data[head:size])
 
     def _line(self, *wanted: str) -> str:
-        """Return what follows one of some words, answering to others.
+        """Return the rest of the next line that begins with a wanted word; answer PINGs.
 
         Raises:
-            TimeoutError: nothing else came for as long as the socket waits for a byte, or longer.
+            TimeoutError: nothing else has arrived within the socket's timeout, or longer.
         """
         until = time.monotonic() + (self._socket.gettimeout() or math.inf)
         while True:
@@ -198,7 +198,7 @@ class Connection:
 def published(
     subject: str, body: bytes, headers: Mapping[str, object] | None = None, reply: str = ""
 ) -> bytes:
-    """Return a message as the server reads it."""
+    """Return a message in the server's format."""
     to = f"{subject} {reply}" if reply else subject
     if headers is None:
         return b"PUB %b %d\r\n%b\r\n" % (to.encode(), len(body), body)

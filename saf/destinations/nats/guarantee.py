@@ -1,8 +1,8 @@
-"""What the settings of a NATS server and its stream give: what a crash may take back.
+"""Promise of the settings of a NATS server and its stream: what a crash may take back.
 
-A batch is stored whole, so what is taken back is taken back with its marks: a loss is noticed at
-the next contact, and `saf rebase` sends again what was lost. There is one exception, the loss of
-power in the middle of a batch at a server that stands alone.
+A batch is stored all or nothing, so a loss takes the marks back with the messages. It is noticed at
+the next contact, and `saf rebase` sends the lost messages again. There is one exception: a power
+failure in the middle of a batch, at a server without replicas.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from saf.destinations.nats.server import Link
 from saf.destinations.settings import Guarantee
 
 ENOUGH = 3
-"""So many servers that one of them can be away."""
+"""Servers needed so that one of them may be down."""
 
 
 def guarantee(link: Link) -> Guarantee:
-    """Return what a server promises, by its settings as they are now."""
+    """Return the server's promise with its current settings."""
     config = link.look()
     settings, info = link.settings, link.connection.info
     server = f"NATS {info['version']}, {settings.server}, stream {settings.stream}"

@@ -1,7 +1,7 @@
-"""Logins: what a client says of itself to a NATS server that asks who it is.
+"""Logins: a client's credentials for a NATS server that requires them.
 
-A server that takes nkeys gives a nonce, which the client signs by Ed25519. A seed is a text in base
-32: two bytes that say what it is for, 32 bytes of the key, and a checksum of two bytes.
+A server that supports nkeys sends a nonce, which the client signs with Ed25519. A seed is base 32:
+two bytes for its type, 32 bytes of the key, and a checksum of two bytes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 SEED = re.compile(r"\bS[A-Z2-7]{57}\b")
 JWT = re.compile(r"-----BEGIN NATS USER JWT-----\s*(\S+)\s*-")
 USER = 20 << 3
-"""The first byte of a user's public key, which makes its text begin with U."""
+"""First byte of a user's public key, which makes its text begin with U."""
 
 
 def said(name: str, settings: Nats, nonce: str) -> dict[str, Any]:
     """Return the part of CONNECT that is the login.
 
     Raises:
-        Refused: a file cannot be read, or has no key.
+        Refused: a file cannot be read, or contains no key.
     """
     if settings.username is not None:
         secret = settings.password.get_secret_value() if settings.password else ""
@@ -59,7 +59,7 @@ def _text(what: str, file: Path) -> str:
 
 
 def _signed(name: str, seed: str, nonce: str) -> tuple[str, str]:
-    """Return the public key, and the signature of a nonce, both as texts."""
+    """Return the public key, and the signature of a nonce, as texts."""
     with client_needed(name, "nats"):
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     key = Ed25519PrivateKey.from_private_bytes(base64.b32decode(seed + "======")[2:34])

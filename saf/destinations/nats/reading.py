@@ -1,4 +1,4 @@
-"""Reading back: all messages of a stream, in one pass, as long as none of them was removed."""
+"""Reading back: all messages of a stream, in one pass, provided that none was removed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from saf.destinations.nats import Nats
 
 AT_ONCE = 1_000
-"""Messages that are asked for at a time."""
+"""Messages to request at a time."""
 TOO_MANY = "413"
-"""The code of the server's answer to a question that has too many answers."""
+"""Status code of the server's answer to a request with too many results."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def read(name: str, settings: Nats) -> Iterator[Reading]:
     """Open the stream for reading.
 
     Raises:
-        CannotReadBack: messages were removed, or the stream allows no direct reading.
+        CannotReadBack: messages were removed, or the stream does not allow direct reads.
     """
     with connected(name, settings) as link:
         config = link.look()
@@ -66,19 +66,19 @@ def read(name: str, settings: Nats) -> Iterator[Reading]:
 
 
 class Moment:
-    """What there is of one source at one moment: its marks, and the messages up to then."""
+    """One source at one moment: its marks, and the messages up to then."""
 
     def __init__(self) -> None:
         self.until = 0
-        """Where the stream ended."""
+        """Last number of the stream."""
         self.stored = 0
-        """How many messages were ever stored."""
+        """Number of messages ever stored."""
         self.found = 0
         self.marks: dict[Place, str] = {}
         self._columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
 
     def learn(self, questions: Questions, source: UUID) -> None:
-        """Ask for the marks of a source."""
+        """Request the marks of a source."""
         for one in questions.ask(multi_last=[subjects.marks(questions.stream, source)]):
             headers = one.headers()
             place = subjects.place_of(headers["Nats-Subject"])
@@ -87,30 +87,30 @@ class Moment:
         self.until = questions.until
 
     def add(self, sequence: int, said: Mapping[str, str]) -> None:
-        """Add a message, if it was there at that moment."""
+        """Add a message, if it existed at that moment."""
         if sequence <= self.until:
             self.found += 1
             for name, value in held_of(said, EVENTS).items():
                 self._columns[name].append(value)
 
     def held(self) -> pa.Table:
-        """Return the columns that are needed of each message."""
+        """Return the columns required for each message."""
         return pa.table(self._columns, schema=HELD)
 
 
 class Questions:
-    """Questions to the stream, each with many answers."""
+    """Requests to the stream that have many answers each."""
 
     def __init__(self, name: str, link: Link) -> None:
         self.stream = link.settings.stream
         self.until = 0
-        """Where the stream ended at the last question about last messages."""
+        """Last number of the stream at the last request for last messages."""
         self._name = name
         self._connection = link.connection
         self._more = False
 
     def messages(self, until: int) -> Iterator[Received]:
-        """Give the messages up to a number, one after the other."""
+        """Yield the messages up to a number."""
         first = 1
         while first <= until:
             sequence = until
@@ -122,7 +122,7 @@ class Questions:
             first = sequence + 1
 
     def ask(self, **said: Any) -> Iterator[Received]:
-        """Give messages; then it is known whether there are more, and where the stream ended."""
+        """Yield messages; at the end, set whether more exist, and the stream's last number."""
         answers = self._connection.answers(
             f"$JS.API.DIRECT.GET.{self.stream}", json.dumps(said).encode()
         )

@@ -1,8 +1,9 @@
-"""A connection to a NATS server, for one destination, and what its stream says of itself.
+"""A connection to a NATS server, for one destination, and the state that saf keeps there.
 
-An error of JetStream is recognised by its code, and one of the protocol by its words, which are the
-protocol's own. What a later attempt may find mended is `Unavailable`: no answer, no leader, no
-room. What a person has to mend is `Refused`: the login, a right, a stream that cannot keep marks.
+An error of JetStream is recognised by its code, and one of the protocol by its words, which the
+protocol defines. If a later attempt may succeed, it is `Unavailable`: no answer, no leader, no
+room. If an operator must fix something, it is `Refused`: the login, a right, a stream that cannot
+keep marks.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
     from saf.destinations.nats import Nats
 
 OLDEST = (2, 12)
-"""The oldest version: from it on, a stream takes batches whole or not at all."""
+"""Oldest supported version; since then, a stream stores batches all or nothing."""
 
 WRONG_SEQUENCE = frozenset({10071, 10164})
-"""The codes for a mark that another process has moved."""
+"""Codes for a mark that another process has moved."""
 NO_MESSAGE, NO_STREAM, STREAM_THERE = 10037, 10059, 10058
 TO_MEND = {
     10174: "set its allow_atomic",
@@ -36,13 +37,13 @@ TO_MEND = {
     10039: "let JetStream be on for this account",
     10076: "let JetStream be on at this server",
 }
-"""What a person does about an error of JetStream, by its code."""
+"""The operator's action for an error of JetStream, by its code."""
 LOGINS = ("authorization violation", "authentication", "user authentication", "account authentic")
 RIGHTS = "permissions violation"
 
 STORED, TTL, ROLLUP = "saf-stored", "Nats-TTL", "Nats-Rollup"
-"""Headers of marks: how many messages of a shard were ever stored; and what keeps the last mark,
-and no other."""
+"""Headers of marks: the number of a shard's messages that were ever stored; two headers that make
+the stream keep the last mark, and only that one."""
 
 
 class JetStreamError(Exception):
@@ -54,7 +55,7 @@ class JetStreamError(Exception):
 
 
 class Link:
-    """One destination's connection."""
+    """A destination's connection."""
 
     def __init__(self, what: str, settings: Nats, connection: Connection) -> None:
         self.what = what
@@ -68,7 +69,7 @@ class Link:
         """Return JetStream's answer about the stream.
 
         Raises:
-            JetStreamError: it is an error.
+            JetStreamError: the answer is an error.
         """
         subject = f"$JS.API.{what}.{self.settings.stream}"
         return answered(
@@ -76,7 +77,7 @@ class Link:
         )
 
     def stream(self) -> dict[str, Any] | None:
-        """Return what JetStream says of the stream; None if there is none."""
+        """Return JetStream's information about the stream; None if it does not exist."""
         try:
             return self.ask("STREAM.INFO")
         except JetStreamError as error:
@@ -85,7 +86,7 @@ class Link:
             raise
 
     def make(self) -> None:
-        """Make the stream."""
+        """Create the stream."""
         settings = self.settings
         try:
             self.ask(
@@ -109,7 +110,7 @@ class Link:
                 raise
 
     def look(self) -> dict[str, Any] | None:
-        """Raise if nothing may be stored here; return the stream's settings, if it is there.
+        """Raise if messages must not be stored here; return the stream's settings, if it exists.
 
         Raises:
             Refused: the server is too old, or the stream would lose marks.
@@ -142,21 +143,21 @@ class Link:
             yield f"forgets the oldest, marks too, by {limits[0]}", "let its discard be new"
 
     def config(self) -> dict[str, Any]:
-        """Return the stream's settings; a stream that is not there is made."""
+        """Return the stream's settings; create it if it does not exist."""
         config = self.look()
         if config is None:
             self.make()
             config = self.look()
-            assert config is not None  # noqa: S101 - it was just made
+            assert config is not None  # noqa: S101 - just created
         self._config = config
         return config
 
-    # What is in it
+    # Its contents
 
     def last(self, named: Sequence[str]) -> list[tuple[str, int, int]]:
-        """Return the last message of each subject: its body, its sequence, and how many it counts.
+        """Return the last message of each subject: its body, sequence and count.
 
-        The stream's leader is asked, because others may not have the latest yet.
+        Asks the stream's leader, because other servers may not have the latest message yet.
         """
         subject = f"$JS.API.STREAM.MSG.GET.{self.settings.stream}"
         asked = [(subject, json.dumps({"last_by_subj": one}).encode(), None) for one in named]
@@ -176,10 +177,10 @@ class Link:
         return found
 
     def identity(self) -> UUID:
-        """Return the identity that the stream has, or that it would get; write nothing.
+        """Return the destination's identity, or its future one; write nothing.
 
-        The identity of a stream without one follows from its address. So a server that has lost
-        everything is not taken for a new one: it is the same one, without what it had acknowledged.
+        A stream without an identity gets one computed from its address. So a server that has lost
+        everything is not taken for a new one: it is the same one, without its acknowledged data.
         """
         ((said, _, _),) = self.last([subjects.identity(self.settings.stream)])
         if said:
@@ -187,7 +188,7 @@ class Link:
         return uuid5(NAMESPACE_URL, f"{self.settings.server}#{self.settings.stream}")
 
     def make_identity(self) -> UUID:
-        """Return the identity, which stays when the stream's data is moved."""
+        """Return the identity, after storing it; it stays when the stream's data is moved."""
         identity = self.identity()
         headers = {"Nats-Expected-Last-Subject-Sequence": 0, **self.kept()}
         subject = subjects.identity(self.settings.stream)
@@ -199,7 +200,7 @@ class Link:
         return self.identity()
 
     def kept(self) -> dict[str, str]:
-        """Return the headers that keep a mark, as far as the stream allows them."""
+        """Return the headers that preserve a mark, as far as the stream allows them."""
         config = self._config or {}
         kept = {TTL: "never"} if config.get("allow_msg_ttl") else {}
         return kept | ({ROLLUP: "sub"} if config.get("allow_rollup_hdrs") else {})
@@ -219,7 +220,7 @@ class Link:
         return sorted({one for one in map(subjects.source_of, named) if one is not None})
 
     def _subjects(self, wanted: str) -> list[str]:
-        """Return the subjects of a pattern that the stream has messages of."""
+        """Return the subjects of a pattern that have messages in the stream."""
         named: list[str] = []
         while True:
             try:
@@ -234,15 +235,15 @@ class Link:
                 return named
 
     def close(self) -> None:
-        """Give up the connection."""
+        """Close the connection."""
         self.connection.close()
 
 
 def answered(answer: Received) -> dict[str, Any]:
-    """Return an answer of JetStream.
+    """Parse an answer of JetStream.
 
     Raises:
-        JetStreamError: it is an error.
+        JetStreamError: the answer is an error.
     """
     said: dict[str, Any] = json.loads(answer.body)
     if "error" in said:
@@ -252,7 +253,7 @@ def answered(answer: Received) -> dict[str, Any]:
 
 @contextmanager
 def connected(name: str, settings: Nats) -> Iterator[Link]:
-    """Give a connection, and translate its errors."""
+    """Yield a link, and translate its errors."""
     link = open_link(name, settings)
     try:
         with errors(link.what, settings):
@@ -262,7 +263,7 @@ def connected(name: str, settings: Nats) -> Iterator[Link]:
 
 
 def open_link(name: str, settings: Nats) -> Link:
-    """Return a connection, which has answered."""
+    """Return a link that is connected."""
     what = f"destination {name!r}"
     with errors(what, settings):
         return Link(what, settings, Connection(name, settings))
@@ -278,7 +279,7 @@ def errors(what: str, settings: Nats) -> Iterator[None]:
 
 
 def translated(what: str, settings: Nats, error: Exception) -> SafError:
-    """Return the error that a connection's error means."""
+    """Return saf's error for an error of a connection."""
     said = settings.redact(str(error)) or type(error).__name__
     if isinstance(error, NatsError):
         if said.lower().startswith(LOGINS):

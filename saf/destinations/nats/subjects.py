@@ -1,10 +1,10 @@
-"""Subjects: what messages and marks are stored under in a stream.
+"""Subjects of messages and marks in a stream.
 
 TOPIC                                    messages; see `subject`
 saf-marks.STREAM.SOURCE.SHARD.LANE       the mark of a place: the last message counts
-saf-marks.STREAM.identity                what the destination is
+saf-marks.STREAM.identity                the destination's identity
 
-A lane's name is in hexadecimal, because a subject cannot have each character; ``-`` is the
+A lane's name is in hexadecimal, because a subject cannot contain every character; ``-`` is the
 destination's own lane.
 """
 
@@ -19,11 +19,11 @@ from saf.destinations.marks import MAIN, Place
 
 OWN = "-"
 CANNOT = re.compile(r"[\x00-\x20\x7f%*>]|^\.+|\.+$|\.{2,}")
-"""What a subject cannot have as it is: controls, spaces, wildcards, and dots without a word."""
+"""Forbidden in a subject: controls, spaces, wildcards, and dots without a word between them."""
 
 
 def subject(topic: str) -> str:
-    """Return a topic as a subject; what a subject cannot have is encoded as in URLs.
+    """Return a topic as a subject; forbidden characters are encoded as in URLs.
 
     >>> subject("orders.a topic"), subject("a..b"), subject("100%.grüezi")
     ('orders.a%20topic', 'a%2E%2Eb', '100%25.grüezi')
@@ -36,13 +36,13 @@ def _encoded(character: str) -> str:
 
 
 def pattern(template: str) -> str:
-    """Return the subjects that a template of topics can make, for a stream that is made.
+    """Return the pattern of the subjects that a template of topics can make, for a new stream.
 
     >>> pattern("orders.{service}"), pattern("orders.eu.all")
     ('orders.>', 'orders.eu.all')
 
     Raises:
-        ValueError: it begins with a placeholder, which could be any subject.
+        ValueError: the template begins with a placeholder, which could be any subject.
     """
     literal, name, _, _ = next(iter(Formatter().parse(template)))
     before = literal.split(".")
@@ -57,7 +57,7 @@ def pattern(template: str) -> str:
 
 
 def takes(wanted: str, given: str) -> bool:
-    """Whether a pattern of subjects takes a subject, or all subjects of another pattern.
+    """Return True if a pattern covers a subject, or all subjects of another pattern.
 
     >>> takes("orders.*", "orders.a"), takes("orders.*", "orders.a.b")
     (True, False)

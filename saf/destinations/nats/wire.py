@@ -1,7 +1,7 @@
-"""A batch as the bytes that a NATS server reads: made by Arrow, without Python per message.
+"""A batch as bytes for a NATS server, written by Arrow, without Python code per message.
 
-A header's value is a line of ASCII here. What it cannot have is encoded as CloudEvents encodes it
-over HTTP: ``%`` and two digits for each byte of UTF-8. Most values are as they are.
+A header's value is a line of ASCII here. Other characters are encoded as CloudEvents encodes them
+over HTTP: ``%`` and two digits for each byte of UTF-8. Most values stay unchanged.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from saf.destinations.texts import TEXT
 from saf.errors import Rejected
 
 EVENTS = "ce-"
-"""What stands before an attribute of CloudEvents, as the binding for NATS says."""
+"""Prefix of CloudEvents attributes, as the binding for NATS defines it."""
 
 BATCH, SEQUENCE, COMMIT = "Nats-Batch-Id", "Nats-Batch-Sequence", "Nats-Batch-Commit"
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 THE_SERVERS = "nats-"
-"""How names of headers begin that tell the server what to do."""
+"""Prefix of header names that are commands to the server."""
 
 LARGEST_HEAD = 65_535
 LARGEST_LINE = 4_000
@@ -37,7 +37,7 @@ ENCODED = r"[^\x20-\x7E]|%|^ | $"
 
 
 def encoded(value: str) -> str:
-    r"""Return a header's value as it goes.
+    r"""Return a header's encoded value.
 
     >>> encoded("plain text"), encoded("100 %\n"), encoded(" ü")
     ('plain text', '100 %25%0A', '%20%C3%BC')
@@ -49,10 +49,10 @@ def encoded(value: str) -> str:
 
 
 def blocks(where: str, what: Mapped) -> list[bytes]:
-    """Return the senders' own headers, each of the forms that there are.
+    """Return the senders' own headers, encoded, one text for each distinct set.
 
     Raises:
-        Rejected: a header has a name that this protocol cannot carry, or that is the server's.
+        Rejected: this protocol cannot carry a header's name, or the name is the server's.
     """
     made = []
     for one in what.own:
@@ -66,10 +66,10 @@ def blocks(where: str, what: Mapped) -> list[bytes]:
 
 
 def check(where: str, what: Mapped, largest: int) -> None:
-    """Raise if a server does not take one of some messages.
+    """Raise if the server does not accept one of these messages.
 
     Raises:
-        Rejected: it does not.
+        Rejected: its headers, its size or its subject exceed a limit.
     """
     heads = pc.binary_length(_heads(where, what, "x" * 64))
     size = pc.max(pc.add(heads, pc.binary_length(what.body))).as_py() or 0
@@ -83,7 +83,7 @@ def check(where: str, what: Mapped, largest: int) -> None:
 
 
 def messages(where: str, what: Mapped, batch: str, reply: str) -> memoryview:
-    """Return the messages of a batch, of which the first has a reply."""
+    """Return the messages of a batch; the first one has a reply subject."""
     heads = _heads(where, what, batch)
     sizes = pc.binary_length(heads)
     whole = pc.add(sizes, pc.binary_length(what.body))
@@ -112,13 +112,13 @@ def messages(where: str, what: Mapped, batch: str, reply: str) -> memoryview:
 def mark(
     under: str, text: str, headers: Mapping[str, object], *, batch: str, sequence: int, commit: str
 ) -> bytes:
-    """Return a mark of a batch; ``commit``: the reply, if it ends the batch."""
+    """Return a mark of a batch; ``commit``: the reply subject, if the mark ends the batch."""
     said = {**headers, BATCH: batch, SEQUENCE: sequence} | ({COMMIT: 1} if commit else {})
     return published(under, text.encode(), said, commit)
 
 
 def _heads(where: str, what: Mapped, batch: str) -> pa.Array:
-    """Return the headers of each message, with those of its place in a batch."""
+    """Return the headers of each message, including its number in the batch."""
     constant = "".join(
         f"{name}: {encoded(values)}\r\n"
         for name, values in what.headers.items()
@@ -140,7 +140,7 @@ def _heads(where: str, what: Mapped, batch: str) -> pa.Array:
 
 
 def _encoded(values: pa.Array) -> pa.Array:
-    """Return values as they go; Python looks at those only that cannot go as they are."""
+    """Return encoded values; Python handles only the values that need encoding."""
     if not pc.any(pc.match_substring_regex(values, ENCODED)).as_py():
         return values
     known = values.dictionary_encode()

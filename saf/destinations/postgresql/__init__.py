@@ -3,8 +3,8 @@
     [destinations.mom]
     dsn = "postgresql://saf_forwarder@mom/mom?password=${MOM_PASSWORD}"
 
-`saf.destinations.postgresql.inbox` stores, and needs Arrow. `saf.destinations.postgresql.reading`
-reads back.
+`saf.destinations.postgresql.inbox` stores messages, and needs Arrow.
+`saf.destinations.postgresql.reading` reads them back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SELECT current_setting('server_version'), current_setting('synchronous_standby_n
 
 
 class Postgresql(DestinationSettings):
-    """A broker's inbox: where it is."""
+    """Settings of a broker's inbox."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         holds=True,
@@ -42,18 +42,18 @@ class Postgresql(DestinationSettings):
 
     kind: Literal["postgresql"] = "postgresql"
     dsn: DsnField
-    """Where the broker is."""
+    """Address of the broker."""
 
     def open(self, name: str, *, keep: bool = False) -> Destination:
         """Return the inbox as a destination; see `DestinationSettings.open`."""
-        from saf.destinations.postgresql import inbox  # needs Arrow, which a driver does not
+        from saf.destinations.postgresql import inbox  # needs Arrow, which drivers lack
 
         return inbox.PostgresInbox(name, self.dsn, keep=keep)
 
     @classmethod
     def preload(cls) -> None:
-        """Import what `open` imports."""
-        import saf.destinations.postgresql.inbox  # noqa: F401 - to have it imported
+        """Import the modules that `open` imports."""
+        import saf.destinations.postgresql.inbox  # noqa: F401 - imported for its effect
 
     def identity(self, name: str) -> UUID:
         """Return the broker_id; see `DestinationSettings.identity`."""
@@ -74,15 +74,15 @@ class Postgresql(DestinationSettings):
             return known_at(connection, source)
 
     def reading(self, name: str) -> AbstractContextManager[Reading]:
-        """Open the inbox for reading in one snapshot; meanwhile, nothing of it is purged."""
+        """Open the inbox for reading in one snapshot; nothing is purged while it is open."""
         return read(name, self.dsn)
 
     def broker(self) -> Dsn:
-        """Return the dsn: an inbox belongs to a broker."""
+        """Return the dsn: each inbox belongs to a broker."""
         return self.dsn
 
     def guarantee(self, name: str) -> Guarantee:
-        """Return what the server's settings give; see `DestinationSettings.guarantee`."""
+        """Return the promise of the server's settings; see `DestinationSettings.guarantee`."""
         with (
             unavailable_if_lost(f"destination {name!r}"),
             self.dsn.connect(role="doctor", autocommit=True) as connection,

@@ -1,14 +1,14 @@
 """Another broker's inbox, filled by COPY, exactly once.
 
 A chunk is stored in one transaction: lock the watermarks of the chunk's source shards; refuse an
-older epoch (`saf.destinations.places.guarded`), and marks that are not what the source remembers
-(`saf.destinations.marks`); drop the rows at or below (batch, position); COPY the rest; move the
-watermarks; commit. A message for another broker is refused before anything is stored.
+older epoch (`saf.destinations.places.guarded`), and marks that differ from those that the source
+remembers (`saf.destinations.marks`); drop the rows at or below (batch, position); COPY the rest;
+move the watermarks; commit. Messages for another broker are refused before anything is stored.
 
 Because a batch never changes, the watermark alone recognises a chunk that was stored before its
-acknowledgement got lost. There is no index over message ids, and no table that grows.
+acknowledgement got lost. It needs no index over message ids, and no table that grows.
 
-Arrow goes in as it came: the ADBC driver writes it as COPY binary, inside the transaction.
+Arrow data is passed on unchanged: the ADBC driver writes it as COPY binary, inside the transaction.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from saf.failpoints import fail_point
 from saf.log import lineage
 from saf.log.shards import LAST
 
-# Whether it is what it should be, whose it is, whether it may be stored in. A server whose default
-# is off would acknowledge what a crash could still lose. A stricter default (remote_apply) stays.
+# Schema revision, identity, and whether messages may be stored. A server whose default is off would
+# acknowledge what a crash could still lose. A stricter default (remote_apply) stays.
 MEETING = f"""
 (SELECT version_num FROM saf.alembic_version), broker_id::text, ARRAY({lineage.MOVED}),
 CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
@@ -62,8 +62,8 @@ CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
 """
 MEET = f"SELECT {MEETING} FROM saf.broker"
 
-# By one delivery at a time: a second watermark of a place is refused, so the other one has to see
-# the first
+# One delivery at a time: a second watermark of a place is refused, so the second delivery must see
+# the first one's
 TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtextextended('saf.watermark', 0))"
 KNOW_PLACES = """
 INSERT INTO saf.watermark (source, shard, lane, epoch, batch, position)
@@ -74,7 +74,7 @@ WHERE NOT EXISTS (SELECT FROM saf.watermark w
 """
 
 # In the order of the places, so that two deliveries wait for each other instead of deadlocking. The
-# newest version is the first that the index finds; see saf.shards.newest.
+# index finds the newest version first; see saf.shards.newest.
 LOCK = f"""
 SELECT w.lane, w.shard, epoch, batch, position, opened_at, acknowledged, set_aside_at
 FROM unnest({{lanes}}::text[], {{shards}}::smallint[]) AS s (lane, shard)
@@ -87,7 +87,7 @@ CROSS JOIN LATERAL (
 WHERE w.source = {{source}}::uuid AND w.shard = s.shard AND w.lane = s.lane
 """
 
-# All that there is to know before a chunk is stored; the broker may have changed since it was met
+# Everything to check before a chunk is stored; the broker may have changed since the connection
 CONTACT = f"""
 WITH locked AS ({{locked}})
 SELECT {MEETING}, ARRAY(SELECT name FROM saf.service), places.*
@@ -112,14 +112,14 @@ WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = mine.lane
 """
 
 IDENTITY = "broker_id"
-"""What is learnt of a destination."""
+"""Key of what a connection has learnt about its destination."""
 
 
 class PostgresInbox:
     """A broker's inbox as a `Destination`, which connects at the first chunk.
 
-    With ``keep``, its connection is kept for the next task; see `saf.database.connections`. Of the
-    services that live there, ``services`` are the only ones that are known to whoever uses this.
+    With ``keep``, its connection is kept for the next task; see `saf.database.connections`. If
+    ``services`` is given, all other services count as unknown.
     """
 
     def __init__(
@@ -137,17 +137,17 @@ class PostgresInbox:
         self._connection: bulk.Connection | None = None
         self._identity: UUID | None = None
         self._of_rows = False
-        """Whether the rows were sent, so that an error of the server may be about one of them."""
+        """True once rows were sent, so that a server error may be about one of them."""
 
     def identity(self) -> UUID:
-        """The inbox's broker_id."""
+        """Return the inbox's broker_id."""
         if self._identity is None:
             self.connect()
-        assert self._identity is not None  # noqa: S101 - learnt at the first contact
+        assert self._identity is not None  # noqa: S101 - set by connect()
         return self._identity
 
     def connect(self) -> None:
-        """Connect, and see whose it is. If this fails, nothing has been sent."""
+        """Connect, and read the inbox's identity. If this fails, nothing was sent."""
         with self._transaction():
             pass
 
@@ -161,7 +161,7 @@ class PostgresInbox:
                 rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)
             others = for_others(rows, self.identity())
             unknown = [] if others else self._unknown(services, rows, chunk.behind)
-            # the caller sets these messages aside now: no owner before may store them any more
+            # the caller sets these messages aside now: no previous owner may store them any more
             moved = {} if others or unknown else last_of(chunk, marks)
             self._move_watermarks(cursor, chunk, epochs, marks, moved)
             if rows.num_rows and not (others or unknown):
@@ -184,7 +184,7 @@ class PostgresInbox:
             return self._lock_watermarks(cursor, chunk)[2]
 
     def close(self) -> None:
-        """Give up the connection, if there is one."""
+        """Close the connection, if one is open."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connections.put(self.keep, "deliver", self.dsn, connection)
@@ -194,13 +194,13 @@ class PostgresInbox:
     ) -> tuple[set[str], dict[Place, int], dict[Place, Mark]]:
         """Lock the watermarks that a chunk needs.
 
-        Return the services that live there, the epochs of the watermarks, and how far they are.
+        Return the services that live there, and the epochs and marks of the watermarks.
         """
         places = guarded(chunk)
         values = _values(chunk, places)
         services, found = self._contact(cursor, values)
         if len(found) < len(places):
-            # in a transaction of its own: who waits for its turn holds no other lock
+            # in a transaction of its own, so that waiting for the turn holds no other lock
             self._connect().rollback()
             cursor.ask(TAKE_TURN)
             cursor.update(_text(KNOW_PLACES, values))
@@ -214,7 +214,7 @@ class PostgresInbox:
     def _contact(
         self, cursor: bulk.BulkCursor, values: dict[str, sql.Literal]
     ) -> tuple[set[str], list[tuple[Any, ...]]]:
-        """Return the services, and the rows of the watermarks, which are locked now."""
+        """Return the services, and the rows of the watermarks, which are now locked."""
         locked = sql.SQL(LOCK).format(**values)
         contact = cursor.ask(_text(CONTACT, {"locked": locked}))
         revision, identity, moved, _, services, *columns = the_row(contact, self.dsn.database)
@@ -229,7 +229,7 @@ class PostgresInbox:
         marks: Mapping[Place, Mark],
         moved: Mapping[Place, Mark],
     ) -> None:
-        """Move the locked watermarks on. From then on, an older owner writes nothing."""
+        """Move the locked watermarks. Afterwards, an older owner cannot write."""
         mine = dict(chunk.batch.epochs)
         new = {
             place: moved.get(place, mark)
@@ -251,7 +251,7 @@ class PostgresInbox:
         cursor.update(_text(MOVE, _values(chunk, list(new)) | literals))
 
     def _unknown(self, known: set[str], rows: pa.Table, behind: frozenset[str]) -> list[str]:
-        """Return the addressed services that are not known here, and those ``behind``."""
+        """Return the addressed services that do not live there, and those ``behind``."""
         addressed = set(pc.unique(rows["to_service"]).to_pylist())
         unknown = addressed - known if known else set()
         if self.services is not None:
@@ -260,7 +260,7 @@ class PostgresInbox:
 
     @contextmanager
     def _transaction(self) -> Iterator[bulk.BulkCursor]:
-        """Give a cursor; commit its work at the end, or roll it back and translate the error."""
+        """Yield a cursor; commit at the end, or roll back and translate the error."""
         self._of_rows = False
         try:
             connection = self._connect()
@@ -275,7 +275,7 @@ class PostgresInbox:
             raise
 
     def _drop(self) -> None:
-        """Close the connection, if there is one; what is not committed is rolled back."""
+        """Close the connection, if one is open; uncommitted work is rolled back."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connections.drop(connection)
@@ -289,7 +289,7 @@ class PostgresInbox:
         return self._connection
 
     def _meet(self) -> bulk.Connection:
-        """Return a new connection to a broker that may be stored in."""
+        """Return a new connection to a broker that is fit to store messages."""
         connection = bulk.connect(self.dsn, "deliver", f"destination {self.name!r}")
         try:
             with connection.cursor() as cursor:
@@ -311,7 +311,7 @@ class PostgresInbox:
         return connection
 
     def _examine(self, cursor: bulk.BulkCursor) -> UUID:
-        """Return whose inbox it is, unless the broker is not healthy; see `saf.broker.health`."""
+        """Return the inbox's broker_id, unless the broker is unhealthy; see `saf.broker.health`."""
         database = self.dsn.database
         revision, identity, moved, _ = the_row(cursor.ask(MEET), database)
         broker = self._meets(revision, identity, moved)
@@ -320,7 +320,7 @@ class PostgresInbox:
         return broker
 
     def _meets(self, revision: str, identity: str, moved: list[str]) -> UUID:
-        """Return whose inbox it is, unless nothing must be stored in it now."""
+        """Return the inbox's broker_id, unless nothing must be stored there now."""
         require_revision(self.dsn.database, revision)
         self._refuse_moved(moved)
         return UUID(identity)
@@ -330,22 +330,22 @@ class PostgresInbox:
             raise Restored(self.dsn.database, f"destination {self.name!r}", why)
 
     def _is(self, identity: UUID) -> None:
-        """Raise if it is another broker than before, of which the source remembers other marks."""
+        """Raise if it is another broker than before, whose remembered marks are others."""
         if self._identity not in (None, identity):
             raise Unavailable(f"destination {self.name!r}", "it is another broker than before")
         self._identity = identity
 
     def _refuse_schema(self, cursor: bulk.BulkCursor) -> None:
-        """Raise if there is no schema, or another revision's."""
+        """Raise if the schema does not exist, or has another revision."""
         ((exists,),) = cursor.ask(HAS_SCHEMA)
         found = cursor.ask(SCHEMA_REVISION) if exists else []
         require_schema(self.dsn.database, exists, found)
 
     def _translate(self, error: adbc.Error) -> Exception:
         reason = self.dsn.redact(str(error))
-        # An error is a rejection only if it is about the rows themselves. All else is the server's:
-        # a lost connection, a full disk, a standby, a lock or transaction timeout, a missing table,
-        # a constraint of saf.watermark. It would make dead letters of everything.
+        # An error is a rejection only if it is about the rows themselves. Everything else concerns
+        # the server: a lost connection, a full disk, a standby, a lock or transaction timeout, a
+        # missing table, a constraint of saf.watermark. It must not make dead letters.
         if self._of_rows and meaning(error.sqlstate) is Meaning.OF_THE_ROWS:
             return Rejected(f"destination {self.name!r}", reason)
         return translated(f"destination {self.name!r}", error.sqlstate, reason)
@@ -360,9 +360,9 @@ def _values(chunk: Chunk, places: Sequence[Place]) -> dict[str, sql.Literal]:
 
 
 def inbox_rows(rows: pa.Table, source: UUID) -> pa.Table:
-    """Return rows with the columns that `saf.inbox` takes; a column without any value is left out.
+    """Return rows with the columns of `saf.inbox`; a column without any value is left out.
 
-    COPY needs Arrow types that say which PostgreSQL type is meant.
+    COPY needs Arrow types that identify the PostgreSQL type.
     """
     columns: dict[str, Any] = {}
     for name in COLUMNS:

@@ -1,4 +1,4 @@
-"""Reading back another broker's inbox: what it holds of a source, and its watermarks."""
+"""Reading back another broker's inbox: its messages of a source, and its watermarks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from saf.log.side import IN_RANGE, PLAIN, Side, in_order, open_side, shard_of
 
 IDENTITY = "SELECT broker_id FROM saf.broker"
 
-# Old versions of a mark may be there still; see saf.shards.newest
+# Old versions of a mark may still exist; see saf.shards.newest
 KNOWN = """
 SELECT DISTINCT ON (lane, shard) lane, shard, epoch, batch, position, opened_at, acknowledged,
        set_aside_at
 FROM saf.watermark WHERE source = %(source)s ORDER BY lane, shard, batch DESC
 """
 
-# The destination's own column is of its own number of shards
+# The destination's own column counts in the destination's number of shards
 STORED = f"""
 SELECT message_id, {{shard}} AS shard, id, to_service, to_broker, key, created_at,
        'stored' AS state
@@ -44,7 +44,7 @@ WHERE source = %(source)s AND to_service = ANY (%(topics)s::text[]) GROUP BY to_
 
 @dataclass(frozen=True)
 class InboxReading:
-    """One inbox as a `saf.destinations.reading.Reading`, in one snapshot."""
+    """An inbox as a `saf.destinations.reading.Reading`, in one snapshot."""
 
     side: Side
 
@@ -73,24 +73,24 @@ class InboxReading:
             yield Figures(shard, stored, plain, int(hashed))
 
     def stored(self, what: Compared, shards: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-        """Give the messages of some shards and all topics, sorted by the server by message id."""
+        """Yield the messages of some shards and all topics; the server sorts them by message id."""
         rows = sql.SQL(STORED).format(shard=shard_of(what.shards))
         return self.side.stream(in_order(rows, shards, state="state"), _params(what))
 
     def begun(self, source: UUID, topics: Collection[str]) -> Iterable[tuple[Any, ...]]:
-        """Return when the oldest message of each topic was created. This reads the whole inbox."""
+        """Return when the oldest message of each topic was created. Reads the whole inbox."""
         return self.side.fetch(HELD, {"source": source, "topics": [*topics]})
 
 
 @contextmanager
 def read(name: str, dsn: Dsn) -> Iterator[Reading]:
-    """Open an inbox for reading, safe from purges. Its snapshot is taken at the first question."""
+    """Open an inbox for reading, safe from purges. Its snapshot is taken at the first query."""
     with open_side(name, f"destination {name!r}", dsn, "inbox") as side:
         yield InboxReading(side)
 
 
 def known_at(connection: psycopg.Connection[Any], source: UUID) -> Known:
-    """Return what the broker of a connection knows of a source."""
+    """Return a broker's knowledge of a source."""
     (destination,) = of_broker(connection, IDENTITY)
     marks: dict[Place, Mark] = {}
     epochs: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The kind ``rabbitmq``: queues of a RabbitMQ server, by an exchange, at least once.
+"""The kind ``rabbitmq``: queues of a RabbitMQ server, filled through an exchange, at least once.
 
     [destinations.events]
     kind = "rabbitmq"
@@ -8,7 +8,7 @@
     exchange = "orders"
     topic = "orders.{service}"              # routing key orders.billing
 
-`saf.destinations.rabbitmq.queues` tells how a chunk is stored. The client, pika, is the extra
+`saf.destinations.rabbitmq.queues` describes how a chunk is stored. The client, pika, is the extra
 ``rabbitmq``.
 """
 
@@ -29,11 +29,11 @@ from saf.destinations.queues import QueueSettings, client_needed
 from saf.destinations.settings import Guarantee, within
 
 PORTS = {"amqp": 5672, "amqps": 5671}
-"""The port by default, by the scheme."""
+"""Default port of each scheme."""
 SECURE = "amqps"
 NAMED = "RabbitMQ server, such as amqp://host:5672 or amqps://host:5671"
 LONGEST = 255
-"""The longest name of an exchange, in bytes."""
+"""Longest name of an exchange, in bytes."""
 
 
 def _address(text: str) -> str:
@@ -48,29 +48,29 @@ def _exchange(text: str) -> str:
 
 
 class Rabbitmq(QueueSettings):
-    """Queues of a RabbitMQ server, reached by an exchange."""
+    """Settings of queues of a RabbitMQ server, reached through an exchange."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(takes_dialogs=False)
 
     kind: Literal["rabbitmq"] = "rabbitmq"
     server: Annotated[str, AfterValidator(_address)]
-    """`amqp://host:5672/vhost`, or several hosts of a cluster: `amqp://host,host`; `amqps://…` with
-    TLS."""
+    """`amqp://host:5672/vhost`, or several hosts of a cluster: `amqp://host,host`; with TLS,
+    `amqps://…`."""
     username: str = "guest"
-    """The user."""
+    """User name."""
     password: SecretStr | None = None
-    """The user's password; by default, that of the user `guest`."""
+    """The user's password. Default: that of the user `guest`."""
     ca_file: Path | None = None
-    """With TLS: certificates that the server's is checked with; by default, the system's."""
+    """With TLS: CA certificates that verify the server's. Default: the system's."""
     certificate_file: Path | None = None
     """With TLS: the client's certificate."""
     key_file: Path | None = None
     """With TLS: the key of the client's certificate."""
     exchange: Annotated[str, AfterValidator(_exchange)] = ""
-    """The exchange; by default, the server's own, which gives a message to the queue that has its
-    topic's name."""
+    """Exchange. Default: the server's own, which sends a message to the queue named like its
+    topic."""
     step_rows: Annotated[int, within(1, 100_000)] = 5_000
-    """Messages that are sent before the first of them is confirmed."""
+    """Most messages in flight before the first of them is confirmed."""
 
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
@@ -80,12 +80,12 @@ class Rabbitmq(QueueSettings):
 
     @property
     def address(self) -> Address:
-        """Where the server is."""
+        """Address of the server."""
         return parse(self.server, PORTS, SECURE, NAMED)
 
     @property
     def secret(self) -> str:
-        """The password; RabbitMQ's own user has its name for one."""
+        """The password; that of RabbitMQ's built-in user is the user's name."""
         if self.password is not None:
             return self.password.get_secret_value()
         return "guest" if self.username == "guest" else ""
@@ -93,32 +93,32 @@ class Rabbitmq(QueueSettings):
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the queues as a destination; see `DestinationSettings.open`."""
         with client_needed(name, "rabbitmq"):
-            from saf.destinations.rabbitmq.queues import Queues  # needs Arrow; a driver has none
+            from saf.destinations.rabbitmq.queues import Queues  # needs Arrow, which drivers lack
         return Queues(name, self)
 
     @classmethod
     def preload(cls) -> None:
-        """Import what `open` imports; without the client, nobody uses this kind."""
+        """Import the modules that `open` imports; without the client, this kind is not used."""
         try:
-            import pika  # noqa: F401 - to have it imported
+            import pika  # noqa: F401 - imported for its effect
         except ImportError:
             return
-        import saf.destinations.rabbitmq.queues  # noqa: F401 - to have it imported
+        import saf.destinations.rabbitmq.queues  # noqa: F401 - imported for its effect
 
-    def identity(self, name: str) -> UUID:  # noqa: ARG002 - its server keeps none
-        """Return what follows from the address: nothing is kept at the server that could say it.
+    def identity(self, name: str) -> UUID:  # noqa: ARG002 - its server keeps no identity
+        """Return an identity computed from the address: the server can keep none.
 
-        An exchange may be several destinations, whose messages have other routing keys.
+        One exchange may be several destinations, whose messages have different routing keys.
         """
         return uuid5(NAMESPACE_URL, f"{self.server}#{self.exchange}#{self.topic}")
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Raise what the server would be refused for; see `DestinationSettings.problems`."""
+        """Raise if messages must not be stored there; see `DestinationSettings.problems`."""
         self.guarantee(name)
         yield from ()
 
     def guarantee(self, name: str) -> Guarantee:
-        """Return what the server gives; see `DestinationSettings.guarantee`."""
+        """Return the server's promise; see `DestinationSettings.guarantee`."""
         with client_needed(name, "rabbitmq"):
             from saf.destinations.rabbitmq.server import connected
 

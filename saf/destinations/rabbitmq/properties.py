@@ -1,9 +1,9 @@
-"""Properties of messages as AMQP 0.9.1 has them: made by Arrow, without Python per header.
+"""Properties of messages in AMQP 0.9.1, written by Arrow, without Python code per header.
 
 headers          saf's and the sender's, all texts
-message-id       the message's id, by which a consumer knows what it has had
-delivery-mode    2: a durable queue keeps it over a restart
-content-type     if the sender has given a header of this name
+message-id       the message's id, by which a consumer recognises repeats
+delivery-mode    2: a durable queue keeps the message over a restart
+content-type     if the sender has set a header with this name
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from saf.destinations.packed import BYTES, NONE, joined, sizes
 from saf.errors import Rejected
 
 EVENTS = "cloudEvents_"
-"""What stands before an attribute of CloudEvents: there is no binding for AMQP 0.9.1, so 1.0's."""
+"""Prefix of CloudEvents attributes: AMQP 0.9.1 has no binding of its own, so this is AMQP 1.0's."""
 LONGEST = 255
-"""The longest name of a header, routing key or content type, in bytes."""
+"""Longest name of a header, routing key or content type, in bytes."""
 HAS_CONTENT_TYPE, HAS_HEADERS, HAS_MODE, HAS_ID = 1 << 15, 1 << 13, 1 << 12, 1 << 7
 PERSISTENT = b"\2"
 
 
 def check(where: str, what: Mapped) -> None:
-    """Raise if AMQP cannot carry one of some messages.
+    """Raise if AMQP cannot carry one of these messages.
 
     Raises:
-        Rejected: it cannot.
+        Rejected: a routing key or the name of a header is too long.
     """
     for topic in what.topics:
         if len(topic.encode()) > LONGEST:
@@ -70,7 +70,7 @@ def properties(what: Mapped) -> list[bytes]:
 
 
 def _first(content_type: str | None) -> bytes:
-    """Return what stands before the headers: which properties there are, and the content type."""
+    """Return the bytes before the headers: the property flags, and the content type."""
     flags = HAS_HEADERS | HAS_MODE | HAS_ID
     if content_type is None or len(content_type.encode()) > LONGEST:
         return struct.pack(">H", flags)

@@ -1,12 +1,13 @@
 """Queues of a RabbitMQ server, at least once.
 
-Each message is persistent, and mandatory: the server confirms it when all queues that get it have
-it, and gives it back if there is none. It keeps no mark, so after a lost answer messages are given
-again; ``message-id`` tells a consumer.
+Each message is persistent and mandatory. The server confirms a message when all queues that get it
+have stored it, and returns it if no queue gets it. Queues keep no marks, so after a lost answer
+messages are sent again; a consumer recognises repeats by ``message-id``.
 
-A message that has no queue, or is too large, is known only when it was sent, so its neighbours are
-there already when the chunk is rejected. So are those that a queue has taken before it was full, or
-before the connection broke. The error names what was confirmed, which is not sent again.
+A message that no queue gets, or that is too large, is found only after it was sent. So its
+neighbours are stored already when the chunk is rejected, and so are messages that a queue took
+before it was full, or before the connection broke. The error names the confirmed messages, which
+are not sent again.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 Row = tuple[UUID, str, int]
-"""A row of a chunk: its source, the column that numbers rows, and the number."""
+"""A row of a chunk: its source, the column that numbers the rows, and its number."""
 
 
 class Queues:
@@ -53,27 +54,27 @@ class Queues:
         self.settings = settings
         self._channel: Channel | None = None
         self._there: set[Row] = set()
-        """The rows that are there of a chunk that is not, and that may be given again."""
+        """Stored rows of a chunk that is not complete, and that may be given again."""
 
     def identity(self) -> UUID:
-        """Return what follows from the address."""
+        """Return an identity computed from the address."""
         return self.settings.identity(self.name)
 
     def connect(self) -> None:
-        """Connect, unless this is done."""
+        """Connect, unless connected already."""
         if self._channel is None:
             self._channel = open_channel(self.name, self.settings)
 
     def close(self) -> None:
-        """Give up the connection, if there is one."""
+        """Close the connection, if one is open."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:  # noqa: ARG002 - it cannot
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:  # noqa: ARG002 - unsupported
         """Store a chunk; see `saf.destinations.Destination`.
 
-        Also when it raises, some of the messages may be there: those of `SafError.stored` are.
+        If it raises, some messages may still have been stored: those in `SafError.stored`.
         """
         number = "parked_id" if "parked_id" in chunk.rows.column_names else "id"
         given = [(chunk.source, number, one) for one in chunk.rows[number].to_pylist()]
@@ -83,14 +84,14 @@ class Queues:
             there = [one in self._there for one in given]
             if any(there):
                 error.stored = chunk.rows.filter(pa.array(there))
-            # only an attempt that was interrupted is made again with the same rows
+            # only an interrupted attempt is made again with the same rows
             self._there.intersection_update(given if isinstance(error, Unavailable) else ())
             raise
         self._there.clear()
         return Stored(messages=chunk.rows.num_rows)
 
     def _store(self, chunk: Chunk, given: list[Row]) -> None:
-        """Send what is not there of a chunk."""
+        """Send the messages of a chunk that are not stored yet."""
         self.connect()
         rows = chunk.rows
         if wrong := not_for(self.what, self.identity(), rows, chunk.behind):
@@ -117,14 +118,14 @@ class Queues:
                 channel.publish(topics, [encoded[place] for place in fresh], bodies)
         fail_point("mom_commit")
 
-    def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:  # noqa: ARG002 - there are none
-        """Return nothing: it keeps none."""
+    def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:  # noqa: ARG002 - queues keep no marks
+        """Return nothing: queues keep no marks."""
         self.connect()
         return {}
 
     @contextmanager
     def _sending(self, given: list[tuple[Row, str]]) -> Iterator[Channel]:
-        """Give the channel; give it up after an error, which is translated."""
+        """Yield the channel; after an error, translate the error and close the channel."""
         channel = self._channel
         assert channel is not None  # noqa: S101 - connected before
         try:

@@ -1,8 +1,8 @@
-"""A channel of a RabbitMQ server, for one destination, by the client pika.
+"""A channel of a RabbitMQ server, for one destination, using the client pika.
 
-The client is asynchronous: it calls back, and this side runs its loop until something has come. An
-error is recognised by its class, and by the code of AMQP's reply. What a later attempt may find
-mended is `Unavailable`; what a person has to mend is `Refused`.
+The client is asynchronous: it uses callbacks, and this module runs its loop until something
+arrives. An error is recognised by its class, and by AMQP's reply code. If a later attempt may
+succeed, it is `Unavailable`; if an operator must fix something, `Refused`.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ if TYPE_CHECKING:
     from saf.destinations.rabbitmq import Rabbitmq
 
 ERRORS = (AMQPError, AMQPConnectorException, OSError)
-"""What the client raises; the second is of what it does before a connection."""
+"""Errors that the client raises; the second one only while it connects."""
 DENIED, NO_EXCHANGE, NOT_MET, NOT_ALLOWED = 403, 404, 406, 530
 AT_ONCE = 200
-"""Messages that are given to the client before it may call back."""
+"""Messages given to the client before it may call back."""
 GOODBYE_SECONDS = 2.0
 PAUSE_SECONDS = 0.001
 NACK = pika.spec.Basic.Nack.INDEX
 
 
 class Properties(pika.BasicProperties):  # type: ignore[misc] # it has no types
-    """Properties that are bytes already."""
+    """Message properties that are encoded already."""
 
     def __init__(self, encoded: bytes) -> None:
         super().__init__()
         self.encoded = encoded
 
     def encode(self) -> list[bytes]:
-        """Return them as the client writes them."""
+        """Return the encoded properties as the client expects them."""
         return [self.encoded]
 
 
 class NotAll(Exception):
-    """The server has only some of the messages that it was given."""
+    """The server stored only some of the messages."""
 
     def __init__(
         self, reason: str, there: npt.NDArray[np.bool_], returned: Collection[str]
     ) -> None:
         super().__init__(reason)
         self.there = there
-        """For each message, whether it was confirmed."""
+        """For each message, True if it was confirmed."""
         self.returned = returned
-        """The ids of those that have no queue, which are confirmed too."""
+        """Ids of the messages that no queue gets, which are confirmed too."""
 
 
 class NotTaken(NotAll):
-    """It will not take one of the others, now or later."""
+    """The server will never take one of the remaining messages."""
 
 
 class Broken(NotAll):
-    """The connection broke, or an answer took too long: nobody knows of the others."""
+    """The connection broke, or an answer timed out: the fate of the other messages is unknown."""
 
     def __init__(
         self, cause: Exception, there: npt.NDArray[np.bool_], returned: Collection[str]
@@ -81,11 +81,11 @@ class Broken(NotAll):
 
 
 class NotNow(NotAll):
-    """A queue refuses the others, and may take them later."""
+    """A queue refuses the remaining messages, and may take them later."""
 
 
 class Channel:
-    """One destination's connection, with a channel that confirms; not safe in several threads."""
+    """A destination's connection, with a channel that confirms; not thread-safe."""
 
     def __init__(self, settings: Rabbitmq) -> None:
         self._settings = settings
@@ -93,7 +93,7 @@ class Channel:
         self._connection: Any = None
         self._channel: Any = None
         self._tag = 0
-        """The number of the last message that was sent on the channel."""
+        """Number of the last message sent on the channel."""
         self._sending: _Sending | None = None
         hosts = settings.address.hosts
         for place, (host, port) in enumerate(hosts, start=1):
@@ -132,14 +132,14 @@ class Channel:
     ) -> None:
         """Publish messages, and wait until all are confirmed.
 
-        A queue that is full refuses messages, and may have taken later ones. So none is given after
-        one was refused. What is not there is published again, in its order, and fewer at a time, as
-        long as some of it is taken.
+        A full queue refuses messages, and may still have taken later ones. So no more messages are
+        sent after a refusal. The missing messages are published again, in order and fewer at a
+        time, as long as the queue takes some of them.
 
         Raises:
-            NotTaken: one of them has no queue, or is too large.
-            NotNow: a queue refuses whatever is not there.
-            Broken: the server does not answer any more.
+            NotTaken: a message has no queue, or is too large.
+            NotNow: a queue refuses all missing messages.
+            Broken: the server stopped answering.
         """
         there, returned, reason = np.zeros(len(bodies), bool), set[str](), ""
         most = self._settings.step_rows
@@ -164,7 +164,7 @@ class Channel:
             raise NotTaken(reason, there, returned)
 
     def _send(self, sending: _Sending, given: Iterator[tuple[str, bytes, bytes]]) -> None:
-        """Give messages to the server until one is refused, and wait for all answers."""
+        """Send messages until one is refused, and wait for all answers."""
         exchange = self._settings.exchange
         publish, ioloop = self._channel.basic_publish, self._connection.ioloop
 
@@ -184,7 +184,7 @@ class Channel:
             self._wait(self._settings.bounds.statement_seconds)
 
     def close(self) -> None:
-        """Give up the connection."""
+        """Close the connection."""
         connection, self._sending = self._connection, None
         if connection is None:
             return
@@ -200,7 +200,7 @@ class Channel:
         self._connection = None
         connection.ioloop.close()
 
-    # What the client calls
+    # Callbacks of the client
 
     def _come(self, *_: object) -> None:
         self._connection.ioloop.stop()
@@ -236,10 +236,10 @@ class Channel:
             )
 
     def _wait(self, seconds: float) -> None:
-        """Let the client work until something has come, as long as anything comes in time.
+        """Run the client's loop until it is stopped, as long as there is progress in time.
 
         Raises:
-            TimeoutError: nothing has.
+            TimeoutError: no progress within ``seconds``.
         """
         ioloop = self._connection.ioloop
         seen, late, timer = self._progress(), False, None
@@ -266,22 +266,22 @@ class Channel:
 
 @dataclass(kw_only=True)
 class _Sending:
-    """Messages that are being sent."""
+    """Progress of messages that are being sent."""
 
     before: int
-    """The number of the message before them."""
+    """Number of the last message sent before these."""
     count: int
     most: int
-    """So many may be on their way."""
+    """Most messages in flight."""
     on_their_way: int = 0
     first: int = 0
-    """The first one that is not confirmed."""
+    """Index of the first message without an answer."""
     full: bool = False
-    """Whether a queue has refused one."""
+    """True if a queue has refused a message."""
     reason: str = ""
     returned: set[str] = field(default_factory=set)
     answered: npt.NDArray[np.bool_] = field(init=False)
-    """Which ones are confirmed, or refused."""
+    """For each message, True if it was confirmed or refused."""
     refused: npt.NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -290,18 +290,18 @@ class _Sending:
 
     @property
     def over(self) -> bool:
-        """Whether all that were given are answered, and no other one is given."""
+        """True if all sent messages are answered, and no more will be sent."""
         return self.first == self.count or (self.full and not self.on_their_way)
 
     @property
     def taken(self) -> npt.NDArray[np.bool_]:
-        """Which ones the server has taken, or returned."""
+        """For each message, True if the server has taken or returned it."""
         return self.answered & ~self.refused
 
 
 @contextmanager
 def connected(name: str, settings: Rabbitmq) -> Iterator[Channel]:
-    """Give a channel, and translate its errors."""
+    """Yield a channel, and translate its errors."""
     channel = open_channel(name, settings)
     try:
         yield channel
@@ -310,14 +310,14 @@ def connected(name: str, settings: Rabbitmq) -> Iterator[Channel]:
 
 
 def open_channel(name: str, settings: Rabbitmq) -> Channel:
-    """Return a channel, which has answered."""
+    """Return a channel that is connected."""
     with errors(f"destination {name!r}", settings):
         return Channel(settings)
 
 
 @contextmanager
 def errors(what: str, settings: Rabbitmq) -> Iterator[None]:
-    """Translate the errors of the client."""
+    """Translate the client's errors."""
     try:
         yield
     except ERRORS as error:
@@ -325,7 +325,7 @@ def errors(what: str, settings: Rabbitmq) -> Iterator[None]:
 
 
 def translated(what: str, settings: Rabbitmq, error: Exception) -> SafError:
-    """Return the error that a client's error means."""
+    """Return saf's error for an error of the client."""
     code = getattr(error, "reply_code", 0)
     said = settings.redact(getattr(error, "reply_text", "") or _inner(error))
     if isinstance(error, ProbableAuthenticationError):
@@ -344,7 +344,7 @@ def translated(what: str, settings: Rabbitmq, error: Exception) -> SafError:
 
 
 def _inner(error: BaseException) -> str:
-    """Return what an error says, or the one that it has in it: the client wraps some."""
+    """Return the text of an error, or of the one wrapped in it: the client wraps some."""
     wrapped = [*getattr(error, "exceptions", ()), getattr(error, "exception", None), *error.args]
     for inner in wrapped:
         if isinstance(inner, BaseException):

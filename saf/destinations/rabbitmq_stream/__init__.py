@@ -7,9 +7,9 @@
     password = "${RABBITMQ_PASSWORD}"
     topic = "orders.{service}"              # stream orders.billing
 
-`saf.destinations.rabbitmq_stream.streams` tells how a chunk is stored, and why each message is
-there once. It speaks the protocol of streams itself, so it needs no client; the server needs its
-plugin ``rabbitmq_stream``.
+`saf.destinations.rabbitmq_stream.streams` describes how a chunk is stored, and why each message is
+stored once. It implements the stream protocol itself, so it needs no client library; the server
+needs its plugin ``rabbitmq_stream``.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from saf.destinations.rabbitmq_stream.server import Link
 
 PORTS = {"rabbitmq-stream": 5552, "rabbitmq-stream+tls": 5551}
-"""The port by default, by the scheme."""
+"""Default port of each scheme."""
 SECURE = "rabbitmq-stream+tls"
 NAMED = (
     "RabbitMQ server's streams, such as rabbitmq-stream://host:5552 or "
     "rabbitmq-stream+tls://host:5551"
 )
 LONGEST = 200
-"""The longest name that marks may have, because a source's id follows it."""
+"""Longest prefix of marks' streams, in bytes; a source's id follows it."""
 
 
 def _address(text: str) -> str:
@@ -55,7 +55,7 @@ def _marks(text: str) -> str:
 
 
 class RabbitmqStream(QueueSettings):
-    """Streams of a RabbitMQ server."""
+    """Settings of streams of a RabbitMQ server."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         exactly_once=True, reads_back=True, takes_dialogs=False
@@ -64,23 +64,23 @@ class RabbitmqStream(QueueSettings):
     kind: Literal["rabbitmq_stream"] = "rabbitmq_stream"
     server: Annotated[str, AfterValidator(_address)]
     """`rabbitmq-stream://host:5552/vhost`, or several hosts of a cluster:
-    `rabbitmq-stream://host,host`; `rabbitmq-stream+tls://…` with TLS."""
+    `rabbitmq-stream://host,host`; with TLS, `rabbitmq-stream+tls://…`."""
     username: str = "guest"
-    """The user."""
+    """User name."""
     password: SecretStr | None = None
-    """The user's password; by default, that of the user `guest`."""
+    """The user's password. Default: that of the user `guest`."""
     ca_file: Path | None = None
-    """With TLS: certificates that the server's is checked with; by default, the system's."""
+    """With TLS: CA certificates that verify the server's. Default: the system's."""
     certificate_file: Path | None = None
     """With TLS: the client's certificate."""
     key_file: Path | None = None
     """With TLS: the key of the client's certificate."""
     marks: Annotated[str, AfterValidator(_marks)] = "saf-marks"
-    """How the names of the streams of its marks begin."""
+    """Prefix of the names of the streams that contain marks."""
     replicas: Annotated[int, within(1, 100)] | None = None
-    """How many servers of a cluster keep a stream that is made; by default, the server says."""
+    """Servers of a cluster that keep a new stream. Default: the server's setting."""
     step_rows: Annotated[int, within(1, 10_000)] = 5_000
-    """Messages that are sent before those sent earlier are waited for."""
+    """Messages to send before waiting for the confirmation of those sent earlier."""
 
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
@@ -90,12 +90,12 @@ class RabbitmqStream(QueueSettings):
 
     @property
     def address(self) -> Address:
-        """Where the server is."""
+        """Address of the server."""
         return parse(self.server, PORTS, SECURE, NAMED)
 
     @property
     def secret(self) -> str:
-        """The password; RabbitMQ's own user has his name for one."""
+        """The password; that of RabbitMQ's built-in user is the user's name."""
         if self.password is not None:
             return self.password.get_secret_value()
         return "guest" if self.username == "guest" else ""
@@ -104,14 +104,14 @@ class RabbitmqStream(QueueSettings):
         """Return the streams as a destination; see `DestinationSettings.open`."""
         from saf.destinations.rabbitmq_stream.streams import (
             Streams,
-        )  # needs Arrow; a driver has none
+        )  # needs Arrow, which drivers lack
 
         return Streams(name, self)
 
     @classmethod
     def preload(cls) -> None:
-        """Import what `open` imports."""
-        import saf.destinations.rabbitmq_stream.streams  # noqa: F401 - to have it imported
+        """Import the modules that `open` imports."""
+        import saf.destinations.rabbitmq_stream.streams  # noqa: F401 - imported for its effect
 
     @contextmanager
     def _connected(self, name: str) -> Iterator[Link]:
@@ -124,14 +124,14 @@ class RabbitmqStream(QueueSettings):
         """Open the streams for reading; see `DestinationSettings.reading`.
 
         Raises:
-            CannotReadBack: some messages are not there any more.
+            CannotReadBack: some messages are gone.
         """
         from saf.destinations.rabbitmq_stream.reading import read
 
         return read(name, self)
 
     def guarantee(self, name: str) -> Guarantee:
-        """Return what the server's settings really give; see `DestinationSettings.guarantee`."""
+        """Return the promise of the server's settings; see `DestinationSettings.guarantee`."""
         with self._connected(name) as link:
             from saf.destinations.rabbitmq_stream.guarantee import guarantee
 

@@ -1,8 +1,8 @@
-"""Messages of AMQP 1.0, as streams hold them: made by Arrow, and read one by one.
+"""Messages of AMQP 1.0 as streams hold them: written by Arrow, and read one by one.
 
-properties                 content-type only, if the sender has given a header of this name
+properties                 only content-type, if the sender has set a header with this name
 application-properties     the headers, saf's and the sender's, all texts
-data                       the body, to the last byte
+data                       the body, byte for byte
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from saf.destinations.mapping import Mapped
 from saf.destinations.packed import BYTES, NONE, joined, numbers, sizes
 
 EVENTS = "cloudEvents_"
-"""What stands before an attribute of CloudEvents, as the binding for AMQP says."""
+"""Prefix of CloudEvents attributes, as the binding for AMQP defines it."""
 
 SECTION = b"\0\x53"
 PROPERTIES, APPLICATION_PROPERTIES, DATA = 0x73, 0x74, 0x75
 SMALL_MAP = 0xC1
 WIDTHS = {4: 0, 5: 1, 6: 2, 7: 4, 8: 8, 9: 16}
-"""How many bytes a value has, by the first half of its type."""
+"""Bytes of a value of fixed size, by the high half of its type."""
 SIZES = {0xA: ">B", 0xB: ">I", 0xC: ">B", 0xD: ">I", 0xE: ">B", 0xF: ">I"}
-"""The form of the size that stands before a value, by the first half of its type."""
+"""Format of the size before a value of variable size, by the high half of its type."""
 
 
 def messages(what: Mapped) -> pa.Array:
-    """Return the bytes of messages."""
+    """Return messages as bytes."""
     constant = b"".join(
         text(name) + text(values)
         for name, values in what.headers.items()
@@ -62,7 +62,7 @@ def messages(what: Mapped) -> pa.Array:
 
 
 def text(value: str) -> bytes:
-    r"""Return a text.
+    r"""Return a text as bytes.
 
     >>> text("ü")
     b'\xa1\x02\xc3\xbc'
@@ -74,7 +74,7 @@ def text(value: str) -> bytes:
 
 
 def read(message: bytes) -> tuple[dict[str, str], bytes]:
-    """Return the texts among the headers of a message, and its body.
+    """Return a message's headers that are texts, and its body.
 
     >>> read(b"\\0\\x53\\x74\\xc1\\x09\\x02\\xa1\\x01a\\xa1\\x03xyz\\0\\x53\\x75\\xa0\\x01b")
     ({'a': 'xyz'}, b'b')
@@ -93,7 +93,7 @@ def read(message: bytes) -> tuple[dict[str, str], bytes]:
 
 
 def _texts(message: bytes, at: int, end: int) -> dict[str, str]:
-    """Return the pairs of a map that are texts."""
+    """Return the pairs of a map where both are texts."""
     said: list[str | None] = []
     while at < end:
         kind, first, at = _value(message, at)
@@ -103,7 +103,7 @@ def _texts(message: bytes, at: int, end: int) -> dict[str, str]:
 
 
 def _value(message: bytes, at: int) -> tuple[int, int, int]:
-    """Return the type of a value, where it begins, and where it ends."""
+    """Return the type, start and end of a value."""
     kind = message[at]
     at += 1
     if (width := WIDTHS.get(kind >> 4)) is not None:
@@ -115,7 +115,7 @@ def _value(message: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _properties(content_type: str | None) -> bytes:
-    """Return the section of properties, of which the seventh is the content type."""
+    """Return the properties section; its seventh property is the content type."""
     if content_type is None:
         return b""
     encoded = content_type.encode()

@@ -1,7 +1,8 @@
-"""A connection to a RabbitMQ server's streams, with as much as a destination needs.
+"""A connection to a RabbitMQ server's streams, limited to what a destination needs.
 
-The usual client makes each message by itself, in Python; a destination has the bytes of thousands
-at once, and only counts the confirmations. Any node of a cluster takes messages, and hands them on.
+The usual client builds each message separately, in Python. A destination has the bytes of thousands
+of messages at a time, and only counts confirmations. Any node of a cluster accepts messages, and
+passes them on.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ if TYPE_CHECKING:
     from saf.destinations.rabbitmq_stream import RabbitmqStream
 
 LARGEST = 256 << 20
-"""The largest frame that this side takes, in bytes; the server's limit is lower."""
+"""Largest frame that this side accepts, in bytes; the server's limit is lower."""
 CREDIT = 20
-"""Chunks of a stream that the server may send before they are read."""
+"""Chunks of a stream that the server may send ahead of reading."""
 
 
 class Following(Protocol):
-    """Returns the next chunk of a stream that is read."""
+    """Function that returns the next chunk of a stream that is being read."""
 
     def __call__(self, *, wait: bool = True) -> Chunk | None:
-        """Wait for it; or, at the end of the stream, return None."""
+        """Wait for the next chunk; without ``wait``, return None at the end of the stream."""
 
 
 class Connection:
-    """One connection; not safe to use from several threads."""
+    """One connection; not thread-safe."""
 
     def __init__(self, settings: RabbitmqStream) -> None:
         self._settings = settings
@@ -61,7 +62,7 @@ class Connection:
         self._read = bytearray()
         self._chunks: deque[Chunk] = deque()
         self.confirmed = 0
-        """How many messages the server has confirmed so far."""
+        """Number of messages that the server has confirmed so far."""
         try:
             if settings.address.tls:
                 context = context_of(settings)
@@ -85,17 +86,17 @@ class Connection:
         self._socket.settimeout(settings.bounds.statement_seconds)
 
     def close(self) -> None:
-        """Give it up."""
+        """Close the connection."""
         with suppress(OSError):
             self._socket.close()
 
-    # Questions
+    # Requests
 
     def ask(self, command: Command, body: bytes = b"", *, about: str = "the connection") -> Answer:
-        """Send a command, and return its answer.
+        """Send a command, and return the answer.
 
         Raises:
-            StreamError: the server did not do it.
+            StreamError: the server did not execute the command.
         """
         ((code, answer),) = self.ask_all(command, [body])
         if code != OK:
@@ -103,7 +104,7 @@ class Connection:
         return answer
 
     def ask_all(self, command: Command, bodies: Sequence[bytes]) -> list[tuple[int, Answer]]:
-        """Send commands, and return the code and the rest of each one's answer."""
+        """Send commands, and return the code and the rest of each answer."""
         numbers = [next(self._numbers) for _ in bodies]
         self.send(
             b"".join(
@@ -120,7 +121,7 @@ class Connection:
         return [(found[one].number(">H") if coded else OK, found[one]) for one in numbers]
 
     def create(self, stream: str, arguments: Mapping[str, str]) -> None:
-        """Make a stream, unless it is there."""
+        """Create a stream, unless it exists."""
         try:
             self.ask(Command.CREATE, text(stream) + pairs(arguments), about=f"stream {stream!r}")
         except StreamError as error:
@@ -128,10 +129,10 @@ class Connection:
                 raise
 
     def replicas(self, streams: Sequence[str]) -> dict[str, int]:
-        """Return, of those streams that are there, how many servers keep each."""
+        """Return the number of servers that keep each stream, for existing streams."""
         body = struct.pack(">I", len(streams)) + b"".join(map(text, streams))
         answer = self.ask(Command.METADATA, body)
-        for _ in range(answer.number(">I")):  # servers, which nobody has to know
+        for _ in range(answer.number(">I")):  # servers, which do not matter here
             answer.number(">H")
             answer.text()
             answer.number(">I")
@@ -148,9 +149,9 @@ class Connection:
         return found
 
     def declare(self, publishers: Mapping[int, tuple[str, str]]) -> dict[int, int]:
-        """Say who publishes under some numbers: a reference and a stream each.
+        """Declare publishers, a reference and a stream for each number.
 
-        Return the last publishing id that the server has of each; 0 if it has none.
+        Return the last publishing id that the server knows of each; 0 if none.
         """
         named = [text(reference) + text(stream) for reference, stream in publishers.values()]
         bodies = [
@@ -166,17 +167,17 @@ class Connection:
         return {number: last.get(one, 0) for number, one in publishers.items()}
 
     def sequences(self, publishers: Iterable[tuple[str, str]]) -> list[int]:
-        """Return the last publishing id of publishers; 0 if there is none."""
+        """Return the last publishing id of each publisher; 0 if none."""
         named = [text(reference) + text(stream) for reference, stream in publishers]
         answers = self.ask_all(Command.SEQUENCE, named)
         return [answer.number(">Q") if code == OK else 0 for code, answer in answers]
 
     def forget(self, publishers: Sequence[int]) -> None:
-        """Take numbers away from publishers."""
+        """Free the numbers of publishers."""
         self.ask_all(Command.DELETE_PUBLISHER, [struct.pack(">B", one) for one in publishers])
 
     def offset(self, reference: str, stream: str) -> int | None:
-        """Return a number that was kept beside a stream."""
+        """Return the number stored beside a stream; None if there is none."""
         ((code, answer),) = self.ask_all(Command.OFFSET, [text(reference) + text(stream)])
         if code == NO_OFFSET:
             return None
@@ -185,21 +186,21 @@ class Connection:
         return answer.number(">Q")
 
     def keep_offset(self, reference: str, stream: str, number: int) -> None:
-        """Keep a number beside a stream; there is no answer."""
+        """Store a number beside a stream; the server does not answer."""
         said = text(reference) + text(stream) + struct.pack(">Q", number)
         self.send(frame(Command.STORE_OFFSET, said))
 
     # Publishing
 
     def send(self, data: bytes | memoryview) -> None:
-        """Send bytes as they are."""
+        """Send bytes."""
         self._socket.sendall(data)
 
     def confirm(self, count: int) -> None:
-        """Wait until the server has confirmed so many messages, of this connection's whole life.
+        """Wait until the server has confirmed ``count`` messages over the connection's lifetime.
 
         Raises:
-            StreamError: it refuses one.
+            StreamError: the server rejects a message.
         """
         while self.confirmed < count:
             self._receive()
@@ -208,7 +209,7 @@ class Connection:
 
     @contextmanager
     def chunks(self, stream: str, where: bytes = FIRST) -> Iterator[Following]:
-        """Read a stream from some place on; it gives a function that returns the next chunk."""
+        """Read a stream from a position; yield a function that returns the next chunk."""
         about = f"stream {stream!r}"
         body = b"\1" + text(stream) + where + struct.pack(">H", CREDIT) + pairs({})
         self._chunks.clear()
@@ -216,7 +217,7 @@ class Connection:
 
         def following(*, wait: bool = True) -> Chunk | None:
             if not wait and not self._chunks:
-                self.replicas([])  # before it answers, the server sends what there is
+                self.replicas([])  # the server sends all chunks before it answers
                 if not self._chunks:
                     return None
             while not self._chunks:
@@ -231,7 +232,7 @@ class Connection:
     # Frames
 
     def _receive(self) -> tuple[int, Answer]:
-        """Wait for the next frame, and deal with it unless it is an answer."""
+        """Wait for the next frame, and process it unless it is an answer."""
         size = struct.unpack(">I", self._bytes(4))[0]
         data = self._bytes(size)
         command, _ = struct.unpack_from(">HH", data)
@@ -260,7 +261,7 @@ class Connection:
         return command, rest
 
     def _bytes(self, count: int) -> bytes:
-        """Return the next bytes."""
+        """Return the next ``count`` bytes."""
         while len(self._read) < count:
             data = self._socket.recv(max(1 << 16, count - len(self._read)))
             if not data:

@@ -1,7 +1,7 @@
-"""What a RabbitMQ server's streams give: what a crash may take back.
+"""Promise of a RabbitMQ server's streams: which messages a crash may take back.
 
 A server confirms a message when most of the servers that keep its stream have written it, and never
-syncs its files. So what counts is how many servers lose power together.
+syncs its files. So the number of servers that lose power together decides.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from saf.destinations.rabbitmq_stream.server import Link
 from saf.destinations.settings import Guarantee
 
 ENOUGH = 3
-"""So many servers that one of them can be away."""
+"""Servers needed so that one of them may be down."""
 
 
 def guarantee(link: Link) -> Guarantee:
-    """Return what a server promises, by its settings as they are now."""
+    """Return the server's promise with its current settings."""
     link.look()
     settings = link.settings
     server = f"RabbitMQ {link.connection.server['version']}, {settings.server}"

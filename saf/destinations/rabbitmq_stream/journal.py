@@ -1,23 +1,23 @@
-"""The journal of a source: a stream of its marks, which everybody reads before and writes after.
+"""The journal of a source: a stream of its marks, read before messages and written after them.
 
-An entry is JSON, with some of these:
+An entry is JSON, with some of these members:
 
-    done      for each place, its epoch and mark, as `saf.destinations.written` says them
-    begun     for each place, the same of the batch that is begun now, and the streams it goes to
+    done      for each place, its epoch and mark, in the form of `saf.destinations.written`
+    begun     for each place, the same for the batch that begins now, with the batch's streams
     streams   all streams that messages of the source went to
-    all       this entry, and those before it that follow each other, have all that is known
-    read      a word that nobody else writes; who has written it reads until there
+    all       this entry, with the entries just before it, contains everything that is known
+    read      a unique word; its writer reads up to it
 
-Marks only rise. So what the journal says is the highest of each place, in whatever order several
-processes have written, and an entry that is written again changes nothing.
+Marks only rise. So the journal's value for a place is the highest mark, in whatever order several
+processes have written, and an entry that is written twice changes nothing.
 
-What is ``begun`` is written before the first message of a batch, so that a batch of an earlier life
-of a source that was set back is told from one of the same number. It counts as the mark, without a
-position, if messages of the batch are there.
+``begun`` is written before the first message of a batch. It tells the batch from one with the same
+number in an earlier life of a source that was set back. It counts as the mark, without a position,
+if messages of the batch exist.
 
-Who reads to the end and has read much writes all that it knows as one entry, and keeps the number
-of the entry from which on everything is known, beside the stream. Others read from there. What is
-before it is deleted by the server when there is too much (``max-length-bytes``).
+A process that reads to the end, and has read much, writes all that it knows as one entry. It stores
+beside the stream the number of the entry from which everything is known. Others read from there.
+Earlier entries are deleted by the server when the stream gets too large (``max-length-bytes``).
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from saf.destinations.written import read, written
 
 KEPT_BYTES, SEGMENT_BYTES = 32 << 20, 4 << 20
 ENOUGH_BYTES = 256 << 10
-"""After so much, all is written as one entry; or after as much as that has, if it is more."""
+"""Write everything as one entry after reading this many bytes, or that entry's size if larger."""
 AT_ONCE = 2_000
-"""Places of one entry."""
+"""Places per entry."""
 CURE = (
     "only saf may write there: choose other marks in saf.toml, and saf rebase sends missing "
     "messages"
 )
 CARRIED = "saf"
-"""The name under which the number of an entry is kept."""
+"""Name under which the number of an entry is stored."""
 NOBODY = 255
-"""The number of the publisher of entries, which has no name, so nothing of it is dropped."""
+"""Number of the publisher of entries. It has no name, so the server drops none of its entries."""
 DATA = b"\0\x53\x75\xb0"
-"""How a body of AMQP 1.0 begins; its size follows."""
+"""Start of a body in AMQP 1.0; its size follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
-    """A batch of a place, of which messages may be there."""
+    """A batch of a place that may have messages in its streams."""
 
     epoch: int
     mark: Mark
-    """Of the batch, without a position."""
+    """Mark of the batch, without a position."""
     streams: tuple[str, ...]
 
 
@@ -82,16 +82,16 @@ class Journal:
     streams: set[str] = field(default_factory=set)
     """All streams that messages of the source went to."""
     _next: int | None = None
-    """The number of the entry after the last one that was read."""
+    """Number of the entry after the last one that was read."""
     _bytes: int = 0
-    """How much was read since all was written as one entry."""
+    """Bytes read since everything was written as one entry."""
     _whole: int = field(default_factory=lambda: ENOUGH_BYTES)
     _declared: bool = False
 
     # Reading
 
     def follow(self) -> None:
-        """Read to the end; a stream that is not there has no end to read to."""
+        """Read to the end; a stream that does not exist has nothing to read."""
         word = uuid4().hex
         try:
             self._say({"read": word})
@@ -115,7 +115,7 @@ class Journal:
             self._carry(first)
 
     def marks(self, places: Iterable[Place]) -> tuple[dict[Place, int], dict[Place, Mark]]:
-        """Return the epochs and marks of places, with what was begun and is there."""
+        """Return the epochs and marks of places, including begun batches that have messages."""
         places = list(places)
         there = self._is_there([place for place in places if self._pending(place)])
         epochs, marks = {}, {}
@@ -139,12 +139,12 @@ class Journal:
         return Known(destination=identity, marks=marks, epochs=of)
 
     def _pending(self, place: Place) -> bool:
-        """Whether a batch was begun, and its mark not moved since."""
+        """Return True if a batch has begun, and its mark has not moved since."""
         one, (_, done) = self.begun.get(place), self.done.get(place, (0, NOTHING))
         return one is not None and one.mark.number > done.number
 
     def _is_there(self, places: list[Place]) -> set[Place]:
-        """Return those of some places of which messages of the batch that was begun are there."""
+        """Return the places with messages of their begun batch in a stream."""
         asked = [(place, stream) for place in places for stream in self.begun[place].streams]
         batches = {place: self.begun[place].mark.batch for place in places}
         last = self.connection.sequences(
@@ -158,7 +158,7 @@ class Journal:
         }
 
     def _learn(self, entry: bytes) -> str | None:
-        """Take in an entry; return its word, if it has one."""
+        """Apply an entry; return its word, if it has one."""
         self._bytes += len(entry)
         with readable(f"stream {self.stream!r}", "an entry", CURE):
             said = json.loads(entry[len(DATA) + 4 :])
@@ -193,7 +193,7 @@ class Journal:
     # Writing
 
     def begin(self, places: Mapping[Place, Begun]) -> None:
-        """Say that batches are begun, unless that is known; it is durable when this returns."""
+        """Record that batches begin, unless that is known; durable on return."""
         new = {}
         for place, one in places.items():
             known = self.begun.get(place)
@@ -206,7 +206,7 @@ class Journal:
             })  # fmt: skip
 
     def move(self, marks: Mapping[Place, tuple[int, Mark]]) -> None:
-        """Move marks; they are durable when this returns."""
+        """Move marks; durable on return."""
         moved = {place: one for place, one in marks.items() if self.done.get(place) != one}
         for place, (epoch, mark) in moved.items():
             self._have_done(place, epoch, mark)
@@ -214,7 +214,7 @@ class Journal:
             self._say({"done": {_name(place): written(*self.done[place]) for place in some}})
 
     def _carry(self, first: int) -> None:
-        """Write all that is known; from this number on, the stream then has everything."""
+        """Write all that is known; from entry ``first``, the stream then contains everything."""
         parts: list[dict[str, Any]] = [
             {"done": {_name(place): written(*self.done[place]) for place in some}}
             for some in _parts(self.done)

@@ -1,11 +1,11 @@
-"""Numbers: the publishing id of each message, and the name of the publisher that it is of.
+"""Numbers: the publishing id of each message, and the name of its publisher.
 
-The server keeps the last publishing id of each publisher of a stream, and drops what is not above
-it. So the id is a function of the message's place, batch and row id alone: whoever gives a message,
-in whatever chunk, at whatever epoch, gives it the same publisher and the same id. Two that both
-come first, an old owner and a new one, number alike.
+The server keeps the last publishing id of each publisher of a stream, and drops messages that are
+not above it. So the id is a function of the message's place, batch and row id only: every process,
+with any chunk and any epoch, gives a message the same publisher and the same id. If an old and
+a new owner both send first, they number their messages alike.
 
-Row ids do not rise across batches, so the batch stands above them in the id:
+Row ids do not rise across batches, so the batch has the higher bits of the id:
 
     publisher   SOURCE/SHARD/LANE/GENERATION      the generation is the batch / 2**15
     id          the batch % 2**15, and in the 48 bits below it the row's id
@@ -23,11 +23,11 @@ from saf.destinations.marks import Place
 
 ROW_BITS, BATCH_BITS = 48, 15
 LONGEST = 255
-"""The longest name of a publisher that a server takes, in bytes."""
+"""Longest name of a publisher that a server accepts, in bytes."""
 
 
 def publisher(source: UUID, place: Place, generation: int) -> str:
-    """Return the name of a publisher; a lane whose name is too long has its hash instead.
+    """Return the name of a publisher, with a hash if the lane's name is too long.
 
     >>> publisher(UUID(int=7), ("retry", 3), 0)
     '00000000-0000-0000-0000-000000000007/3/retry/0'
@@ -64,7 +64,7 @@ def publishing_ids(
 
 
 def is_of(publishing_id: int, batch: int) -> bool:
-    """Whether the last id of a publisher of a batch's generation is of the batch, or a later one.
+    """Return True if ``publishing_id`` belongs to ``batch`` or later, in the same generation.
 
     >>> last = int(publishing_ids(np.array([5]), np.array([900]))[0])
     >>> is_of(last, 5), is_of(last, 6), is_of(0, 1)

@@ -1,7 +1,7 @@
-"""The protocol of RabbitMQ's streams: frames, and what stands in them.
+"""The protocol of RabbitMQ's streams: frames and their contents.
 
-A frame is a size, a command, a version, and what the command has. Numbers are big-endian; a text is
-its size and its UTF-8. The codes of answers are the protocol's own.
+A frame is a size, a command, a version, and the command's own fields. Numbers are big-endian; a
+text is its size and its UTF-8. The codes of answers are the protocol's own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import IntEnum
 
 VERSION = 1
 ANSWER = 0x8000
-"""Answers have the number of their command with this bit."""
+"""Bit that an answer adds to the number of its command."""
 OK, NO_STREAM, STREAM_THERE, NO_OFFSET = 1, 2, 5, 19
 LOGINS = (8, 9, 11, 12)
 DENIED, NOT_MET = 16, 17
@@ -31,19 +31,19 @@ CODES = {
     17: "a condition is not met",
     18: "no such publisher",
 }
-"""What a code of an answer means."""
+"""Meaning of the codes of answers."""
 
 FIRST = struct.pack(">H", 1)
-"""Where a stream is read from: its beginning."""
+"""Position to read from: the beginning of a stream."""
 
 
 def at(number: int) -> bytes:
-    """Return where a stream is read from: the chunk that has the entry with a number."""
+    """Return the position of the chunk that contains the entry ``number``."""
     return struct.pack(">HQ", 4, number)
 
 
 class Command(IntEnum):
-    """What a frame is."""
+    """Command of a frame."""
 
     DECLARE_PUBLISHER = 1
     PUBLISH = 2
@@ -71,7 +71,7 @@ class Command(IntEnum):
 
 
 class StreamError(Exception):
-    """The server has answered with a code, which says that it did not do something."""
+    """The server has answered with an error code."""
 
     def __init__(self, code: int, about: str) -> None:
         super().__init__(f"{about}: {CODES.get(code, f'error {code}')}")
@@ -80,35 +80,35 @@ class StreamError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Some entries of a stream, which follow each other."""
+    """Consecutive entries of a stream."""
 
     first: int
-    """The number of the first one."""
+    """Number of the first entry."""
     entries: Sequence[bytes]
 
 
 class Answer:
-    """What is left of a frame."""
+    """Rest of a frame, read from front to back."""
 
     def __init__(self, data: bytes, at: int) -> None:
         self._data = data
         self._at = at
 
     def number(self, form: str) -> int:
-        """Take a number."""
+        """Read a number."""
         (value,) = struct.unpack_from(form, self._data, self._at)
         self._at += struct.calcsize(form)
         return int(value)
 
     def text(self) -> str:
-        """Take a text."""
+        """Read a text."""
         size = self.number(">h")
         first = self._at
         self._at += max(size, 0)
         return self._data[first : self._at].decode()
 
     def pairs(self) -> dict[str, str]:
-        """Take pairs of texts."""
+        """Read pairs of texts."""
         return {self.text(): self.text() for _ in range(self.number(">I"))}
 
 
@@ -122,7 +122,7 @@ def frame(command: int, body: bytes = b"") -> bytes:
 
 
 def text(value: str) -> bytes:
-    r"""Return a text as frames have it.
+    r"""Return a text as frames contain it.
 
     >>> text("ü")
     b'\x00\x02\xc3\xbc'
@@ -132,19 +132,19 @@ def text(value: str) -> bytes:
 
 
 def pairs(values: Mapping[str, str]) -> bytes:
-    """Return pairs of texts as frames have them."""
+    """Return pairs of texts as frames contain them."""
     each = (text(name) + text(value) for name, value in values.items())
     return struct.pack(">I", len(values)) + b"".join(each)
 
 
 def delivered(data: bytes) -> Chunk:
-    """Return a chunk that was delivered; after 4 bytes of the frame and the subscription."""
+    """Parse a delivered chunk; it begins after 4 bytes of the frame and the subscription."""
     head = ">BBHIqQQIIII"
     values = struct.unpack_from(head, data, 5)
     at, entries = 5 + struct.calcsize(head), []
     for _ in range(values[2]):
         (size,) = struct.unpack_from(">I", data, at)
-        if size >> 31:  # several messages in one, which saf does not write
+        if size >> 31:  # a batch of messages, which saf never writes
             (count, size) = struct.unpack_from(">xHxxxxI", data, at)
             at += 11 + size
             entries += [b""] * count

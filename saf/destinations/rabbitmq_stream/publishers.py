@@ -1,6 +1,6 @@
-"""Publishers: who publishes under which number of a connection, and their messages as frames.
+"""Publishers: the numbers of a connection's publishers, and their messages as frames.
 
-A connection has 256 numbers, two of them for marks. If a chunk has more publishers, these take
+A connection has 256 numbers, two for marks. If a chunk has more publishers, they take
 turns.
 """
 
@@ -18,16 +18,16 @@ from saf.destinations.rabbitmq_stream.connection import Connection
 from saf.destinations.rabbitmq_stream.protocol import VERSION, Command
 
 MOST = 254
-"""The numbers of publishers of messages; the others are for marks."""
+"""Numbers for publishers of messages; the rest are for marks."""
 HEAD = np.dtype([
     ("size", ">u4"), ("command", ">u2"), ("version", ">u2"), ("publisher", "u1"),
     ("count", ">u4"), ("id", ">u8"), ("bytes", ">u4"),
 ])  # fmt: skip
-"""What stands before a message in its frame."""
+"""Header of a message's frame."""
 
 
 class Publishers:
-    """The publishers of one connection; as many as there are numbers for."""
+    """Publishers of one connection; at most `MOST` at a time."""
 
     head = HEAD.itemsize
 
@@ -44,14 +44,14 @@ class Publishers:
         bodies: pa.Array,
         at_once: int,
     ) -> int:
-        """Send messages, and wait until all are confirmed; return how many were new.
+        """Send messages, and wait until all are confirmed; return the number of new ones.
 
         Args:
-            publishers: the name and the stream of each publisher.
-            which: the publisher of each message.
+            publishers: the name and stream of each publisher.
+            which: for each message, the index of its publisher.
             ids: the publishing ids.
             bodies: the messages.
-            at_once: how many are sent before those sent earlier are waited for.
+            at_once: messages to send before waiting for those sent earlier.
         """
         new = 0
         for first in range(0, len(publishers), MOST):
@@ -74,7 +74,7 @@ class Publishers:
     def _declared(
         self, some: Sequence[tuple[str, str]]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the numbers of publishers, and the last publishing id of each."""
+        """Return the numbers of publishers, and their last publishing ids."""
         new = [one for one in some if one not in self._numbers]
         if len(self._numbers) + len(new) > MOST:
             self._connection.forget([*self._numbers.values()])
@@ -98,7 +98,7 @@ class Publishers:
         there: npt.NDArray[np.bool_],
         at_once: int,
     ) -> int:
-        """Send some of the messages as frames."""
+        """Send the messages selected by ``there`` as frames."""
         if not there.all():
             numbers, ids, bodies = numbers[there], ids[there], bodies.filter(pa.array(there))
         count = len(ids)

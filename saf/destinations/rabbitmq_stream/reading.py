@@ -1,4 +1,4 @@
-"""Reading back: all messages of all streams, in one pass, as long as none of them was removed."""
+"""Reading back: all messages of all streams, in one pass, provided that none was removed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read(name: str, settings: RabbitmqStream) -> Iterator[Reading]:
 
 
 def entries(connection: Connection, stream: str) -> Iterator[tuple[int, bytes]]:
-    """Give the messages of a stream that are there now, with their numbers."""
+    """Yield the messages of a stream that exist now, with their numbers."""
     with connection.chunks(stream) as following:
         while (chunk := following(wait=False)) is not None:
             yield from enumerate(chunk.entries, start=chunk.first)
@@ -70,9 +70,9 @@ def entries(connection: Connection, stream: str) -> Iterator[tuple[int, bytes]]:
 def _read(
     connection: Connection, stream: str, columns: dict[UUID, dict[str, list[Any]]]
 ) -> int | None:
-    """Add the messages of a stream, one by one; return the number of the first one, if any.
+    """Add the messages of a stream, one by one; return the number of the first message, if any.
 
-    Later on, numbers are left out: the server gives some to what it writes for itself.
+    Later numbers may have gaps: the server uses some for its own entries.
     """
     first = None
     for number, message in entries(connection, stream):
@@ -87,7 +87,7 @@ def _read(
 
 
 def _has_had(journal: Journal, stream: str) -> bool:
-    """Whether messages were ever stored in a stream, as far as its server remembers."""
+    """Return True if messages were ever stored in a stream, as far as its server remembers."""
     publishers = [
         (publisher(journal.source, place, generation(mark.batch)), stream)
         for place, (_, mark) in journal.done.items()

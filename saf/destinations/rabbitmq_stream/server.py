@@ -1,12 +1,12 @@
-"""A RabbitMQ server's streams, for one destination, and what the server says of itself.
+"""A RabbitMQ server's streams, for one destination, and the state that saf keeps there.
 
-An error is recognised by its code. What a later attempt may find mended is `Unavailable`: no
-answer, a stream without a leader. What a person has to mend is `Refused`: the login, a right.
+An error is recognised by its code. If a later attempt may succeed, it is `Unavailable`: no answer,
+a stream without a leader. If an operator must fix something, it is `Refused`: the login, a right.
 
-There are these streams:
+The streams are:
 
 TOPIC            messages
-MARKS            the destination's identity, and then the sources that it has a journal of
+MARKS            the destination's identity, followed by the sources that have a journal
 MARKS.SOURCE     the journal of a source: `saf.destinations.rabbitmq_stream.journal`
 """
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 OLDEST = (3, 10)
 NOTER = 254
-"""The number of the publisher of ids."""
+"""Number of the publisher of ids."""
 IDENTITY = "identity"
-"""Who publishes the identity: the first one counts, because its publishing id is 1."""
+"""Name of the publisher of the identity: the first id counts, because its publishing id is 1."""
 
 
 class Link:
@@ -58,7 +58,7 @@ class Link:
         self._journal: Journal | None = None
 
     def look(self) -> None:
-        """Raise if nothing may be stored here.
+        """Raise if messages must not be stored here.
 
         Raises:
             Refused: the server is too old.
@@ -68,7 +68,7 @@ class Link:
             raise unusable(self.what, f"its version is {version}", "upgrade it to 3.10 or newer")
 
     def make(self, streams: Collection[str], **arguments: str) -> None:
-        """Make those of some streams that are not there."""
+        """Create the streams that do not exist."""
         new = sorted({*streams} - self._there)
         if not new:
             return
@@ -104,10 +104,10 @@ class Link:
         return journal.known(self.identity())
 
     def identity(self) -> UUID:
-        """Return the identity that the destination has, or that it would get; write nothing.
+        """Return the destination's identity, or its future one; write nothing.
 
-        The identity of a server without one follows from its address. So a server that has lost
-        everything is not taken for a new one: it is the same one, without what it had acknowledged.
+        A server without an identity gets one computed from its address. So a server that has lost
+        everything is not taken for a new one: it is the same one, without its acknowledged data.
         """
         if noted := self._noted():
             return noted[0]
@@ -115,7 +115,7 @@ class Link:
         return uuid5(NAMESPACE_URL, f"{settings.server}#{settings.marks}")
 
     def make_identity(self) -> UUID:
-        """Return the identity, which stays when the server's data is moved."""
+        """Return the identity, after storing it; it stays when the server's data is moved."""
         self.make([self.settings.marks])
         noted = self._noted()
         if not noted:
@@ -150,13 +150,13 @@ class Link:
         connection.forget([NOTER])
 
     def close(self) -> None:
-        """Give up the connection."""
+        """Close the connection."""
         self.connection.close()
 
 
 @contextmanager
 def connected(name: str, settings: RabbitmqStream) -> Iterator[Link]:
-    """Give a connection, and translate its errors."""
+    """Yield a link, and translate its errors."""
     link = open_link(name, settings)
     try:
         with errors(link.what, settings):
@@ -166,7 +166,7 @@ def connected(name: str, settings: RabbitmqStream) -> Iterator[Link]:
 
 
 def open_link(name: str, settings: RabbitmqStream) -> Link:
-    """Return a connection, which has answered."""
+    """Return a link that is connected."""
     what = f"destination {name!r}"
     with errors(what, settings):
         return Link(what, settings, Connection(settings))
@@ -182,7 +182,7 @@ def errors(what: str, settings: RabbitmqStream) -> Iterator[None]:
 
 
 def translated(what: str, settings: RabbitmqStream, error: Exception) -> SafError:
-    """Return the error that a connection's error means."""
+    """Return saf's error for an error of a connection."""
     said = settings.redact(str(error)) or type(error).__name__
     if isinstance(error, StreamError):
         if error.code in LOGINS:

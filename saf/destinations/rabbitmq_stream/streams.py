@@ -1,25 +1,25 @@
 """Streams of a RabbitMQ server, exactly once.
 
-The server has no transactions, and compares nothing but publishing ids: it drops a message whose id
-is not above the last one of its publisher. So this rests on two things:
+The server has no transactions, and compares only publishing ids: it drops a message whose id is not
+above the last one of its publisher. So the guarantee rests on two things:
 
 - *The id is a function of the message* (`saf.destinations.rabbitmq_stream.numbers`). A batch is
-  immutable and in order, so whoever gives a message gives the same ones before it. Each writer of
-  a place sends what follows the mark that it has read, without a gap. So what a stream has of a
-  place is always the beginning of the same sequence, and the rest of it follows, from whomever. The
-  server drops what comes again: after a lost answer, from a task that runs twice, from an owner
-  that was stopped and wakes up, and from two that both come first.
+  immutable and in order, so every process sends the same messages in the same order. Each writer of
+  a place sends what follows the mark that it has read, without a gap. So a stream always holds the
+  beginning of the same sequence of a place, and the rest follows, whichever process sends it. The
+  server drops repeats: after a lost answer, from a task that runs twice, from an owner that was
+  stopped and wakes up, and from two owners that both send first.
 - *The marks are written after their messages* (`saf.destinations.rabbitmq_stream.journal`). A mark
-  that is too low, because a process has died in between, costs nothing but what the server drops.
-  What is parked keeps its place, batch and id, so it is the same message from there too.
+  that is too low, because a process died in between, only makes the server drop repeats. Parked
+  messages keep their place, batch and id, so they are the same messages from there too.
 
-*It is not fenced.* Before each chunk, the journal tells of a newer owner, and the chunk is refused.
-An owner that is stopped after it has asked, and wakes up later, still sends that chunk. Of it, the
-server drops what the new owner has stored, and what it adds, the new owner need not. Only what the
-new owner has dealt with in another way, such as a message that has expired, is there too.
+*It is not fenced.* If the journal shows a newer owner before a chunk, the chunk is refused. An
+owner that is stopped after it has read the journal, and wakes up later, still sends that chunk. The
+server drops the part that the new owner has stored; the new owner need not send the rest. Only
+messages that the new owner has disposed of in another way, such as expired ones, are stored too.
 
 Each message is a frame of its own, in the order of the chunk, so a stream has the order of the
-chunk, whatever the shards are. The server confirms a message when most of its replicas have it.
+chunk, whatever the shards. The server confirms a message when most of its replicas have it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from saf.destinations.rabbitmq_stream import RabbitmqStream
 
 LONGEST = 255
-"""The longest name of a stream, in bytes."""
+"""Longest name of a stream, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +66,11 @@ class Numbered:
 
     what: Mapped
     bodies: pa.Array
-    """The messages as the streams hold them."""
+    """Messages in the form that streams hold."""
     publishers: list[tuple[str, str]]
-    """A name and a stream each; without a name, nothing is dropped."""
+    """A name and a stream each; without a name, the server drops nothing."""
     which: npt.NDArray[np.int64]
-    """The publisher of each message, by its place in ``publishers``."""
+    """For each message, the index of its publisher in ``publishers``."""
     ids: npt.NDArray[np.int64]
     begun: Mapping[Place, Begun]
 
@@ -87,13 +87,13 @@ class Streams:
         self._identity: UUID | None = None
 
     def identity(self) -> UUID:
-        """Return what the server says; one without an identity becomes a destination."""
+        """Return the server's identity; a server without one becomes a destination."""
         self.connect()
-        assert self._identity is not None  # noqa: S101 - learnt at the first contact
+        assert self._identity is not None  # noqa: S101 - set by connect()
         return self._identity
 
     def connect(self) -> None:
-        """Connect, and make sure that the server keeps what it is given."""
+        """Connect, and ensure that the server keeps its messages."""
         if self._link is not None:
             return
         self._link = open_link(self.name, self.settings)
@@ -107,7 +107,7 @@ class Streams:
             raise
 
     def close(self) -> None:
-        """Give up the connection, if there is one."""
+        """Close the connection, if one is open."""
         link, self._link = self._link, None
         if link is not None:
             link.close()
@@ -151,10 +151,10 @@ class Streams:
     def _numbered(
         self, link: Link, chunk: Chunk, rows: pa.Table, *, exactly_once: bool
     ) -> Numbered | None:
-        """Return what the streams get of messages; None if there are none.
+        """Return numbered messages in the streams' form; None if there are none.
 
         Raises:
-            Rejected: they do not take one of them.
+            Rejected: the streams do not accept a message.
         """
         if not rows.num_rows:
             return None
@@ -178,7 +178,7 @@ class Streams:
         streams: dict[Place, set[str]] = {one: set() for one in places}
         for at, topic in np.unique(parts[[0, 2]], axis=1).T.tolist():
             streams[places[at]].add(what.topics[topic])
-        if not exactly_once:  # one publisher of each topic, without a name
+        if not exactly_once:  # one publisher per topic, without a name
             parts[:2] = 0
         codes, which = np.unique(parts, axis=1, return_inverse=True)
         publishers = [
@@ -205,7 +205,7 @@ class Streams:
         places: list[Place],
         streams: Mapping[Place, set[str]],
     ) -> dict[Place, Begun]:
-        """Return the batch of the first message of each place."""
+        """Return the batch of each place's first message."""
         epochs = dict(chunk.batch.epochs)
         _, first = np.unique(place, return_index=True)
         parked = [name for name in ("batch", "opened_at") if name in rows.column_names]
@@ -236,7 +236,7 @@ class Streams:
         return what
 
     def _publish(self, given: Numbered) -> int:
-        """Send messages, and wait until all are confirmed; return how many were new."""
+        """Send messages, and wait until all are confirmed; return the number of new ones."""
         assert self._publishers is not None  # noqa: S101 - connected before
         return self._publishers.publish(
             given.publishers, given.which, given.ids, given.bodies, self.settings.step_rows
@@ -244,12 +244,12 @@ class Streams:
 
     @contextmanager
     def _connected(self) -> Iterator[Link]:
-        """Give the connection; give it up after an error, which is translated."""
+        """Yield the link; after an error, translate the error and close the link."""
         link = self._link
         assert link is not None  # noqa: S101 - connected before
         try:
             with errors(self.what, self.settings):
                 yield link
         except (Unavailable, Refused):
-            self.close()  # what it has declared is not known
+            self.close()  # its declared publishers are unknown now
             raise

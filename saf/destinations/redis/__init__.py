@@ -7,8 +7,8 @@
     password = "${REDIS_PASSWORD}"
     topic = "orders.{service}"              # stream {saf}:orders.billing
 
-`saf.destinations.redis.streams` tells how a chunk is stored, `saf.destinations.redis.keys` what
-keys there are. The client is the extra ``redis``.
+`saf.destinations.redis.streams` describes how a chunk is stored, `saf.destinations.redis.keys` the
+keys. The client is the extra ``redis``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _tag(text: str) -> str:
 
 
 class Redis(QueueSettings):
-    """Streams of a Redis server."""
+    """Settings of streams of a Redis server."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         exactly_once=True, fences=True, reads_back=True, takes_dialogs=False
@@ -52,24 +52,24 @@ class Redis(QueueSettings):
 
     kind: Literal["redis"] = "redis"
     server: Annotated[str, AfterValidator(_address)]
-    """`redis://host:6379/0`; `rediss://…` with TLS; `unix:///path?db=0`;
+    """`redis://host:6379/0`; with TLS, `rediss://…`; `unix:///path?db=0`;
     `redis+sentinel://host,host/name/0` or `redis+cluster://host,host`, both also with `rediss`."""
     username: str | None = None
-    """The user of the server's ACL; by default, its user `default`."""
+    """User of the server's ACL. Default: its user `default`."""
     password: SecretStr | None = None
     """The user's password."""
     ca_file: Path | None = None
-    """With TLS: certificates that the server's is checked with; by default, the system's."""
+    """With TLS: CA certificates that verify the server's. Default: the system's."""
     certificate_file: Path | None = None
     """With TLS: the client's certificate."""
     key_file: Path | None = None
     """With TLS: the key of the client's certificate."""
     hash_tag: Annotated[str, AfterValidator(_tag)] = "saf"
-    """What all of its keys have in braces, so that a cluster keeps them together."""
+    """Hash tag that all keys have in braces, so that a cluster keeps them together."""
     replicas: Annotated[int, within(0, 100)] = 0
-    """How many replicas must have a chunk before it counts as stored."""
+    """Replicas that must have a chunk before it counts as stored."""
     step_rows: Annotated[int, within(1, 100_000)] = 2_000
-    """Messages that are stored at a time; meanwhile, the server does nothing else."""
+    """Messages to store at a time; the server does nothing else while it stores them."""
 
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
@@ -79,23 +79,23 @@ class Redis(QueueSettings):
 
     @property
     def address(self) -> Address:
-        """Where the server is."""
+        """Address of the server."""
         return parse(self.server)
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the streams as a destination; see `DestinationSettings.open`."""
         with client_needed(name, "redis"):
-            from saf.destinations.redis.streams import Streams  # needs Arrow; a driver has none
+            from saf.destinations.redis.streams import Streams  # needs Arrow, which drivers lack
         return Streams(name, self)
 
     @classmethod
     def preload(cls) -> None:
-        """Import what `open` imports; without the client, nobody uses this kind."""
+        """Import the modules that `open` imports; without the client, this kind is not used."""
         try:
-            import redis  # noqa: F401 - to have it imported
+            import redis  # noqa: F401 - imported for its effect
         except ImportError:
             return
-        import saf.destinations.redis.streams  # noqa: F401 - to have it imported
+        import saf.destinations.redis.streams  # noqa: F401 - imported for its effect
 
     @contextmanager
     def _connected(self, name: str) -> Iterator[Link]:
@@ -108,14 +108,14 @@ class Redis(QueueSettings):
         """Open the streams for reading; see `DestinationSettings.reading`.
 
         Raises:
-            CannotReadBack: some entries are not there any more.
+            CannotReadBack: some entries are gone.
         """
         with client_needed(name, "redis"):
             from saf.destinations.redis.reading import read
         return read(name, self)
 
     def guarantee(self, name: str) -> Guarantee:
-        """Return what the server's settings really give; see `DestinationSettings.guarantee`."""
+        """Return the promise of the server's settings; see `DestinationSettings.guarantee`."""
         with self._connected(name) as link:
             from saf.destinations.redis.guarantee import guarantee
 

@@ -1,9 +1,9 @@
-"""Addresses: where a Redis server is, as a URL without its login.
+"""Addresses of Redis servers, as URLs without a login.
 
 redis://host:6379/0                        one server
-rediss://host:6379/0                       the same, with TLS
-unix:///run/redis.sock?db=0                on this machine
-redis+sentinel://host:26379,host/name/0    whichever server the sentinels call the master
+rediss://host:6379/0                       one server, with TLS
+unix:///run/redis.sock?db=0                a server on this machine
+redis+sentinel://host:26379,host/name/0    the server that the sentinels call the master
 redis+cluster://host:6379,host             a cluster, whose nodes know each other
 """
 
@@ -15,26 +15,26 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from saf.destinations.addresses import named_host
 
 PORTS = {"": 6379, "cluster": 6379, "sentinel": 26379}
-"""The port by default, by what stands after the ``+`` of the scheme."""
+"""Default port, by the part of the scheme after ``+``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a server is."""
+    """Address of a server."""
 
     hosts: tuple[tuple[str, int], ...] = ()
     path: str = ""
-    """A socket on this machine; else empty."""
+    """Socket on this machine; otherwise empty."""
     found_by: str = ""
-    """Who knows which host it is: ``sentinel``, ``cluster``, or nobody."""
+    """How to find the host: ``sentinel``, ``cluster``, or empty if the address names it."""
     master: str = ""
-    """The name that sentinels have for it."""
+    """The master's name at the sentinels."""
     database: int = 0
     tls: bool = False
 
 
 def parse(text: str) -> Address:
-    """Return an address.
+    """Parse an address.
 
     >>> parse("rediss://r1/2")
     Address(hosts=(('r1', 6379),), path='', found_by='', master='', database=2, tls=True)
@@ -44,7 +44,7 @@ def parse(text: str) -> Address:
     1
 
     Raises:
-        ValueError: it is none.
+        ValueError: the address is invalid.
     """
     if "@" in text:
         raise ValueError("give a login by username = … and password = …, not in the address")

@@ -1,7 +1,7 @@
-"""What the settings of a Redis server give: what a crash or a failover may take back.
+"""Promise of a Redis server's settings: which messages a crash or a failover may take back.
 
-Whatever is taken back is taken back with its marks. So a loss is noticed at the next contact, and
-`saf rebase` sends again what was lost; but a consumer may have read it before.
+A loss always takes the marks back with the messages. It is noticed at the next contact, and `saf
+rebase` sends the lost messages again; but a consumer may have read them before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOT_KEPT = "a crash, or any restart, loses messages acknowledged since the last 
 
 
 def guarantee(link: Link) -> Guarantee:
-    """Return what a server promises, by its settings as they are now."""
+    """Return the server's promise with its current settings."""
     info = link.info()
     file = bool(info["aof_enabled"])
     sync = link.config("appendfsync") if file else None

@@ -1,11 +1,11 @@
-"""Keys: what there is of one destination at a Redis server. All have one hash tag.
+"""Keys of one destination at a Redis server. All have one hash tag.
 
 {saf}:TOPIC              a stream of messages
-{saf}/identity           what the destination is
-{saf}/marks/SOURCE       a hash of one source's marks; a field for each shard and lane, whose value
-                         is what `saf.destinations.written` says
+{saf}/identity           the destination's identity
+{saf}/marks/SOURCE       a hash of one source's marks: a field for each shard and lane, with a value
+                         in the form of `saf.destinations.written`
 {saf}/streams/SOURCE     a set of the streams that messages of one source went to
-{saf}/waited             nothing; it is written before replicas are waited for
+{saf}/waited             nothing; written before a wait for replicas
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def streams(tag: str, source: UUID | str) -> str:
 
 
 def waited(tag: str) -> str:
-    """Return the key that is written before replicas are waited for."""
+    """Return the key that is written before a wait for replicas."""
     return f"{{{tag}}}/waited"
 
 

@@ -1,4 +1,4 @@
-"""Reading back: all entries of the streams of a source, as long as none of them was removed."""
+"""Reading back: all entries of a source's streams, provided that none was removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from saf.destinations.redis import Redis
 
 AT_ONCE = 5_000
-"""Entries that are asked for at a time."""
+"""Entries to request at a time."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def read(name: str, settings: Redis) -> Iterator[Reading]:
 
 
 class Moment:
-    """What there is of one source at one moment: its marks, and the ends of its streams."""
+    """One source at one moment: its marks, and the ends of its streams."""
 
     def __init__(self, name: str, link: Link, source: UUID) -> None:
         self._link = link
@@ -55,7 +55,7 @@ class Moment:
         marks, streams = (of(link.settings.hash_tag, source) for of in (keys.marks, keys.streams))
         there: set[bytes] | None = None
         found: list[Any] = []
-        while not found or found[1] != there:  # a stream has come meanwhile
+        while not found or found[1] != there:  # a stream was added
             there = link.client.smembers(streams)
             with link.client.pipeline(transaction=True) as asked:
                 asked.hgetall(marks)
@@ -75,7 +75,7 @@ class Moment:
             self._ends[key] = info["last-generated-id"]
 
     def held(self) -> pa.Table:
-        """Return the columns that are needed of each message. Python reads them one by one."""
+        """Return the columns required for each message. Python reads the messages one by one."""
         columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
         for key, end in self._ends.items():
             for said in self._entries(key, end):
@@ -86,7 +86,7 @@ class Moment:
         return pa.table(columns, schema=HELD)
 
     def _entries(self, key: bytes, end: bytes) -> Iterator[Mapping[str, str]]:
-        """Give what is said of entries; their bodies may be no text."""
+        """Yield saf's headers of each entry; bodies need not be text."""
         first = "-"
         while entries := self._link.client.xrange(key, first, end, count=AT_ONCE):
             for _, fields in entries:
@@ -96,7 +96,7 @@ class Moment:
 
 
 def _literally(text: str) -> str:
-    r"""Return a pattern for a text.
+    r"""Return a pattern that matches a text literally.
 
     >>> _literally("{a*}")
     '{a\\*}'

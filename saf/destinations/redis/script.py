@@ -1,17 +1,17 @@
-"""The script that stores a step at a Redis server, whole or not at all.
+"""The script that stores a step at a Redis server, all or nothing.
 
-It changes something only if the marks are still what the caller has read: a comparison of texts,
-so the rules of marks stand in Python only (`saf.destinations.places`). The server runs nothing
-else meanwhile, and writes what the script does to its append-only file, and to its replicas, as
-one transaction: after a crash, a restart or a failover, all of it is there, or nothing.
+It changes something only if the marks are still those that the caller has read. It compares texts,
+so the rules of marks exist in Python only (`saf.destinations.places`). The server runs nothing else
+at the same time. It writes the script's changes to its append-only file, and to its replicas, as
+one transaction: after a crash, a restart or a failover, all changes exist, or none.
 
-What could fail in the middle is looked at first: a key that is no stream. The right to write marks
-is used before the first message: one mark is written as it was. So a step that fails has moved no
+Whatever could fail halfway is checked first: a key that is not a stream. The right to write marks
+is used before the first message: one mark is written unchanged. So a step that fails has moved no
 mark, and stored nothing.
 
 KEYS    the marks of the source, the set of its streams, and then the streams
-ARGV    PLACES, and for each place its field and what it must be
-        MOVED, and for each place that moves its field and what it becomes
+ARGV    PLACES, and for each place its field and expected value
+        MOVED, and for each place that moves its field and new value
         SHAPES, and for each shape of messages: FIELDS, and for each field its name, and ``?`` if
         each message has a value of its own, or ``=`` and the value of all
         and then for each message: its stream, its shape, and its values
@@ -20,16 +20,16 @@ ARGV    PLACES, and for each place its field and what it must be
 from __future__ import annotations
 
 STORED, MOVED = 1, 0
-"""What it answers: the step is stored; or another one has moved the marks meanwhile."""
+"""Answers: the step is stored; another process has moved the marks."""
 
 NO_STREAM = "SAFNOSTREAM"
-"""The code of the error for a key that is no stream; the key follows."""
+"""Code of the error for a key that is not a stream; the key follows."""
 
 DENIED = "SAFDENIED"
-"""The code of the error for a command that this user may not give; the command follows."""
+"""Code of the error for a command that this user has no right to use; the command follows."""
 
 MOST_FIELDS = 2_000
-"""Fields that one message may have: Lua hands on some 8,000 values at a time."""
+"""Most fields of a message: Lua passes on about 8,000 values at a time."""
 
 STORE = """
 local at, doing = 1, ''

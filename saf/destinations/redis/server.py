@@ -1,8 +1,8 @@
-"""A connection to a Redis server, for one destination, and what the server says of itself.
+"""A connection to a Redis server, for one destination, and the state that saf keeps there.
 
-An error of the server is recognised by its code, the first word of its answer. What a later attempt
-may find mended is `Unavailable`: no answer, no memory, no disk, a failover. What a person has to
-mend is `Refused`: the login, a right, a replica, a policy that throws keys away.
+An error of the server is recognised by its code, the first word of its answer. If a later attempt
+may succeed, it is `Unavailable`: no answer, no memory, no disk, a failover. If an operator must fix
+something, it is `Refused`: the login, a right, a replica, a policy that evicts keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from saf.destinations.redis import Redis
 
 OLDEST = (7, 0)
-"""The oldest version: from it on, a stream says how many entries it has lost."""
+"""Oldest supported version; since then, a stream reports how many entries it has lost."""
 
 TO_MEND = {
     "NOAUTH": "name its user and password in saf.toml",
@@ -46,11 +46,11 @@ TO_MEND = {
     DENIED: "let its user do what docs/destinations.md lists, by ACL SETUSER",
     NO_STREAM: "rename that key, or choose another topic or hash_tag in saf.toml",
 }
-"""What a person does about an error, by its code."""
+"""The operator's action for an error, by its code."""
 
 
 class Link:
-    """One destination's client, connected."""
+    """A destination's connected client."""
 
     def __init__(self, what: str, settings: Redis, client: Any) -> None:
         self.what = what
@@ -58,10 +58,10 @@ class Link:
         self.client = client
 
     def identity(self) -> UUID:
-        """Return the identity that the server has, or that it would get; write nothing.
+        """Return the destination's identity, or its future one; write nothing.
 
-        The identity of a server without one follows from its address. So a server that has lost
-        everything is not taken for a new one: it is the same one, without what it had acknowledged.
+        A server without an identity gets one computed from its address. So a server that has lost
+        everything is not taken for a new one: it is the same one, without its acknowledged data.
         """
         said = self.client.get(keys.identity(self.settings.hash_tag))
         if said is not None:
@@ -69,7 +69,7 @@ class Link:
         return uuid5(NAMESPACE_URL, f"{self.settings.server}#{self.settings.hash_tag}")
 
     def make_identity(self) -> UUID:
-        """Return the identity, which stays when the server's data is moved."""
+        """Return the identity, after storing it; it stays when the server's data is moved."""
         identity = self.identity()
         self.client.set(keys.identity(self.settings.hash_tag), str(identity), nx=True)
         return self.identity()
@@ -87,11 +87,11 @@ class Link:
         return known_of(self.identity(), keys.texts(found))
 
     def info(self) -> dict[str, Any]:
-        """Return what the server says of itself."""
+        """Return the server's INFO."""
         return dict(self.client.info())
 
     def config(self, name: str) -> str | None:
-        """Return a setting of the server; None if it has none, or this user may not ask."""
+        """Return a setting of the server; None if it is not set, or this user has no right to."""
         try:
             said = self.client.config_get(name)
         except redis.ResponseError:
@@ -99,10 +99,10 @@ class Link:
         return next((_text(value) for value in said.values()), None)
 
     def look(self) -> Mapping[str, Any]:
-        """Raise if nothing may be stored here; return what the server says of itself.
+        """Raise if messages must not be stored here; return the server's INFO.
 
         Raises:
-            Refused: it is too old, a replica, or throws keys away.
+            Refused: the server is too old, a replica, or evicts keys.
         """
         info = self.info()
         version = str(info["redis_version"])
@@ -121,14 +121,14 @@ class Link:
         return info
 
     def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
         with suppress(RedisError, OSError):
             self.client.close()
 
 
 @contextmanager
 def connected(name: str, settings: Redis) -> Iterator[Link]:
-    """Give a connection, and translate its errors."""
+    """Yield a link, and translate its errors."""
     link = open_link(name, settings)
     try:
         with errors(link.what, settings):
@@ -138,7 +138,7 @@ def connected(name: str, settings: Redis) -> Iterator[Link]:
 
 
 def open_link(name: str, settings: Redis) -> Link:
-    """Return a connection, which has answered."""
+    """Return a link that is connected."""
     what = f"destination {name!r}"
     with errors(what, settings):
         client = _client(settings)
@@ -148,7 +148,7 @@ def open_link(name: str, settings: Redis) -> Link:
 
 @contextmanager
 def errors(what: str, settings: Redis) -> Iterator[None]:
-    """Translate the errors of a client."""
+    """Translate the client's errors."""
     try:
         yield
     except (RedisError, RedisClusterException, OSError) as error:
@@ -156,7 +156,7 @@ def errors(what: str, settings: Redis) -> Iterator[None]:
 
 
 def translated(what: str, settings: Redis, error: Exception) -> SafError:
-    """Return the error that a client's error means."""
+    """Return saf's error for an error of the client."""
     error = _refusal(error)
     said = settings.redact(str(error)) or type(error).__name__
     code = said.split(" ")[0]
@@ -165,7 +165,7 @@ def translated(what: str, settings: Redis, error: Exception) -> SafError:
     elif isinstance(error, redis.exceptions.NoPermissionError):
         code = "NOPERM"
     elif isinstance(error, (MovedError, ClusterCrossSlotError)):  # without their codes
-        # in a cluster, the slot has moved: who connects again finds it
+        # in a cluster, the slot has moved: a new connection finds it
         code = "" if settings.address.found_by == "cluster" else "MOVED"
     if code in ("NOAUTH", "WRONGPASS", "NOPERM"):
         return Refused(what, said, TO_MEND[code])
@@ -178,7 +178,7 @@ def translated(what: str, settings: Redis, error: Exception) -> SafError:
 
 
 def _refusal(error: Exception) -> Exception:
-    """What a node has said, where a client of a cluster says something else of it."""
+    """Return a node's own error if a client of a cluster has wrapped it in another one."""
     inner: BaseException | None = error
     while isinstance(inner, RedisClusterException):
         inner = inner.__cause__ or inner.__context__
@@ -188,7 +188,7 @@ def _refusal(error: Exception) -> Exception:
 
 
 def _client(settings: Redis) -> Any:
-    """Return a client of the server that stores, whoever knows which one it is."""
+    """Return a client of the server that stores: the address's, the master, or a cluster's node."""
     address, bounds = settings.address, settings.bounds
     given: dict[str, Any] = {
         "username": settings.username,
@@ -214,11 +214,11 @@ def _client(settings: Redis) -> Any:
     if address.path:
         return redis.Redis(unix_socket_path=address.path, db=address.database, **given)
     if address.found_by == "sentinel":
-        # sentinels have logins of their own, if they have any
+        # sentinels have their own logins, or none
         asked = {
             name: value for name, value in given.items() if name not in ("username", "password")
         }
-        sentinel: Any = Sentinel(  # type: ignore[no-untyped-call] # it has none
+        sentinel: Any = Sentinel(  # type: ignore[no-untyped-call] # untyped
             address.hosts, sentinel_kwargs=asked, db=address.database, **given
         )
         return sentinel.master_for(address.master)

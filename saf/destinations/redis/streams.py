@@ -1,15 +1,15 @@
 """Streams of a Redis server, filled a step at a time, exactly once.
 
-`saf.destinations.stepwise` tells what a step is. One script stores it, whole or not at all
-(`saf.destinations.redis.script`): it compares the marks with those that this side has read, adds
-the messages to their streams, and moves the marks past them. Nothing else runs at the server
-meanwhile, which is why a step is short (``step_rows``).
+`saf.destinations.stepwise` explains steps. One script stores a step, all or nothing
+(`saf.destinations.redis.script`): it compares the marks with those that this process has read, adds
+the messages to their streams, and moves the marks past them. The server runs nothing else at the
+same time, so a step is short (``step_rows``).
 
 The steps of a chunk are sent without waiting for answers.
 
-Durability is what the server's settings give (`saf.destinations.redis.guarantee`). What a crash or
-a failover takes back, it takes back with the marks, because one script has written both. So the
-marks are behind those that the source remembers, which is refused and repaired.
+Durability depends on the server's settings (`saf.destinations.redis.guarantee`). If a crash or a
+failover takes messages back, it takes back the marks too, because one script has written both. So
+the marks are behind those that the source remembers, which is refused and repaired.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from saf.destinations.redis import Redis
 
 IN_FLIGHT = 4
-"""Steps that are sent before the first one's answer is read."""
+"""Steps to send before the first one's answer is read."""
 LARGEST = 512 << 20
-"""The largest value that a server takes unless it says another, in bytes."""
+"""Largest value that a server accepts by default, in bytes."""
 
 
 class Streams(Stepwise[Link]):
@@ -103,7 +103,7 @@ class Streams(Stepwise[Link]):
             answers.append((waiting.popleft(), connection.read_response() == STORED))
 
         try:
-            # a chunk that is stored and not waited for comes again, and at least once means twice
+            # else the wait could fail after storing, and at least once would store the chunk twice
             self._wait_for_replicas(connection, "earlier writes")
             for step in steps:
                 connection.send_packed_command(self._command(source, step))
@@ -115,7 +115,7 @@ class Streams(Stepwise[Link]):
             if answers[-1][1]:
                 self._wait_for_replicas(connection, "the messages")
         except BaseException:
-            connection.disconnect()  # answers may be under way
+            connection.disconnect()  # answers may still arrive
             raise
         finally:
             pool.release(connection)
@@ -134,14 +134,14 @@ class Streams(Stepwise[Link]):
         )
 
     def _wait_for_replicas(self, connection: Any, what: str) -> None:
-        """Wait until the replicas have all that the server had when this was called.
+        """Wait until the replicas have all that the server had at the call.
 
-        A server waits for what the connection itself has written last: since Redis 7.2, a command
-        that writes nothing does not count. If all of a chunk is there already, by an attempt that
-        was not waited for, its script writes nothing. So something is written here, after it.
+        A server waits for the last write of the connection: since Redis 7.2, a command that writes
+        nothing does not count. If an earlier attempt has stored the whole chunk without a complete
+        wait, the script writes nothing now. So this method itself writes, after the script.
 
         Raises:
-            Unavailable: too few have it in time. Given again, the chunk is waited for again.
+            Unavailable: too few replicas have it in time. A repeated chunk waits again.
         """
         wanted = self.settings.replicas
         if not wanted:

@@ -1,8 +1,7 @@
-"""The command that stores a step, as the bytes that a server reads: made by Arrow.
+"""The command that stores a step, as bytes for the server, written by Arrow.
 
-A client would write each value of each message by itself, in Python. Here, a column becomes the
-bytes of its values, ``$4`` and ``body`` with the ends of their lines, and a message is these
-joined.
+The client would write each value of each message separately, in Python. Here, a column becomes the
+bytes of its values, ``$4`` and ``body`` with their line ends, and a message is these joined.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import pyarrow.compute as pc
 from saf.destinations.mapping import Mapped
 
 BODY = "body"
-"""The field of an entry that has the message's body."""
+"""Field of an entry that contains the message's body."""
 
 EVENTS = "ce_"
-"""What stands before an attribute of CloudEvents: there is no binding for Redis, so Kafka's."""
+"""Prefix of CloudEvents attributes: Redis has no binding, so this is Kafka's."""
 
 BYTES = pa.large_binary()
 
@@ -37,10 +36,10 @@ def command(
 
     Args:
         sha: the script's name at the server.
-        keys: the keys of the marks and of the set of streams, and then those of the topics.
-        expected: what the fields of marks must be.
-        moved: what fields of marks become.
-        what: the messages, if there are any.
+        keys: the keys of the marks and of the set of streams, followed by those of the topics.
+        expected: expected values of fields of marks.
+        moved: new values of fields of marks.
+        what: the messages, if any.
     """
     before = [len(expected), *_flat(expected), len(moved), *_flat(moved)]
     if what is None or not what.count:
@@ -66,7 +65,7 @@ def command(
 def _shaped(
     what: Mapped,
 ) -> tuple[list[list[tuple[str, str]]], npt.NDArray[np.int64], npt.NDArray[np.int64], list[Any]]:
-    """Return shapes, the shape of each message, how many values each has, and columns of these."""
+    """Return the shapes, each message's shape, values per shape, and the columns of values."""
     constant: list[tuple[str, str]] = []
     own: list[tuple[str, pa.Array]] = []
     for name, values in what.headers.items():
@@ -96,7 +95,7 @@ def _shaped(
 
 
 def _one(values: pa.Array) -> str | None:
-    """Return the value that all messages have; None if they have several, or some have none."""
+    """Return the value that all messages share; None if values differ or are missing."""
     if values.null_count or not len(values) or not pc.all(pc.equal(values, values[0])).as_py():
         return None
     return str(values[0].as_py())
@@ -107,7 +106,7 @@ def _flat(pairs: Mapping[str, str]) -> Iterable[str]:
 
 
 def _bulks(words: Iterable[object]) -> bytes:
-    r"""Return words as a server reads them.
+    r"""Return words in the server's format.
 
     >>> _bulks(["grüezi", 7])
     b'$7\r\ngr\xc3\xbcezi\r\n$1\r\n7\r\n'
@@ -117,12 +116,12 @@ def _bulks(words: Iterable[object]) -> bytes:
 
 
 def _words(count: int) -> pa.Array:
-    """Return the numbers from 1 on as a server reads them."""
+    """Return the numbers from 1 to ``count`` in the server's format."""
     return pa.array([_bulks([number + 1]) for number in range(count)], BYTES)
 
 
 def _bulk(values: pa.Array) -> pa.Array:
-    """Return the values of a column as a server reads them; null where there is none."""
+    """Return the values of a column in the server's format; null for null."""
     values = values.cast(BYTES)
     sizes = pc.binary_length(values).cast(pa.large_string()).cast(BYTES)
     end = pa.scalar(b"\r\n", BYTES)
@@ -132,7 +131,7 @@ def _bulk(values: pa.Array) -> pa.Array:
 
 
 def _content(joined: pa.Array) -> memoryview:
-    """Return the bytes of all values, one after the other, without copying them."""
+    """Return the concatenated bytes of all values, without copying them."""
     joined = joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined
     offsets = np.frombuffer(joined.buffers()[1], np.int64)
     first, last = offsets[joined.offset], offsets[joined.offset + len(joined)]
