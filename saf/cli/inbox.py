@@ -1,4 +1,4 @@
-"""``saf inbox``: what the readers of an inbox have left."""
+"""``saf inbox``: the unread messages of an inbox's readers."""
 
 from __future__ import annotations
 
