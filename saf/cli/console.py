@@ -19,7 +19,7 @@ from rich.text import Text
 from saf.operating.wording import shown
 
 STACK = "stack"
-"""The key that structlog prints on separate lines: the traceback of an exception."""
+"""The key that structlog prints on separate lines: the origin of an exception."""
 
 
 def write_any_character() -> None:

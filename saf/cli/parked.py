@@ -1,4 +1,4 @@
-"""``saf parked``: messages that wait, e.g. for a destination or a route, and their next attempts."""
+"""``saf parked``: messages that wait, e.g. for a destination, and their next attempts."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ MODULES = (
 )
 
 QUIET = (
-    # hide warnings about the archive, which help only its authors; errors that stop the JVM remain
+    # hide warnings about the archive, which matter only to its builders; fatal errors remain
     "-Xlog:disable",
     "-Xlog:all=error:stderr",
     f"-Dlog4j2.configurationFile={(Path(__file__).parent / 'log4j2.properties').as_uri()}",

@@ -69,7 +69,7 @@ class ToDelta:
         from pyspark.sql.pandas.types import to_arrow_schema
 
         if self.settings.storage_options and not isinstance(batch, Classic):
-            raise NotOverConnect  # a wrapper around this object passed it to the server
+            raise NotOverConnect  # a function around this one created it at the server
 
         from saf.destinations.delta.micro_batches import MicroBatches
         from saf.destinations.delta.task_files import WRITTEN, heard

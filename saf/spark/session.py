@@ -190,7 +190,7 @@ def start(
     if SparkContext._gateway is None:
         _connect(SparkContext)
     chosen = {**settings(master, quick=quick), **conf}
-    # In PySpark, the environment wins, and these settings in conf are ignored without it.
+    # For PySpark, the environment wins; without it, PySpark ignores this setting in a conf.
     python = os.environ.get("PYSPARK_PYTHON") or chosen.get("spark.pyspark.python")
     if python:
         os.environ["PYSPARK_PYTHON"] = python

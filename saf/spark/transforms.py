@@ -162,7 +162,7 @@ def routers_of(item: Work, rules: ForwardingRules) -> frozenset[str]:
 
 
 def last_at_once(item: Work, rules: ForwardingRules) -> int:
-    """Return the id of the last of the first `AT_ONCE` messages to evaluate in a deep backlog."""
+    """Return the id of the `AT_ONCE`-th message to evaluate in a deep backlog; else `LAST`."""
     if not item.deep:
         return LAST
     in_sql = [one.service for one in item.routes.in_sql]

@@ -53,7 +53,7 @@ class Found:
     files: Mapping[str, int]
     """Size in bytes of each file, by path."""
     incarnation: int
-    """Incarnation of the broker that wrote the archive."""
+    """The broker's incarnation when it was archived."""
     in_log: tuple[tuple[int, int], ...] = ()
     """See `Archived.in_log`."""
 
