@@ -28,7 +28,7 @@ STYLES = {"shop": "cyan", "warehouse": "magenta"}
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The end of a talk, at both sides."""
+    """The outcome of a talk, at both ends."""
 
     name: str
     shop: str | None

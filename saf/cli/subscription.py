@@ -150,7 +150,7 @@ def drop(
 def _refuse_several(
     name: str, found: Mapping[str, list[str]], round_: Round, broker: str | None
 ) -> None:
-    """Raise, before anything is dropped, if several streams match, or none."""
+    """Raise, before anything is dropped, unless it is clear which stream is meant."""
     if not found and not round_.failed:
         raise UsageError(f"there is no stream {name!r}: `saf status` shows those that there are")
     if broker is None and len(found) > 1:

@@ -32,7 +32,7 @@ class DryRun:
     service: str
     """The service that it is addressed to."""
     goes: Explanation
-    """The way of messages for its real service, unless it becomes a dead letter or waits."""
+    """Where messages for its real service go, unless it becomes a dead letter or waits."""
     dead: str | None = None
     """The reason why it would become a dead letter, if any."""
     waits: str | None = None

@@ -38,7 +38,7 @@ from saf.routing.routes import current_routes
 from saf.setaside.lane import Kind
 
 MOST = 100_000
-"""Maximum number of messages set aside that are counted; beyond, use the server's statistics."""
+"""Maximum number of messages set aside to count; larger numbers come from server statistics."""
 
 SERVICES = 50
 """Number of services per broker with series of their own: those with the most messages."""

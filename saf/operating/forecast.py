@@ -28,7 +28,7 @@ LANES = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """The way of messages for one address."""
+    """Where messages for one address go, and why."""
 
     destinations: tuple[str, ...]
     how: str
@@ -41,7 +41,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Going:
-    """Some pending messages, and their way."""
+    """Some pending messages, and where they would go."""
 
     service: str
     to_broker: str | None
@@ -79,7 +79,7 @@ class Forecast:
         return self.waiting.shown
 
     def by_route(self) -> dict[str, int]:
-        """Return the number of messages per route; routes that share count all shared messages."""
+        """Return the number of messages per route; routes that share messages all count them."""
         counts: Counter[str] = Counter()
         for one in self.going:
             for route in one.way.routes:
@@ -99,7 +99,7 @@ class Forecast:
 
 
 def way(routes: Routes, address: Addressed) -> Way:
-    """Return the way of messages for an address, by some routes.
+    """Return where messages for an address go, by some routes.
 
     >>> from saf.routing.matching import Route
     >>> there = Routes(routes=(Route(service="billing", destination="erp"),))

@@ -5,9 +5,9 @@ runs some twenty quick queries and writes nothing. If several run at the same ti
 the others do nothing.
 
 A purge also deletes old versions of the routes, once no cursor refers to them; route choices of
-keys that were not used for as long as messages are kept; conversations that were closed that long
-ago; messages that Spark jobs staged and never sent; and kept results of transforms for messages
-that were set aside and are gone. Members that are gone need no care here: living members delete them
+keys, unused for as long as messages are kept; conversations that were closed that long ago;
+messages that Spark jobs staged and never sent; and kept results of transforms for messages that
+were set aside and are gone. Members that are gone need no care here: living members delete them
 (`saf.log.shards`).
 """
 

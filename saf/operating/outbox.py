@@ -198,7 +198,7 @@ class SentPage(Page[Sent]):
     """A page of an outbox. It may be shorter than its limit, and the last one may be empty."""
 
     before: datetime | None = None
-    """Set if the time to look ended first: about when the first unsearched messages were created."""
+    """About when the first unsearched messages were created, if the time to look ended first."""
 
 
 def messages(

@@ -40,7 +40,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The progress of an inbox's subscription at the message."""
+    """The progress of an inbox's subscription with the message."""
 
     subscription: str
     owner: str | None

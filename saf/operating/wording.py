@@ -49,7 +49,7 @@ def age(seconds: float | None) -> str:
 def shown(text: str, *, lines: bool = False) -> str:
     r"""Return a text that cannot control a terminal.
 
-    Characters that would move the cursor, ring, color or reorder text become escapes.
+    Characters that would move the cursor, ring, colour or reorder text become escapes.
 
     >>> shown("Zürich \x1b[2J\x07 \u202egnp.exe\n")
     'Zürich \\x1b[2J\\x07 \\u202egnp.exe\\n'

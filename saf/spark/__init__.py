@@ -43,7 +43,7 @@ def to_delta(
     application: str | None = None,
     storage_options: Mapping[str, str] = NO_OPTIONS,
 ) -> Callable[[DataFrame, int], None]:
-    """Return a function for ``foreachBatch`` that appends each micro-batch to a Delta table once.
+    """Return a ``foreachBatch`` function that appends micro-batches to a Delta table exactly once.
 
     The table is a folder that all tasks can reach, or an address such as ``s3://bucket/table``. The
     first micro-batch creates it. Each micro-batch is one commit, which stores the micro-batch's
@@ -52,8 +52,9 @@ def to_delta(
 
     ``application`` replaces the query's id. It is required over Spark Connect, where that id is
     unknown: a name that no other query and no other checkpoint has used with this table.
-    ``storage_options`` configure deltalake's client of an object store; tasks get them, too. Spark
-    Connect rejects them: set the same values in the environment of the server and its executors.
+    ``storage_options`` configure deltalake's client of an object store; tasks get them, too. They
+    are rejected over Spark Connect: set the same values in the environment of the server and its
+    executors.
 
     The query fails if earlier micro-batches are missing from the table (removed or restored).
 

@@ -1,8 +1,8 @@
 """Expressions: the classifiers in SQL, which Spark itself evaluates.
 
 A run without such classifiers skips all of this. With them, an extra step reads the messages for
-routers once more, with only the columns that the expressions use. It runs beside the delivering
-task, ahead of it:
+routers once more, with only the columns that the expressions use. It runs ahead of the delivering
+task, in parallel:
 
     read (mapInArrow) -> the expressions -> deliver (mapInArrow)
 

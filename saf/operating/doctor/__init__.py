@@ -7,9 +7,9 @@ Each check is a small function that runs one query at one database, and yields i
     warning    it works, but not for long; or the check could not run
     ok         examined without findings
 
-A check that the role may not run is a warning that names the reason; one that fails otherwise, e.g.
-because a table is missing, is an error that does. The other checks continue. A cure acts only at
-the database of its finding, except for `saf rebase`, which repairs everything that was set back.
+A check that the role may not run is reported as a warning; one that fails otherwise, e.g. because a
+table is missing, as an error. The other checks continue. A cure acts only at the database of its
+finding, except for `saf rebase`, which repairs everything that was set back.
 PostgreSQL shows the age of another user's session only to members of pg_read_all_stats. Of a query,
 only the part before its first literal is shown.
 """

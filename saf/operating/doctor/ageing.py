@@ -1,4 +1,4 @@
-"""Checks of aging: dialogs that nobody ends, messages that wait for others, dropped messages."""
+"""Checks of ageing: dialogs that nobody ends, messages that wait for others, dropped messages."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def publications(patient: Patient) -> Found:
 
 
 def search_path(patient: Patient) -> Found:
-    """Check that no role has schema saf first in its search_path, and creates tables there."""
+    """Check that no role has schema saf first in its search_path: it would create tables there."""
     if found := whole.first_for(patient.connection):
         what, cure = found
         yield "warning", what, cure
