@@ -23,7 +23,7 @@ app = typer.Typer(no_args_is_help=True, help="What is stored, and not handled ye
 
 
 class Switch(StrEnum):
-    """Whether receivers are notified."""
+    """Notification of receivers: on or off."""
 
     ON = "on"
     OFF = "off"

@@ -36,7 +36,7 @@ class SparkRunner:
         return self._spark
 
     def start(self, work: Sequence[Work]) -> None:
-        """Start Spark, unless it is started."""
+        """Start Spark, unless it is running."""
         if self._spark is None:
             self._spark = self._start_spark(any(item.much for item in work))
 

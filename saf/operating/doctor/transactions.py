@@ -57,7 +57,7 @@ ORDER BY prepared
 
 
 def prepared_transactions(patient: Patient) -> Found:
-    """Report prepared transactions that hold back messages, purge or vacuum, restarts included."""
+    """Report prepared transactions that hold back messages, purge or vacuum across restarts."""
     for gid, owner, age, logs, sent in patient.ask(PREPARED, seconds=patient.limits.long_seconds):
         literal = sql.Literal(gid).as_string(None)
         yield (
