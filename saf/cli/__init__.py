@@ -1,7 +1,7 @@
 """The command ``saf``. One file per command; logic lives in the library.
 
-`saf.cli.exit_codes` says what a command's end means. A user's mistake gets one sentence on stderr
-and no traceback.
+`saf.cli.exit_codes` defines the exit codes. A user's mistake gets one sentence on stderr and no
+traceback.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ app.command("demo")(demo.command)
 
 
 def program() -> None:
-    """`main` for a process that is nothing but the command ``saf``."""
+    """Run `main` in a process that is nothing but the command ``saf``."""
     ended: list[int] = []
     atexit.register(_end_at_once, ended)
     try:
@@ -145,7 +145,7 @@ def program() -> None:
 
 @cache
 def commands() -> Callable[..., None]:
-    """All of them, ready to be called; once in a process, for it takes a tenth of a second."""
+    """Return all commands, ready to call; cached, because building them takes 0.1 s."""
     return typer.main.get_command(app)
 
 
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        # the reader of our output has gone (| head); nothing is left to say
+        # the reader of the output is gone (| head); there is nothing left to print
         give_up_output()
         sys.exit(1)
     except OSError as error:
@@ -178,10 +178,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end_at_once(ended: Sequence[int]) -> None:
-    """Spare Python taking itself apart, object by object: a third of a second after Spark.
+    """Skip Python's teardown, object by object, which takes a third of a second after Spark.
 
-    Threads have ended and what the command has left for the exit is done. Not after a traceback.
-    Nor where OpenTelemetry was set up before the command: it hands its last spans over afterwards.
+    By now, threads have ended and the command's exit handlers have run. Do nothing after a
+    traceback, or if OpenTelemetry was set up before the command: it exports its last spans later.
     """
     if not ended or carried.on():
         return
@@ -190,12 +190,12 @@ def _end_at_once(ended: Sequence[int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     except OSError:
-        return  # Python has words and a code for it
+        return  # Python has its own message and exit code for this
     os._exit(ended[0])
 
 
 def _configure_logging() -> None:
-    """Events go to stderr: for people on a terminal, one JSON object a line elsewhere."""
+    """Log events to stderr: readable on a terminal, otherwise one JSON object per line."""
     people = sys.stderr.isatty()
     structlog.configure(
         processors=[
@@ -209,6 +209,6 @@ def _configure_logging() -> None:
             ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        # whatever stderr is when something is logged: a progress bar stands in for it meanwhile
+        # the stderr of the moment: while a progress bar is shown, it replaces stderr
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )

@@ -1,4 +1,4 @@
-"""``saf apply`` and ``saf export``: what brokers are to have, from a file and into one."""
+"""``saf apply`` and ``saf export``: the desired state of brokers, from a file and into one."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def export(config: Config = None, broker: Where = None) -> None:
 
 
 def show(differences: Mapping[str, Difference]) -> None:
-    """Print what is to be done, and what is not."""
+    """Print the changes to make, and what stays."""
     listing = Listing("broker", "to do", "what", below="with")
     for name, one in differences.items():
         for change in one.changes:
@@ -140,7 +140,7 @@ def show(differences: Mapping[str, Difference]) -> None:
 def _wanted(
     settings: Settings, plan: Plan, only: str | None
 ) -> tuple[Found, dict[Dsn, Mapping[str, Entries]]]:
-    """The brokers of a plan, and what each is to have."""
+    """Return the brokers of a plan, and the desired state of each."""
     places = Found()
     wanted: dict[Dsn, Mapping[str, Entries]] = {}
     said = {name: one for name, one in plan.brokers.items() if only in (None, name)}
@@ -170,7 +170,7 @@ def _new_destinations(differences: Iterable[Difference]) -> list[str]:
 
 
 def _refuse_twins(identities: Mapping[str, str]) -> None:
-    """Raise if two names of a plan are one broker: each would undo what the other says."""
+    """Raise if two names of a plan are the same broker: each would undo the other's changes."""
     names: dict[str, str] = {}
     for name, identity in identities.items():
         if (other := names.setdefault(identity, name)) != name:
@@ -203,7 +203,7 @@ def _as_dict(one: Difference) -> dict[str, Any]:
 
 
 def _listed(connection: psycopg.Connection[Any]) -> tuple[str, Entries, dict[str, Any]]:
-    """A broker's identity, the rights of its roles, and its plan as tables."""
+    """Return a broker's identity, the rights of its roles, and its plan as tables."""
     entries = listed(connection)
     return broker_id(connection), entries["grants"], as_tables(_kinds_only(entries))
 
@@ -223,7 +223,7 @@ def _exported(found: Mapping[str, tuple[str, Entries, dict[str, Any]]]) -> Itera
 
 
 def _kinds_only(entries: Mapping[str, Entries]) -> BrokerPlan:
-    """A broker's plan, without the rights that no plan can give."""
+    """Return a broker's plan, without rights that no plan can give."""
     known: Entries = {
         role: {"kinds": [kind for kind in values["kinds"] if kind != OTHER]}
         for role, values in entries["grants"].items()

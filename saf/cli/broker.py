@@ -1,4 +1,4 @@
-"""``saf broker``: which brokers saf.toml names, and who they are."""
+"""``saf broker``: the brokers in saf.toml, and their identities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands that go round the brokers of saf.toml share: their options, and the round."""
+"""Shared code of commands that visit the brokers in saf.toml: their options, and the visit."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ __all__ = [
 T = TypeVar("T")
 
 AT_ONCE = 16
-"""How many brokers are visited at a time: many that do not answer take no longer than one."""
+"""Number of brokers visited in parallel: many that do not answer take no longer than one."""
 
 MOST_ROWS = 1_000_000
-"""How long a page may be."""
+"""Maximum length of a page."""
 GREATEST = (1 << 63) - 1
-"""The greatest number of a row."""
+"""The greatest row number."""
 
 Config = Annotated[
     Path | None,
@@ -125,65 +125,65 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
 def say_next(pages: Mapping[str, Page[Any]]) -> None:
-    """Say how each broker's next page is shown, where there is one."""
+    """Print how to show each broker's next page, if any."""
     for name, page in pages.items():
         if page.next is not None:
             echo(f"{name}: continue with --broker {name} --after {shlex.quote(page.next)}")
 
 
 def rows_of(pages: Mapping[str, Page[Any]]) -> list[dict[str, Any]]:
-    """Return what pages show, each row with its broker, for JSON."""
+    """Return the rows of pages, each with its broker, for JSON."""
     return [{"broker": name, **one.as_dict()} for name, page in pages.items() for one in page.shown]
 
 
 def ends(pages: Mapping[str, Page[Any]]) -> dict[str, str | None]:
-    """Return where each broker's next page goes on, for JSON."""
+    """Return the start of each broker's next page, for JSON."""
     return {name: page.next for name, page in pages.items()}
 
 
 def routes_of(settings: Settings) -> Callable[[psycopg.Connection[Any]], Routes]:
-    """Return a function that asks a broker where its messages go now, by rows and saf.toml."""
+    """Return a function that returns a broker's current routes, from its rows and saf.toml."""
     default, declared = settings.forwarder.default_destination, settings.declared
     return lambda connection: current_routes(connection, default, declared)
 
 
 class Round:
-    """One visit to each broker: what each gave, and which failed."""
+    """One visit to each broker, with results and failures."""
 
     def __init__(self, places: Mapping[str, Broker] | Listing) -> None:
         self.brokers: Mapping[str, Broker]
         self.failed: list[tuple[str, SafError]] = []
         self.interrupted = False
-        """Whether a person has stopped a decision before its end."""
+        """True after Ctrl-C during a decision."""
         if isinstance(places, Listing):
             self.brokers, self.failed = places.brokers, list(places.problems)
         else:
             self.brokers = places
 
     def go_on(self, after: str | None) -> None:
-        """Make sure that a page which goes on does so in one broker.
+        """Check that a continued page concerns one broker only.
 
         Raises:
-            UsageError: there are several.
+            UsageError: several brokers are chosen.
         """
         if after is not None and len(self.brokers) != 1:
             raise UsageError("--after continues in one broker: add --broker NAME")
 
     def only(self, numbers: object) -> None:
-        """Make sure that rows which are named by their numbers are looked for in one broker.
+        """Check that rows given by number are searched in one broker only.
 
-        Each broker counts for itself, so the same number is another row in each.
+        Each broker numbers its rows, so a number is a different row in each.
 
         Raises:
-            UsageError: there are several.
+            UsageError: several brokers are chosen.
         """
         if numbers and len(self.brokers) > 1:
             raise UsageError("numbers are a broker's own: which one? Say --broker NAME")
 
     def visit(self, role: str, action: Callable[[psycopg.Connection[Any], Any], T]) -> dict[str, T]:
-        """Connect to each broker, several at a time; return what ``action`` returns, by broker.
+        """Connect to the brokers, several in parallel; return the results of ``action`` by broker.
 
-        Brokers for which it fails are in ``failed`` instead.
+        Brokers where it fails are in ``failed`` instead.
         """
         jobs = self._begin(role, action)
         try:
@@ -196,10 +196,10 @@ class Round:
     def decide(
         self, role: str, decision: Callable[[psycopg.Connection[Any], Callable[[], bool]], T]
     ) -> dict[str, T]:
-        """Let each broker have a decision made; as `visit`, and Ctrl-C keeps what is done.
+        """Run a decision at each broker; like `visit`, but Ctrl-C keeps finished steps.
 
-        The decision gets a connection, and what it has to ask between two steps: whether to leave
-        the rest. A second Ctrl-C does not wait for the steps in hand.
+        The decision gets a connection, and a function to call between two steps: it returns true to
+        leave the rest. A second Ctrl-C does not wait for running steps.
         """
         stopping = Event()
         jobs = self._begin(role, lambda connection, _: decision(connection, stopping.is_set))
@@ -213,10 +213,10 @@ class Round:
             return self._results(begun)
 
     def each(self, action: Callable[[str, Any], T]) -> dict[str, T]:
-        """Call ``action`` for each broker, one after the other; return what it returns, by broker.
+        """Call ``action`` for one broker after the other; return its results by broker.
 
-        The action connects by itself. Brokers for which it fails are in ``failed`` instead. In this
-        thread, so Ctrl-C ends what a database has in hand.
+        The action opens its own connection. Brokers where it fails are in ``failed`` instead. It
+        runs in this thread, so Ctrl-C ends running statements.
         """
         return self._results(
             {name: partial(action, name, broker) for name, broker in self.brokers.items()}
@@ -250,7 +250,7 @@ class Round:
                 results[name] = answer()
             except SafError as error:
                 if isinstance(error, SchemaMissing) and isinstance(self.brokers[name], Candidate):
-                    continue  # the pattern matches this database, which is no broker
+                    continue  # the pattern matches this database, which is not a broker
                 failed.append((name, error))
         self.failed += failed
         return results
@@ -260,9 +260,9 @@ class Round:
         return [{"broker": name, "error": str(error)} for name, error in self.failed]
 
     def finish(self, *, say: bool, found: int = 0) -> None:
-        """Say what failed, if ``say``, and exit with ``found`` or the failures' code.
+        """Print failures, if ``say``, and exit with ``found`` or the failures' code.
 
-        It returns if nothing was found and nothing has failed.
+        Return if nothing was found and nothing failed.
         """
         for name, error in self.failed:
             if say:

@@ -1,8 +1,8 @@
-r"""Where commands print for people: what they print is data, and shown as it is.
+r"""Output of commands for users: all values are data, and are shown literally.
 
-Names, keys, errors and bodies are whatever somebody has sent. None of it reaches the terminal as a
-command to it: `echo` and `plain_console` let all text through `shown`, and no command prints in
-another way. JSON escapes it in its own way.
+Senders choose names, keys, errors and bodies. None of them may reach the terminal as control
+characters: `echo` and `plain_console` pass all text through `shown`, and no command prints in any
+other way. JSON has its own escapes.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from rich.text import Text
 from saf.operating.wording import shown
 
 STACK = "stack"
-"""What structlog prints on lines of its own: where an exception comes from."""
+"""The key that structlog prints on separate lines: the origin of an exception."""
 
 
 def write_any_character() -> None:
-    """Print as `\\u2026` what the locale cannot encode; Python would end with a traceback."""
+    """Print characters that the locale cannot encode as `\\u2026`, instead of a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
 def plain_console(*, stderr: bool = False) -> PlainConsole:
-    """Return a console that takes ``[red]`` and ``:smile:`` for text that somebody has chosen."""
+    """Return a console that prints ``[red]`` and ``:smile:`` literally: they come from senders."""
     return PlainConsole(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 def echo(text: str, *, err: bool = False, lines: bool = False) -> None:
-    """Print one line. With ``lines``, the text may be several."""
+    """Print one line; with ``lines``, the text may have several."""
     typer.echo(shown(text, lines=lines), err=err)
 
 
 def paragraph(text: str) -> None:
-    """Print a sentence, however long: on a terminal it is broken at spaces."""
+    """Print a sentence of any length: on a terminal, it is wrapped at spaces."""
     plain_console().paragraph(text, others="    ")
 
 
 def write(body: bytes) -> None:
-    """Write bytes to standard output: as they are, or as text if that is a terminal."""
+    """Write bytes to standard output: unchanged, or as text on a terminal."""
     if sys.stdout.isatty():
         echo(body.decode(errors="backslashreplace"), lines=True)
     else:
@@ -53,7 +53,7 @@ def write(body: bytes) -> None:
 
 
 def shown_event(_: object, __: str, event: dict[str, Any]) -> dict[str, Any]:
-    r"""Return an event as a terminal is to show it: a processor of structlog.
+    r"""Return an event for a terminal: a processor of structlog.
 
     >>> shown_event(None, "", {"key": "a\nb", "stack": "Traceback\n  \x1b[2J"})
     {'key': 'a\\nb', 'stack': 'Traceback\n  \\x1b[2J'}
@@ -65,9 +65,9 @@ def shown_event(_: object, __: str, event: dict[str, Any]) -> dict[str, Any]:
 
 
 def folded(text: str, width: int, first: str = "", others: str = "") -> list[str]:
-    """Return the lines of a text, broken at spaces only; a long word is longer than ``width``.
+    """Return the lines of a text, wrapped at spaces only; a long word may exceed ``width``.
 
-    ``first`` and ``others`` are what the first line and the others begin with.
+    ``first`` and ``others`` are prefixes of the first line and of the others.
 
     >>> folded("cure: drop_the_old_route", 10, others="  ")
     ['cure:', '  drop_the_old_route']
@@ -83,14 +83,14 @@ def folded(text: str, width: int, first: str = "", others: str = "") -> list[str
 
 
 class PlainConsole(Console):
-    """A console that lets all text through `shown`."""
+    """A console that passes all text through `shown`."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a text as it is to be printed."""
+        """Return a text in printable form."""
         return super().render_str(shown(text, lines=True), **options)
 
     def paragraph(self, text: str, *, style: str | None = None, others: str = "") -> None:
-        """Print a text: on a terminal broken at spaces, in a pipe as one line."""
+        """Print a text: wrapped at spaces on a terminal, as one line in a pipe."""
         lines = folded(shown(text), self.width, others=others) if self.is_terminal else [text]
         for line in lines:
             self.print(line, style=style, soft_wrap=True)

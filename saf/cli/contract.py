@@ -1,4 +1,4 @@
-"""``saf contract``: which messages dialogs have, from a file that both ends are told of."""
+"""``saf contract``: the messages of dialogs, from a file that both ends get."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _read(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the arguments of `create_message_type` and of `create_contract`, from a file.
 
     Raises:
-        ConfigurationError: the file cannot be read, or says something else.
+        ConfigurationError: the file is unreadable or invalid.
     """
     try:
         tables = tomllib.loads(file.read_text(encoding=ENCODING))

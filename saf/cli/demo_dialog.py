@@ -28,18 +28,18 @@ STYLES = {"shop": "cyan", "warehouse": "magenta"}
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a talk has ended, at both ends."""
+    """The outcome of a talk, at both ends."""
 
     name: str
     shop: str | None
-    """The state of the shop's end; None if there is none."""
+    """The state of the shop's end; None if it does not exist."""
     warehouse: str | None
     error: int | None
     right: bool
 
 
 def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
-    """Let shop and warehouse talk until all is said; say whether each talk ended as it should."""
+    """Run the talks between shop and warehouse; return whether each talk ended as it should."""
     from saf.demo.trade import SHOP, TRADE, WAREHOUSE, Trade
     from saf.forwarding.forwarder import Forwarder
     from saf.forwarding.runner import InProcess
@@ -78,7 +78,7 @@ def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
 
 
 def listing(result: dict[str, Any]) -> Listing:
-    """Return a row for each talk: how it has ended at both ends, and whether that is right."""
+    """Return a row for each talk: its state at both ends, and whether that is right."""
     rows = Listing("talk", "shop's end", "warehouse's end", "error", "this is")
     for one in result["talks"]:
         rows.add(
@@ -106,7 +106,7 @@ def _prepare(server: EmbeddedServer, *, reset: bool) -> None:
 
 
 def _settings(dsns: dict[str, Dsn]) -> Settings:
-    """Return what saf.toml would say: each service lives in the database of its name."""
+    """Return the settings of a saf.toml in which each service lives in the database of its name."""
     return Settings.model_construct(
         brokers={name: Broker(dsn=dsn) for name, dsn in dsns.items()},
         destinations={name: Postgresql(dsn=dsn) for name, dsn in dsns.items()},
@@ -115,7 +115,7 @@ def _settings(dsns: dict[str, Dsn]) -> Settings:
 
 
 def _ends(dsns: dict[str, Dsn], trade: Trade) -> list[Ended]:
-    """Return how the talks stand, by the databases."""
+    """Return the state of the talks, from the databases."""
     from saf.demo.trade import SHOP, WAREHOUSE
     from saf.dialogs.conversations import Conversation, conversations
     from saf.dialogs.statements import Code
@@ -130,7 +130,7 @@ def _ends(dsns: dict[str, Dsn], trade: Trade) -> list[Ended]:
         both = [there.get(one) if one else None for one in ids]
         shop, warehouse = (str(one.state) if one else None for one in both)
         codes = {one.error_code for one in both if one}
-        # a message that comes too late may never get there
+        # a message that comes too late may never arrive
         closed = ("closed", None) if talk.code == Code.EXPIRED else ("closed",)
         ends.append(
             Ended(

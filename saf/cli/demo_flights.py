@@ -1,4 +1,4 @@
-"""What demos with flights share: the databases, and what they say of the writers."""
+"""Shared code of demos with flights: the databases, and the writers' report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def written(done: Written) -> str:
-    """Say what the writers did."""
+    """Return a sentence about the writers' work."""
     if not done.transactions:
         return "recorded nothing: an earlier run has recorded all flights"
     return (
@@ -30,7 +30,7 @@ def written(done: Written) -> str:
 def databases(
     server: EmbeddedServer, application_name: str, store_names: Sequence[str], *, reset: bool
 ) -> tuple[Dsn, dict[str, Dsn]]:
-    """Make the application's database and those of MOM stores, if they are not there."""
+    """Create the application's database and those of MOM stores, if missing."""
     from saf.broker.migrate import migrate
     from saf.demo.flights import Base
 
@@ -50,7 +50,7 @@ def databases(
 
 
 def look(application: Dsn) -> tuple[str, int]:
-    """Return the server's version, and how many flights an earlier run has recorded."""
+    """Return the server's version, and the number of flights that an earlier run recorded."""
     with application.connect(role="demo") as connection:
         row = connection.execute(
             "SELECT current_setting('server_version'), (SELECT count(*) FROM flight)"
@@ -63,7 +63,7 @@ def look(application: Dsn) -> tuple[str, int]:
 def flights_bar(
     console: Console, recorded: int, limit: int | None
 ) -> Iterator[Callable[[Written], None]]:
-    """Show how many flights are recorded, as they are reported."""
+    """Show the number of recorded flights, as reported."""
     from saf.demo.flights import FLIGHTS
 
     columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())

@@ -20,7 +20,7 @@ TITLE = "every message exactly once, and the sums are equal"
 def stream(
     server: EmbeddedServer, folder: Path, limit: int | None, *, reset: bool
 ) -> tuple[dict[str, Any], bool]:
-    """Send flights, and stream them; return the result, and whether all is right."""
+    """Send flights, and stream them; return the result, and whether it is right."""
     from saf.demo import lake
     from saf.demo.proof import prove_received
     from saf.spark import java
@@ -62,7 +62,7 @@ def stream(
 
 
 def listing(result: dict[str, Any]) -> Listing:
-    """Return the result for people."""
+    """Return the result as rows for users."""
     listing = Listing("messages", "count")
     for name, explanation in {
         "sent": "sent by transactions that committed",

@@ -1,4 +1,4 @@
-"""The dashboard of a demo: it shows what flows, and stays when the demo is over."""
+"""The dashboard of a demo: it shows the running demo, and stays when the demo is over."""
 
 from __future__ import annotations
 

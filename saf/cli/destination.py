@@ -1,4 +1,4 @@
-"""``saf destination``: the destinations of saf.toml, and what each really gives."""
+"""``saf destination``: the destinations in saf.toml, and what each of them guarantees."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
 
 
 def named(name: str, config: Path | None) -> DestinationSettings:
-    """Return the settings of a destination of saf.toml.
+    """Return the settings of a destination in saf.toml.
 
     Raises:
-        ConfigurationError: there is none of this name.
+        ConfigurationError: no destination has this name.
     """
     destinations = load(config).destinations
     if name not in destinations:

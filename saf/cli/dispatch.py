@@ -75,7 +75,7 @@ def command(
     else:
         found = following.find()
         problems += found.problems
-        # a loop finds the others later
+        # a loop finds the other endpoints later
         dispatchers = made(found.endpoints if loop and problems else found.chosen([]))
     again = (lambda: made(following.find().endpoints)) if loop and not names else None
     with published(
@@ -100,11 +100,11 @@ def command(
 
 
 def chosen(settings: Settings, names: list[str]) -> dict[str, Endpoint]:
-    """The endpoints of these names, of saf.toml and of the brokers.
+    """Return the endpoints with these names, from saf.toml and from the brokers.
 
     Raises:
-        ConfigurationError: there is none of that name, or it is wrong.
-        Unavailable: a broker does not answer that may have them.
+        ConfigurationError: no endpoint has this name, or it is invalid.
+        Unavailable: a broker that may have the endpoint does not answer.
     """
     if set(names) <= set(settings.endpoints):
         return {name: settings.endpoints[name] for name in names}

@@ -1,4 +1,4 @@
-"""``saf doctor``: what is wrong with the configured databases, and what helps."""
+"""``saf doctor``: problems of the configured databases, and their cures."""
 
 from __future__ import annotations
 

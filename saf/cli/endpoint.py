@@ -1,4 +1,4 @@
-"""``saf endpoint``: the endpoints of saf.toml and of brokers, how they are, letting them rest."""
+"""``saf endpoint``: the endpoints of saf.toml and of brokers, their state, pause and resume."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ async def _test(endpoint: Endpoint) -> Answer:
 
 
 def _test_request(endpoint: Endpoint) -> Request:
-    """The request that a message of the type saf.test and without data becomes.
+    """Return the request for a message of the type saf.test, without data.
 
     Raises:
         UnreadableBody: the endpoint's template names data.

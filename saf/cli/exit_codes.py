@@ -1,7 +1,7 @@
-"""Exit codes: what the end of a command means to whoever has started it.
+"""Exit codes: how a command ended, for the process that started it.
 
-They tell a scheduler what to do: nothing, the same again later, or call a person.
-docs/operations.md says it for cron, systemd and Airflow, and the files in jobs/ do so.
+They tell a scheduler what to do: nothing, retry later, or call an operator. docs/operations.md
+shows this for cron, systemd and Airflow, and the files in jobs/ do it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from saf.errors import SafError, Unavailable, UsageError
 
 INTERRUPTED = 130
 WIDTH = 76
-"""Characters of a line, in a terminal of 80 columns."""
+"""Characters per line, in a terminal of 80 columns."""
 
 EXIT_CODES = {
     0: "done, nothing to do, or stopped on request; messages may wait for a route or a service",
@@ -24,7 +24,7 @@ EXIT_CODES = {
 
 
 def in_words() -> str:
-    """The table for the end of a help text, which keeps its lines.
+    """Return the table for the end of a help text, which keeps its lines.
 
     >>> in_words().splitlines()[4]
     '75   try again later: a database, a destination or Spark does not answer'

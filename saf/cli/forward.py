@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = Log("saf.forward")
 
 STOP_SECONDS = 30.0
-"""How long Spark may take to end once everything is done, in seconds."""
+"""Maximum time for Spark to end after the work, in seconds."""
 
 
 def command(
@@ -102,7 +102,7 @@ def command(
 def run(
     settings: Settings, *, loop: bool, as_json: bool, progress_every: float | None = None
 ) -> int:
-    """Forward, by Spark if there is much work; return the exit code."""
+    """Forward, with Spark if there is much work; return the exit code."""
     from saf.forwarding.forwarder import Forwarder
     from saf.forwarding.runner import LittleHere
     from saf.spark import java, session
@@ -151,7 +151,7 @@ def run(
 
 
 def end(spark: SparkRunner | ConnectRunner) -> None:
-    """End Spark, and do not wait for one that hangs: nothing is left for it to do."""
+    """End Spark, but do not wait if it hangs: its work is done."""
     from saf.database.background import Background
 
     stopping = Background(1, "saf-stop").submit(spark.stop)
@@ -163,7 +163,7 @@ def end(spark: SparkRunner | ConnectRunner) -> None:
 
 
 def show(summary: Summary, *, as_json: bool) -> None:
-    """Print a summary on stdout, for people or as one line of JSON; problems also on stderr."""
+    """Print a summary on stdout, as text or as one line of JSON; problems also on stderr."""
     if as_json:
         echo(json.dumps(summary.as_dict()))
         return

@@ -1,4 +1,4 @@
-"""``saf inbox``: what the readers of an inbox have left."""
+"""``saf inbox``: the unread messages of an inbox's readers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ app = typer.Typer(no_args_is_help=True, help="Messages that are stored and not y
 
 
 class Switch(StrEnum):
-    """Whether receivers are notified."""
+    """Notification of receivers: on or off."""
 
     ON = "on"
     OFF = "off"

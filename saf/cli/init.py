@@ -18,7 +18,7 @@ from saf.demo.first_message import reason_against, send_first
 from saf.errors import ConfigurationError, MissingExtra
 
 SOURCE, STORE = "shop", "mom"
-"""What the two are called in saf.toml."""
+"""The names of the two brokers in saf.toml."""
 
 VERSION = "SELECT current_setting('server_version')"
 
@@ -82,7 +82,7 @@ def command(
 
 
 def _migrate(name: str, dsn: Dsn) -> None:
-    """Look whether a database is there and what it has, and bring its schema up to date."""
+    """Check that a database answers, find out what it has, and bring its schema up to date."""
     from saf.broker.migrate import migrate  # alembic is slow to import
 
     with (
@@ -109,7 +109,7 @@ def _refuse_one(places: dict[str, Dsn]) -> None:
 
 
 def _file(places: dict[str, Dsn]) -> str:
-    """The commented saf.toml, with the DSNs that are not in the environment."""
+    """Return the commented saf.toml, with the DSNs that are not in the environment."""
     text = _template().read_text(encoding="utf-8")
     for name, dsn in places.items():
         variable = f"{name.upper()}_DSN"
@@ -125,7 +125,7 @@ def _file(places: dict[str, Dsn]) -> str:
 
 
 def _said_by(variable: str) -> str | None:
-    """Return what libpq gets from a DSN in the environment; None if there is none."""
+    """Return libpq's form of a DSN in the environment; None if it is unset or invalid."""
     try:
         return Dsn(os.environ[variable]).conninfo
     except (KeyError, ConfigurationError):
@@ -133,7 +133,7 @@ def _said_by(variable: str) -> str | None:
 
 
 def _template() -> Path:
-    """jobs/saf.toml of a checkout, or the copy in the installed package."""
+    """Return jobs/saf.toml in a checkout, or the copy in the installed package."""
     package = Path(__file__).parents[1]
     in_wheel = package / "saf.toml"
     return in_wheel if in_wheel.is_file() else package.parent / "jobs" / "saf.toml"

@@ -1,4 +1,4 @@
-"""``saf lake``: care for destinations of a lakehouse."""
+"""``saf lake``: maintain destinations of a lakehouse."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _said(done: Optimized, keep_hours: int, *, dry_run: bool) -> str:
 
 
 def _size(count: int) -> str:
-    """Return a number of bytes for people.
+    """Return a number of bytes in MiB.
 
     >>> _size(123_456_789)
     '117.7 MiB'

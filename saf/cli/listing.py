@@ -1,15 +1,15 @@
-"""Listings: rows for people, that lose nothing in a narrow terminal or a pipe.
+"""Listings: rows for users that lose nothing in a narrow terminal or a pipe.
 
-Every table that a command prints is a `Listing`. No name, handle, number, date or error is ever
-cut, and a line is broken only at a space:
+Every table that a command prints is a `Listing`. It never cuts a name, handle, number, date or
+error, and wraps lines only at spaces:
 
-- In a pipe each row is one line, however long: for grep and its like.
-- In a terminal that is wide enough, each row is one line too; but a long text, such as an error, is
-  below its row.
-- In a narrower terminal, the values of a row follow each other with their names, as many on a line
-  as fit. A value that is longer than a line goes on in the next one, further in.
+- In a pipe, each row is one line of any length: for grep and the like.
+- In a wide terminal, each row is one line, too; but a long text, such as an error, is below its
+  row.
+- In a narrower terminal, the values of a row follow each other with their names, as many per line
+  as fit. A value longer than a line continues on the next line, indented further.
 
-A program reads the output of ``--json`` instead.
+Programs read the output of ``--json`` instead.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Listing:
         self._rows: list[tuple[tuple[str, ...], str]] = []
 
     def add(self, *cells: str, below: str = "") -> None:
-        """Add a row, with one text for each column, and the long one; it may be empty."""
+        """Add a row with one text per column, and the long text, which may be empty."""
         self._rows.append((tuple(map(shown, cells)), shown(below)))
 
     def show(self) -> None:
-        """Print the rows as wide as standard output is; or that there are none."""
+        """Print the rows in the width of standard output; or a line if there are no rows."""
         if not self._rows:
             echo(NOTHING)
             return
@@ -51,7 +51,7 @@ class Listing:
             echo(line)
 
     def lines(self, width: int | None) -> Iterable[str]:
-        """Return the lines for a terminal with so many columns, or for a pipe (None).
+        """Return the lines for a terminal of the given width, or for a pipe (None).
 
         >>> listing = Listing("broker", "reason", below="error")
         >>> listing.add("shop", "rejected", below="it is no number: seven")
@@ -62,7 +62,7 @@ class Listing:
         >>> "$".join(listing.lines(15))
         'broker: shop$    reason: rejected$    it is no$    number:$    seven'
 
-        What does not fit into a line by itself is broken at spaces:
+        A value too long for one line is wrapped at spaces:
 
         >>> listing = Listing("to")
         >>> listing.add("erp, lake, mom, shop")

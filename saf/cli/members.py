@@ -1,4 +1,4 @@
-"""``saf members``: who has which shards of each subscription, and how far it lags."""
+"""``saf members``: the owners of each subscription's shards, and its lag."""
 
 from __future__ import annotations
 

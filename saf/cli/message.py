@@ -70,7 +70,7 @@ def command(
 
 
 def _unfinished(broker: str, there: Stay) -> Iterator[str]:
-    """Say which logs of a broker were not looked through."""
+    """Describe the logs of a broker that were not searched to the end."""
     for log, one in there.unfinished.items():
         yield (
             f"only the messages {one.said} in the {log} of broker {broker!r} were searched: add "

@@ -1,4 +1,4 @@
-"""``saf metrics``: the figures of all brokers for Prometheus; and what other commands publish."""
+"""``saf metrics``: the figures of all brokers for Prometheus; and metrics of other commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from saf.operating.watch import Watch
 from saf.signals import stop_on_signals
 
 WRITE_SECONDS = 15.0
-"""How often a program that stays writes its file."""
+"""Interval at which a long-running program writes its file."""
 
 log = Log("saf.metrics")
 
@@ -63,7 +63,7 @@ def command(
     means. Exit codes: 75 if a broker does not answer, unless they are served.
     """
     settings = load(config)
-    # who asks once wants all; who scrapes comes again
+    # a single query needs all brokers; a scraper comes again
     first_seconds = None if listen is None else FIRST_SECONDS
     watch = Watch(Places(settings, broker, first_seconds=first_seconds), asker(settings))
     try:
@@ -102,13 +102,13 @@ def published(
     push: str | None = None,
     job: str = "saf",
 ) -> Iterator[None]:
-    """Publish what this process does while a block runs; without any of these, count nothing.
+    """Publish this process's metrics while a block runs; without any option, count nothing.
 
-    A file is written every `WRITE_SECONDS` and at the end; a push comes at the end. If one of them
-    fails then, that is logged, because what the block has done is done.
+    A file is written every `WRITE_SECONDS` and at the end; a push comes at the end. A failure at
+    the end is only logged, because the block's work is done.
 
     Raises:
-        UsageError: ``listen`` or ``push`` is no address for it, or packages are missing.
+        UsageError: ``listen`` or ``push`` is not a valid address, or packages are missing.
         ConfigurationError: the file cannot be written.
     """
     if listen is None and textfile is None and push is None:
@@ -137,7 +137,7 @@ def published(
 
 
 def _writing(store: process.Store, file: Path) -> Callable[[], None]:
-    """Write the file now and then, in a thread; return what writes it the last time."""
+    """Write the file periodically, in a thread; return a function for the last write."""
     over = threading.Event()
 
     def write() -> None:
@@ -159,7 +159,7 @@ def _writing(store: process.Store, file: Path) -> Callable[[], None]:
 
 
 def nth(listen: str | None, number: int) -> str | None:
-    """Return the address of one of several processes of a machine: each has a port of its own.
+    """Return the address of one of several processes on a machine: each has its own port.
 
     >>> nth(":9464", 0), nth("localhost:9464", 2), nth(None, 1)
     (':9464', 'localhost:9466', None)

@@ -38,7 +38,7 @@ def command(
 
 
 def warn_of_search_path(database: Dsn) -> None:
-    """Warn if schema saf is the first of anybody's search_path, as of a role named saf."""
+    """Warn if schema saf is first in any role's search_path, e.g. that of a role named saf."""
     with (
         unavailable_if_lost(f"database {database}"),
         database.connect(role="migrate", autocommit=True) as connection,

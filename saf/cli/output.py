@@ -1,10 +1,10 @@
-"""Standard streams that are closed or full: a command does its work all the same.
+"""Standard streams that are closed or full: a command does its work in any case.
 
 A service manager or a script may start ``saf`` without standard output or error (`>&-`), or with a
-full disk behind it. A closed descriptor would be given to the next file or connection that is
-opened, which would then get what is printed. So whatever is closed is opened on the null device
-first. Output that cannot be written ends a command with a sentence and not with a traceback, after
-its work; a forwarder in a loop goes on.
+full disk behind it. The next file or connection would get the number of a closed descriptor, and
+then the printed output. So closed descriptors are opened on the null device first. If output cannot
+be written, a command ends after its work, with a sentence and without a traceback; a forwarder in a
+loop continues.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
 def open_standard_streams() -> None:
-    """Open those of the three standard streams that are closed on the null device."""
+    """Open closed standard streams on the null device."""
     for descriptor, (name, mode) in enumerate(STREAMS):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest descriptor that is free is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
         if getattr(sys, name) is None:
             null = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - it stays open
             setattr(sys, name, null)
 
 
 def is_of_output(error: OSError) -> bool:
-    """Whether standard output is what could not be written: an error of a file names the file."""
+    """Return whether writing to standard output failed: an error of a file names the file."""
     return error.filename is None and error.errno in CANNOT_BE_WRITTEN
 
 
 def give_up_output() -> None:
-    """Write nothing more to standard output: Python would try again at its end, and complain."""
+    """Write nothing more to standard output: Python would retry on exit, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

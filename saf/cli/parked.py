@@ -1,4 +1,4 @@
-"""``saf parked``: what waits for a destination, a route or a service, and when it is tried."""
+"""``saf parked``: messages that wait, e.g. for a destination, and their next attempts."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ app.command("redirect")(parked_messages.redirect)
 
 
 def listing(lanes: Mapping[str, Waiting]) -> Listing:
-    """Return a row for each lane that is shown."""
+    """Return a row for each shown lane."""
     rows = Listing("broker", "parked", "lane", "set aside by", "attempts", "next", below="error")
     for name, found in lanes.items():
         for lane in found.shown:
@@ -141,14 +141,14 @@ def listing(lanes: Mapping[str, Waiting]) -> Listing:
 
 
 def show_how_many_more(lanes: Mapping[str, Waiting]) -> None:
-    """Say of each broker how many lanes it has that are not shown."""
+    """Print for each broker how many lanes are not shown."""
     for name, found in lanes.items():
         if more := found.lanes - len(found.shown):
             echo(f"{name}: {counted(more, 'lane')} more; {found.messages:,} parked in all")
 
 
 def _next(lane: Parked) -> str:
-    """Return when a lane is tried next."""
+    """Return the time of a lane's next attempt, in words."""
     if lane.awaits_handler:
         return "by a receiver that handles it"
     if lane.kind == Kind.AHEAD:

@@ -1,8 +1,8 @@
 """The progress of a forwarder: a bar on a terminal while there is work, or events in the log.
 
-The bar is out of the way. Whatever else is printed is printed by itself, where it belongs: what
-goes to standard output goes there, also while the bar is on a terminal; so the bar goes before it
-and comes back with the next news. What is logged meanwhile is above the bar.
+The bar never mixes with other output. Standard output stays standard output, even while the bar is
+on a terminal: the bar is removed before such output, and returns with the next progress. Events
+logged during that time appear above the bar.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = Log("saf.forward")
 
 
 class ProgressLog:
-    """An event in the log every so many seconds, where nobody would see a bar."""
+    """Logs an event at an interval, where no terminal could show a bar."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._next = monotonic() + seconds
 
     def show(self, progress: Progress) -> None:
-        """Say how far it is, unless that was said just now."""
+        """Log the progress, unless it was logged just now."""
         if monotonic() >= self._next:
             self._next = monotonic() + self._seconds
             log.info("progress", done=progress.done, total=progress.total)
@@ -49,7 +49,7 @@ class ProgressBar:
 
     @property
     def watching(self) -> Callable[[Progress], None] | None:
-        """What shows how far the work is; None where nobody would see it."""
+        """The function that shows progress; None without a terminal."""
         return self._show if self._console.is_terminal else None
 
     def _show(self, progress: Progress) -> None:
@@ -67,7 +67,7 @@ class ProgressBar:
             self._bar.update(self._task, completed=progress.done, total=progress.total)
 
     def clear(self) -> None:
-        """Take the bar away, until there is something to show again."""
+        """Remove the bar until there is new progress."""
         with self._turn:
             if self._bar is not None:
                 self._bar.stop()

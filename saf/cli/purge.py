@@ -1,4 +1,4 @@
-"""``saf purge``: empty the slots of the logs that nobody needs any more."""
+"""``saf purge``: empty the slots of the logs that are no longer needed."""
 
 from __future__ import annotations
 

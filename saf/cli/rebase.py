@@ -1,4 +1,4 @@
-"""``saf rebase``: make what was restored or set back usable again."""
+"""``saf rebase``: make restored or set-back databases usable again."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def command(
     done = round_.visit("rebase", repair)
     rebased = Round({name: round_.brokers[name] for name in done})
     purged = rebased.each(lambda name, _: _purged_since(settings, done[name]))
-    # a dry run leaves unrepaired what could not be asked then
+    # after a dry run, sources are still unrepaired, and could not be compared
     unrepaired = dry_run and any(result is not None for result in done.values())
     sources = Round({} if unrepaired else chosen(settings, broker))
     sent = sources.each(lambda name, one: _send_again(settings, name, one, round_, dry_run=dry_run))
@@ -103,7 +103,7 @@ def command(
 def _send_again(
     settings: Settings, name: str, source: Broker, before: Round, *, dry_run: bool
 ) -> Sent | None:
-    """Send again what a source's destinations have lost, unless its own repair has failed."""
+    """Send again the messages that a source's destinations lost, unless its own repair failed."""
     is_source = name in settings.brokers or name not in settings.destinations
     if not is_source or name in dict(before.failed):
         return None
@@ -138,7 +138,7 @@ def _targets(settings: Settings, connection: psycopg.Connection[Any], source: UU
 def _asked(
     settings: Settings, ask: Callable[[str, psycopg.Connection[Any]], Iterable[Answer]]
 ) -> list[Answer]:
-    """Return what the destinations that are brokers answer."""
+    """Return the answers of the destinations that are brokers."""
     found: list[Answer] = []
     for name, there in settings.destinations.items():
         if (dsn := there.broker()) is None:
@@ -152,7 +152,7 @@ def _asked(
 
 
 def _purged_since(settings: Settings, result: Rebased | None) -> list[str]:
-    """Return the destinations that may have purged what came after the backup of a broker."""
+    """Return the destinations that may have purged messages sent after a broker's backup."""
     if result is None:
         return []
     kept_since = datetime.now(UTC) - timedelta(seconds=settings.purge.retention_seconds)

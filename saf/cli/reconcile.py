@@ -57,7 +57,7 @@ def command(
         echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
     else:
         _show(known)
-    # a proven loss is not to be taken for something that passes by itself
+    # report a proven loss first: unlike a failure to connect, it does not pass with time
     same = all(outcome.same for outcome in known)
     round_.finish(say=not as_json, found=0 if same else DIFFERENT)
 
@@ -89,7 +89,7 @@ KINDS = ("lost", "duplicate", "unexpected", "in_flight", "not_compared", "uncert
 
 
 def _sum(outcome: Outcome, figure: str) -> int:
-    """Of how many messages, in all shards."""
+    """Return a number of messages, summed over all shards."""
     return sum(getattr(shard, figure) for shard in outcome.shards)
 
 

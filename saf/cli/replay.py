@@ -1,4 +1,4 @@
-"""``saf replay``: send again what destinations have lost."""
+"""``saf replay``: send again the messages that destinations have lost."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def command(
 
 
 def texts(sent: Sent) -> dict[str, list[str]]:
-    """Return the ids of what is sent again, by destination, for JSON."""
+    """Return the ids of messages to be sent again, by destination, for JSON."""
     return {where: [str(one) for one in ids] for where, ids in sent.by_destination.items()}
 
 
 def left_out(sent: Sent) -> dict[str, object]:
-    """Return what may be lost and is not sent again, for JSON."""
+    """Return messages that may be lost but are not sent again, for JSON."""
     return {
         "not_compared": sent.not_compared
         and [moment and moment.isoformat() for moment in sent.not_compared],
@@ -90,7 +90,7 @@ def left_out(sent: Sent) -> dict[str, object]:
 
 
 def in_words(sent: Sent, *, dry_run: bool = False) -> str:
-    """Return what is sent again, in words."""
+    """Return the messages to be sent again, in words."""
     counts = [
         f"{len(ids):,} for {where or 'a router'}" for where, ids in sent.by_destination.items()
     ]

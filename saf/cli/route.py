@@ -226,7 +226,7 @@ def explain_(
 
 
 def configured(round_: Round, settings: Settings) -> dict[str, Configuration]:
-    """Return what is configured at each broker of a round."""
+    """Return the configuration of each broker in a round."""
     default = settings.forwarder.default_destination
     return round_.visit(
         "route",
@@ -237,7 +237,7 @@ def configured(round_: Round, settings: Settings) -> dict[str, Configuration]:
 def state(one: Configured, there: Configuration) -> str:
     """Return the state of a route: in force, disabled, expired or not needed.
 
-    The default destination is not needed if there is a wildcard route.
+    The default destination is not needed if a wildcard route exists.
     """
     if one.in_force(there.now):
         return "in force" if one.route in there.in_force.routes else "not needed"
@@ -319,7 +319,7 @@ def _listing(found: Mapping[str, Configuration]) -> Listing:
 
 
 def show_explanation(where: str, one: Explanation) -> None:
-    """Say where a message goes, and of each route whether it counts and why."""
+    """Print where a message goes, and for each route whether it counts and why."""
     key = "without a key" if one.key is None else f"with key {one.key!r}"
     to = f" at broker {one.broker}" if one.broker else ""
     leads = ", ".join(map(repr, one.destinations)) or "nowhere: it would be parked"

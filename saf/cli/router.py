@@ -1,4 +1,4 @@
-"""``saf router``: services that stand for others, and the classifiers that say for which."""
+"""``saf router``: services that stand for others, and their classifiers, which choose one."""
 
 from __future__ import annotations
 

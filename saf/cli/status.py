@@ -1,4 +1,4 @@
-"""``saf status``: what is pending in each broker, how old it is, and who is at it."""
+"""``saf status``: pending messages of each broker, their age, and the forwarders at work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def command(
 
 
 def show_dropped(known: Mapping[str, Sequence[Dropped]]) -> None:
-    """Show a row for each reason for which messages were dropped, if any were."""
+    """Show a row for each reason for drops, if any messages were dropped."""
     listing = Listing("broker", "dropped", "by", "reason", "the last at", "the last one")
     for name, found in known.items():
         for one in found:
@@ -80,7 +80,7 @@ def _overview(known: dict[str, BrokerStatus]) -> Listing:
 
 
 def _map(status: BrokerStatus) -> Iterator[str]:
-    """Give who owns how many shards, which, and how long that is sure to last."""
+    """Yield the owners of shards, with their shards and the remaining time of their leases."""
     for member in status.members:
         which = f" ({ranges(member.shards)})" if member.shards else ""
         lease = f"{member.lease_seconds:.0f} s" if member.lease_seconds > 0 else "over"
@@ -91,7 +91,7 @@ def _map(status: BrokerStatus) -> Iterator[str]:
 
 
 def _streams(known: Mapping[str, BrokerStatus]) -> None:
-    """Show a row for each stream, if there are any."""
+    """Show a row for each stream, if any exist."""
     listing = Listing("broker", "stream", "log", "not committed", "oldest", "last took some")
     for name, status in known.items():
         for one in status.streams:

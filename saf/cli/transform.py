@@ -1,4 +1,4 @@
-"""``saf transform``: what is done with messages on their way, tried on one of them."""
+"""``saf transform``: functions of messages on their way, tried on one message."""
 
 from __future__ import annotations
 

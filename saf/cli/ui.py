@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PACKAGES = ("jinja2", "jsonpath", "starlette", "uvicorn")
 LOCAL = ("127.0.0.1", "::1", "localhost")
 ENDING_SECONDS = 3
-"""How long open pages may hold up the end."""
+"""How long open pages may delay the end."""
 
 
 def command(
@@ -49,11 +49,11 @@ def command(
 def prepared(
     settings: Settings, *, host: str, port: int, write: bool
 ) -> tuple[Server, socket.socket, list[str]]:
-    """Return a server of the dashboard, where it will listen, and what to tell who started it.
+    """Return a server of the dashboard, its listening socket, and lines to print to the user.
 
     Raises:
         MissingExtra: packages are missing.
-        UsageError: it cannot be served there.
+        UsageError: the address cannot be listened at.
     """
     for package in PACKAGES:
         if find_spec(package) is None:
@@ -65,7 +65,7 @@ def prepared(
 
     settings, made_up = with_token(settings)
     application: Any = saf.ui.app(settings, write=write)
-    # the peer's own address decides which headers are believed: see saf.ui.access
+    # the peer's own address decides which headers are trusted: see saf.ui.access
     configured = uvicorn.Config(
         application,
         proxy_headers=False,
@@ -98,7 +98,7 @@ def _why(error: OSError) -> str:
 
 
 def with_token(settings: Settings) -> tuple[Settings, str | None]:
-    """Return the settings with a way to log in, and the token that was made up for it."""
+    """Return the settings with a way to log in, and the generated token, if any."""
     ui = settings.ui
     if ui.token or ui.operate_token or ui.user_header:
         return settings, None

@@ -19,7 +19,7 @@ from saf.receiving.loop import Loop
 from saf.signals import stop_on_signals
 
 AGAIN_SECONDS = 1.0
-"""Before a process that died is replaced."""
+"""Delay before a process that died is replaced."""
 
 StopTimeout = Annotated[
     float | None,
@@ -86,7 +86,7 @@ def command(
 
 
 def run(worker: Loop, *, drain: bool, stop_timeout: float | None) -> None:
-    """Run a worker until it is told to stop, or there is nothing to do; say what it has done."""
+    """Run a worker until it is told to stop, or has no more work; print its summary."""
     if stop_timeout is not None:
         worker.stop_timeout = stop_timeout
     try:
@@ -100,10 +100,10 @@ def run(worker: Loop, *, drain: bool, stop_timeout: float | None) -> None:
 
 
 def find(which: str) -> Loop:
-    """The worker that ``module:name`` means.
+    """Return the worker that ``module:name`` names.
 
     Raises:
-        UsageError: there is no such module or name, or it is something else.
+        UsageError: the module or name does not exist, or is not a worker.
     """
     module, _, name = which.partition(":")
     if not module or not name:
@@ -125,13 +125,13 @@ def find(which: str) -> Loop:
 
 
 def listening(metrics: str | None, number: int) -> list[str]:
-    """The option of one of several processes, where any serves metrics."""
+    """Return the metrics option of one of several processes, if they serve metrics."""
     where = nth(metrics, number)
     return [] if where is None else ["--metrics", where]
 
 
 def supervise(commands: list[list[str]]) -> None:
-    """Keep a process of each command running until told to stop; then wait for their ends."""
+    """Keep a process of each command running until told to stop; then wait until all end."""
     stopping = threading.Event()
     running: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -139,13 +139,13 @@ def supervise(commands: list[list[str]]) -> None:
         while not stopping.is_set():
             ended = [code for one in running.values() if (code := one.poll()) is not None]
             if UsageError.exit_code in ended:
-                break  # it has said why, and the next one would say the same
+                break  # it has printed the reason; the next process would print the same
             for number, command_ in enumerate(commands):
                 alive = number in running and running[number].poll() is None
                 if not alive and not stopping.is_set():
                     running[number] = subprocess.Popen(command_)  # noqa: S603 - this command itself
             stopping.wait(AGAIN_SECONDS)
-        # only here, where all that were started are known: a signal may come while one is started
+        # terminate here, when all started processes are known: a signal may arrive during a start
         for process in running.values():
             process.terminate()
         codes = [process.wait() for process in running.values()]

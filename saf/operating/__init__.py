@@ -1,4 +1,4 @@
-"""Operating: what a person asks a broker, and tells it to clean up.
+"""Operating: questions that operators ask a broker, and cleaning up.
 
 Status, doctor, dry runs of routers and the purge are here. Repairs are in `saf.repair`.
 """

@@ -1,9 +1,9 @@
-"""Bulk: what a person decides about many dead letters or parked messages, done some at a time.
+"""Bulk: an operator's decision about many dead letters or parked messages, done in chunks.
 
 A decision about a million messages in one transaction would hold its locks for minutes, and could
-not be stopped. So each `CHUNK` is a transaction of its own, with its own line in the audit: what is
-done is done, and what is not is still set aside. The oldest go first. Of what is set aside after
-the decision nothing is touched, so a message that fails again at once is not taken twice.
+not be stopped. So each `CHUNK` is a separate transaction, with its own line in the audit: decided
+messages are done, and the others are still set aside. The oldest go first. Messages set aside after
+the decision are not touched, so a message that fails again immediately is not taken twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Chosen = TypeVar("Chosen", Filter, ParkedFilter)
 Decided_contra = TypeVar("Decided_contra", Filter, ParkedFilter, contravariant=True)
 
 CHUNK = 1000
-"""How many messages are decided about in one transaction."""
+"""Number of messages decided about in one transaction."""
 
 
 class Decision(Protocol[Decided_contra]):
@@ -35,7 +35,7 @@ class Decision(Protocol[Decided_contra]):
         person: str | None = None,
         limit: int | None = None,
     ) -> list[UUID]:
-        """Decide about the oldest of the chosen ones; return their message ids."""
+        """Decide about the oldest of the chosen messages; return their message ids."""
 
 
 def in_chunks(
@@ -48,10 +48,10 @@ def in_chunks(
     chunk: int = CHUNK,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[UUID]]:
-    """Decide about all that are chosen and are set aside now; give the ids of each chunk.
+    """Decide about all chosen messages that are set aside now; yield the ids of each chunk.
 
-    Before each chunk, ``stop`` is asked whether to leave the rest as it is. The connection is in
-    autocommit.
+    Before each chunk, ``stop`` is called: if it returns true, the rest stays as it is. The
+    connection is in autocommit.
     """
     chosen = chosen.until_now(connection)
     while not stop() and (done := decision(connection, chosen, why, person, chunk)):

@@ -1,16 +1,16 @@
-"""What a person decides about dead letters: to try them again, here or elsewhere, or to give up.
+"""Operators' decisions about dead letters: retry them, here or elsewhere, or give them up.
 
-`retry` hands them to the forwarder again, in the order they had, in a lane of their own (see
-`saf.setaside.lane`), or to the receivers of their subscription, in the lane of their key and
-ahead of what waits there. `redirect` hands them to the forwarder for another destination. `discard`
-gives them up. All let a key go on that waited for the decision, and remember who did it, when and
-why in ``saf.audit``. `saf.operating.bulk` does the same with many, some at a time.
+`retry` passes them to the forwarder again, in their previous order, in a separate lane (see
+`saf.setaside.lane`), or to the receivers of their subscription, in the lane of their key and ahead
+of the messages that wait there. `redirect` passes them to the forwarder for another destination.
+`discard` gives them up. All three release keys that waited for the decision, and record in
+``saf.audit`` who decided, when and why. `saf.operating.bulk` decides about many, in chunks.
 
-If a message of a dialog is a dead letter on its way, the other end waits for it. The dialog goes on
-in order if the message is retried, and fails at both ends if it is given up. A monolog goes on
-meanwhile; its subscribers get an Error in place of a message that is given up.
+If a dialog's message becomes a dead letter on its way, the other end waits for it. The dialog
+continues in order if the message is retried, and fails at both ends if it is given up. A monolog
+does not wait; its subscribers get an Error in place of a message that is given up.
 
-A dead letter of a batch that is open, and not past it, stays (`saf.setaside.staying`).
+A dead letter whose batch is open, and not yet past it, stays (`saf.setaside.staying`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ORDER BY 1 LIMIT %(limit)s FOR UPDATE OF d
 """
 
 # A retry's number, its audit_id, rises with each retry, and so does the lane's watermark; within a
-# retry, the order is that in which the messages died. Expired messages go too: a person says so.
+# retry, messages keep the order in which they died. Expired messages go too: an operator wants it.
 RETRIED = f"""
 saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
 CROSS JOIN LATERAL (
@@ -63,7 +63,7 @@ FROM {RETRIED}
 ON CONFLICT (subscription_id, destination, kind, subject, broker)
 DO UPDATE SET attempts = 0, next_attempt_at = now(), {FOR_ALL}
 """
-# Lets keys go on that waited for a person's decision
+# Releases keys that waited for an operator's decision
 LET_KEYS_GO_ON = f"""
 UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
   AND (b.subscription_id, b.destination, b.kind, b.subject)
@@ -80,10 +80,10 @@ def retry(
     person: str | None = None,
     limit: int | None = None,
 ) -> list[UUID]:
-    """Hand dead letters again to the program that had them; return their message ids, in order.
+    """Pass dead letters to their program again; return their message ids, in order.
 
-    A message that is retried is no longer a dead letter, so a second retry of it does nothing.
-    ``person`` is as for `saf.setaside.audit.audit`; with ``limit``, only the oldest are retried.
+    A retried message is no longer a dead letter, so a second retry does nothing. ``person``: see
+    `saf.setaside.audit.audit`. With ``limit``, only the oldest are retried.
     """
     return _hand_over(connection, chosen, why, person, limit, to=None)
 
@@ -97,10 +97,10 @@ def redirect(
     *,
     to: str,
 ) -> list[UUID]:
-    """Hand dead letters of the forwarder to it again, for the destination ``to``; as `retry` does.
+    """Pass dead letters of the forwarder to it again, for the destination ``to``; like `retry`.
 
-    Those of receivers stay, because they have arrived, and so do those of dialogs, whose other ends
-    are where they are. Whether there is such a destination, the caller has checked.
+    Dead letters of receivers stay, because they have arrived, and so do those of dialogs, whose
+    other ends cannot move. The caller has checked that the destination exists.
     """
     return _hand_over(connection, chosen, why, person, limit, to=to)
 
@@ -114,8 +114,8 @@ def discard(
 ) -> list[UUID]:
     """Give dead letters up for good; return their message ids.
 
-    Both ends of a dialog that lacks one of them get an Error, and so do the subscribers of a
-    monolog.
+    If a dialog misses one of them, both of its ends get an Error. The subscribers of a monolog get
+    one, too.
     """
     with connection.transaction():
         ids, message_ids = _locked(connection, chosen, limit)

@@ -1,23 +1,22 @@
-"""What a person decides about parked messages: to give them up, or to send them elsewhere.
+"""Operators' decisions about parked messages: give them up, or send them elsewhere.
 
-`discard` gives them up, as `saf.operating.decide.discard` gives dead letters up: the ends of a
-dialog that lacks one of them get an Error, and so do the subscribers of a monolog. `redirect` hands
-them to the forwarder for another destination, in a lane of their own and in the order in which they
-were written. Both remember who did it, when and why in ``saf.audit``. To let them be tried now is
+`discard` gives them up, as `saf.operating.decide.discard` does with dead letters: if a dialog
+misses one of them, its ends get an Error, and so do the subscribers of a monolog. `redirect` passes
+them to the forwarder for another destination, in a separate lane and in the order in which they
+were written. Both record in ``saf.audit`` who decided, when and why. To retry them now, call
 `saf.setaside.waiting.retry_now`.
 
-Nobody has a message in hand while a person decides about it. Of a forwarder, the lanes of the
-destination are locked (`saf.setaside.in_hand`); of receivers, the cursors of the shards, as they do
-themselves (`saf.receiving.claim`). A member may have read what is due without a lock, and writes
-what came of it under that of the cursor. So of a member's shards only keys are decided about that
-are not due for a while, and the decision is made long before (`LONGEST_SECONDS`). What is a
-forwarder's or a receiver's at that moment, or not a person's to decide about, stays parked
-(`saf.setaside.staying`).
+While an operator decides about a message, no process has it in hand. For a forwarder, the lanes of
+the destination are locked (`saf.setaside.in_hand`); for receivers, the cursors of the shards, as
+receivers do themselves (`saf.receiving.claim`). A member may have read due messages without a lock,
+and writes their results under the lock of the cursor. So in a member's shards, decisions concern
+only keys that are not due for a while, and end long before that (`LONGEST_SECONDS`). Messages that
+a forwarder or a receiver has in hand at that moment, or that operators may not decide about, stay
+parked (`saf.setaside.staying`).
 
-Whether a parked message has arrived all the same, because a destination stored it and its answer
-got lost, no source knows (`saf.setaside.taken_out`). It is dropped there as a repeat when it is
-tried again; but a message that is redirected arrives at both destinations then, and one that is
-discarded has arrived.
+No source knows whether a parked message has arrived after all, because a destination stored it and
+its answer got lost (`saf.setaside.taken_out`). A retry is dropped there as a repeat. But then a
+redirected message arrives at both destinations, and a discarded message has arrived.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ from saf.setaside.staying import TAKEN
 from saf.setaside.unhandled import FOR_ALL
 
 LONGEST_SECONDS = REST_SECONDS / 2
-"""How long a decision about a member's keys may take; the rest is for the commit."""
+"""Maximum time for deciding about a member's keys; the rest is for the commit."""
 
-# Whose lanes and shards have to be in hand before any of it is read for good
+# The lanes and shards that must be in hand before their rows are read for the decision
 CONCERNED = f"""
 WITH {TAKEN}, chosen AS (
     SELECT p.subscription_id, s.log, p.destination, p.shard {CHOSEN} AND {FREE}
@@ -56,8 +55,8 @@ SELECT DISTINCT subscription_id, log, destination, CASE WHEN log = 'inbox' THEN 
 FROM chosen
 """
 
-# What a receiver's failed delivery has left in the row is noted, before a lock wipes it out. A
-# shard that somebody has in hand is left to them.
+# Note what a receiver's failed delivery left in the row, before a lock overwrites it. Leave shards
+# that a process has in hand to that process.
 CLAIM = f"""
 UPDATE saf.cursor c SET allowance = CASE WHEN n.failed THEN 1 ELSE c.allowance END
 FROM (SELECT subscription_id, shard, batch, {failed("touched")} AS failed
@@ -69,7 +68,7 @@ WHERE (c.subscription_id, c.shard, c.batch) = (n.subscription_id, n.shard, n.bat
 RETURNING c.shard, c.owner IS NOT NULL
 """
 
-# Read when the shards are in hand, so that a member's keys are as its last marks have left them
+# Read while the shards are in hand, so that a member's keys are as its last marks left them
 LOCKED = f"""
 WITH {TAKEN}
 SELECT p.parked_id, p.message_id, p.subscription_id, s.log,
@@ -82,7 +81,7 @@ SELECT p.parked_id, p.message_id, p.subscription_id, s.log,
 ORDER BY p.parked_id LIMIT %(limit)s FOR UPDATE OF p
 """
 
-# A person may make a key due at any time (`saf.setaside.waiting.retry_now`): not from now on
+# Operators may make a key due at any time (`saf.setaside.waiting.retry_now`); this prevents it
 HOLD = f"""
 SELECT subject FROM saf.backoff b
 WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'
@@ -90,8 +89,8 @@ WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Ki
 ORDER BY subject FOR UPDATE
 """
 
-# For the ends of conversations: they are told of a message that is given up as of a dead letter.
-# What is parked at a receiver has come to its end already (`saf.dialogs.giving_up`).
+# For the ends of conversations, which learn of a given-up message as they learn of a dead letter.
+# A message parked at a receiver has already reached its end (`saf.dialogs.giving_up`).
 BURY = f"""
 INSERT INTO saf.dead_letter
     (subscription_id, destination, shard, id, reason, error, {", ".join(COLUMNS)})
@@ -103,8 +102,8 @@ RETURNING dead_letter_id
 WHO = "SELECT session_user::text"
 UNBURY = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
 
-# A key whose first message goes begins anew with the next one. One that waits for a person's word
-# about a dead letter goes on waiting.
+# A key whose first message goes starts again with the next one. A key that waits for an operator's
+# decision about a dead letter keeps waiting.
 LET_KEYS_GO_ON = f"""
 UPDATE saf.backoff b SET attempts = 0, next_attempt_at = clock_timestamp(), {FOR_ALL}
 FROM (SELECT DISTINCT subscription_id, {THE_LANE} FROM saf.parked
@@ -116,8 +115,8 @@ WHERE {SAME_LANE} AND (b.attempts > 0 OR b.awaits_handler)
        ORDER BY m.id LIMIT 1) = ANY (%(parked_ids)s)
 """
 
-# A lane's number is the audit_id, which rises; within it, the order is that of the log. They expire
-# as before: nobody has said that late is better than never.
+# A lane's number is the audit_id, which rises; within it, messages keep the order of the log. They
+# expire as before: unlike a retry, a redirect is not a decision that late is better than never.
 PARK = f"""
 INSERT INTO saf.parked
     (subscription_id, destination, kind, subject, shard, id, batch, position, {", ".join(COLUMNS)})
@@ -142,11 +141,11 @@ def discard(
 ) -> list[UUID]:
     """Give parked messages up for good; return their message ids.
 
-    ``person`` is as for `saf.setaside.audit.audit`; with ``limit``, only those that were parked
-    first are given up.
+    ``person``: see `saf.setaside.audit.audit`. With ``limit``, only those parked first are given
+    up.
 
     Raises:
-        Unavailable: a forwarder has them in hand, and does not let go in time.
+        Unavailable: a forwarder has them in hand, and does not release them in time.
     """
     with connection.transaction():
         rows = _locked(connection, chosen, limit, to=None)
@@ -175,10 +174,10 @@ def redirect(
     *,
     to: str,
 ) -> list[UUID]:
-    """Hand parked messages to the forwarder for the destination ``to``; as `discard` does.
+    """Pass parked messages to the forwarder for the destination ``to``; like `discard`.
 
-    Those of dialogs stay, because their other ends are where they are, and so do those that wait
-    for ``to`` already. Whether there is such a destination, the caller has checked.
+    Messages of dialogs stay, because their other ends cannot move, and so do those that already
+    wait for ``to``. The caller has checked that the destination exists.
     """
     with connection.transaction():
         connection.execute(ONE_AT_A_TIME)
@@ -188,7 +187,7 @@ def redirect(
             number = audit(connection, f"redirect to {to}", rows.message_ids, why, person)
             there = Lane(destination=to, kind=Kind.RETRY)
             for subscription_id, lanes in rows.lanes.items():
-                # all rows of lanes at once, because others lock them in the order of lanes
+                # all lanes in one statement, because others lock them in the order of lanes
                 parking.touch(connection, subscription_id, [*lanes, there], "redirected")
             params: dict[str, Any] = {"to": to, "person": person, "number": number}
             params |= {"parked_ids": rows.parked_ids, "subscription_ids": [*rows.lanes]}
@@ -201,7 +200,7 @@ def redirect(
 
 
 class _Rows:
-    """The messages that are decided about: all of them are locked."""
+    """The messages of a decision, all locked."""
 
     def __init__(
         self,
@@ -215,12 +214,12 @@ class _Rows:
         self.message_ids: list[UUID] = [row[1] for row in rows]
         self.lanes: dict[int, set[Lane]] = {}
         self.forgettable: dict[int, set[Lane]] = {}
-        """Those of the lanes that may go when they are empty. A member may be about to park another
-        message in a lane, which it has found there; it forgets empty ones itself."""
+        """Lanes that may be deleted when empty. A member may be about to park another message in a
+        lane that it found; it deletes its empty lanes itself."""
         self.arrived: list[Lost] = []
-        """Those that have come to an end of a conversation."""
+        """Messages that have reached an end of a conversation."""
         self._shards: dict[int, set[int]] = {}
-        """The shards of those that have not arrived, by subscription."""
+        """The shards of messages that have not arrived, by subscription."""
         for _, _, subscription_id, log, destination, kind, subject, broker, shard, *said in rows:
             lane = Lane(
                 destination=destination,
@@ -238,9 +237,9 @@ class _Rows:
                 self.arrived.append((conversation_id, from_initiator, name))
 
     def note(self, connection: psycopg.Connection[Any]) -> None:
-        """Note at the source what leaves its lanes; see `saf.destinations.marks`.
+        """Record at the source the messages that leave their lanes; see `saf.destinations.marks`.
 
-        Before any lane is written, because a forwarder locks cursors first, and then lanes.
+        Call this before any lane is written: a forwarder locks cursors first, and then lanes.
         """
         for subscription_id in sorted(self._shards):
             note_taken_out(connection, subscription_id, self._shards[subscription_id])
@@ -248,7 +247,7 @@ class _Rows:
             taken_out.note(connection, self.parked_ids)
 
     def check(self) -> None:
-        """Take back what took so long that a member may have read a key that became due.
+        """Raise if the decision took so long that a member may have read a key that became due.
 
         Raises:
             Unavailable: it took longer than `LONGEST_SECONDS`.
@@ -269,7 +268,7 @@ def _locked(
     *,
     to: str | None,
 ) -> _Rows:
-    """Lock the chosen messages, after those who might have them in hand are kept away."""
+    """Lock out processes that might have the chosen messages in hand; then lock the messages."""
     params = asdict(chosen) | {"limit": limit, "to": to}
     mine: set[tuple[int, str, int]] = set()
     shards: dict[int, list[int]] = {}
@@ -304,7 +303,7 @@ def _held(
     rows: list[tuple[Any, ...]],
     owned: Collection[tuple[int, int]],
 ) -> list[tuple[Any, ...]]:
-    """Return the rows without those of members' keys that are due by now; the others' rest on."""
+    """Return the rows, except those of members' keys that are due by now; lock the others' keys."""
     of_members = [row for row in rows if row[3] == "inbox" and (row[2], row[8]) in owned]
     due: set[tuple[int, str]] = set()
     for subscription_id in sorted({row[2] for row in of_members}):

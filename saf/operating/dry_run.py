@@ -1,4 +1,4 @@
-"""A dry run: what a broker's routers would make of one message. Nothing is sent or remembered."""
+"""A dry run: a broker's routers applied to one message. Nothing is sent or remembered."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ DEAD = 1
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What would become of a message."""
+    """The result for a message."""
 
     service: str
     """The service that it is addressed to."""
     goes: Explanation
-    """Where messages for its real service go, if it neither becomes a dead letter nor waits."""
+    """Where messages for its real service go, unless it becomes a dead letter or waits."""
     dead: str | None = None
-    """Why it would become a dead letter, if it would."""
+    """The reason why it would become a dead letter, if any."""
     waits: str | None = None
-    """Why its router could not be asked, if it could not."""
+    """The reason why its router could not be called, if any."""
 
     @property
     def exit_code(self) -> int:
-        """0 if it goes somewhere."""
+        """0 if the message has a destination."""
         if self.dead is not None:
             return DEAD
         leads = self.waits is None and self.goes.destinations
@@ -60,11 +60,11 @@ class DryRun:
 
 
 InSql = Callable[[Routes], tuple[Routes, Answers | None]]
-"""Takes routes; returns them with the problems of routers in SQL, and the answers of the others."""
+"""Takes routes; returns them with problems of routers in SQL, and the answers of the others."""
 
 
 def of_none(routes: Routes) -> tuple[Routes, Answers | None]:
-    """Evaluate nothing: there is no Spark here to evaluate SQL."""
+    """Evaluate nothing: SQL needs Spark, which is missing here."""
     return routes, None
 
 
@@ -86,12 +86,12 @@ def try_out(
     declared: Declared,
     in_sql: InSql = of_none,
 ) -> DryRun:
-    """Return what the next batch would make of a message; the classifier runs here.
+    """Return what the next batch would do with a message; the classifier runs here.
 
-    If the message is for a router that forwards, and its service lives at this broker, return what
-    the routing service would make of it. At another broker it is a service like any other.
+    If the message is for a router that forwards, and the router's service lives at this broker,
+    return the result of the routing service. At another broker, the router is an ordinary service.
 
-    ``in_sql`` evaluates classifiers in SQL, if anything can; see `saf.spark.dry_run`.
+    ``in_sql`` evaluates classifiers in SQL, if it can; see `saf.spark.dry_run`.
     """
     there = configuration(connection, default_destination, declared)
     in_force, router = there.in_force, router_that_forwards(there, message.service)

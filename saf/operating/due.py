@@ -1,8 +1,8 @@
-"""Due: how many lanes would be tried at once, if somebody said so, and how many wait all the same.
+"""Due: the number of lanes that a retry would try now, and the number that would keep waiting.
 
-Some lanes wait for what nobody can hasten by saying "now": for the time of each message, for an
-earlier message of their dialog, for a receiver that handles their type, or for a person's decision
-about a dead letter of the same key. `saf.setaside.waiting.retry_now` leaves them as they are.
+Some lanes wait for events that an operator's "now" cannot hasten: the time of each message, an
+earlier message of the dialog, a receiver that handles the type, or an operator's decision about a
+dead letter of the same key. `saf.setaside.waiting.retry_now` leaves them as they are.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import psycopg
 from saf.database import fetch
 from saf.setaside.waiting import ANY, TRIED, Lanes, parked
 
-# Lanes of messages that are ahead of others have no row here
+# Lanes of messages that wait for an earlier message of a dialog have no row here
 COUNT = f"SELECT count(*) FROM saf.backoff WHERE {TRIED}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Due:
-    """How many lanes of a broker a word would be about."""
+    """Numbers of lanes of a broker that a retry would affect."""
 
     tried: int
     others: int
-    """Those that match, and would go on waiting."""
+    """Lanes that match, but would keep waiting."""
 
 
 def due(connection: psycopg.Connection[Any], lanes: Lanes = ANY) -> Due:
-    """Return how many of the lanes would be tried now. Only reads."""
+    """Return how many of the lanes would be tried now. Reads only."""
     ((tried,),) = fetch(connection, COUNT, asdict(lanes))
     every = parked(connection, 1, lanes=lanes, most=1).lanes
     return Due(tried=tried, others=max(0, every - tried))

@@ -1,6 +1,6 @@
-"""The endpoints there are: those of saf.toml and of brokers, and what is wrong with some.
+"""All endpoints: those in saf.toml and in brokers, with the problems of some.
 
-An endpoint that is wrong, or a broker that does not answer, says nothing about the others.
+An invalid endpoint, or a broker that does not answer, does not affect the other endpoints.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ log = Log("saf.dispatch")
 
 @dataclass(kw_only=True)
 class Found:
-    """What was found."""
+    """The result of a search for endpoints."""
 
     endpoints: dict[str, Endpoint]
-    """Those that can be dispatched, by name."""
+    """Valid endpoints by name."""
     wrong: dict[str, SafError] = field(default_factory=dict)
-    """What is wrong with others, by name."""
+    """Problems of invalid endpoints by name."""
     unread: list[SafError] = field(default_factory=list)
-    """Why brokers could not be asked."""
+    """The reasons why brokers could not be queried."""
 
     @property
     def problems(self) -> list[SafError]:
-        """Everything that is wrong."""
+        """All problems."""
         return [*self.unread, *self.wrong.values()]
 
     def chosen(self, names: Sequence[str]) -> dict[str, Endpoint]:
-        """The endpoints of these names; without names, all that can be dispatched.
+        """Return the endpoints with these names; without names, all valid ones.
 
         Raises:
-            ConfigurationError: there is none, or none of that name, or it is wrong.
-            Unavailable: a broker does not answer that may have it.
+            ConfigurationError: no endpoint exists, none has this name, or it is invalid.
+            Unavailable: a broker that may have the endpoint does not answer.
         """
         missing = [name for name in names if name not in self.endpoints or name in self.wrong]
         for name in missing:
@@ -58,7 +58,7 @@ class Found:
 def find(settings: Settings, known: Mapping[str, Endpoint] | None = None) -> Found:
     """Find the endpoints of saf.toml and of the brokers.
 
-    While a broker cannot be asked, those of ``known`` that it had are taken to be there.
+    While a broker does not answer, its endpoints in ``known`` are assumed to exist.
     """
     found = Found(endpoints=dict(settings.endpoints))
     for where, broker in stores(settings, None).items():
@@ -86,7 +86,7 @@ def find(settings: Settings, known: Mapping[str, Endpoint] | None = None) -> Fou
 
 
 class Following:
-    """Finds the endpoints again and again, and logs a problem when it begins."""
+    """Finds the endpoints repeatedly, and logs each problem when it begins."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -94,7 +94,7 @@ class Following:
         self._logged: set[str] = set()
 
     def find(self) -> Found:
-        """Find what there is now."""
+        """Find the current endpoints."""
         found = find(self._settings, self._known)
         self._known = found.endpoints
         problems = {str(one) for one in found.problems}

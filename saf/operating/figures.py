@@ -1,15 +1,15 @@
-"""Figures: what the database of a broker says of its messages, as samples for Prometheus.
+"""Figures: a broker's message counts and ages from its database, as samples for Prometheus.
 
-They are asked for every few seconds, at brokers of any size. So no statement reads a whole log or
-more than `MOST` of what was set aside, and each has a bound (the role ``metrics`` of
-`saf.database.bounds`). What a broker has more of is estimated.
+They are queried every few seconds, at brokers of any size. So no statement reads a whole log or
+more than `MOST` of the messages set aside, and each has a time limit (the role ``metrics`` of
+`saf.database.bounds`). Larger numbers are estimated.
 
-Of a broker in which nothing has been committed since the last time, nothing is asked again: two
-snapshots that are equal see the same rows. What time alone changes, such as an age, is worked out
-from them anew, and a route that expires lets the broker be asked. What the server knows outside of
-tables, its statistics, is at most `KEPT_SECONDS` old.
+If nothing has been committed in a broker since the last time, its tables are not queried again: two
+equal snapshots see the same rows. Values that change with time alone, such as ages, are computed
+from the known rows. The broker is queried again when a route expires. Values from outside of the
+tables, the server's statistics, are at most `KEPT_SECONDS` old.
 
-A subscription of the outbox other than the forwarder's is an application's own: it has a lag, and
+A subscription of the outbox other than the forwarder's belongs to an application: it has a lag, and
 its messages are not pending.
 """
 
@@ -38,17 +38,17 @@ from saf.routing.routes import current_routes
 from saf.setaside.lane import Kind
 
 MOST = 100_000
-"""How many messages that were set aside are counted; of more, the server's statistics say."""
+"""Maximum number of messages set aside to count; larger numbers come from server statistics."""
 
 SERVICES = 50
-"""How many services of a broker have series of their own: those with the most messages."""
+"""Number of services per broker with series of their own: those with the most messages."""
 
 MOST_ENDPOINTS = 200
 
 NONE, SEVERAL, ROUTER = "(none)", "(several)", "(router)"
 
 KEPT_SECONDS = 300.0
-"""For how long a broker is not asked again while nothing is committed in its server."""
+"""Maximum time without a query while nothing is committed in the broker's server."""
 
 PARKED = """
 SELECT s.name, p.destination, p.kind, count(*)
@@ -84,8 +84,8 @@ SELECT log, count(*) FILTER (
            WHERE pg_relation_size(('saf.' || log || '_' || slot)::regclass) > 0)
 FROM unnest({logs}::text[]) AS log CROSS JOIN generate_series(0, {slots} - 1) AS slot GROUP BY log
 """
-# Other sessions' transactions are hidden from who is no member of pg_read_all_stats. A lock of a
-# table that nobody gives back is met here too, although nothing is read.
+# Only members of pg_read_all_stats see other sessions' transactions. A table lock that is never
+# released is noticed here, too, although no rows are read.
 MOMENT = """
 SELECT pg_current_snapshot()::text, clock_timestamp(), coalesce(greatest(
     (SELECT max(extract(epoch FROM clock_timestamp() - xact_start)) FROM pg_stat_activity
@@ -119,22 +119,22 @@ class Timed:
     metric: Metric
     labels: tuple[str, ...]
     value: Callable[[datetime], float]
-    """What it is at a moment, by the broker's clock."""
+    """Returns the value at a moment, by the broker's clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What a broker has said of its tables."""
+    """The last figures from a broker's tables."""
 
     snapshot: str
-    """From before it was asked."""
+    """The snapshot from before the queries."""
     at: datetime
     until: datetime
-    """When it may say something else, although nothing was committed."""
+    """When the figures may change, although nothing was committed."""
     figures: tuple[Sample | Timed, ...]
 
     def holds(self, snapshot: str, now: datetime) -> bool:
-        """Whether it would say the same now.
+        """Return whether the figures still hold.
 
         >>> from datetime import UTC
         >>> noon = datetime(2024, 1, 1, 12, tzinfo=UTC)
@@ -148,12 +148,12 @@ class Known:
 
 
 def asker(settings: Settings) -> Ask:
-    """Return the function that asks one broker, by its name, for its figures.
+    """Return the function that queries one broker, by its name, for its figures.
 
-    It remembers by connection what each broker has said.
+    It remembers the last figures of each connection.
 
     Raises:
-        Restored: the broker's cursors do not say what is left.
+        Restored: the broker's cursors do not show what is left.
         psycopg.errors.QueryCanceled: a statement took too long.
     """
     before: WeakKeyDictionary[psycopg.Connection[Any], Known] = WeakKeyDictionary()
@@ -178,7 +178,7 @@ def asker(settings: Settings) -> Ask:
 
 
 def _until(connection: psycopg.Connection[Any], now: datetime, settings: Settings) -> datetime:
-    """Until when figures hold: a route that expires leads messages elsewhere."""
+    """Return the end of the figures' validity: a route's expiry sends messages elsewhere."""
     expiries = [one.expires_at for one in settings.declared.routes if one.expires_at is not None]
     expiries += [one for (one,) in fetch(connection, EXPIRIES)]
     return min([now + timedelta(seconds=KEPT_SECONDS), *(one for one in expiries if one > now)])
@@ -187,7 +187,7 @@ def _until(connection: psycopg.Connection[Any], now: datetime, settings: Setting
 def _figures(
     connection: psycopg.Connection[Any], broker: str, settings: Settings
 ) -> Iterator[Sample | Timed]:
-    """Give the figures of a broker. Only reads."""
+    """Yield the figures of a broker. Reads only."""
     refuse(connection)
     for one in backlogs(connection):
         mine = (broker, one.log, one.subscription)
@@ -217,7 +217,7 @@ def _pending(
     backlog: Backlog,
     settings: Settings,
 ) -> Iterator[Sample | Timed]:
-    """What is pending, by where it would go; the services with the most of it by name."""
+    """Yield pending messages by destination; the services with most of them by name."""
     default = settings.forwarder.default_destination
     routes = current_routes(connection, default, settings.declared)
     of_service: dict[str, float] = defaultdict(float)
@@ -228,7 +228,7 @@ def _pending(
     for address, part in backlog.by_address.items():
         service = address[0] if address[0] in named else OTHER
         parts[_where(way(routes, address)), service].add(part.messages, part.oldest)
-    if not parts:  # nothing pending is a figure too, and not the absence of one
+    if not parts:  # report 0 pending, not the absence of a figure
         yield _sample(m.PENDING, 0, broker, default or NONE, "")
     for (destination, service), part in parts.items():
         yield _sample(m.PENDING, round(part.messages), broker, destination, service)
@@ -287,7 +287,7 @@ def _destinations(
 
 
 def _age(metric: Metric, moment: datetime | None, *labels: str) -> Timed:
-    """How long ago a moment was; 0 without one."""
+    """Return the age of a moment; 0 without one."""
 
     def value(now: datetime) -> float:
         return 0.0 if moment is None else max(0.0, (now - moment).total_seconds())
@@ -296,7 +296,7 @@ def _age(metric: Metric, moment: datetime | None, *labels: str) -> Timed:
 
 
 def _live(leases: list[datetime], *labels: str) -> Timed:
-    """How many members have leases that are not over."""
+    """Return the number of members whose leases have not expired."""
     return Timed(
         metric=m.MEMBERS, labels=labels, value=lambda now: sum(one > now for one in leases)
     )

@@ -1,8 +1,8 @@
 """A forecast: what a run of the forwarder would do now, without doing it.
 
-What is pending is read as `saf.log.backlog` does, and routed as the next batch would be. Nothing is
-sent, written or remembered, and no destination is asked. So a forecast does not know whether a
-destination answers, which service a router will name, and that a message will be rejected.
+Pending messages are read as in `saf.log.backlog`, and routed as the next batch would be. Nothing is
+sent, written or remembered, and no destination is queried. So a forecast does not know whether a
+destination answers, which service a router will name, or that a message will be rejected.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from saf.setaside.lane import Kind
 from saf.setaside.waiting import Parked, Waiting, parked
 
 LANES = 1000
-"""How many lanes of parked messages are looked at."""
+"""Maximum number of lanes of parked messages to read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Where messages for one address go."""
+    """Where messages for one address go, and why."""
 
     destinations: tuple[str, ...]
     how: str
-    """In words: by which route, or why they wait."""
+    """In words: the route, or the reason why they wait."""
     routes: tuple[str, ...] = ()
     """The routes in words."""
     to_all: bool = False
-    """Whether each of the destinations gets each message."""
+    """True if each destination gets each message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Going:
-    """Some pending messages, and the way that they would go."""
+    """Some pending messages, and where they would go."""
 
     service: str
     to_broker: str | None
@@ -50,7 +50,7 @@ class Going:
     way: Way
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as a dict for JSON."""
+        """Return a dict for JSON."""
         return {
             "service": self.service,
             "to_broker": self.to_broker,
@@ -69,9 +69,9 @@ class Forecast:
 
     going: tuple[Going, ...]
     exact: bool
-    """Whether the numbers of messages are counted; otherwise they are estimates."""
+    """True if the numbers of messages are counted, False if they are estimates."""
     waiting: Waiting
-    """What is parked: lanes whose time has come are tried first."""
+    """The parked messages: lanes that are due are tried first."""
 
     @property
     def lanes(self) -> Sequence[Parked]:
@@ -79,7 +79,7 @@ class Forecast:
         return self.waiting.shown
 
     def by_route(self) -> dict[str, int]:
-        """How many messages each route would lead away; of a share, all that share it."""
+        """Return the number of messages per route; routes that share messages all count them."""
         counts: Counter[str] = Counter()
         for one in self.going:
             for route in one.way.routes:
@@ -87,7 +87,7 @@ class Forecast:
         return dict(counts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as a dict for JSON."""
+        """Return a dict for JSON."""
         return {
             "pending": sum(one.messages for one in self.going),
             "exact": self.exact,
@@ -126,10 +126,10 @@ def way(routes: Routes, address: Addressed) -> Way:
 def forecast(
     connection: psycopg.Connection[Any], default_destination: str | None, declared: Declared
 ) -> Forecast:
-    """Return what a run would do at a source. Only reads.
+    """Return what a run would do at a source. Reads only.
 
     Raises:
-        Restored: its cursors do not say what is pending.
+        Restored: the source's cursors do not show which messages are pending.
     """
     refuse(connection)
     routes = current_routes(connection, default_destination, declared)

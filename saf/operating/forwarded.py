@@ -1,8 +1,8 @@
-"""Whether everything up to a moment has been forwarded: what a schedule waits for.
+"""Check that everything up to a moment has been forwarded; schedules wait for this.
 
-Each message that was committed before the moment was created before it. So if no message that was
-created before is pending, parked or dead, all of them have been forwarded. What is committed later
-by a transaction that began before the moment was not sent before it.
+Each message that was committed before the moment was created before it. So if no message created
+before it is pending, parked or dead, all of them have been forwarded. Messages committed later, by
+a transaction that began before the moment, were not sent before it.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ SNAPSHOT = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 
 @dataclass(frozen=True, kw_only=True)
 class Forwarded:
-    """What an outbox has left, by one message of each state."""
+    """The rest of an outbox, as one message of each state."""
 
     left: dict[Left, Sent]
 
     @property
     def everything(self) -> bool:
-        """Whether nothing is left."""
+        """True if nothing is left."""
         return not self.left
 
     @property
     def waits(self) -> bool:
-        """Whether the forwarder will still come to something, without a person's help or with it.
+        """True if the forwarder will still handle a message, with or without an operator's help.
 
-        Of a dead letter, only a person decides.
+        Only operators decide about dead letters.
         """
         return any(state != "dead" for state in self.left)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as a dict for JSON."""
+        """Return a dict for JSON."""
         return {
             "forwarded": self.everything,
             "waits": self.waits,
@@ -54,18 +54,18 @@ class Forwarded:
 def forwarded(
     connection: psycopg.Connection[Any], wanted: Wanted, *, seconds: float = SECONDS
 ) -> Forwarded:
-    """Say whether an outbox has forwarded messages, of any state. Reads one snapshot.
+    """Return which messages an outbox has not forwarded, by state. Reads one snapshot.
 
-    It stops at the first message of each state, so it reads little while something is left. Where
-    much is pending that is younger, it reads that.
+    The search stops at the first message of each state, so it reads little while messages are
+    left. It reads pending messages that are younger than wanted, even if they are many.
 
     Raises:
-        Unavailable: a statement takes longer than ``seconds``. Whoever waits asks again later.
-        Restored: the cursors do not say what is pending.
+        Unavailable: a statement takes longer than ``seconds``. Try again later.
+        Restored: the cursors do not show which messages are pending.
     """
     left: dict[Left, Sent] = {}
     with connection.transaction():
-        # in one snapshot, a message that moves on is in one of the states
+        # in one snapshot, a message that changes its state is in one of the states
         connection.execute(SNAPSHOT)
         for state in LEFT:
             try:

@@ -1,4 +1,4 @@
-"""What a broker says of itself: the broker_id that routes by broker name, and where it is."""
+"""A broker's identity: the broker_id, which routes may name, and the place of the broker."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ FROM saf.broker
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Who a broker is."""
+    """A broker's identity."""
 
     broker_id: UUID
     name: str
-    """That it was given when it was made; saf.toml may call it otherwise."""
+    """The broker's name at its creation; saf.toml may use another name."""
     shards: int
     incarnation: int
-    """Rises when it is repaired after it was set back; 1 if it never was."""
+    """Raised by each repair after a set-back; 1 without any."""
     since: str
-    """The day when it was made."""
+    """The day of its creation."""
     database: str
     schema: str
     """The revision of its schema."""
@@ -38,12 +38,12 @@ class Identity:
     """The server's version."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as a dict for JSON."""
+        """Return a dict for JSON."""
         return asdict(self) | {"broker_id": str(self.broker_id)}
 
 
 def identity(connection: psycopg.Connection[Any]) -> Identity:
-    """Return who a broker is. Only reads."""
+    """Return a broker's identity. Reads only."""
     with psycopg.Cursor(connection, row_factory=class_row(Identity)) as cursor:
         found = cursor.execute(IDENTITY).fetchone()
     if found is None:

@@ -1,10 +1,10 @@
 """The journey of one message: where it is in each broker, from its sender to its handlers.
 
-A broker is asked for what it knows of a message by its id: sent from its outbox, stored in its
-inbox and how far each subscription there is with it, tried in vain at an endpoint, parked, a dead
-letter, or decided about by a person. No log is indexed by message ids. So a message is looked for
-in the shard of its key, if the key is given, and otherwise from the end of each log, for no longer
-than is allowed (`saf.log.finding`). What was not looked at is said.
+A broker looks up a message by its id: sent from its outbox; stored in its inbox, with each
+subscription's progress; tried in vain at an endpoint; parked; a dead letter; or decided about by an
+operator. Logs have no index of message ids. So the search covers the shard of the key, if the key
+is given; otherwise it reads each log from the end, within a time limit (`saf.log.finding`). The
+result names the parts that were not searched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from saf.setaside.dead import SHOWN
 from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
 
 SECONDS = 10.0
-"""How long a statement may take, and looking for a message altogether, by default, in seconds."""
+"""Default time limit, in seconds, of a statement, and of the whole search for a message."""
 
 NOWHERE: Mapping[str, str] = MappingProxyType({})
 
@@ -70,7 +70,7 @@ WHERE s.log = 'inbox' AND (s.service IS NULL OR s.service = %(service)s)
   AND c.subscription_id = s.subscription_id AND c.shard = %(shard)s
 ORDER BY s.name
 """
-# What is set aside has no index by message ids either, but there is less of it
+# Tables of messages set aside have no index of message ids either, but have fewer rows
 SCANS = "SET LOCAL enable_seqscan = on"
 PARKED = f"""
 SELECT s.name AS subscription, p.parked_at AS since, p.destination, p.kind, p.subject,
@@ -86,7 +86,7 @@ SELECT s.name AS subscription, d.dead_letter_at AS since, d.destination, d.reaso
 FROM saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
 WHERE d.message_id = %(message_id)s ORDER BY d.dead_letter_id LIMIT 100
 """
-# Those that failed at an endpoint; of each subscription only some are kept, so no index is needed
+# Failed attempts at an endpoint; each subscription keeps only some, so no index is needed
 ATTEMPTED = """
 SELECT a.at, s.name AS subscription, a.status, a.seconds, a.outcome, a.error
 FROM saf.attempt a JOIN saf.subscription s USING (subscription_id)
@@ -96,7 +96,7 @@ DECIDED = """
 SELECT audit_at, who, person, action, why FROM saf.audit
 WHERE message_ids @> ARRAY[%(message_id)s::uuid] ORDER BY audit_id DESC LIMIT 20
 """
-# Most brokers know nothing of a message, and are asked this once
+# Most brokers know nothing of a message, and need only this query
 ANY_MORE = """
 SELECT EXISTS (SELECT FROM saf.parked WHERE message_id = %(message_id)s)
        OR EXISTS (SELECT FROM saf.dead_letter WHERE message_id = %(message_id)s),
@@ -118,20 +118,20 @@ def stay(
     seconds: float = SECONDS,
     look_seconds: float | None = None,
 ) -> Stay:
-    """Return what a broker knows of a message. Only reads.
+    """Return a broker's knowledge of a message. Reads only.
 
     Args:
-        connection: in autocommit.
-        message_id: of the message.
-        key: its key, if it is known to have one: then only its shard is looked through.
-        about: when it was sent, if that is known: then it is looked for there first.
-        places: for each log, where an earlier search has said to go on.
-        seconds: the bound of a statement.
-        look_seconds: how long to look through both logs; None: as long as a statement.
+        connection: In autocommit.
+        message_id: The message's id.
+        key: The message's key, if known: then only its shard is searched.
+        about: When the message was sent, if known: the search begins there.
+        places: For each log, the place where an earlier search stopped.
+        seconds: Time limit of a statement.
+        look_seconds: Time limit of the search in both logs; None: that of a statement.
 
     Raises:
         UsageError: a statement takes longer.
-        Restored: the cursors do not say how far the broker is.
+        Restored: the cursors do not show the broker's progress.
     """
     params: dict[str, Any] = {"message_id": message_id}
     until = time.monotonic() + (seconds if look_seconds is None else look_seconds)
@@ -201,7 +201,7 @@ def stay(
 
 
 def body(connection: psycopg.Connection[Any], there: Stay) -> bytes | None:
-    """Return the body of a message where a broker has it; None if it has it no more."""
+    """Return the body of a message where a broker has it; None if it was removed."""
     for log, one in (("outbox", there.sent and there.sent.row), ("inbox", there.stored)):
         if one is not None:
             found = fetch(connection, BODY.format(log=log), asdict(one))

@@ -1,14 +1,14 @@
-"""What a broker needs from time to time: old messages purged, quiet logs rotated.
+"""Regular maintenance of a broker: purge old messages, rotate quiet logs.
 
-Call `purge_broker` as often as you like, such as after each run of the forwarder: when there is
-nothing to do, it asks some twenty quick questions and writes nothing. Of several that run at once,
-one works and the others do nothing.
+Call `purge_broker` as often as you like, e.g. after each run of the forwarder: without work, it
+runs some twenty quick queries and writes nothing. If several run at the same time, one works and
+the others do nothing.
 
-Old versions of the routes are deleted too, once no cursor refers to them; and choices of routes by
-keys that nobody has used for as long as messages are kept; and conversations that were closed that
-long ago; and what jobs of Spark have staged and never sent; and what was kept of transforms for
-messages that were set aside and are gone. Members that have gone need no care
-here: living members forget them (`saf.log.shards`).
+A purge also deletes old versions of the routes, once no cursor refers to them; route choices of
+keys, unused for as long as messages are kept; conversations that were closed that long ago;
+messages that Spark jobs staged and never sent; and kept results of transforms for messages that
+were set aside and are gone. Members that are gone need no care here: living members delete them
+(`saf.log.shards`).
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from saf.sending import staging
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a purge of a broker did."""
+    """The result of a purge of a broker."""
 
     slots: tuple[Slot, ...]
     route_versions: int
-    """How many versions of frozen routes were forgotten."""
+    """Number of deleted versions of frozen routes."""
     route_choices: int = 0
-    """For how many keys the choice of a route was forgotten."""
+    """Number of keys whose route choice was deleted."""
     conversations: int = 0
-    """How many ends of conversations were forgotten."""
+    """Number of deleted conversation ends."""
     orphans: int = 0
-    """How many messages were removed that jobs of Spark had staged and have never sent."""
+    """Number of deleted messages that Spark jobs had staged and never sent."""
     kept_results: int = 0
-    """How many results of transforms were removed that no message needs any more."""
+    """Number of deleted results of transforms that no message needs."""
     busy: bool = False
-    """Whether another purge of this broker is at work, so that this one did nothing."""
+    """True if another purge of this broker is running, so that this one did nothing."""
 
 
 TAKE_TURN = "SELECT pg_try_advisory_lock(hashtextextended('saf purge', 0))"
 END_TURN = "SELECT pg_advisory_unlock(hashtextextended('saf purge', 0))"
 
-# A version's age counts from when another became the latest. A forwarder that has just found it to
-# be the latest opens a batch with it soon after.
+# A version's age counts from the moment when another became the latest. A forwarder that has just
+# read it as the latest opens a batch with it soon after.
 FORGET_ROUTES = """
 WITH forgotten AS (
     DELETE FROM saf.route_version v
@@ -78,14 +78,14 @@ def purge_broker(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     dry_run: bool = False,
 ) -> Outcome:
-    """Purge both logs, rotate where they are quiet, and forget old versions of the routes.
+    """Purge both logs, rotate quiet ones, and delete old versions of the routes.
 
     The connection is in autocommit; each slot is a transaction of its own.
 
     Raises:
-        MayNotPurge: the role has not the rights.
+        MayNotPurge: the role lacks the purger grant.
         Restored: the database was restored into another cluster.
-        Unavailable: the archive cannot be written; its slot is kept, and all else is done.
+        Unavailable: the archive cannot be written; its slot is kept, and everything else is done.
     """
     ((mine,),) = fetch(connection, TAKE_TURN)
     if not mine:
@@ -107,7 +107,7 @@ def purge_broker(
                 )
             except psycopg.Error:
                 raise
-            except Exception as error:  # the archive's; all else is done first
+            except Exception as error:  # from the archive; finish everything else first
                 not_archived = not_archived or error
             if rotate(connection, log, rotate_after_seconds=rotate_after_seconds, dry_run=dry_run):
                 found = [_rotated(slot, dry_run) for slot in found]
@@ -140,7 +140,7 @@ def purge_broker(
 def purge_by_rules(
     connection: psycopg.Connection[Any], dsn: Dsn, rules: Purge, *, dry_run: bool = False
 ) -> Outcome:
-    """Call `purge_broker` as the configuration says, with its archive."""
+    """Call `purge_broker` with the settings of the configuration, and its archive."""
     archive = None
     if rules.archive is not None and not dry_run:
         archive = archive_at(rules.archive, dsn)
@@ -154,7 +154,7 @@ def purge_by_rules(
 
 
 def count_purged(broker: str, outcome: Outcome) -> None:
-    """Count for the metrics of this process what a purge has emptied, be it nothing."""
+    """Count purged slots and messages, even 0, for the metrics of this process."""
     for slot in outcome.slots:
         purged = slot.state == "purged"
         count(m.PURGED_SLOTS, int(purged), broker=broker, log=slot.log)

@@ -1,7 +1,7 @@
-"""Members: who has which shards of each subscription, and how much each has left.
+"""Members: the owners of each subscription's shards, and the backlog of each.
 
 Forwarders, processors and dispatchers are members: they own shards for the term of a lease. Workers
-are not. They lock the shards that a delivery is about, and own nothing between two deliveries.
+are not. They lock the shards of a delivery, and own nothing between two deliveries.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class MemberRow:
     """host:pid."""
     joined_at: datetime
     stopping: bool
-    """Whether it was asked to end."""
+    """True if the member was asked to stop."""
     lease_seconds: float
-    """Seconds until others may take its shards over; below 0 if they may already."""
+    """Seconds until others may take its shards; below 0 if they may take them now."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """The members of one subscription, and what it has left."""
+    """The members and the backlog of one subscription."""
 
     backlog: Backlog
     members: tuple[MemberRow, ...]
@@ -51,18 +51,18 @@ class Membership:
 
     @property
     def held(self) -> dict[str | None, list[int]]:
-        """The shards of each member by its name; those of nobody by None."""
+        """The shards of each member by its name; unowned shards under None."""
         held: dict[str | None, list[int]] = defaultdict(list)
         for row in self.backlog.shards:
             held[row.owner].append(row.shard)
         return held
 
     def lag_seconds(self, oldest: datetime | None) -> float | None:
-        """The age of a message, by the broker's clock."""
+        """Return the age of a message, by the broker's clock."""
         return None if oldest is None else max(0.0, (self.now - oldest).total_seconds())
 
     def as_dict(self, *, shards: bool = False) -> dict[str, Any]:
-        """Return it as a dict for JSON; with ``shards``, with each of them by itself."""
+        """Return a dict for JSON; with ``shards``, list each shard, too."""
         held, backlog = self.held, self.backlog
         said: dict[str, Any] = {
             "subscription": backlog.subscription,
@@ -101,12 +101,12 @@ class Membership:
 
 
 def memberships(connection: psycopg.Connection[Any], *, look: int = LOOK) -> list[Membership]:
-    """Return the members of each subscription of a broker, those of the outbox first. Only reads.
+    """Return the members of each subscription of a broker, the outbox's first. Reads only.
 
-    Of what a shard has left, ``look`` messages are read at most, and the rest is estimated.
+    At most ``look`` messages of a shard's backlog are read; the rest is estimated.
 
     Raises:
-        Restored: its cursors do not say what is left.
+        Restored: the broker's cursors do not show what is left.
     """
     refuse(connection)
     found = backlogs(connection, look=look)

@@ -1,18 +1,18 @@
-"""The outbox as people look at it: messages by state, service, key and age, a page at a time.
+"""The outbox for operators: messages by state, service, key and age, a page at a time.
 
-A message is *pending* until the forwarder has completed it; then it is *parked* or *dead* while it
+A message is *pending* until the forwarder has completed it. Then it is *parked* or *dead* while it
 is set aside, for any of its destinations, and otherwise *forwarded*. The view saf.outbox_status
-says the same of all messages at once; what is here reads no more than a page needs:
+shows the same for all messages at once; this module reads no more than a page needs:
 
 - The outbox is read shard by shard in the order of transactions, which is its index, and a page
-  ends where the next one begins. Nothing is counted. What one transaction has written to a shard is
-  sorted as a whole, however much that is.
+  begins where the previous one ended. Nothing is counted. All rows that one transaction wrote to a
+  shard are sorted together, however many they are.
 - Parked messages and dead letters are read from their own tables, in the order in which they were
   set aside.
 
-A filter that few messages pass may still read a whole log. So a statement has a bound, and what
-does not answer in time says how to ask for less. Whoever would rather have a part soon says for how
-long to look (`saf.operating.stretches`).
+A filter that matches few messages may still read a whole log. So statements have a time limit, and
+the error shows how to ask for less. To get a partial result early, limit the time to look
+(`saf.operating.stretches`).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from saf.setaside.dead import SHOWN
 from saf.setaside.lane import SAME_LANE
 
 Place = tuple[str, int]
-"""A transaction and an id in the outbox; or "0" and the number of what is set aside."""
+"""A transaction and an id in the outbox; or "0" and the number of a message set aside."""
 NUMBER = re.compile("[0-9]{1,18}")
 
 State = Literal["pending", "forwarded", "parked", "dead"]
 STATES: tuple[State, ...] = ("pending", "forwarded", "parked", "dead")
 
 SECONDS = 10.0
-"""How long a statement may take, by default, in seconds."""
+"""Default time limit of a statement, in seconds."""
 
 FORWARDER = (
     "SELECT subscription_id FROM saf.subscription WHERE (log, name) = ('outbox', 'forwarder')"
@@ -84,8 +84,8 @@ o.message_id, left(o.to_service, {SHOWN}) AS service, left(o.key, {SHOWN}) AS ke
 left(o.message_type, {SHOWN}) AS message_type, octet_length(o.body) AS bytes, o.created_at
 """
 
-# From each shard a page by its index; of these, the first page. Of what is pending, nothing older
-# than the oldest transaction that was in progress at ``done`` is looked at.
+# From each shard a page by its index; of these, the first page. For pending messages, skip those
+# older than the oldest transaction that was in progress at ``done``.
 PAGE = f"""
 SELECT o.id, o.txid::text || '.' || o.id AS page_end, o.complete, {SHOWN_OF_MESSAGE}
 FROM ({CURSORS}) AS c CROSS JOIN LATERAL (
@@ -99,7 +99,7 @@ FROM ({CURSORS}) AS c CROSS JOIN LATERAL (
 ORDER BY o.txid, o.id LIMIT %(limit)s
 """
 NO_LAST = str((1 << 64) - 1)
-"""A transaction id that is above all."""
+"""A transaction id above all others."""
 
 FOLLOWING = f"""
 SELECT o.txid::text, o.created_at
@@ -111,7 +111,7 @@ FROM ({CURSORS}) AS c CROSS JOIN LATERAL (
 ORDER BY o.txid LIMIT 1
 """
 
-# Of messages that the cursors are past: which are set aside, and where
+# The set-aside messages among those that the cursors are past, with their destinations
 SET_ASIDE = f"""
 SELECT p.id, 'parked' AS state, p.destination, b.error
 FROM saf.parked p LEFT JOIN saf.backoff b ON {SAME_LANE}
@@ -139,7 +139,7 @@ ORDER BY o.dead_letter_id LIMIT %(limit)s
 """,
 }
 
-# An id names the slot that it is in. A message without a key is in the shard of its message_id.
+# An id determines its slot. A message without a key is in the shard of its message_id.
 ONE = f"""
 SELECT o.id, o.shard, {COMPLETE} AS complete, o.from_service, o.to_broker::text AS to_broker,
        o.conversation_id::text AS conversation_id, o.sequence,
@@ -165,9 +165,9 @@ class Wanted:
     service: str | None = None
     key: str | None = None
     since: datetime | None = None
-    """Created from then on."""
+    """Created at this time or later."""
     until: datetime | None = None
-    """Created before."""
+    """Created before this time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +183,9 @@ class Sent:
     bytes: int
     created_at: datetime
     destination: str | None = None
-    """Of what is set aside: the destination that it waits for, if it is a destination."""
+    """The destination that a set-aside message waits for, if any."""
     error: str | None = None
-    """Of what is set aside: why."""
+    """The reason why a message is set aside."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message as a dict for JSON."""
@@ -198,7 +198,7 @@ class SentPage(Page[Sent]):
     """A page of an outbox. It may be shorter than its limit, and the last one may be empty."""
 
     before: datetime | None = None
-    """If the time to look was over first: only messages from before then were looked at, about."""
+    """About when the first unsearched messages were created, if the time to look ended first."""
 
 
 def messages(
@@ -210,20 +210,20 @@ def messages(
     seconds: float = SECONDS,
     look_seconds: float | None = None,
 ) -> SentPage:
-    """Return a page of an outbox, the oldest transactions first. Only reads.
+    """Return a page of an outbox, the oldest transactions first. Reads only.
 
     Args:
-        connection: in autocommit.
-        wanted: which messages.
-        after: where the page goes on, see `place_at`; None for the first page.
-        limit: the most messages.
-        seconds: the bound of a statement.
-        look_seconds: after so long, what was found by then is the page; None: the page is full, or
-            the last one.
+        connection: In autocommit.
+        wanted: Filter.
+        after: Start of the page, see `place_at`; None for the first page.
+        limit: Maximum number of messages.
+        seconds: Time limit of a statement.
+        look_seconds: Time after which the page ends with the messages found so far; None: fill the
+            page, unless it is the last one.
 
     Raises:
         TookTooLong: a statement takes longer.
-        Restored: the cursors do not say what is pending.
+        Restored: the cursors do not show which messages are pending.
     """
     refuse(connection)
     txid, number = ("0", 0) if after is None else after
@@ -254,13 +254,13 @@ def messages(
             )
     end = looked.rows[-1]["page_end"] if len(looked.rows) == limit else None
     if looked.place is not None:
-        end = f"{looked.place}.0"  # all ids are above it
+        end = f"{looked.place}.0"  # all ids are greater
     return SentPage(shown=found, next=end, before=looked.before)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """All of one message but its body."""
+    """All of one message except its body."""
 
     message: Sent
     shard: int
@@ -273,10 +273,10 @@ class Details:
     deliver_at: datetime | None
     expires_at: datetime | None
     batch: int
-    """The batch that the forwarder has, or had last, in hand of this shard."""
+    """The forwarder's open or last batch of this shard."""
     row: Row
     set_aside: tuple[dict[str, Any], ...]
-    """Where it is set aside, with why: a message of a topic may be so for several destinations."""
+    """The places where it is set aside, with reasons: a topic's message may be at several."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message as a dict for JSON."""
@@ -296,14 +296,14 @@ def details(
     key: str | None = None,
     seconds: float = SECONDS,
 ) -> Details | None:
-    """Return one message of an outbox by its id or message_id, or where it was found; or None.
+    """Return one message of an outbox by its id, message_id or row; None if it does not exist.
 
-    An id is found in its slot; a message_id in its shard if the message has no key, or ``key`` says
-    which it has. Otherwise the whole log is read.
+    An id is found in its slot; a message_id in its shard if the message has no key, or if ``key``
+    is given. Otherwise the whole log is read.
 
     Raises:
-        TookTooLong: it takes longer.
-        Restored: the cursors do not say whether it is pending.
+        TookTooLong: a statement takes longer.
+        Restored: the cursors do not show whether the message is pending.
     """
     refuse(connection)
     params: dict[str, Any] = {"shard": None}
@@ -338,7 +338,7 @@ def details(
 
 
 def body(connection: psycopg.Connection[Any], id_: int) -> bytes | None:
-    """Return the body of a message by its id; None if there is no such message."""
+    """Return the body of a message by its id; None if the message does not exist."""
     found = fetch(connection, BODY, {"slot": id_ // SLOT_ROWS % SLOTS, "id": id_})
     return bytes(found[0][0]) if found else None
 
@@ -355,7 +355,7 @@ def _looked(
     def within(first: str, after: str, limit: int) -> list[dict[str, Any]]:
         more = {"txid": first, "before": after, "limit": limit}
         if first != params["txid"]:
-            more["id"] = 0  # the page before has ended in another transaction
+            more["id"] = 0  # the previous page ended in another transaction
         return _rows(connection, PAGE, params | more)
 
     return look(following, within, txid=params["txid"], limit=params["limit"], seconds=seconds)
@@ -364,7 +364,7 @@ def _looked(
 def _with_state(
     connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]
 ) -> Iterator[Sent]:
-    """Give messages of the outbox with their states: the cursors say only what is complete."""
+    """Yield messages of the outbox with their states; cursors only show which are complete."""
     ids = [row["id"] for row in rows if row["complete"]]
     aside: dict[int, dict[str, Any]] = {}
     for one in _rows(connection, SET_ASIDE, {"ids": ids}) if ids else []:
@@ -379,7 +379,7 @@ def _with_state(
 
 
 def place_at(place: str | None, state: State | None) -> Place | None:
-    """Return where a page goes on, as `messages` takes it, by what the page before has said.
+    """Parse the end of the previous page into the start of the next, for `messages`.
 
     >>> place_at("812.40", "pending"), place_at("7", "dead")
     (('812', 40), ('0', 7))
@@ -398,7 +398,7 @@ def place_at(place: str | None, state: State | None) -> Place | None:
 
 @contextmanager
 def _bounded(connection: psycopg.Connection[Any], seconds: float) -> Iterator[None]:
-    """Run a block in a transaction whose statements may take so long each."""
+    """Run a block in a transaction with a time limit, in seconds, for each statement."""
     try:
         with connection.transaction():
             connection.execute("SET TRANSACTION READ ONLY")

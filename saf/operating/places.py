@@ -1,4 +1,4 @@
-"""Places: the brokers that a question is for, by the names in saf.toml."""
+"""Places: the brokers that a question concerns, by the names in saf.toml."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from saf.fleets import Listing, ask, ask_all
 from saf.logger import Log
 
 REFRESH_SECONDS = 60.0
-"""How often fleets are asked who belongs to them."""
+"""Interval at which fleets list their brokers."""
 AGAIN_SECONDS = 5.0
-"""How often, as long as one has never answered."""
+"""Interval for a fleet that has never answered."""
 FIRST_SECONDS = 1.5
-"""How long anybody waits for a fleet that has not answered yet."""
+"""Maximum wait for a fleet that has not answered yet."""
 
 log = Log("saf.places")
 
 
 def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listing:
-    """Return the brokers that a command is for, with those of fleets.
+    """Return the brokers that a command concerns, including those of fleets.
 
-    A destination is among them only if it is named.
+    A destination is included only if it is named.
 
     Raises:
-        ConfigurationError: there is none of that name.
-        Unavailable: a fleet that is named does not say who belongs to it.
+        ConfigurationError: no broker has this name.
+        Unavailable: the named fleet cannot list its brokers.
     """
     if name is None:
         found = ask_all(settings.fleets)
@@ -48,7 +48,7 @@ def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listi
 def everywhere(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listing:
     """Return the brokers that may have ends of conversations: sources and destinations, or one.
 
-    A broker that is both has the same name as both.
+    A broker that is both has the same name in both roles.
     """
     found = chosen(settings, name)
     if name is not None or not isinstance(found, Listing):
@@ -57,15 +57,15 @@ def everywhere(settings: Settings, name: str | None) -> Mapping[str, Broker] | L
 
 
 def stores(settings: Settings, name: str | None) -> Mapping[str, Broker]:
-    """Return the brokers that services live at: destinations that are brokers, or the named one."""
+    """Return the brokers where services live: destinations that are brokers, or the named one."""
     return _stores(settings) if name is None else {name: _place(settings, name)}
 
 
 def store(settings: Settings, name: str | None) -> Mapping[str, Broker]:
-    """Return the one broker that a service is to live at.
+    """Return the one broker where a service is to live.
 
     Raises:
-        ConfigurationError: none is named, and there are several.
+        ConfigurationError: none is named, and several exist.
     """
     found = stores(settings, name)
     if not found:
@@ -76,7 +76,7 @@ def store(settings: Settings, name: str | None) -> Mapping[str, Broker]:
 
 
 def _of_fleet(settings: Settings, name: str) -> bool:
-    """Whether a name is that of a fleet, or of a broker of one."""
+    """Return whether a name belongs to a fleet, or to a broker of a fleet."""
     return name.partition("/")[0] in settings.fleets and name not in settings.destinations
 
 
@@ -103,18 +103,18 @@ def _place(settings: Settings, name: str) -> Broker:
 
 
 class Places:
-    """The brokers of saf.toml, for who stays: nobody waits for fleets but at first.
+    """The brokers of saf.toml for long-lived processes, which wait for fleets only at first.
 
-    Each fleet is asked from time to time, in a thread of its own, who belongs to it. One that does
-    not answer leaves the others, and its own brokers, as they were last known.
+    A separate thread lists each fleet's brokers from time to time. If a fleet does not answer, the
+    other fleets are not affected, and its own brokers stay as last known.
 
     Args:
-        settings: has brokers, destinations and fleets.
-        name: the broker or fleet that is meant alone.
-        first_seconds: how long to wait for fleets, once; None: until each has answered or failed.
+        settings: Brokers, destinations and fleets.
+        name: The only broker or fleet to include, if any.
+        first_seconds: One-time maximum wait for fleets; None: until each has answered or failed.
 
     Raises:
-        ConfigurationError: there is no broker or fleet of that name.
+        ConfigurationError: no broker or fleet has this name.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class Places:
         self._lock = Lock()
 
     def __call__(self) -> Mapping[str, Broker]:
-        """Return the brokers as they were last known, and let fleets be asked again if it is time.
+        """Return the brokers as last known, and list fleets again if it is time.
 
         Raises:
-            SafError: what is meant alone is a fleet, or of one, which has never answered.
+            SafError: ``name`` is a fleet, or one of its brokers, and the fleet has never answered.
         """
         self._ask()
         for name, asked in self._fleets.items():
@@ -151,7 +151,7 @@ class Places:
             return {name: one for part in self._known.values() for name, one in part.items()}
 
     def _left(self) -> float | None:
-        """Return how long to go on waiting for what has never answered."""
+        """Return the remaining time to wait for fleets that have never answered."""
         if self._first_seconds is None or self._began is None:
             return self._first_seconds
         return max(0.0, self._began + self._first_seconds - time.monotonic())
@@ -169,7 +169,7 @@ class Places:
                     ).start()
 
     def _list(self, name: str, asked: _Asked) -> None:
-        """Ask one fleet; raise nothing."""
+        """List one fleet's brokers; raise nothing."""
         try:
             found = chosen(self._settings, name)
             problems = found.problems if isinstance(found, Listing) else []
@@ -192,13 +192,13 @@ class Places:
 
 @dataclass(kw_only=True)
 class _Asked:
-    """What has come of asking a fleet."""
+    """The result of listing a fleet's brokers."""
 
     at: float = float("-inf")
-    """When it was asked last."""
+    """Time of the last query."""
     now: bool = False
-    """Whether it still owes the answer."""
+    """True while the query is running."""
     once: Event = field(default_factory=Event)
-    """It has answered, or failed, at least once."""
+    """Set once the fleet has answered, or failed."""
     error: SafError | None = None
-    """Why it could not be listed the last time that it could not."""
+    """The last error; None after a success."""

@@ -1,11 +1,11 @@
-"""Questions: threads that ask many brokers at a time, of which those that hang hold up no other.
+"""Questions: threads that query many brokers in parallel; a hanging one does not block others.
 
-So many questions are asked at a time, and the others wait for their turn. A question that has not
-been answered for `HANGS_SECONDS` is taken to hang, and another one has its turn. Those for brokers
-in doubt, which have not answered the last time, wait in a line of their own: the others are asked
-as if those were not there.
+A limited number of questions run in parallel, and the others wait for their turn. A question
+without an answer after `HANGS_SECONDS` is considered to hang, and another one gets its turn.
+Questions for brokers in doubt, which did not answer the last time, wait in a separate line, so they
+do not delay the others.
 
-The end of the process waits for no thread, because what it asks may not answer for long.
+The end of the process waits for no thread, because a broker may not answer for a long time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from saf.database.background import fulfil
 T = TypeVar("T")
 
 HANGS_SECONDS = 0.5
-"""After so long, a question holds up no other one."""
+"""Time after which a question no longer blocks others."""
 MOST_TIMES = 4
-"""How many times as many threads as ask at a time there are at most, with those that hang."""
+"""Maximum number of threads, including those that hang, as a multiple of ``at_once``."""
 
 
 class Questions:
-    """Asks brokers, ``at_once`` at a time. Safe to use from several threads."""
+    """Queries brokers, ``at_once`` in parallel. Thread-safe."""
 
     def __init__(self, at_once: int, name: str) -> None:
         self._trusted = _Line(at_once, name)
@@ -36,7 +36,7 @@ class Questions:
         self._over = False
 
     def ask(self, action: Callable[[], T], *, in_doubt: bool = False) -> Future[T]:
-        """Run ``action`` when it has its turn; its result, or what it raises, is the future's.
+        """Run ``action`` when its turn comes; the future gets its result or error.
 
         Until then, the future can be cancelled.
         """
@@ -48,9 +48,9 @@ class Questions:
         return future
 
     def wait(self, futures: Iterable[Future[Any]], seconds: float) -> None:
-        """Wait until all are done, for no longer than that, and not after the end.
+        """Wait until all are done, for at most ``seconds``, and not after `close`.
 
-        Questions that hang give their turn to others only while somebody waits.
+        Hanging questions give their turn to others only during this wait.
         """
         until = time.monotonic() + seconds
         while not self._over and (left := until - time.monotonic()) > 0:
@@ -60,14 +60,14 @@ class Questions:
             self._in_doubt.go_on()
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Run no more questions."""
         self._over = True
         self._trusted.cancel()
         self._in_doubt.cancel()
 
 
 class _Line:
-    """Questions that wait for their turn, and the threads that ask others."""
+    """Questions that wait for their turn, and the threads that run others."""
 
     def __init__(self, at_once: int, name: str) -> None:
         self._at_once = at_once
@@ -75,7 +75,7 @@ class _Line:
         self._lock = Lock()
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._since: dict[Thread, float] = {}
-        """When each thread has begun with what it asks."""
+        """Start time of each thread's current question."""
 
     def add(self, future: Future[Any], action: Callable[[], Any]) -> None:
         with self._lock:
@@ -83,7 +83,7 @@ class _Line:
         self.go_on()
 
     def go_on(self) -> None:
-        """Start a thread for each question that has its turn."""
+        """Start a thread for each question whose turn has come."""
         with self._lock:
             free = min(self._at_once - self._busy(), MOST_TIMES * self._at_once - len(self._since))
             for _ in range(min(free, len(self._waiting))):
@@ -92,7 +92,7 @@ class _Line:
                 thread.start()
 
     def cancel(self) -> None:
-        """Leave everything that waits."""
+        """Drop all waiting questions."""
         with self._lock:
             left = [*self._waiting]
             self._waiting.clear()
@@ -104,7 +104,7 @@ class _Line:
             fulfil(*found)
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
-        """Return what this thread asks next; None: it ends."""
+        """Return this thread's next question; None if the thread ends."""
         with self._lock:
             self._since.pop(current_thread(), None)
             if not self._waiting or self._busy() >= self._at_once:

@@ -1,4 +1,4 @@
-"""What an operator asks of a broker: what is pending, how old it is, and who works on it."""
+"""The status of a broker: pending messages, their age, and the forwarders that work on them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from saf.log.ring import AGE_COLUMN
 from saf.setaside.dropped import Dropped, dropped
 from saf.setaside.waiting import Parked, Waiting, parked
 
-# Each shard's rows that are not complete: not visible in done, and not within the open batch at
-# or below its position. Two ranges of the index per shard, whatever the age of the table.
+# Each shard's incomplete rows: not visible in done, and not within the open batch at or below its
+# position. Two ranges of the index per shard, whatever the age of the table.
 SHARDS = f"""
 SELECT c.shard, m.name AS owner, c.epoch, c.batch, c.open IS NOT NULL AS open,
        left_over.pending, left_over.oldest,
@@ -51,12 +51,12 @@ WHERE s.log = 'outbox' AND s.name = 'forwarder'
 ORDER BY m.name, m.member_id
 """
 
-# A role may not read every log: a forwarder only stores in the inbox
+# A role may lack the right to read a log: a forwarder only stores in the inbox
 STREAMED = """
 SELECT DISTINCT log, has_table_privilege('saf.' || log, 'SELECT') FROM saf.subscription
 WHERE stream ORDER BY log DESC
 """
-# As of the forwarder's shards, of all streams of one log
+# As for the forwarder's shards, for all streams of one log
 STREAMS = f"""
 SELECT s.name AS stream, s.log, count(not_done.id) AS pending,
        extract(epoch FROM now() - min(not_done.written))::float AS lag_seconds,
@@ -72,7 +72,7 @@ LEFT JOIN LATERAL (
 WHERE s.stream AND s.log = {{name}}
 GROUP BY s.name, s.log ORDER BY s.name
 """
-# What the cursors say where the log may not be read
+# Only the cursors' data, if the log may not be read
 UNREAD_STREAMS = """
 SELECT s.name AS stream, s.log, NULL::bigint AS pending, NULL::float AS lag_seconds,
        max(c.batch) AS batch, max(c.opened_at) AS opened_at
@@ -94,7 +94,7 @@ class ShardStatus:
     epoch: int
     batch: int
     open: bool
-    """Whether a batch is open."""
+    """True if a batch is open."""
     pending: int
     oldest: datetime | None
     """When the oldest pending message was written."""
@@ -108,7 +108,7 @@ class MemberStatus:
     name: str
     """The member's name, host:pid."""
     lease_seconds: float
-    """Seconds until others may take its shards over; below 0 if they may already."""
+    """Seconds until others may take its shards; below 0 if they may take them now."""
     shards: list[int]
 
 
@@ -120,12 +120,12 @@ class StreamStatus:
     """The subscription's name."""
     log: str
     pending: int | None
-    """Messages that it has not committed; None if this role may not read the log."""
+    """Messages that the stream has not committed; None if this role may not read the log."""
     lag_seconds: float | None
-    """The age of the oldest of them; None if there are none, or that is not known."""
+    """The age of the oldest of these messages; None without any, or if unknown."""
     batch: int
     opened_at: datetime | None
-    """When it last took messages; None if it never did."""
+    """When the stream last took messages; None if it never did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,25 +135,25 @@ class BrokerStatus:
     shards: tuple[ShardStatus, ...]
     members: tuple[MemberStatus, ...]
     waiting: Waiting
-    """The lanes that wait: for what, why, and when they are tried next."""
+    """The lanes that wait, with reasons and next attempts."""
     dead_letters: int
     dropped: tuple[Dropped, ...] = ()
-    """How many messages were dropped, by subscription and reason."""
+    """Numbers of dropped messages, by subscription and reason."""
     streams: tuple[StreamStatus, ...] = ()
 
     @property
     def pending(self) -> int:
-        """Committed messages that are not forwarded yet."""
+        """Number of committed messages that are not forwarded yet."""
         return sum(shard.pending for shard in self.shards)
 
     @property
     def parked(self) -> int:
-        """Messages that wait for something."""
+        """Number of parked messages."""
         return self.waiting.messages
 
     @property
     def lanes(self) -> Sequence[Parked]:
-        """The lanes that wait; if there are many, those that hold up most."""
+        """The lanes that wait; if there are many, those that block the most messages."""
         return self.waiting.shown
 
     @property
@@ -162,7 +162,7 @@ class BrokerStatus:
         return max((s.lag_seconds for s in self.shards if s.lag_seconds is not None), default=None)
 
     def as_dict(self, *, shards: bool = False) -> dict[str, Any]:
-        """Return the status as a dict for JSON; with ``shards``, with each of them by itself."""
+        """Return the status as a dict for JSON; with ``shards``, list each shard, too."""
         free = [shard.shard for shard in self.shards if shard.owner is None]
         return {
             "pending": self.pending,
@@ -189,10 +189,12 @@ def _row(shard: ShardStatus) -> dict[str, Any]:
 
 
 def broker_status(connection: psycopg.Connection[Any], limit: int | None = None) -> BrokerStatus:
-    """The state of one broker's outbox, with at most so many lanes, in one snapshot. Reads only.
+    """Return the state of one broker's outbox in one snapshot, with up to ``limit`` lanes.
+
+    Reads only.
 
     Raises:
-        Restored: its cursors do not say what is pending.
+        Restored: the broker's cursors do not show which messages are pending.
     """
     refuse(connection)
     with connection.transaction():
@@ -216,7 +218,7 @@ def broker_status(connection: psycopg.Connection[Any], limit: int | None = None)
 
 
 def _streams(connection: psycopg.Connection[Any]) -> Iterator[StreamStatus]:
-    """How far each stream is. A log without streams is not read."""
+    """Yield the progress of each stream. A log without streams is not read."""
     for log, readable in fetch(connection, STREAMED):
         query = sql.SQL(STREAMS if readable else UNREAD_STREAMS).format(
             log=sql.Identifier("saf", log),

@@ -1,4 +1,4 @@
-"""A stay: what one broker knows of a message."""
+"""A stay: one broker's knowledge of a message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stored:
     shard: int
     message_id: UUID
     source: UUID | None
-    """The broker_id of the outbox that it comes from."""
+    """The broker_id of the outbox that the message comes from."""
     from_service: str | None
     service: str
     key: str | None
@@ -40,13 +40,13 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How far a subscription of an inbox is with the message."""
+    """The progress of an inbox's subscription with the message."""
 
     subscription: str
     owner: str | None
-    """The member that has its shard; None if nobody has."""
+    """The member that has the message's shard; None if no member does."""
     complete: bool
-    """It was taken: handled, unless it is set aside."""
+    """True if it was taken, i.e. handled, unless it is set aside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +68,12 @@ class Aside:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempted:
-    """An attempt of a dispatcher that failed, as long as it is remembered."""
+    """A failed attempt of a dispatcher, as long as it is remembered."""
 
     at: datetime
     subscription: str
     status: int | None
-    """What the endpoint answered; None if it did not."""
+    """The endpoint's status code; None if it did not answer."""
     seconds: float
     outcome: str
     error: str
@@ -81,7 +81,7 @@ class Attempted:
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What a person has decided about it."""
+    """An operator's decision about the message."""
 
     audit_at: datetime
     who: str
@@ -92,7 +92,7 @@ class Decided:
 
 @dataclass(frozen=True, kw_only=True)
 class Stay:
-    """What one broker knows of a message."""
+    """One broker's knowledge of a message."""
 
     sent: Details | None
     stored: Stored | None
@@ -101,22 +101,22 @@ class Stay:
     aside: tuple[Aside, ...]
     decided: tuple[Decided, ...]
     unfinished: Mapping[str, Search]
-    """The logs that were not looked through, and how far the search for it came there."""
+    """The logs that were not searched to the end, and where the search stopped."""
 
     @property
     def nothing(self) -> bool:
-        """Whether the broker knows nothing of it."""
+        """True if the broker does not know the message."""
         return not (self.sent or self.stored or self.aside or self.decided)
 
     @property
     def size(self) -> int | None:
-        """How many bytes its body has; None if no log of the broker has it."""
+        """The size of the message's body in bytes; None if no log of the broker has it."""
         if self.sent is not None:
             return self.sent.message.bytes
         return self.stored.bytes if self.stored is not None else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as a dict for JSON."""
+        """Return a dict for JSON."""
         return {
             "sent": self.sent and self.sent.as_dict(),
             "stored": self.stored and _plain(self.stored),

@@ -1,9 +1,9 @@
-"""Stretches: looking through an outbox for messages that few rows are, for a given time.
+"""Stretches: a time-limited search through an outbox for messages that few rows match.
 
-The outbox is read in the order of transactions, a stretch of them by each statement: one at first,
-and up to four times as many each time, as long as there is time for it. So a page whose messages
-lie close together costs little, one whose messages are rare says how far it came, and neither
-depends on how long the log is. What one transaction has written is in one stretch.
+The outbox is read in the order of transactions, a stretch of them per statement: one at first, and
+up to four times as many each time, as long as time is left. So a page of messages that lie close
+together costs little, a page of rare messages reports how far the search came, and neither depends
+on the length of the log. All rows of a transaction are in one stretch.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 
 GROWTH = 4
 LEAST_SECONDS = 1e-4
-"""What the quickest statement is taken to need."""
+"""Assumed minimum duration of a statement."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Looked:
-    """What a look has found, and how far it came."""
+    """The result of a search, and where it stopped."""
 
     rows: list[Row]
     place: str | None = None
-    """The transaction to go on with; None if there is no other one, or the page is full."""
+    """The transaction to continue with; None after the last one, or if the page is full."""
     before: datetime | None = None
-    """About when that was sent."""
+    """About when that transaction's messages were sent."""
 
 
 def look(
@@ -40,16 +40,16 @@ def look(
     limit: int,
     seconds: float,
 ) -> Looked:
-    """Look for a page of messages; at least at one stretch.
+    """Search for a page of messages, in at least one stretch.
 
     Args:
-        following: returns the first transaction from one on that has messages, and when the first
-            of these was created.
-        within: returns messages of the transactions from one to another, of which the last is left
-            out, and so many at most.
-        txid: the transaction to begin with.
-        limit: how many messages a page has.
-        seconds: after so long, no other stretch begins.
+        following: Returns the first transaction, at or after the given one, that has messages, and
+            when the first of these was created.
+        within: Returns the messages of the transactions from the first one up to, but not
+            including, the second one; at most the given number.
+        txid: The transaction to begin with.
+        limit: Maximum number of messages.
+        seconds: Time after which no new stretch begins.
     """
     until = time.monotonic() + seconds
     rows: list[Row] = []
@@ -70,7 +70,7 @@ def look(
 
 
 def wider(width: int, took: float, left: float) -> int:
-    """Return how many transactions the next stretch has, by what the last one took.
+    """Return the size of the next stretch, in transactions, from the duration of the last one.
 
     >>> wider(16, took=0.001, left=0.08), wider(1000, took=0.02, left=0.03), wider(8, 0.5, -0.1)
     (64, 1500, 1)

@@ -1,9 +1,8 @@
-"""The watch: asks all brokers of saf.toml for their figures, each time that somebody wants them.
+"""The watch: collects the figures of all brokers in saf.toml, each time they are requested.
 
-Each broker is asked in a thread (`saf.operating.questions`) and by a connection that is kept. A
-broker that does not answer, or not in time, is down (``saf_up`` is 0), and has no other figures; it
-is asked again the next time, or when the answer that it owes has come. The others are as quick as
-ever.
+Each broker is queried in a thread (`saf.operating.questions`) over a kept connection. A broker that
+does not answer, or not in time, is down (``saf_up`` is 0) and has no other figures. It is queried
+again at the next request, or once its overdue answer has arrived. The others are as quick as ever.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from saf.operating.figures import Ask
 from saf.operating.questions import Questions
 
 AT_ONCE = 16
-"""How many brokers are asked at a time."""
+"""Number of brokers queried in parallel."""
 PATIENCE_SECONDS = 8.0
-"""How long a page waits for its brokers: Prometheus itself waits for 10 s by default."""
+"""Maximum wait of a page for its brokers: Prometheus itself waits for 10 s by default."""
 FRESH_SECONDS = 1.0
-"""How long a page is good for: two who ask at once are told the same."""
+"""How long a page stays valid: two simultaneous requests get the same page."""
 
 log = Log("saf.metrics")
 
 
 class Watch:
-    """Takes the figures of brokers; ``places`` says each time which there are."""
+    """Collects the figures of brokers; ``places`` returns the current brokers each time."""
 
     def __init__(
         self,
@@ -68,11 +67,11 @@ class Watch:
 
     @property
     def down(self) -> Mapping[str, str]:
-        """The brokers that have not answered the last time, and why."""
+        """The brokers that did not answer the last time, with reasons."""
         return self._down
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop all queries."""
         self._questions.close()
         for connection in [*self._connections.values()]:
             connection.close()
@@ -102,7 +101,7 @@ class Watch:
         return page
 
     def _one(self, name: str, broker: Broker) -> list[Sample]:
-        """Ask one broker; raise nothing."""
+        """Query one broker; raise nothing."""
         began = time.monotonic()
         try:
             with unavailable_if_lost(f"broker {name!r}"):
@@ -116,7 +115,7 @@ class Watch:
             if (lost := self._connections.pop(name, None)) is not None:
                 lost.close()
             if isinstance(error, SchemaMissing) and isinstance(broker, Candidate):
-                return []  # the pattern matches this database, which is no broker
+                return []  # the pattern matches this database, which is not a broker
             self._note(name, str(error if isinstance(error, SafError) else Unexpected(name, error)))
             return [Sample(metric=UP, labels=(name,), value=0.0)]
         self._down.pop(name, None)

@@ -1,4 +1,4 @@
-"""How counts, moments and what somebody has sent are worded for people, the same everywhere."""
+"""The wording of counts, moments and senders' texts for users, the same everywhere."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import unicodedata
 from datetime import datetime
 
 SEPARATOR = "Zs"
-"""The Unicode category of characters that Python does not call printable, but that do no harm."""
+"""Unicode category of characters that Python does not call printable, but that do no harm."""
 
 
 def counted(count: int, thing: str, things: str = "") -> str:
-    """A number of things.
+    """Return a number of things in words.
 
     >>> counted(1, "message"), counted(1200, "message"), counted(0, "entry", "entries")
     ('1 message', '1,200 messages', '0 entries')
@@ -19,7 +19,7 @@ def counted(count: int, thing: str, things: str = "") -> str:
 
 
 def at(moment: datetime) -> str:
-    """A moment to the second, in this machine's time zone, which it names.
+    """Return a moment to the second, with this machine's time zone.
 
     >>> from datetime import timezone, timedelta
     >>> shown = at(datetime(2026, 1, 31, 12, 0, 7, 500, tzinfo=timezone.utc))
@@ -30,7 +30,7 @@ def at(moment: datetime) -> str:
 
 
 def age(seconds: float | None) -> str:
-    """Return an age in its two leading units: people compare ages, they do not add them.
+    """Return an age in its two leading units: users compare ages, they do not add them.
 
     >>> age(None), age(7.2), age(3671), age(200000)
     ('-', '7 s', '1 h 1 min', '2 d 7 h')
@@ -47,9 +47,9 @@ def age(seconds: float | None) -> str:
 
 
 def shown(text: str, *, lines: bool = False) -> str:
-    r"""Return a text that commands no terminal.
+    r"""Return a text that cannot control a terminal.
 
-    What would move the cursor, ring, colour or turn other text around is there as an escape.
+    Characters that would move the cursor, ring, colour or reorder text become escapes.
 
     >>> shown("Zürich \x1b[2J\x07 \u202egnp.exe\n")
     'Zürich \\x1b[2J\\x07 \\u202egnp.exe\\n'

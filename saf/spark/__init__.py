@@ -1,7 +1,7 @@
-"""What imports Spark: sessions, their JVM and workers, the runner, classifiers in SQL, tables.
+"""Everything that imports Spark: sessions, JVM and workers, runner, SQL classifiers, tables.
 
-It needs the extra ``forwarder``. What forwards an item of work is in `saf.engine`, which knows no
-Spark.
+The package needs the extra ``forwarder``. The code that forwards an item of work is in
+`saf.engine`, which does not import Spark.
 
     saf.spark.register(spark)
     messages = spark.read.format("saf").option("broker", "shop").option("log", "outbox").load()
@@ -24,12 +24,12 @@ NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 def register(spark: SparkSession) -> None:
     """Let a session read outboxes and inboxes by the format ``saf``; see docs/spark.md.
 
-    It also lets Spark hand filters to data sources in Python, which it does not by itself. Over
-    Spark Connect, it asks the cluster by a small job which saf it has.
+    Also allow Spark to pass filters to data sources in Python, which is off by default. Over Spark
+    Connect, run a small job to ask the cluster for its version of saf.
 
     Raises:
         MissingExtra: pyspark, pyarrow or ADBC is not installed.
-        ConfigurationError: the Python of the cluster has another saf, or none.
+        ConfigurationError: the Python of the cluster has another version of saf, or lacks saf.
     """
     from saf.spark.registering import register as registered
 
@@ -43,24 +43,24 @@ def to_delta(
     application: str | None = None,
     storage_options: Mapping[str, str] = NO_OPTIONS,
 ) -> Callable[[DataFrame, int], None]:
-    """Return what ``foreachBatch`` takes to append each micro-batch to a Delta table exactly once.
+    """Return a ``foreachBatch`` function that appends micro-batches to a Delta table exactly once.
 
-    The table is a folder that all tasks reach, or an address such as ``s3://bucket/table``; it is
-    made at the first micro-batch. Each one is a commit, with its number as an application
-    transaction of the query's id. Columns that come later are added to the table. Within a
-    micro-batch, rows are in no order.
+    The table is a folder that all tasks can reach, or an address such as ``s3://bucket/table``. The
+    first micro-batch creates it. Each micro-batch is one commit, which stores the micro-batch's
+    number as an application transaction under the query's id. New columns are added to the table.
+    Rows within a micro-batch have no order.
 
-    ``application`` stands in place of the query's id. Over Spark Connect, where that is not known,
-    it is needed: a name that no other query and no other checkpoint has used with this table.
-    ``storage_options`` are for deltalake's client of an object store; tasks get them, too. Over
-    Spark Connect they are refused: there, the environment of the server and of its executors says
-    what they would say.
+    ``application`` replaces the query's id. It is required over Spark Connect, where that id is
+    unknown: a name that no other query and no other checkpoint has used with this table.
+    ``storage_options`` configure deltalake's client of an object store; tasks get them, too. They
+    are rejected over Spark Connect: set the same values in the environment of the server and its
+    executors.
 
-    The query fails if the table lacks micro-batches before, because it was removed or restored.
+    The query fails if earlier micro-batches are missing from the table (removed or restored).
 
     Raises:
         MissingExtra: deltalake is not installed.
-        ConfigurationError: this is no place for a table.
+        ConfigurationError: the address cannot hold a table.
     """
     from saf.spark.lake import to_delta as into
 

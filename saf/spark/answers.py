@@ -1,4 +1,4 @@
-"""Answers: what the expressions of routers say of messages, for the task that delivers these."""
+"""Answers: results of the routers' expressions, for the task that delivers the messages."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Answers:
         self._in_step = in_step
         self._compiled = compiled
         self.raised: list[Raised] = []
-        """The first messages that expressions have raised for."""
+        """The first messages for which expressions raised."""
         self._now: pa.Table = None
         self._name = "id"
         self._ids = self._order = np.array([], np.int64)
 
     def about(self, rows: pa.Table) -> npt.NDArray[np.bool_]:
-        """Read on to some messages; return which of them have answers."""
+        """Read ahead to these messages; return which of them have answers."""
         self._name = "parked_id" if "parked_id" in rows.column_names else "id"
         self._now = self._in_step.answers(rows)
         if self._now is None:
@@ -48,10 +48,10 @@ class Answers:
         return np.isin(rows[self._name].to_numpy(), ids)
 
     def to(self, router: Router, rows: pa.Table) -> pa.Table:
-        """Return the answers to some of these messages.
+        """Return a router's answers for these messages.
 
         Raises:
-            Unavailable: there are not all answers.
+            Unavailable: some answers are missing.
         """
         one, wanted = self._compiled[router.expression], rows[self._name].to_numpy()
         if not np.isin(wanted, self._ids).all():
@@ -64,7 +64,7 @@ class Answers:
         return as_said(one, said)
 
     def _note(self, one: Compiled, rows: pa.Table) -> None:
-        """Keep the first few messages of those that an expression raises for."""
+        """Keep the first few messages for which an expression raised."""
         number = "log_id" if "log_id" in rows.column_names else "id"
         small = rows.filter(pc.less_equal(pc.binary_length(rows["body"]), LARGEST))
         for row in small.slice(0, MOST - len(self.raised)).to_pylist():
@@ -73,7 +73,7 @@ class Answers:
 
 
 def as_said(one: Compiled, said: pa.Array) -> pa.Table:
-    """Return what an expression gives, as answers: NULL if it raises, empty if it says nothing."""
+    """Return an expression's results as answers: NULL for an error, empty text for no answer."""
     if one.structured:
         texts = said.dictionary_encode()
         answers = [*map(_answer, texts.dictionary.to_pylist()), RAISED]

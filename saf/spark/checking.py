@@ -1,7 +1,7 @@
-"""Whether Spark could start on this machine, for the doctor.
+"""Check, for the doctor, that Spark can start on this machine.
 
-`saf forward` starts Spark only for more than little work. So what Spark lacks would come to light
-with the first deep backlog, and not before.
+`saf forward` starts Spark only for more than little work. Without this check, a missing
+requirement would show up only at the first deep backlog.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WHERE, CHECK = "this machine", "spark"
 
 
 def examine_machine() -> list[Finding]:
-    """Look for what Spark needs here; nothing is found where PySpark is not installed."""
+    """Check Spark's requirements; return no findings if PySpark is not installed."""
     if find_spec("pyspark") is None:
         return []
     try:

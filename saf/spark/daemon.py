@@ -1,15 +1,15 @@
 """The process that Spark forks its Python workers from, with everything imported before the fork.
 
-Spark's own daemon imports nothing, so that each worker imports Arrow, ADBC and the rest anew. On a
-cold start that is most of the workers' time. What is imported here starts no threads, because they
-would not survive a fork; a test makes sure of that.
+Spark's own daemon imports nothing, so each worker imports Arrow, ADBC and the rest again. On a
+cold start, those imports take most of the workers' time. The modules imported here must not start
+threads, because threads do not survive a fork; a test checks this.
 
-Spark runs it as ``python -m saf.spark.daemon pyspark.worker``, seconds after a driver on the same
-machine has begun to start. Such a driver runs ``python -m saf.spark.daemon ahead`` while the JVM
-comes up (`start_ahead`). When Spark asks for its daemon, the one ahead is ready. The process that
-Spark has started hands over its arguments, its environment and its standard streams, and the one
-ahead is Spark's daemon from then on. If there is none, or it has gone, the process that Spark has
-started does the work itself.
+Spark runs ``python -m saf.spark.daemon pyspark.worker`` seconds after a driver on the same machine
+began to start. Such a driver runs ``python -m saf.spark.daemon ahead`` while the JVM comes up
+(`start_ahead`), so a daemon is ready when Spark asks for one. The process that Spark started hands
+its arguments, environment and standard streams to the daemon started ahead, which becomes Spark's
+daemon. If no daemon was started ahead, or it is gone, the process that Spark started does the work
+itself.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from typing import Any
 from saf.spark.children import left_to_itself
 
 AHEAD = "SAF_SPARK_DAEMON"
-"""The environment variable that names, for what Spark starts, the socket of the daemon ahead."""
+"""Environment variable of Spark's processes: the socket of the daemon that was started ahead."""
 STREAMS = 0, 1, 2
 
 _ahead: subprocess.Popen[bytes] | None = None
 
 
 def start_ahead(env: Mapping[str, str]) -> str:
-    """Start a daemon ahead, in a JVM's environment; return what `AHEAD` is to be there.
+    """Start a daemon ahead, with a JVM's environment; return the JVM's value of `AHEAD`.
 
-    It ends with this process, unless Spark has asked for it by then.
+    The daemon ends with this process, unless Spark has claimed it by then.
     """
     folder = tempfile.mkdtemp(prefix="saf-")  # private to this user
     path = str(Path(folder) / "daemon")
@@ -50,14 +50,14 @@ def start_ahead(env: Mapping[str, str]) -> str:
             env={**env, AHEAD: path},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C is not for it
+            process_group=0,  # keep Ctrl-C away from it
         )
     )
     return path
 
 
 def main() -> None:
-    """Become Spark's daemon, or let the daemon ahead do so."""
+    """Become Spark's daemon, or let the daemon started ahead become it."""
     path = os.environ.get(AHEAD)
     if sys.argv[1:] == ["ahead"]:
         assert path is not None  # noqa: S101 `start_ahead` has set it
@@ -74,17 +74,17 @@ def main() -> None:
 
     from pyspark import daemon
 
-    # Spark collects garbage after each task, and there is none among what was imported
+    # Spark collects garbage after each task; imported modules contain none
     gc.freeze()
     daemon.worker = quietly(daemon.worker)
     daemon.manager()
 
 
 def preload() -> None:
-    """Import what a task of the forwarder needs."""
+    """Import everything that a task of the forwarder needs."""
     # Arrow's allocator would start a thread of its own
     os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
-    gc.disable()  # nothing that is imported is garbage, and to look takes time
+    gc.disable()  # imports leave no garbage, and a collection takes time
 
     import pyspark.worker  # noqa: F401 - to have it imported
 
@@ -97,10 +97,9 @@ def preload() -> None:
 
 
 def quietly(worker: Any) -> Any:
-    """Return a worker that prints no traceback when the JVM has ended first.
+    """Return a worker that prints no traceback if the JVM ends first.
 
-    The worker then has nobody left to read from or write to, which it learns at once on a unix
-    socket.
+    The worker then has nothing to read from or write to. On a unix socket, it notices immediately.
     """
 
     def run(sock: Any, authenticated: bool) -> int:
@@ -113,9 +112,9 @@ def quietly(worker: Any) -> Any:
 
 
 def _hand_over(path: str) -> bool:
-    """Give all that this process has to the daemon at a socket, and stay as long as it does.
+    """Give this process's arguments, environment and streams to the daemon; wait until it ends.
 
-    False if no daemon takes it.
+    Return False if no daemon accepts them.
     """
     mine = json.dumps([sys.argv, dict(os.environ)]).encode()
     try:
@@ -132,7 +131,7 @@ def _hand_over(path: str) -> bool:
 
 
 def _take_over(listening: socket.socket) -> bool:
-    """Wait for a process that Spark has started, and become it; False at the driver's end."""
+    """Wait for a process that Spark started, and become it; return False if the driver ends."""
     ready, _, _ = select.select([listening, sys.stdin], [], [])
     shutil.rmtree(Path(listening.getsockname()).parent, ignore_errors=True)
     if listening not in ready:
@@ -147,7 +146,7 @@ def _take_over(listening: socket.socket) -> bool:
     os.environ.clear()
     os.environ.update(environment)
     there.sendall(b"\n")
-    there.detach()  # open as long as this process is there
+    there.detach()  # keep it open until this process ends
     return True
 
 

@@ -1,6 +1,6 @@
-"""Dry runs of classifiers in SQL: which service one message would be for.
+"""Dry runs of classifiers in SQL: find the service that a message would go to.
 
-Spark is started when the first router in SQL is asked, and evaluates without a job.
+Spark starts at the first question to a router in SQL, and evaluates without a job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class DryRuns:
-    """A `saf.operating.dry_run.InSql`; a context manager, because its Spark has to end."""
+    """A `saf.operating.dry_run.InSql`; a context manager, because it must stop its Spark."""
 
     def __init__(self) -> None:
         self._context: SparkContext | None = None
@@ -41,9 +41,9 @@ class DryRuns:
             session.stop(self._context)
 
     def __call__(self, routes: Routes) -> tuple[Routes, Answers | None]:
-        """Return routes with the problems of their routers, and the answers; see `InSql`.
+        """Return routes with their routers' problems, and the answers; see `InSql`.
 
-        If the packages are missing that Spark needs, there are no answers.
+        Return no answers if Spark's packages are not installed.
         """
         if not any(one.kind == SQL and not one.problem for one in routes.routers):
             return routes, None

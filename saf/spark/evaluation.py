@@ -1,18 +1,18 @@
 """Evaluation: Spark evaluates routers' expressions and `[[transforms]]`, beside the delivery.
 
-Each item of work has a job of one task, in which several workers of Python are at work:
+Each item of work is a job of one task, which uses several Python workers:
 
-    read the messages that are evaluated, by id -> expressions, functions -> deliver
+    read the messages to evaluate, by id -> expressions, functions -> deliver
 
-Between the last two, Spark sorts by number what is not in this order: the results of a function
-that has not kept it, and where there are several functions, or functions and expressions. Otherwise
-what is evaluated streams into the delivery.
+Before the last step, Spark sorts by number any results that are out of order: those of a function
+that did not keep the order, and results of several functions, or of functions and expressions.
+Otherwise, results stream into the delivery.
 
-The delivery reads the batch by itself, as always. It takes what was evaluated of a message when it
-comes to the message (`saf.engine.in_step`).
+The delivery always reads the batch itself. When it comes to a message, it takes the results for
+this message (`saf.engine.in_step`).
 
-If the job fails, the driver finds out why (`saf.spark.faults`). The item is run again without the
-messages, functions and expressions at fault, from where the job has got.
+If the job fails, the driver finds out why (`saf.spark.faults`). It runs the item again from where
+the job stopped, without the messages, functions and expressions at fault.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 ROUNDS = 5
-"""How often an item is run again because of what has failed in it."""
+"""Maximum number of runs of one item; after a failure, the item runs again."""
 
 
 def receipts(
@@ -60,9 +60,9 @@ def receipts(
     group: str,
     meanwhile: Callable[[], list[Receipt]],
 ) -> list[Receipt]:
-    """Forward items of which something is evaluated; return their receipts and others'.
+    """Forward items that need evaluation; return their receipts and those of ``meanwhile``.
 
-    ``meanwhile`` runs beside them, and returns the receipts of other items.
+    ``meanwhile`` runs at the same time, and returns the receipts of other items.
     """
     from pyspark.sql import SparkSession
 
@@ -81,17 +81,17 @@ def receipts(
 
 @dataclass(kw_only=True)
 class Evaluation:
-    """One item of work, of which something is evaluated, and which is delivered."""
+    """One item of work that needs evaluation, with its delivery."""
 
     spark: SparkSession
     number: int
     item: Work
     rules: ForwardingRules
     compiled: Mapping[str, Compiled] = field(default_factory=dict)
-    """The expressions that are evaluated."""
+    """The expressions to evaluate."""
 
     def run(self) -> list[Receipt]:
-        """Run the item; if its job fails, that is a problem of its broker.
+        """Run the item; report a failed job as a problem of its broker.
 
         Raises:
             Py4JNetworkError: Spark has ended.
@@ -128,7 +128,7 @@ class Evaluation:
         raise AssertionError
 
     def _compile(self) -> None:
-        """Compile the expressions of the routers that have no problem; the others get one."""
+        """Compile expressions of routers that have no problem; set a problem where this fails."""
         (routes,), self.compiled = compiled_of(self.spark, [self.item.routes])
         self.item = replace(self.item, routes=routes)
 
@@ -153,7 +153,7 @@ class Evaluation:
         return list(receipts)
 
     def _found_fault(self, transforms: Transforms) -> bool:
-        """Find out for what functions and expressions fail; return whether they do."""
+        """Find the messages for which functions and expressions fail; return whether any do."""
         session = SourceSession(self.item, self.rules.attempts)
         patience = self.item.dsn.bounds.chunk_seconds
         try:
@@ -166,7 +166,7 @@ class Evaluation:
             position = session(lambda source: lock_cursors(source, self.item.batch))
         finally:
             session.close()
-        # it goes on after what the job that has failed has delivered
+        # continue after the messages that the failed job has delivered
         self.item = replace(
             self.item,
             batch=replace(self.item.batch, position=position),
@@ -176,9 +176,10 @@ class Evaluation:
 
 
 def in_order(spark: SparkSession, frames: Sequence[DataFrame]) -> DataFrame:
-    """Return what is evaluated as one partition, in the order of the numbers, with its last row.
+    """Return the results as one partition, ordered by number, and end it with the last row.
 
-    Messages are read in this order. Spark sorts what has not kept it, before anything goes on.
+    The delivery reads messages in this order. If results are out of order, Spark sorts all of them
+    before the delivery starts.
     """
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
@@ -198,7 +199,7 @@ def deliver(
     compiled: Mapping[str, Compiled],
     evaluated: Evaluated,
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """Return the function for mapInArrow: what is evaluated in, receipts out."""
+    """Return the function for mapInArrow: results in, receipts out."""
 
     def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from saf.forwarding.runner import bounded

@@ -1,24 +1,24 @@
 """Expressions: the classifiers in SQL, which Spark itself evaluates.
 
-A run without such classifiers skips all of this. With one, the messages for routers are read once
-more, and of them only the columns that the expressions refer to. That happens before the task that
-delivers them, and beside it:
+A run without such classifiers skips all of this. With them, an extra step reads the messages for
+routers once more, with only the columns that the expressions use. It runs ahead of the delivering
+task, in parallel:
 
     read (mapInArrow) -> the expressions -> deliver (mapInArrow)
 
-The answers stream into the delivery in the order of the ids, because batches never change; those
+The answers stream into the delivery in the order of the ids, because batches never change. Answers
 about parked messages come first (`saf.engine.in_step`).
 
 An expression sees the columns of a message (`saf.columns`); ``text``, the body as text; and
-``json``, the body as a VARIANT, which is NULL if the body is no JSON. It sees them as the message
-was sent, even if another router came first. It gives the name of a service, or a struct with the
-field service, and optionally broker and key. `saf.spark.rowwise` says which expressions may be
-evaluated. An expression that may not, or that Spark does not understand, is a problem of its
-router, and the router's messages wait.
+``json``, the body as a VARIANT, or NULL if the body is not valid JSON. The values are those of the
+message as sent, even if another router came first. The expression returns the name of a service, or
+a struct with the field service, and optionally broker and key. `saf.spark.rowwise` defines which
+expressions are allowed. A forbidden expression, or one that Spark does not understand, is a problem
+of its router, and the router's messages wait.
 
-If an expression raises for one message, Spark would fail the task for all. So a safe form of it is
-evaluated: it gives NULL where the expression raises, and an empty text where the expression gives
-nothing. Spark keeps no reason for the NULL; `saf.spark.reasons` finds it out.
+If an expression raised for one message, Spark would fail the task for all. So Spark evaluates a
+safe form of the expression: it returns NULL where the expression raises, and an empty text where
+the expression returns nothing. Spark keeps no reason for the NULL; `saf.spark.reasons` finds it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 DERIVED = {"text": "CAST(body AS STRING)", "json": "try_parse_json(CAST(body AS STRING))"}
 OF_NONE = -1
-"""The number of the expression of a router that has none."""
+"""Number for routers without an expression."""
 FIELDS = ("service", "broker", "key")
 QUOTED = 500
-"""How many characters of an expression an error quotes."""
+"""Maximum length, in characters, of an expression quoted in an error."""
 REFUSED = "{expression} is refused: {why}. Say another one by `saf router add`, or disable it"
 
 
@@ -57,20 +57,20 @@ class Compiled:
     """An expression that Spark understands."""
 
     text: str
-    """The text that gives the expression's answer, or raises."""
+    """SQL text that returns the expression's answer, or raises."""
     safe: str
-    """The text that gives the answer in UTF-8: empty if the expression says nothing, NULL if it
-    raises.
+    """SQL text that returns the answer in UTF-8: empty if the expression returns nothing, NULL if
+    it raises.
     """
     structured: bool
-    """Whether the answer is the JSON of a struct, and not just a name."""
+    """True if the answer is the JSON of a struct, False if it is just a name."""
     columns: frozenset[str]
     """The columns that the expression may refer to."""
     number: int = 0
 
     @property
     def column(self) -> str:
-        """The name of the column with its answers."""
+        """Name of the column with the expression's answers."""
         return f"answer_{self.number}"
 
 
@@ -79,8 +79,8 @@ def compiled_of(
 ) -> tuple[list[Routes], dict[str, Compiled]]:
     """Compile the expressions of routes.
 
-    Return the routes, with the problems of their routers in SQL, and the compiled expressions by
-    their texts.
+    Return the routes, with problems set on their routers in SQL, and the compiled expressions by
+    text.
     """
     wanted = {
         router.expression
@@ -104,10 +104,10 @@ def answers_of(
     last: int = LAST,
     only: str | None = None,
 ) -> DataFrame:
-    """Return the answers to messages for the routers of an item, by the messages' numbers.
+    """Return the answers for messages to an item's routers, with the messages' numbers.
 
-    There are none about messages with ids after the ``last``. With ``only``, there are only those
-    to messages for the routers with this expression.
+    Messages with ids after ``last`` get no answers. With ``only``, answer only for messages to
+    routers with this expression.
     """
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
@@ -141,7 +141,7 @@ def answers_of(
             F.lit(None).cast("binary"),
         )
         rows = rows.withColumn("own", own)
-        # the other columns are needed only if a router hands on to another one
+        # the other columns are needed only if a router passes a message on to another router
         text = F.col("own").cast("string")
         named = F.coalesce(F.get_json_object(text, "$.service"), text)
         handed_on = named.isin(*{one.service for one in item.routes.routers})
@@ -163,20 +163,20 @@ def _asked(routers: Sequence[Router], compiled: Mapping[str, Compiled]) -> sql.C
 
 
 def _parked(item: Work, columns: Sequence[str | sql.Composable]) -> Iterator[str]:
-    """Give the query for the parked messages that may go on now, by their numbers, if any may."""
+    """Yield the query for parked messages that are due, by number; nothing if none are due."""
     lanes = [lane for lane in item.waiting if lane.due and not lane.destination]
     if lanes:
         yield parking.in_lanes(item.batch, "", lanes, [sql.SQL("-parked_id AS id"), *columns])
 
 
 def without_sql(item: Work, problem: str) -> Work:
-    """Return an item in which all routers in SQL have this problem."""
+    """Return the item with this problem set on all of its routers in SQL."""
     problems = {router.expression: problem for router in item.routes.in_sql}
     return replace(item, routes=with_problems(item.routes, problems))
 
 
 def with_problems(routes: Routes, problems: Mapping[str, str]) -> Routes:
-    """Return routes in which routers in SQL have problems, given by their expressions."""
+    """Return the routes, with problems set on routers in SQL, looked up by expression."""
     if not problems:
         return routes
     routers = tuple(
@@ -189,7 +189,7 @@ def with_problems(routes: Routes, problems: Mapping[str, str]) -> Routes:
 
 
 def with_derived(rows: DataFrame) -> DataFrame:
-    """Return rows with the columns that expressions see besides those of a message."""
+    """Add the columns that expressions see besides those of a message."""
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
     return rows.withColumns({name: F.expr(text) for name, text in DERIVED.items()})
@@ -197,7 +197,7 @@ def with_derived(rows: DataFrame) -> DataFrame:
 
 @lru_cache(maxsize=1024)
 def _compiled(spark: SparkSession, expression: str) -> Compiled | str:
-    """Compile an expression; return the reason if that is not possible."""
+    """Compile an expression; return the reason if that fails."""
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
 
@@ -210,7 +210,7 @@ def _compiled(spark: SparkSession, expression: str) -> Compiled | str:
 
 
 def quoted(expression: str) -> str:
-    """Return an expression, or its beginning, for an error."""
+    """Return an expression, shortened if necessary, for an error."""
     return f"{expression!r:.{QUOTED}}"
 
 

@@ -1,10 +1,10 @@
-"""Faults: why a job has failed, found by evaluating again without a delivery.
+"""Faults: find out why a job failed by evaluating again without a delivery.
 
-A message that a function raises for is found by halving. If the function raises for none, or for
-too many, it is the function's own fault, and its service's messages wait. An expression may end a
-job without raising: a regular expression that needs more stack than there is, say. Then the
-messages of its routers wait; those of all routers in SQL, if it is not an expression for its own
-messages that fails.
+Halving finds the messages for which a function raises. If the function raises for no single
+message, or for too many, the function itself is at fault, and its service's messages wait. An
+expression can end a job without raising, e.g. a regular expression that overflows the stack. Then
+the messages of its routers wait. If no expression fails on the messages of its own routers, the
+messages of all routers in SQL wait.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 UNAVAILABLE = f"{Unavailable.__module__}.{Unavailable.__name__}: "
-"""What Spark says, in the traceback of a task, if reading has raised this."""
+"""Prefix in the traceback of a task when reading raised `Unavailable`."""
 MOST = 20
-"""For so many messages a function may raise before it is the function's own fault."""
+"""Messages for which a function may raise before the function itself is at fault."""
 
 
 def note_faults(transforms: Transforms) -> bool:
-    """Note what functions raise for which messages, or that they fail; return whether any does."""
+    """Note failing functions, and messages for which functions raise; return whether any do."""
     before = len(transforms.problems) + len(transforms.faults)
     for service, usable in transforms.usable().items():
         if raised(usable.frame) is not None:
@@ -40,7 +40,7 @@ def note_faults(transforms: Transforms) -> bool:
 def of_expressions(
     spark: SparkSession, item: Work, compiled: Mapping[str, Compiled], max_bytes: int
 ) -> dict[str, str]:
-    """Return which expressions end a job, and how."""
+    """Return the expressions that end a job, with the reasons."""
 
     def why(only: str | None = None) -> str | None:
         said = raised(answers_of(spark, item, compiled, max_bytes, only=only))
@@ -81,16 +81,16 @@ def _look_at(transforms: Transforms, service: str) -> None:
 
 
 def raised(frame: DataFrame) -> str | None:
-    """Return what the evaluation of a DataFrame raises.
+    """Evaluate a DataFrame; return the error it raises, or None.
 
     Raises:
-        Unavailable: the source does not answer, which is no expression's and no function's fault.
+        Unavailable: the source does not answer; no expression or function is at fault.
     """
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
-    columns = [F.max(F.xxhash64(name)) for name in frame.columns]  # so that all are computed
+    columns = [F.max(F.xxhash64(name)) for name in frame.columns]  # forces Spark to compute all
     try:
         frame.select(*columns).collect()
     except Py4JNetworkError:

@@ -1,11 +1,11 @@
-"""The user and the host that Spark's JVM runs as, where the system has no name for them.
+"""User and host for Spark's JVM, on systems that have no name for them.
 
-Some containers run as a user id that has no entry in /etc/passwd, such as those of OpenShift. Java
-then has neither a name nor a home for the user, and Hadoop's login refuses the id. It is given
-both, and Hadoop a user with this name, as Hadoop's ``simple`` authentication would.
+Some containers, such as OpenShift's, run as a user id without an entry in /etc/passwd. Java then
+has neither a name nor a home for the user, and Hadoop's login rejects the id. saf supplies both,
+and logs a user with this name in to Hadoop, as Hadoop's ``simple`` authentication would.
 
 A host's own name may not resolve. Spark looks it up before anything else, even to run everything
-in one process, for which the address of the machine itself is enough.
+in one process, where the loopback address is enough.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ADDRESSED_BY = ("SPARK_LOCAL_IP", "SPARK_LOCAL_HOSTNAME")
 
 
 def nameless_user() -> str | None:
-    """Return a name for the user of this process if the system has none; else None."""
+    """Return a name for this process's user if the system has no name for it, else None."""
     number = os.getuid()
     try:
         pwd.getpwuid(number)
@@ -35,7 +35,7 @@ def nameless_user() -> str | None:
 
 
 def java_options() -> list[str]:
-    """Return what tells a JVM the name and the home of a user for whom the system has none."""
+    """Return JVM options with name and home of a user whom the system does not know."""
     name = nameless_user()
     if name is None:
         return []
@@ -45,7 +45,7 @@ def java_options() -> list[str]:
 
 
 def log_in(jvm: Any) -> None:
-    """Log in to Hadoop a user without a name; Hadoop's own login would refuse the id."""
+    """Log a nameless user in to Hadoop, whose own login would reject the user id."""
     name = nameless_user()
     if name is not None:
         hadoop = jvm.org.apache.hadoop.security.UserGroupInformation
@@ -53,12 +53,12 @@ def log_in(jvm: Any) -> None:
 
 
 def address(conf: Mapping[str, str], *, local: bool) -> dict[str, str]:
-    """Return the environment in which Spark starts although the host's name does not resolve.
+    """Return environment variables with which Spark starts on a host whose name does not resolve.
 
     ``local``: everything runs in one process.
 
     Raises:
-        ConfigurationError: executors elsewhere need an address, and nobody has given one.
+        ConfigurationError: executors elsewhere need an address, and none is configured.
     """
     if any(os.environ.get(name) for name in ADDRESSED_BY):
         return {}

@@ -1,7 +1,7 @@
-"""Items of work on their way to the tasks of a job: each goes to its own task only.
+"""Items of work on their way to the tasks of a job: each goes only to its own task.
 
-Items hold the passwords of their sources. So they must not be in a plan, which Spark shows, nor in
-a function, which goes to every task. Each item is in the partition of its own task.
+Items contain the passwords of their sources. So they must not be in a plan, which Spark shows, or
+in a function, which goes to every task. Each item is in the partition of its own task.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ITEM = "item"
-"""The column with an item, where only DataFrames exist."""
+"""Name of the column with an item, where only DataFrames exist."""
 
 Numbered = tuple[int, Work]
-"""An item, and the number that its receipts call it by."""
+"""An item, and its number in receipts."""
 
 
 def partitions(numbered: Sequence[Numbered]) -> list[bytes]:
@@ -29,18 +29,18 @@ def partitions(numbered: Sequence[Numbered]) -> list[bytes]:
 
 
 def opened(handed: bytes) -> Numbered:
-    """Return the item that `partitions` has packed."""
+    """Return the item that `partitions` packed."""
     number, item = pickle.loads(handed)  # noqa: S301 - our own bytes  # nosec B301
     return number, item
 
 
 def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Give what Spark hands a task.
+    """Yield the batches that Spark passes to a task.
 
-    If that breaks off, because what Spark evaluates has failed, then this is no message's fault.
+    If the stream breaks off because an evaluation failed in Spark, no message is at fault.
 
     Raises:
-        Unavailable: it has broken off.
+        Unavailable: the stream broke off.
     """
     try:
         yield from batches

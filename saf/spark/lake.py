@@ -3,10 +3,10 @@
     (messages.writeStream.foreachBatch(saf.spark.to_delta("/data/lake/outbox"))
      .option("checkpointLocation", "/data/lake/checkpoint").start())
 
-Tasks write files of Parquet, which no reader knows, and tell their names. Then the driver makes all
-of them rows in one commit, which says the query and the number of the micro-batch, too (see
-`saf.destinations.delta.micro_batches`). A micro-batch that comes again is there already; tasks that
-run again, or die, leave files that nobody reads, and a vacuum of the table removes them.
+Tasks write Parquet files, which no reader sees yet, and report their names. Then the driver adds
+all of the files to the table in one commit, which also records the query and the number of the
+micro-batch (see `saf.destinations.delta.micro_batches`). A repeated micro-batch is already in the
+table. Tasks that run again, or die, leave unused files, which a vacuum of the table removes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = Log("saf.lake")
 class NotOverConnect(ConfigurationError, PickleError):
     """Options with secrets would go into a plan, which a server of Spark Connect may log.
 
-    As a `PickleError`, because PySpark replaces what others say while it pickles a function.
+    A `PickleError`, too, because PySpark replaces other errors raised while it pickles a function.
     """
 
     def __init__(self) -> None:
@@ -47,29 +47,29 @@ class NotOverConnect(ConfigurationError, PickleError):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ToDelta:
-    """What a query hands each of its micro-batches to."""
+    """The function that a query calls for each of its micro-batches."""
 
     settings: Delta
     by: tuple[str, ...]
     application: str | None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled into a plan, which only Spark Connect does.
+        """Return the state to pickle into a plan, which happens only over Spark Connect.
 
         Raises:
-            NotOverConnect: there are options.
+            NotOverConnect: `storage_options` are set.
         """
         if self.settings.storage_options:
             raise NotOverConnect
         return self.__dict__
 
     def __call__(self, batch: DataFrame, number: int) -> None:
-        """Append a micro-batch, unless it is there; see `saf.spark.to_delta`."""
+        """Append a micro-batch, unless it was appended before; see `saf.spark.to_delta`."""
         from pyspark.sql.classic.dataframe import DataFrame as Classic
         from pyspark.sql.pandas.types import to_arrow_schema
 
         if self.settings.storage_options and not isinstance(batch, Classic):
-            raise NotOverConnect  # a function around this one has made it there
+            raise NotOverConnect  # a function around this one created it at the server
 
         from saf.destinations.delta.micro_batches import MicroBatches
         from saf.destinations.delta.task_files import WRITTEN, heard
@@ -96,9 +96,9 @@ def to_delta(
     application: str | None,
     storage_options: Mapping[str, str],
 ) -> ToDelta:
-    """Return what `saf.spark.to_delta` promises."""
+    """Build the function for `saf.spark.to_delta`."""
     try:
-        import deltalake  # noqa: F401 - to say so before the query starts
+        import deltalake  # noqa: F401 - fail before the query starts if it is missing
     except ImportError:
         raise MissingExtra("delta", "streaming into a Delta table") from None
     try:
@@ -109,7 +109,7 @@ def to_delta(
 
 
 def _query(batch: DataFrame) -> str:
-    """Return the id of the query that a micro-batch is of, which its checkpoint keeps."""
+    """Return the id of a micro-batch's query, which the query's checkpoint keeps."""
     from pyspark.errors import PySparkException
 
     try:

@@ -1,9 +1,9 @@
-"""The stream of ``saf demo --lake``, a driver in a process of its own.
+"""The stream of ``saf demo --lake``: a driver in a process of its own.
 
     python -m saf.spark.lake_demo FOLDER AT_ONCE       (with SAF_DSN set)
 
-It streams the outbox into the table FOLDER/flights, so many messages at once, until its standard
-input ends: whoever has started it says so, or has died.
+Stream the outbox into the table FOLDER/flights, AT_ONCE messages at a time, until standard input
+closes, because the parent process closed it or died.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The master: whose Spark it is that settings ask for, and whether it is there.
+"""The master: which Spark the settings ask for, and whether it is reachable.
 
-Settings ask for a server of Spark Connect in several ways, which are Spark's own. What needs a
-Spark with a JVM of its own refuses them, or they would be ignored in silence.
+Settings can ask for a server of Spark Connect in several ways, which Spark defines. Code that needs
+a Spark with its own JVM rejects such settings; otherwise they would be ignored silently.
 
-Spark itself tries an unreachable master for a minute, and then ends with its stacks. So a
-connection to a master with an address is tried before anything is started.
+Spark itself retries an unreachable master for a minute, and then ends with its stacks. So saf tries
+a connection to a master that has an address before it starts anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from saf.errors import ConfigurationError, Unavailable
 
 PATIENCE_SECONDS = 10.0
-"""How long a master may take to accept a connection, its name's look-up included."""
+"""Time for a master to accept a connection, including the look-up of its name."""
 
 SCHEMES = re.compile(r"(?:spark|k8s|sc)://(?:https?://)?([^/;]+).*")
 PORTS = {"spark": 7077, "k8s": 443, "sc": 15002}
@@ -29,12 +29,12 @@ REMOTE = "sc://"
 
 
 def remote(master: str, conf: Mapping[str, str]) -> str | None:
-    """Return the address of the server of Spark Connect that settings ask for; None without one.
+    """Return the address of the Spark Connect server that the settings ask for, or None.
 
-    The address may hold a token, and is not shown.
+    The address may contain a token: do not show it.
 
     Raises:
-        ConfigurationError: a setting asks for Spark Connect, and none says where.
+        ConfigurationError: a setting asks for Spark Connect, but none has an address.
     """
     asked = dict(_asking(master, conf))
     for where in asked.values():
@@ -53,7 +53,7 @@ def refuse_connect(master: str, conf: Mapping[str, str]) -> None:
     """Raise if any setting asks for Spark Connect, where a Spark with a JVM is needed.
 
     Raises:
-        ConfigurationError: it names the setting.
+        ConfigurationError: the error names the setting.
     """
     for setting, _ in _asking(master, conf):
         raise ConfigurationError(
@@ -64,7 +64,7 @@ def refuse_connect(master: str, conf: Mapping[str, str]) -> None:
 
 
 def _asking(master: str, conf: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Each setting that asks for it, with the address that it has."""
+    """Yield each setting that asks for Spark Connect, with its address."""
     if master.startswith(REMOTE):
         yield f"a master that begins with {REMOTE}", master
     for where, given in (("[forwarder.spark]", conf), ("what spark-submit was told", _submitted())):
@@ -79,7 +79,7 @@ def _asking(master: str, conf: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _submitted() -> dict[str, str]:
-    """The settings that spark-submit hands on to sessions of Spark Connect."""
+    """Return the settings that spark-submit passes on to sessions of Spark Connect."""
     parts = range(int(os.environ.get("PYSPARK_REMOTE_INIT_CONF_LEN", "0")))
     return {
         name: value
@@ -89,7 +89,7 @@ def _submitted() -> dict[str, str]:
 
 
 def addresses(master: str) -> list[tuple[str, int]]:
-    """Host and port of each place where a master may be; none if it has no address.
+    """Return host and port of each possible place of a master; empty if it has no address.
 
     >>> addresses("spark://one:7077,two:7078"), addresses("k8s://https://[::1]:6443")
     ([('one', 7077), ('two', 7078)], [('::1', 6443)])
@@ -109,10 +109,10 @@ def addresses(master: str) -> list[tuple[str, int]]:
 
 
 def reach(master: str) -> None:
-    """Return if a master accepts a connection at one of its addresses, or has none.
+    """Return if a master accepts a connection at one of its addresses, or has no address.
 
     Raises:
-        Unavailable: no address does, and why.
+        Unavailable: no address accepts a connection; the error contains the reasons.
     """
     places = addresses(master)
     if not places:
@@ -123,7 +123,7 @@ def reach(master: str) -> None:
         answers.put(_problem(place))
 
     for place in places:
-        # not waited for at the end of the process: the look-up of a name cannot be cut short
+        # daemons, because the look-up of a name cannot be interrupted when the process ends
         threading.Thread(target=ask, args=[place], daemon=True).start()
     until = time.monotonic() + PATIENCE_SECONDS
     problems: list[str] = []
@@ -140,7 +140,7 @@ def reach(master: str) -> None:
 
 
 def server_of(master: str) -> str:
-    """How a master is named to people: of a server of Spark Connect, without what may be secret.
+    """Return the name of a master for users; a Spark Connect server without possible secrets.
 
     >>> server_of("spark://host:7077"), server_of("sc://host/;token=t")
     ("Spark's master spark://host:7077", 'the server of Spark Connect sc://host:15002')
@@ -152,7 +152,7 @@ def server_of(master: str) -> str:
 
 
 def _problem(place: tuple[str, int]) -> str | None:
-    """Why nobody can be connected to at a place; None if one can be."""
+    """Return why a place accepts no connection; None if it accepts one."""
     try:
         socket.create_connection(place, PATIENCE_SECONDS).close()
     except OSError as error:

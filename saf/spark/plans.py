@@ -1,4 +1,4 @@
-"""Plans: what Spark's own plan of a DataFrame says about the function that has made it."""
+"""Plans: what Spark's plan of a DataFrame reveals about the function that built it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 CLOCK = re.compile(r"^(Current(Date|Time|Timestamp)|Now|LocalTimestamp)(Like)?$")
 IN_ORDER = {READER, "Range", "Project", "Filter", "Generate", "ArrowEvalPython", "BatchEvalPython"}
-"""Steps that go row by row."""
+"""Steps that work row by row."""
 HIDING = {"InMemoryRelation", "LogicalRDD"}
-"""Steps that do not say what they were made of."""
+"""Steps that hide what they were built from."""
 
 
 def columns_read(frame: DataFrame) -> frozenset[str] | None:
-    """Return which columns of messages a result depends on; None if that is hard to tell."""
+    """Return the message columns that a result depends on; None if that is hard to tell."""
     found: set[int] = set()
     read: dict[int, str] = {}
     for node in nodes(_of(frame).optimizedPlan()):
@@ -34,13 +34,13 @@ def columns_read(frame: DataFrame) -> frozenset[str] | None:
 
 
 def keeps_order(frame: DataFrame) -> bool:
-    """Whether a result is in the order in which its messages are read: all steps are row by row."""
+    """Return whether a result is in the order of its messages: all steps work row by row."""
     kinds = [kind_of(node) for node in nodes(_of(frame).optimizedPlan())]
     return kinds.count(READER) == 1 and {*kinds} <= IN_ORDER
 
 
 def changing(frame: DataFrame) -> str | None:
-    """Return what a DataFrame has that is another one whenever it is asked; None if nothing."""
+    """Return the part of a DataFrame that changes with each evaluation; None if nothing does."""
     plan = _of(frame).analyzed()
     if not plan.deterministic():
         return "has a random number, or another value that Spark calls not deterministic"
@@ -50,13 +50,13 @@ def changing(frame: DataFrame) -> str | None:
         if CLOCK.match(kind := kind_of(node)):
             return f"asks for the time ({kind})"
         left += items(node.children())
-        if ".expressions." not in str(node.getClass().getName()):  # it is a plan
+        if ".expressions." not in str(node.getClass().getName()):  # a plan
             left += items(node.expressions())
     return None
 
 
 def nodes(tree: Any) -> Iterator[Any]:
-    """Give a plan, or an expression, and all that it is made of."""
+    """Yield a plan, or an expression, and all of its parts."""
     left = [tree]
     while left:
         node = left.pop()
@@ -65,7 +65,7 @@ def nodes(tree: Any) -> Iterator[Any]:
 
 
 def items(of_scala: Any) -> Iterator[Any]:
-    """Give the items of a sequence of Scala's."""
+    """Yield the items of a Scala sequence."""
     return (of_scala.apply(place) for place in range(of_scala.size()))
 
 
@@ -75,5 +75,5 @@ def _of(frame: DataFrame) -> Any:
 
 
 def kind_of(node: Any) -> str:
-    """Return the class of a part of a plan or expression, without its package."""
+    """Return the class of a part of a plan or an expression, without its package."""
     return str(node.getClass().getName()).rpartition(".")[2]

@@ -1,8 +1,8 @@
-"""Reading: messages as a DataFrame, for what Spark evaluates of them in step with the delivery.
+"""Reading: messages as a DataFrame, for Spark to evaluate in step with the delivery.
 
-One task of a job reads them, when they are asked for: by COPY into Arrow, and from there into
-Spark. The item of work, with the password of its source, is in the function of this task. A job is
-about one item, so nobody else gets it; and Spark shows no more of a function than its name.
+One task of a job reads the messages when they are needed: by COPY into Arrow, and from there into
+Spark. The item of work, with the password of its source, is in this task's function. A job is about
+one item, so no other task gets it; and Spark shows nothing of a function but its name.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 READER = "MapInArrow"
-"""The step of Spark's plan that reads messages."""
+"""Step of Spark's plan that reads messages."""
 
 
 def messages_of(
     spark: SparkSession, item: Work, kinds: Mapping[str, str], queries: Iterable[str]
 ) -> DataFrame:
-    """Return what queries give at an item's source, one after the other, in one partition.
+    """Return the rows of queries at an item's source, one query after the other, in one partition.
 
-    ``kinds`` are the types in Spark of the columns, by their names.
+    ``kinds`` are the Spark types of the columns, by name.
     """
     schema = pa.schema([(name, OF_SPARK[kind]) for name, kind in kinds.items()])
     queries = [*queries]
@@ -54,9 +54,9 @@ def messages_of(
 def as_spark_sees(
     names: Iterable[str], max_bytes: int, log: str | None = None
 ) -> list[str | sql.Composable]:
-    """Return what to select for columns of `EXPRESSED`: ids and JSON as text, no large body.
+    """Return the select list for columns of `EXPRESSED`: ids and JSON as text, no large body.
 
-    They are selected from a ``log``, or from elsewhere, such as parked messages.
+    The columns come from a ``log``, or from elsewhere, such as parked messages.
     """
     kept = KEPT.format(log=log) if log else "false"
     return [_as_text(name, max_bytes, kept) for name in EXPRESSED if name in names]

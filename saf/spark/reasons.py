@@ -1,9 +1,9 @@
-"""Reasons: what an expression raises for one message, evaluated again by the driver.
+"""Reasons: the error that an expression raises for a message, evaluated again by the driver.
 
-Inside a task, an expression that raises gives NULL, and Spark keeps no reason. So a task hands back
-the first few messages for which that happened. The driver evaluates the expression for each of them
-alone, without a Spark job, and writes what it raises into the error of the dead letter that the
-task has made. If a run is killed before that, the error lacks the reason.
+Inside a task, an expression that raises gives NULL, and Spark keeps no reason. So a task returns
+the first few messages with this result. The driver evaluates the expression for each of them
+alone, without a Spark job, and writes the error into the dead letter that the task has created. If
+a run is killed before that, the dead letter's error lacks the reason.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 log = Log("saf.router")
 
 MOST = 20
-"""How many messages a task hands back: if an expression has a mistake, all say the same."""
+"""Maximum number of messages a task returns: a wrong expression raises the same for all."""
 LARGEST = 65536
 """The largest body of such a message, in bytes."""
 LONGEST = 1000
-"""How many characters of a reason are kept."""
+"""Maximum length, in characters, of a stored reason."""
 KINDS = tuple(EXPRESSED.items())
 
-# Uses only what a forwarder may see of dead letters: neither their errors nor their bodies
+# Uses only those columns of dead letters that a forwarder may see: no errors and no bodies
 EXPLAIN = """
 UPDATE saf.dead_letter SET error = %(error)s
 WHERE subscription_id = %(subscription_id)s AND destination = '' AND shard = %(shard)s
@@ -50,15 +50,15 @@ class Raised:
     """An expression has raised for a message."""
 
     text: str
-    """The text that gives the expression's answer; see `saf.spark.expressions.Compiled`."""
+    """SQL text that returns the expression's answer; see `saf.spark.expressions.Compiled`."""
     message: Mapping[str, Any]
-    """The message in the columns that expressions see, with ``shard`` and ``id``, its outbox id."""
+    """The message, with the columns that expressions see, ``shard``, and ``id``, its outbox id."""
 
 
 def answer(spark: SparkSession, text: str, message: Mapping[str, Any]) -> str | None:
-    """Return what an expression answers for a message.
+    """Return an expression's answer for a message.
 
-    Raises what the expression raises, as a PySparkException or a Py4JError.
+    Raise the expression's own error, as a PySparkException or a Py4JError.
     """
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
@@ -66,13 +66,13 @@ def answer(spark: SparkSession, text: str, message: Mapping[str, Any]) -> str | 
         *(F.lit(_plain(name, message[name])).cast(kind).alias(name) for name, kind in KINDS)
     )
     frame: Any = with_derived(row).select(F.expr(text))._jdf
-    # one row of constants: what is left of the plan is the expression itself
+    # one row of constants: the optimized plan contains only the expression itself
     said = frame.queryExecution().optimizedPlan().expressions().apply(0).eval(None)
     return None if said is None else str(said.toString())
 
 
 def reason(spark: SparkSession, raised: Raised) -> str | None:
-    """Return what the expression raises for the message, in a sentence."""
+    """Return the error that the expression raises for the message, as one line; None without."""
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
 
@@ -86,7 +86,7 @@ def reason(spark: SparkSession, raised: Raised) -> str | None:
 
 
 def explain(spark: SparkSession, item: Work, raised: Iterable[Raised]) -> None:
-    """Write into the dead letters of one item of work what the expressions have raised."""
+    """Write the expressions' errors into the dead letters of one item of work."""
     found = [(one.message, why) for one in raised if (why := reason(spark, one)) is not None]
     if not found:
         return
@@ -101,7 +101,7 @@ def explain(spark: SparkSession, item: Work, raised: Iterable[Raised]) -> None:
                 }
                 source.execute(EXPLAIN, values)
     except (psycopg.Error, SafError) as error:
-        # the dead letters are there, and say that it raised
+        # the dead letters exist, and already state that the expression raised
         log.warning("reasons_lost", broker=item.broker, error=item.dsn.redact(str(error)))
 
 

@@ -13,7 +13,7 @@ PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
 def register(spark: SparkSession) -> None:
-    """Register it; see `saf.spark.register`."""
+    """Register the data source; see `saf.spark.register`."""
     require_packages()
     from pyspark.errors import PySparkException
 

@@ -1,9 +1,9 @@
-"""The runner on Spark Connect: where only DataFrames exist, and the client has no JVM.
+"""The runner on Spark Connect, where only DataFrames exist and the client has no JVM.
 
 Each item of work is a row, a row is a partition, and a task is a function for ``mapInArrow`` that
-forwards what comes in and hands its receipts back. Items and rules are sealed
-(`saf.spark.sealing`). The Python of the cluster has saf, of the same version as here; this is asked
-before anything is forwarded. Classifiers in SQL need a Spark of one's own: the messages for them
+forwards the items of its partition and returns receipts. Items and rules are sealed
+(`saf.spark.sealing`). The cluster's Python must have the same version of saf as this machine; this
+is checked before anything is forwarded. Classifiers in SQL need a Spark of your own: their messages
 wait.
 """
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ATTEMPTS = 4
-"""How often a server that is away is asked again: for some five seconds, not ten minutes."""
+"""Retries at a server that does not answer: for some five seconds, not ten minutes."""
 
 ASKED_SECONDS = 60.0
-"""How long it is believed what a cluster has said of its slots."""
+"""How long to trust the number of slots that a cluster reported."""
 
 NEEDED = ("grpc", "grpc_status", "google.rpc", "cryptography")
 
 PARTS = 4096
-"""More than a cluster has slots: it makes as many partitions of them as it has."""
+"""More partitions than any cluster has slots: the cluster creates one partition per slot."""
 
 NO_SQL = (
     "classifiers in SQL are not evaluated over Spark Connect: forward with a forwarder.master of "
@@ -56,8 +56,9 @@ PARALLELISM = "spark.sql.leafNodeDefaultParallelism"
 class ConnectRunner:
     """Runs items of work on a cluster behind Spark Connect; a `saf.forwarding.runner.Runner`.
 
-    ``remote`` is the server's address, as ``SPARK_REMOTE`` has it; it may hold a token. ``conf``
-    is for the session.
+    Args:
+        remote: The server's address, in the form of ``SPARK_REMOTE``; it may contain a token.
+        conf: Settings of the session.
     """
 
     def __init__(self, remote: str, conf: Mapping[str, str]) -> None:
@@ -69,13 +70,13 @@ class ConnectRunner:
         self._asked = float("-inf")
 
     def start(self, work: Sequence[Work]) -> None:  # noqa: ARG002 - a runner's signature
-        """Connect, unless it is connected, and ask the cluster what it has.
+        """Connect, unless connected, and ask the cluster for its slots and versions.
 
         Raises:
-            MissingExtra: what Spark Connect's client needs is not installed.
-            Unavailable: nobody answers at the address.
-            ConfigurationError: the server refuses the session, or its Python has another saf.
-            SparkGone: it answered, and does not now.
+            MissingExtra: Spark Connect's client lacks a package.
+            Unavailable: the address does not answer.
+            ConfigurationError: the server rejects the session, or its Python has another saf.
+            SparkGone: the server answered before, but no longer does.
         """
         if self._session is None:
             self._session = connected(self._remote, self._conf)
@@ -90,11 +91,11 @@ class ConnectRunner:
         return self._session
 
     def slots(self) -> int:
-        """Return how many tasks the cluster ran at a time, when it was last asked."""
+        """Return how many tasks the cluster runs at a time, according to its last answer."""
         return self._slots
 
     def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
-        """Run one job; if anything goes wrong with it, raise one readable error."""
+        """Run one job; turn any failure into one readable error."""
         return _translated(lambda: self._run(work, rules, group))
 
     def _run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
@@ -105,7 +106,7 @@ class ConnectRunner:
         seal = self._seal
         assert seal is not None  # noqa: S101 - `start` comes first
         some = [without_sql(item, NO_SQL) for item in work]
-        with suppress(Exception):  # where this may not be set, some items share a task
+        with suppress(Exception):  # where this setting is forbidden, some items share a task
             self._spark.conf.set(PARALLELISM, str(len(some)))
         self._spark.addTag(group)
         try:
@@ -121,20 +122,20 @@ class ConnectRunner:
             self._spark.removeTag(group)
 
     def stop(self) -> None:
-        """End the session, if it was started. The cluster goes on."""
+        """End the session, if one was started. The cluster keeps running."""
         if self._session is not None:
             self._session.stop()
 
     def let_go(self, source: Dsn) -> None:
-        """Do nothing: workers end, or close the connection a minute after they last used it."""
+        """Do nothing: workers end, or close the connection a minute after its last use."""
 
     def cancel(self, group: str) -> None:
-        """Cancel the job, unless the server does not answer either."""
-        with suppress(Exception):  # it may not answer, and be cut off
+        """Cancel the job, unless the server no longer answers."""
+        with suppress(Exception):  # the server may not answer, and be disconnected
             self._spark.interruptTag(group)
 
     def abandon(self) -> None:
-        """Give up a server that does not answer any more."""
+        """Give up a server that no longer answers."""
         with suppress(Exception):
             self._spark.client.close()
 
@@ -143,9 +144,9 @@ def connected(remote: str, conf: Mapping[str, str]) -> SparkSession:
     """Return a new session at a server of Spark Connect.
 
     Raises:
-        MissingExtra: what its client needs is not installed.
-        Unavailable: nobody answers at the address.
-        ConfigurationError: the server refuses the session.
+        MissingExtra: Spark Connect's client lacks a package.
+        Unavailable: the address does not answer.
+        ConfigurationError: the server rejects the session.
     """
     require_packages()
     if any(find_spec(package) is None for package in NEEDED):
@@ -179,12 +180,12 @@ def handed_over(session: SparkSession) -> Seal:
 
 
 def slots(spark: Any) -> int:
-    """Ask a cluster what it has; return how many tasks it runs at a time.
+    """Check a cluster's version of saf; return how many tasks the cluster runs at a time.
 
-    Settings of the session stay as they are.
+    The session's settings stay unchanged.
 
     Raises:
-        ConfigurationError: the Python of its tasks has another saf, or none.
+        ConfigurationError: the Python of its tasks has another version of saf, or lacks saf.
     """
     from pyspark.errors import PySparkException
 
@@ -216,11 +217,11 @@ def slots(spark: Any) -> int:
 
 
 def greet(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Say, from a task, which saf is there."""
+    """Return, from a task, the version of saf installed there."""
     import pyarrow as pa
 
     require_packages()
-    import saf.spark.sealing  # noqa: F401 - its package is one that tasks need
+    import saf.spark.sealing  # noqa: F401 - tasks need the package that it imports
 
     for _ in partition:
         pass
@@ -230,7 +231,7 @@ def greet(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def task(key: str, rules: bytes) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """Return the function for mapInArrow: items in, receipts out.
 
-    Items and ``rules`` are sealed; ``key`` is the name of the file that opens them.
+    Items and ``rules`` are sealed; ``key`` names the file with the key that opens them.
     """
 
     def run(partition: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -249,11 +250,11 @@ def task(key: str, rules: bytes) -> Callable[[Iterable[pa.RecordBatch]], Iterato
 
 
 def _translated(ask: Callable[[], T]) -> T:
-    """Return what ``ask`` returns; what Spark Connect raises is a server that has gone, or a job.
+    """Return the result of ``ask``; translate errors of Spark Connect into a lost server or job.
 
     Raises:
-        SparkGone: the server does not answer, or has started anew.
-        JobFailed: it has answered, with what failed.
+        SparkGone: the server does not answer, or has restarted.
+        JobFailed: the server answered with the failure.
     """
     import grpc
     from pyspark.errors import PySparkException
@@ -272,6 +273,6 @@ def _translated(ask: Callable[[], T]) -> T:
 
 
 def _words(error: BaseException) -> str:
-    """Return what an error says, without what gRPC puts around it."""
+    """Return an error's own words, without those that gRPC adds."""
     details = re.search(r'^\s*details = "(.*)"$', str(error), re.MULTILINE)
     return details[1] if details else first_line(error)

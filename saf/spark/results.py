@@ -2,8 +2,9 @@
 
 A function sees the messages of its service in one DataFrame: ``id``, which tells them apart, the
 columns that expressions see (`saf.columns.EXPRESSED`), and ``text``, the body as text. It returns a
-DataFrame with ``id`` and ``body``, and what else it changes of `GIVEN`; what it does not give stays
-as it was. If it makes several rows of a message, it numbers them in the column ``part``.
+DataFrame with ``id``, ``body`` and the other columns of `GIVEN` that it changes; columns that it
+does not return keep their values. If it makes several rows of a message, it numbers them in the
+column ``part``.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 SEEN = {"id": "long", **EXPRESSED}
-"""The columns of messages that a function sees, besides ``text``, with their types in Spark."""
+"""Message columns that a function sees, besides ``text``, with their Spark types."""
 KINDS = dict(zip(("id", "part", *GIVEN), ("long", "int", *["string"] * 3, "binary"), strict=True))
-"""The columns of results that a function may give, with their types in Spark."""
+"""Result columns that a function may return, with their Spark types."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usable:
-    """What a function has made of messages, in the columns of `RESULT`."""
+    """The result of a function, in the columns of `RESULT`."""
 
     frame: DataFrame
     given: frozenset[str]
-    """Which of `GIVEN` the function gives."""
+    """The columns of `GIVEN` that the function returns."""
 
 
 def transformed(
@@ -44,7 +45,7 @@ def transformed(
     """Call the function of a transform.
 
     Raises:
-        ConfigurationError: it cannot be imported, raises, or returns what cannot be used.
+        ConfigurationError: the function cannot be imported, raises, or returns an unusable result.
     """
     from pyspark.errors import PySparkException
 
@@ -56,7 +57,7 @@ def transformed(
         raise ConfigurationError(f"{whose}: {name} {said}") from error
     try:
         usable = _usable(said, whose, name)
-    except PySparkException as error:  # such as two columns of one name
+    except PySparkException as error:  # e.g. two columns with the same name
         raise ConfigurationError(
             f"{whose}: what {name} returns cannot be used: {first_line(error)}"
         ) from error
@@ -103,7 +104,7 @@ def _usable(said: Any, whose: str, name: str) -> Usable:
 
 
 def as_seen(rows: DataFrame, kinds: Mapping[str, str] = SEEN) -> DataFrame:
-    """Return messages as a function sees them; columns that ``kinds`` lacks were not read: NULL."""
+    """Return messages as a function sees them; columns that ``kinds`` lacks are NULL."""
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
     columns = [

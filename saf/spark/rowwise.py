@@ -1,21 +1,21 @@
-"""Row-wise: which expressions of routers Spark may evaluate, and why it may not the others.
+"""Row-wise: which router expressions Spark may evaluate, and why it must not evaluate others.
 
-An expression comes from saf.toml, or from a source's saf.router, which others than the forwarder's
-owner may write. It is evaluated in the forwarder's processes, and once more whenever a batch is
-read again. So it may compute with the columns of one message, and with nothing else:
+An expression comes from saf.toml, or from a source's saf.router, which users other than the
+forwarder's owner may write. Spark evaluates it in the forwarder's processes, and again whenever a
+batch is read again. So it may use the columns of one message, and nothing else:
 
-- not with other messages (aggregates, windows, queries), nor make several rows of one (generators);
-- not with what is different the next time (the clock, random numbers, the number of a task);
-- not with what is outside of the row (Java by reflection, files, the user, the session), nor by
-  functions that somebody has added to Spark: such a classifier is a function in Python or Arrow.
+- no other messages (aggregates, windows, queries), and no extra rows (generators);
+- nothing that changes between evaluations (the clock, random numbers, the number of a task);
+- nothing outside the row (Java by reflection, files, the user, the session), and no functions that
+  users added to Spark: such a classifier is a function in Python or Arrow.
 
-What is allowed is listed, by the names of Spark's functions and the classes of its parsed syntax.
-So whatever another version of Spark adds is refused until somebody has looked at it. An expression
-is refused before Spark has looked up a function or loaded a class for it. What Spark makes of an
-allowed one is checked once more, because names can be given another meaning.
+Allowed expressions are listed by the names of Spark's functions and the classes of its parsed
+syntax. So additions of another Spark version are rejected until a developer has examined them. An
+expression is rejected before Spark looks up a function or loads a class for it. An allowed
+expression is checked again after Spark's analysis, because names can be given another meaning.
 
-One thing cannot be told from an expression: a text in a message may be a time of day without a
-date. Cast to a timestamp, it is a time of the current day.
+One case cannot be detected from an expression: a text in a message may be a time of day without a
+date. Cast to a timestamp, it becomes a time of the current day.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ FUNCTION_NAMES = """
     weekday weekofyear when width_bucket xxhash64 year zeroifnull zip_with
 """
 FUNCTIONS = frozenset(FUNCTION_NAMES.split())
-"""Spark's functions of one row that always give the same for the same arguments."""
+"""Spark's functions of one row that always return the same result for the same arguments."""
 
 SYNTAX_CLASSES = """
     Add Alias And BitwiseAnd BitwiseNot BitwiseOr BitwiseXor CaseWhen Cast Collate Concat
@@ -86,24 +86,24 @@ SYNTAX_CLASSES = """
     UnresolvedExtractValue UnresolvedFunction UnresolvedNamedLambdaVariable UnresolvedStar
 """
 SYNTAX = frozenset(SYNTAX_CLASSES.split())
-"""The other classes of syntax that an expression may consist of."""
+"""The other syntax classes that an expression may contain."""
 
 FOREIGN = re.compile(
     r"UDF|UserDefined|^Aggregate|Aggregator|Subquery|Reflection|^Current|^Now$|^Local"
 )
-"""Classes of Spark's own package that run foreign code, or look outside of the row."""
+"""Classes in Spark's own package that run foreign code, or read outside the row."""
 
 LONGEST = 10_000
-"""The most characters of an expression: the driver looks at each of its parts."""
+"""Maximum length of an expression, in characters: the driver checks each of its parts."""
 TYPES = {"DATE", "TIME", "TIMESTAMP", "TIMESTAMP_NTZ", "TIMESTAMP_LTZ"}
 OF_NOW = re.compile(r"\s*(now|today|tomorrow|yesterday|T?\d{1,2}:)", re.IGNORECASE)
-"""Texts that stand for a moment which depends on the current one."""
+"""Texts for a moment that depends on the current time."""
 
 
 def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> str | None:
-    """Return why an expression may not be evaluated, as far as its syntax tells; None if it may.
+    """Return why the syntax of an expression forbids its evaluation; None if it is allowed.
 
-    Raises PySparkException if it is no expression at all.
+    Raise PySparkException if the text is not an expression at all.
     """
     if len(expression) > LONGEST:
         return f"it has {len(expression):,} characters, and {LONGEST:,} are looked at"
@@ -126,9 +126,9 @@ def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> s
 
 
 def refusal_of_analyzed(plan: Any, before: Any) -> str | None:
-    """Return why what Spark has made of an expression may not be evaluated; None if it may.
+    """Return why Spark's analysis of an expression forbids its evaluation; None if it is allowed.
 
-    ``plan`` selects it alone from the plan ``before``.
+    ``plan`` selects only the expression from the plan ``before``.
     """
     if kind_of(plan) != "Project" or not plan.child().sameResult(before):
         return "it looks at other rows, or makes several of one"

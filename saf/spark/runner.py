@@ -1,6 +1,6 @@
 """The runner on Spark: a task for each item of work, wherever Spark has executors.
 
-The driver imports this and no Arrow, which takes longer than most runs have work.
+The driver imports this module but not Arrow, whose import takes longer than most runs work.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class SparkRunner:
     """Runs items of work as tasks of Spark; a `saf.forwarding.runner.Runner`.
 
-    ``start_spark`` returns the session. It is called when there is work, and not before, so a run
-    that finds nothing starts no Spark. Its argument says whether the work is much.
+    ``start_spark`` returns the session. It is called only when there is work, so a run without
+    work starts no Spark. Its argument is true for much work.
     """
 
     def __init__(self, start_spark: Callable[[bool], SparkContext]) -> None:
@@ -31,17 +31,17 @@ class SparkRunner:
 
     @property
     def spark(self) -> SparkContext:
-        """The session's context, once it is started."""
+        """The session's context, once Spark is started."""
         assert self._spark is not None  # noqa: S101 - `start` comes first
         return self._spark
 
     def start(self, work: Sequence[Work]) -> None:
-        """Start Spark, unless it is started."""
+        """Start Spark, unless it is running."""
         if self._spark is None:
             self._spark = self._start_spark(any(item.much for item in work))
 
     def slots(self) -> int:
-        """Return how many tasks Spark runs at a time now: a cluster's executors come and go."""
+        """Return how many tasks Spark can run at a time now: executors of a cluster come and go."""
         from py4j.protocol import Py4JError
 
         try:
@@ -50,7 +50,7 @@ class SparkRunner:
             raise SparkGone(session.first_line(error)) from error
 
     def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
-        """Run one Spark job; if anything goes wrong with it, raise one readable error."""
+        """Run one Spark job; turn any failure into one readable error."""
         from py4j.protocol import Py4JError, Py4JNetworkError
         from pyspark.errors import PySparkException
 
@@ -69,32 +69,32 @@ class SparkRunner:
         others = [one for one in work if not rules.transforms and not one[1].routes.in_sql]
         if not evaluated:
             return self._deliver(others, rules)
-        from saf.spark.evaluation import receipts  # needs Arrow at the driver
+        from saf.spark.evaluation import receipts  # imports Arrow at the driver
 
         return receipts(evaluated, rules, group, meanwhile=lambda: self._deliver(others, rules))
 
     def _deliver(self, work: Sequence[items.Numbered], rules: ForwardingRules) -> list[Receipt]:
-        """Run a job with a task for each item, of which nothing is evaluated."""
+        """Run a job with a task for each item, without evaluation."""
         if not work:
             return []
         packed = self.spark.parallelize(items.partitions(work), len(work))
         return packed.mapPartitions(task(rules)).collect()
 
     def stop(self) -> None:
-        """End the session, if it was started, in order."""
+        """End the session cleanly, if one was started."""
         if self._spark is not None:
             session.stop(self._spark)
 
     def let_go(self, source: Dsn) -> None:
-        """Do nothing: workers end, or close the connection a minute after they last used it."""
+        """Do nothing: workers end, or close the connection a minute after its last use."""
 
     def cancel(self, group: str) -> None:
-        """Cancel the job, unless Spark does not answer either."""
-        with suppress(Exception):  # it may not answer, and be cut off
+        """Cancel the job, unless Spark no longer answers."""
+        with suppress(Exception):  # Spark may not answer, and be disconnected
             self.spark.cancelJobGroup(group)
 
     def abandon(self) -> None:
-        """Give up a JVM that does not answer any more; `stop` would wait for it."""
+        """Give up a JVM that no longer answers; `stop` would wait for it."""
         self._spark = None
         session.abandon()
 

@@ -1,8 +1,8 @@
-"""Seals: what a plan of Spark Connect may carry though it holds passwords.
+"""Seals: passwords inside plans of Spark Connect, encrypted.
 
-A server writes whole plans to its log, such as those of executions that a session leaves behind,
-with the rows and the functions in them. So what holds a password goes there encrypted, and the key
-goes another way: a file of the session, which only its tasks read.
+A server may write whole plans to its log, with their rows and functions, e.g. plans of executions
+that a session abandoned. So values that contain a password are encrypted there, and the key
+travels separately: in a file of the session that only its tasks read.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seal:
-    """The key of one session, and the name of its file there."""
+    """The key of one session, and the name of its file in the session."""
 
     name: str = field(default_factory=lambda: f"saf-{uuid4()}.key")
     key: bytes = field(default_factory=Fernet.generate_key, repr=False)
 
     def hand_to(self, session: SparkSession) -> None:
         """Give the key to the tasks of a session."""
-        with TemporaryDirectory() as folder:  # nobody else may look into it
+        with TemporaryDirectory() as folder:  # private to this user
             file = Path(folder) / self.name
             file.write_bytes(self.key)
             session.addArtifact(str(file), file=True)
@@ -40,7 +40,7 @@ class Seal:
 
 
 def opened(name: str, sealed: bytes) -> Any:
-    """Return what was closed, in a task of the session, by the name of the file with the key."""
+    """Decrypt a value in a task of the session; ``name`` is that of the file with the key."""
     from pyspark import SparkFiles
 
     key = Path(SparkFiles.get(name)).read_bytes()

@@ -1,7 +1,7 @@
 """The Spark session of a forwarder: quick to start, quiet, and never in the way of Ctrl-C.
 
-Under spark-submit the session is the one that was submitted, with its settings. Else `start`
-makes one, and `prestart` lets its JVM come up while the caller does something else.
+Under spark-submit, the session is the submitted one, with its settings. Otherwise `start` creates a
+session, and `prestart` starts its JVM in the background while the caller does something else.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ MAX_FAILURES = "4"
 LOCAL = re.compile(r"local(?:\[(\*|[0-9]{1,6})(,[0-9]{1,6})?\])?")
 
 RAISED = re.compile(r"(?!at |SQLSTATE)[A-Za-z_][\w.]*(: .*)?$")
-"""A regular expression for the last line of a Python traceback."""
+"""Pattern of the last line of a Python traceback."""
 
 _launched: Jvm | None = None
 
 
 def settings(master: str, *, quick: bool = False) -> dict[str, str]:
-    """Return the settings that a session starts with, unless the caller gives others."""
+    """Return the settings of a new session; settings from the caller override them."""
     conf = {
         "spark.driver.memory": "1g",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
-        # workers on the same machine: less work for the kernel than TCP, and nobody can listen
+        # workers on the same machine: less kernel work than TCP, and no port to connect to
         "spark.python.unix.domain.socket.enabled": "true",
         # a task may fail and run again: reading a batch twice gives the same rows
         "spark.task.maxFailures": MAX_FAILURES,
-        # an expression that runs out of stack fails its own task, and not the whole JVM
+        # an expression that overflows the stack fails its own task, not the whole JVM
         "spark.executor.killOnFatalError.depth": "0",
-        # nothing is stored in tables: saves loading Hive
+        # no tables are stored: do not load Hive
         "spark.sql.catalogImplementation": "in-memory",
         # no shuffle and no joins, so there is nothing to adapt or to wait for
         "spark.sql.adaptive.enabled": "false",
@@ -59,22 +59,22 @@ def settings(master: str, *, quick: bool = False) -> dict[str, str]:
         "spark.locality.wait": "0",
         # workers are forked with everything imported
         "spark.python.daemon.module": "saf.spark.daemon",
-        # the stack of each DataFrame call, only of use in a notebook
+        # Python stacks of DataFrame calls, useful only in notebooks
         "spark.python.sql.dataFrameDebugging.enabled": "false",
     }
     if is_local(master):
         conf |= {
-            # a web server that nobody has asked for, and an open port
+            # no web server, and no open port, unless a user asks for them
             "spark.ui.enabled": "false",
             "spark.driver.host": "127.0.0.1",
             "spark.driver.bindAddress": "127.0.0.1",
-            # one process runs everything and there is no other to try
+            # one process runs everything, so only one Python is possible
             "spark.pyspark.python": sys.executable,
         }
         # one small heap: the collector that starts fastest
         conf["spark.driver.extraJavaOptions"] = "-XX:+UseSerialGC"
         if quick:
-            # code that runs once is not worth compiling well: that takes seconds of two cores
+            # optimizing code that runs once is not worth seconds of two cores
             conf |= {
                 "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
                 "spark.sql.codegen.wholeStage": "false",
@@ -86,7 +86,7 @@ def settings(master: str, *, quick: bool = False) -> dict[str, str]:
 
 
 def is_local(master: str) -> bool:
-    """Whether a master means threads of the driver.
+    """Return whether a master means threads of the driver.
 
     >>> is_local("local"), is_local("local[2]"), is_local("spark://127.0.0.1:7077")
     (True, True, False)
@@ -95,9 +95,9 @@ def is_local(master: str) -> bool:
 
 
 def with_room(master: str) -> str:
-    """Return a master in which ``local[*]`` has one slot more than cores.
+    """Return the master, where ``local[*]`` gets one slot more than cores.
 
-    It is for little work beside deep backlogs. A number that somebody has chosen is kept.
+    The extra slot is for little work beside deep backlogs. An explicit number is kept.
 
     >>> with_room("local[2]"), with_room("spark://host:7077")
     ('local[2]', 'spark://host:7077')
@@ -111,8 +111,7 @@ def with_room(master: str) -> str:
 def with_attempts(master: str) -> str:
     """Return a local master that runs a task again if its worker was killed.
 
-    Any other master does so by itself. A local one does not, whatever ``spark.task.maxFailures``
-    says.
+    Other masters do this anyway. A local master ignores ``spark.task.maxFailures``.
 
     >>> with_attempts("local"), with_attempts("local[*]"), with_attempts("local[2,1]")
     ('local[1,4]', 'local[*,4]', 'local[2,1]')
@@ -122,7 +121,7 @@ def with_attempts(master: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error of Spark says, without the stack that follows.
+    """Return the message of a Spark error, without the stack that follows.
 
     >>> first_line(Exception("Thrown: Traceback:\\n File x\\nKeyError: 'k'\\n at a.B(C.java:1)"))
     "Thrown: Traceback: KeyError: 'k'"
@@ -130,7 +129,7 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith("An error occurred while calling")]
     first = (told or lines or [type(error).__name__])[0].lstrip(": ")
-    if first.endswith(":"):  # what Python has raised in a task is at the end of its traceback
+    if first.endswith(":"):  # the traceback of a Python error in a task ends with the error
         first = next((f"{first} {line}" for line in reversed(told) if RAISED.match(line)), first)
     return first.rstrip(".")
 
@@ -141,7 +140,7 @@ def prestart(
     conf: Mapping[str, str] = NO_CONF,
     quick: bool = False,
 ) -> None:
-    """Let the JVM come up in the background; `start` with the same arguments uses it."""
+    """Start the JVM in the background; `start` with the same arguments uses it."""
     global _launched  # noqa: PLW0603 a process has one JVM
     require_packages()
     if _launched is None and "PYSPARK_GATEWAY_PORT" not in os.environ and not _has_jvm():
@@ -161,13 +160,13 @@ def start(
 ) -> SparkContext:
     """Return the active context, as under spark-submit, or a new one on ``master``.
 
-    ``quick`` starts sooner and works slower: it is for a run with little to do.
+    ``quick`` starts sooner and works slower: use it for runs with little work.
 
     Raises:
         MissingExtra: pyspark, pyarrow or ADBC is not installed.
-        ConfigurationError: there is no Java to start Spark with, or Spark refuses its settings, or
-            they ask for Spark Connect, or executors have no address of this host.
-        Unavailable: nobody answers at the master's address.
+        ConfigurationError: no Java was found, Spark rejects its settings, they ask for Spark
+            Connect, or executors have no address of this host.
+        Unavailable: the master's address does not answer.
         SafError: Spark's JVM did not start.
     """
     require_packages()
@@ -180,7 +179,7 @@ def start(
     from pyspark import SparkConf, SparkContext
     from pyspark.logger import PySparkLogger
 
-    # whoever has asked tells what an expression raises; PySpark would print it with its stack
+    # the caller reports what an expression raises; PySpark would print it with its stack
     for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
         PySparkLogger.getLogger(name).setLevel(logging.CRITICAL + 1)
     if submitted and SparkContext._active_spark_context is None:
@@ -191,7 +190,7 @@ def start(
     if SparkContext._gateway is None:
         _connect(SparkContext)
     chosen = {**settings(master, quick=quick), **conf}
-    # The environment wins in PySpark, and a conf without it is not looked at for these.
+    # For PySpark, the environment wins; without it, PySpark ignores this setting in a conf.
     python = os.environ.get("PYSPARK_PYTHON") or chosen.get("spark.pyspark.python")
     if python:
         os.environ["PYSPARK_PYTHON"] = python
@@ -210,7 +209,7 @@ def start(
 
 
 def stop(spark: SparkContext) -> None:
-    """Stop Spark in order, without the second for which PySpark then waits for a thread."""
+    """Stop Spark cleanly, but skip the second for which PySpark then waits for a thread."""
     context: Any = spark
     server, context._accumulatorServer = context._accumulatorServer, None
     if server is not None:
@@ -220,7 +219,7 @@ def stop(spark: SparkContext) -> None:
 
 
 def abandon() -> None:
-    """Give up a JVM that does not answer; callers that wait for it hear that it has gone."""
+    """Give up a JVM that does not answer; its connections break, so waiting callers return."""
     from pyspark import SparkContext
 
     warnings.filterwarnings("ignore", message="Unable to cleanly shutdown Spark JVM")
@@ -232,7 +231,7 @@ def abandon() -> None:
 
 
 def _quiet_when_it_ends(context: Any) -> None:
-    """Let the thread that Spark reports to print no traceback if the JVM has ended first."""
+    """Silence the traceback of the thread that Spark reports to, if the JVM ends first."""
     server = context._accumulatorServer
     handle = server.handle_error
 
@@ -244,7 +243,7 @@ def _quiet_when_it_ends(context: Any) -> None:
 
 
 def _connect(context: Any) -> None:
-    """Give PySpark the JVM, as spark-submit does: by the environment, for this one call."""
+    """Give PySpark the JVM as spark-submit does, through the environment, for this one call."""
     global _launched  # noqa: PLW0603 a JVM that did not come up is not asked again
     assert _launched is not None  # noqa: S101 prestart() has seen to it
     jvm, _launched = _launched, None
@@ -260,7 +259,7 @@ def _connect(context: Any) -> None:
 
 
 def _forks_ours(conf: Mapping[str, str]) -> bool:
-    """Whether the workers are of this Python, and forked from saf's daemon."""
+    """Return whether workers use this Python, and fork from saf's daemon."""
     python = os.environ.get("PYSPARK_PYTHON") or conf.get("spark.pyspark.python")
     daemon = conf.get("spark.python.daemon.module"), conf.get("spark.python.use.daemon", "true")
     return python == sys.executable and daemon == ("saf.spark.daemon", "true")

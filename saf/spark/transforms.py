@@ -1,8 +1,8 @@
-"""Transforms: the functions of `[[transforms]]` for one item of work, and what they see of it.
+"""Transforms: the functions of `[[transforms]]` for one item of work, and their messages.
 
-First the parked messages that may go on now, as many as fit; then those of the batch, by id. Where
-Spark has to sort what functions make of them, nothing is delivered before. So of a deep backlog, no
-more than `AT_ONCE` messages are transformed in one job.
+The parked messages that are due come first, as many as fit; then those of the batch, by id. If
+Spark has to sort the functions' results, nothing is delivered until the sort ends. So one job
+transforms at most `AT_ONCE` messages of a deep backlog.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 PARKED = 10_000
-"""How many parked messages are transformed at a time."""
+"""Maximum number of parked messages transformed in one job."""
 AT_ONCE = 500_000
-"""How many messages of a deep backlog are evaluated in one job: a driver does not wait for ever."""
+"""Maximum number of messages of a deep backlog evaluated in one job: a driver's wait is limited."""
 CHOSEN_BY = {"to_service", "conversation_id", "body"}
-"""The columns by which messages are chosen, besides the id."""
+"""The columns that select messages, besides the id."""
 
 OF_SERVICES = """
 SELECT * FROM (
@@ -67,18 +67,18 @@ class Transforms:
     item: Work
     rules: ForwardingRules
     parked: Mapping[str, frozenset[int]]
-    """For each service, the parked messages that may go on now, by their ids in the outbox."""
+    """The due parked messages of each service, by their ids in the outbox."""
     last: int
-    """The greatest id that is evaluated."""
+    """The greatest id to evaluate."""
     problems: dict[str, str] = field(default_factory=dict)
-    """For services, why their messages cannot be transformed."""
+    """By service, the reasons why its messages cannot be transformed."""
     faults: dict[int, str] = field(default_factory=dict)
-    """For messages, by their ids in the outbox, what a function raises for them."""
+    """By the message's id in the outbox, the error that a function raises for it."""
     _columns: dict[str, frozenset[str]] = field(default_factory=dict)
-    """For each service, the columns of messages that its function needs."""
+    """By service, the message columns that its function needs."""
 
     def usable(self) -> dict[str, Usable]:
-        """Return what functions make of messages; the others have a problem from now on."""
+        """Return the functions' results; record a problem for functions that cannot be used."""
         found = {}
         for service in self.rules.transforms:
             if service not in self.problems:
@@ -89,7 +89,7 @@ class Transforms:
         return found
 
     def of(self, service: str, within: tuple[int, int] = (-LAST, LAST)) -> Usable:
-        """Return what a function makes of messages, or of those ``within`` some numbers.
+        """Return a function's results for all messages, or for the numbers ``within`` a range.
 
         Raises:
             ConfigurationError: the function cannot be used.
@@ -113,7 +113,7 @@ class Transforms:
         within: tuple[int, int] = (-LAST, LAST),
         columns: frozenset[str] = frozenset(SEEN),
     ) -> DataFrame:
-        """Return messages as a function sees them; what is not of the ``columns`` is NULL."""
+        """Return messages as a function sees them; columns not in ``columns`` are NULL."""
         kinds = {name: kind for name, kind in SEEN.items() if name in columns}
         queries = self._queries(service, within, kinds)
         return as_seen(messages_of(self.spark, self.item, kinds, queries), kinds)
@@ -162,7 +162,7 @@ def routers_of(item: Work, rules: ForwardingRules) -> frozenset[str]:
 
 
 def last_at_once(item: Work, rules: ForwardingRules) -> int:
-    """Return the id up to which `AT_ONCE` messages of a deep backlog are evaluated."""
+    """Return the id of the `AT_ONCE`-th message to evaluate in a deep backlog; else `LAST`."""
     if not item.deep:
         return LAST
     in_sql = [one.service for one in item.routes.in_sql]
@@ -176,10 +176,10 @@ def last_at_once(item: Work, rules: ForwardingRules) -> int:
 
 
 def parked_of(item: Work, rules: ForwardingRules) -> dict[str, frozenset[int]]:
-    """Return which parked messages may go on now, by service: the first of each lane.
+    """Return the due parked messages by service: the first of each lane, as many as fit.
 
-    As many as fit. A message that a router has led on counts for the router, if it was sent to one
-    with a transform, and the outbox still has it.
+    A message that a router resolved to another service counts for the router if it was sent to a
+    router with a transform, and the outbox still has it.
     """
     groups: dict[tuple[str, bool], list[parking.Backoff]] = {}
     for lane in item.waiting:

@@ -1,4 +1,4 @@
-"""Trying a transform: what it makes of one message. Nothing is sent."""
+"""Trying a transform: its result for one message. Nothing is sent."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SHOWN = ("message_id", "key", "message_type", "headers", "body")
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """What a transform makes of a message."""
+    """The result of a transform for one message."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The messages, with the columns `SHOWN`; none if it leaves the message out."""
+    """The messages, with the columns `SHOWN`; empty if the transform leaves the message out."""
     dead: str | None = None
-    """Why the message would become a dead letter, if it would."""
+    """The reason why the message would become a dead letter, if any."""
     waits: str | None = None
-    """What is wrong with the transform itself, if anything is."""
+    """The problem of the transform itself, if any."""
 
 
 def tried(
@@ -41,7 +41,7 @@ def tried(
     *,
     deterministic: bool,
 ) -> Tried:
-    """Try a function on a message, given by its columns in the outbox; it starts Spark."""
+    """Start Spark and try a function on a message, given by its columns in the outbox."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession

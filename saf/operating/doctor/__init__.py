@@ -1,17 +1,17 @@
-"""The doctor: what is wrong, or soon will be, with its cause and its cure.
+"""The doctor: problems, present or coming, with their causes and cures.
 
-Each check is a small function that asks one database one question, and yields what it found, if
-anything. `examine` makes all checks of every broker and destination. Nothing is written.
+Each check is a small function that runs one query at one database, and yields its findings, if any.
+`examine` runs all checks for every broker and destination. Nothing is written.
 
-    error      a promise does not hold, or messages wait for a person
-    warning    it works, but not for long; or it could not be examined
-    ok         it was examined, and nothing was found
+    error      a promise is broken, or messages wait for an operator
+    warning    it works, but not for long; or the check could not run
+    ok         examined without findings
 
-A check that the role may not make is a warning that says so; one that fails otherwise, such as for
-a missing table, is an error that says so. The others go on. A cure acts at the database of its
-finding only, except for `saf rebase`, which repairs whatever was set back. PostgreSQL shows the age
-of another user's session only to members of pg_read_all_stats. Of a query, only the part before its
-first literal is shown.
+A check that the role may not run is reported as a warning; one that fails otherwise, e.g. because a
+table is missing, as an error. The other checks continue. A cure acts only at the database of its
+finding, except for `saf rebase`, which repairs everything that was set back.
+PostgreSQL shows the age of another user's session only to members of pg_read_all_stats. Of a query,
+only the part before its first literal is shown.
 """
 
 from saf.operating.doctor.examination import examine

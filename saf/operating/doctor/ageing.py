@@ -1,4 +1,4 @@
-"""Checks of what grows old: dialogs that nobody ends, messages that wait for others, drops."""
+"""Checks of ageing: dialogs that nobody ends, messages that wait for others, dropped messages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from saf.setaside.dropped import Reason
 from saf.setaside.lane import Kind
 
 OVER = (State.CLOSED, State.ERROR)
-"""The states in which nothing is waited for: a dialog that has failed is in `dialogs_set_back`, or
-is for its application to end."""
+"""States without anything to wait for: `dialogs_set_back` reports failed dialogs, or their
+application ends them."""
 
 DAY_SECONDS = 86400.0
 
@@ -25,7 +25,7 @@ GROUP BY service ORDER BY service
 
 
 def dialogs_open_for_long(patient: Patient) -> Found:
-    """Dialogs in which nothing has been said for long, and that nobody has ended."""
+    """Report open dialogs without any message for a long time."""
     seconds = patient.limits.old_seconds
     for service, count, oldest in patient.ask(OPEN, over=list(OVER), seconds=seconds):
         yield (
@@ -47,7 +47,7 @@ GROUP BY service ORDER BY service
 
 
 def dialogs_expired(patient: Patient) -> Found:
-    """Dialogs whose lifetime is over, and whose receiver has not taken notice."""
+    """Report dialogs whose lifetime is over, and whose receiver has not noticed."""
     seconds = patient.limits.stuck_seconds
     for service, count, longest in patient.ask(EXPIRED, over=list(OVER), seconds=seconds):
         yield (
@@ -68,7 +68,7 @@ GROUP BY s.name ORDER BY s.name
 
 
 def dialogs_blocked(patient: Patient) -> Found:
-    """Messages of dialogs that are ahead of one that does not come."""
+    """Report messages of dialogs that wait for a missing earlier message."""
     seconds = patient.limits.stuck_seconds
     for name, count, dialogs, first, oldest in patient.ask(
         BLOCKED, kind=Kind.AHEAD, seconds=seconds
@@ -93,11 +93,11 @@ GROUP BY s.name, reason HAVING max(last_at) > now() - make_interval(secs => %(se
 ORDER BY s.name, reason
 """
 UNHEARD_OF = (Reason.ENDED, Reason.EXPIRED, Reason.INCOMPLETE)
-"""The reasons for which something was dropped that its sender may have wanted to be heard."""
+"""Reasons for drops whose senders may have wanted a receiver to get the message."""
 
 
 def dropped(patient: Patient) -> Found:
-    """Messages of dialogs that were dropped in the last day, which their senders may miss."""
+    """Report messages of dialogs, dropped in the last day, that their senders may miss."""
     reasons = list(UNHEARD_OF)
     for name, reason, count, last, message_id in patient.ask(
         DROPPED, reasons=reasons, seconds=DAY_SECONDS
@@ -110,7 +110,7 @@ def dropped(patient: Patient) -> Found:
         )
 
 
-# Of each shard, the messages of the newest transactions: what came lately, whatever the log's size
+# The messages of the newest transactions of each shard: recent ones, whatever the log's size
 MISADDRESSED = """
 SELECT to_service, to_broker::text, count(*), max(received_at)::text
 FROM (
@@ -130,12 +130,12 @@ WHERE to_broker IS NOT NULL OR NOT EXISTS (
 GROUP BY 1, 2 ORDER BY 1, 2 LIMIT %(shown)s
 """
 LOOK = 100
-"""How many messages of each shard are looked at: the last ones."""
+"""Number of messages to check in each shard: the last ones."""
 SHOWN = 20
 
 
 def misaddressed(patient: Patient) -> Found:
-    """Messages that came lately, for a service that does not live here, or for another broker."""
+    """Report recent messages for a service that does not live here, or for another broker."""
     for service, broker, count, last in patient.ask(MISADDRESSED, look=LOOK, shown=SHOWN):
         where = f"at broker {broker}, which this is not" if broker else "which does not live here"
         yield (

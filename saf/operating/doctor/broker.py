@@ -1,4 +1,4 @@
-"""Checks that need the schema: rights, restores, what is left lying, what waits."""
+"""Checks that need the schema: rights, restores, unread and waiting messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from saf.setaside.unhandled import unhandled
 
 
 def schema(patient: Patient) -> Found:
-    """Whether the schema is the one that this library was written for."""
+    """Check that the schema has the version of this library."""
     try:
         check_schema(patient.connection)
     except RowsGone as error:
@@ -38,13 +38,13 @@ def schema(patient: Patient) -> Found:
 
 
 def rows(patient: Patient) -> Found:
-    """Whether saf's own rows are complete; without them, no other check means anything."""
+    """Check that saf's own rows are complete; without them, no other check means anything."""
     if gone := whole.missing(patient.connection):
         yield "error", f"saf's own rows are gone: {'; '.join(gone)}", REFILL
 
 
 def policies(patient: Patient) -> Found:
-    """Whether row-level security may hide rows from this login, which would be passed over."""
+    """Check that row-level security hides no rows from this login, which would skip them."""
     for table, names in whole.narrowed(patient.connection):
         yield (
             "error",
@@ -56,7 +56,7 @@ def policies(patient: Patient) -> Found:
 
 
 def publications(patient: Patient) -> Found:
-    """Whether a publication publishes a table that has no replica identity."""
+    """Check that no publication contains a table without a replica identity."""
     for table in whole.without_identity(patient.connection):
         yield (
             "error",
@@ -67,7 +67,7 @@ def publications(patient: Patient) -> Found:
 
 
 def search_path(patient: Patient) -> Found:
-    """Whether schema saf is the first of anybody's, who would create tables in it unawares."""
+    """Check that no role has schema saf first in its search_path: it would create tables there."""
     if found := whole.first_for(patient.connection):
         what, cure = found
         yield "warning", what, cure
@@ -85,7 +85,7 @@ ORDER BY 1, 2, 3
 
 
 def rights(patient: Patient) -> Found:
-    """Whether the role may do what a forwarder does."""
+    """Check that the role has the rights of a forwarder."""
     wanted = [
         (table, privilege, column)
         for part in RIGHTS[Kind.FORWARDER]
@@ -111,7 +111,7 @@ WHERE has_table_privilege('saf.' || log, 'SELECT')
   AND has_sequence_privilege('saf.' || log || '_id_seq', 'SELECT')
 """
 
-# Of each shard, of the oldest messages: those that a backup had, which was restored over them
+# The oldest messages of each shard: those in the backup that was restored over them
 DOUBLED = """
 SELECT count(*), min(f.id)
 FROM saf.broker b CROSS JOIN LATERAL generate_series(0, b.shards - 1) AS s (shard)
@@ -124,7 +124,7 @@ HAVING count(*) > 0
 
 
 def restored(patient: Patient) -> Found:
-    """Whether its ids and transaction ids go on from those that are there; see saf.log.lineage."""
+    """Check that new ids and transaction ids follow the existing ones; see saf.log.lineage."""
     logs = tuple(log for (log,) in patient.ask(READABLE, logs=list(lineage.LOGS)))
     for what in lineage.problems(patient.connection, logs):
         yield "error", what, "saf rebase"
@@ -139,7 +139,7 @@ def restored(patient: Patient) -> Found:
             )
 
 
-# By the index, so each shard has to be given
+# With each shard given, because of the index
 FORGED = """
 SELECT count(*), min(f.id)
 FROM saf.broker b CROSS JOIN LATERAL generate_series(0, b.shards - 1) AS s (shard)
@@ -150,9 +150,9 @@ CROSS JOIN LATERAL (
 
 
 def forged(patient: Patient) -> Found:
-    """Messages of transactions that this cluster has not begun: they would wait for ever."""
+    """Report messages of transactions that this cluster has not begun: they would never be read."""
     if patient.ask(lineage.MOVED):
-        return  # they are another cluster's
+        return  # they come from another cluster
     for log in ("outbox", "inbox"):
         query = sql.SQL(FORGED).format(log=sql.Identifier("saf", log))
         for count, first in patient.ask(query):
@@ -169,7 +169,7 @@ def forged(patient: Patient) -> Found:
 
 
 def forgers(patient: Patient) -> Found:
-    """Who may write what is the server's to say, such as a message's transaction."""
+    """Report roles that may write columns that only the server should set, e.g. transaction ids."""
     for whose, tables in grants.forgers(patient.connection):
         yield (
             "error" if whose == "PUBLIC" else "warning",
@@ -180,8 +180,8 @@ def forgers(patient: Patient) -> Found:
         )
 
 
-# Rows that are not visible in done, by the index, less those complete in the batch in hand. Those
-# of other services than the subscription's are not its backlog: it only has to pass them by.
+# Rows not visible in done, by the index, except those complete in the open batch. Rows for services
+# other than the subscription's are not its backlog: it only has to move past them.
 LEFT_LYING = """
 SELECT s.name, count(*) FILTER (WHERE lying.wanted),
        extract(epoch FROM now() - min(lying.written) FILTER (WHERE lying.wanted))::float,
@@ -205,13 +205,13 @@ HAVING min(lying.written) < now() - make_interval(secs => %(seconds)s)
 
 
 def outbox_left_lying(patient: Patient) -> Found:
-    """Subscriptions of the outbox that do not take up its messages."""
+    """Report subscriptions of the outbox that do not read its messages."""
     start = "run `saf forward`: look at cron, the DAG"
     return _left_lying(patient, "outbox", "created_at", start, ("status",))
 
 
 def inbox_left_lying(patient: Patient) -> Found:
-    """Subscriptions of the inbox that do not take up its messages."""
+    """Report subscriptions of the inbox that do not read its messages."""
     start = "start its consumer"
     return _left_lying(patient, "inbox", "received_at", start, ("inbox", "status"))
 
@@ -275,17 +275,17 @@ ORDER BY kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
 
 @dataclass(frozen=True, kw_only=True)
 class Failing(Backoff):
-    """A lane that has failed; its messages, and how many such lanes there are."""
+    """A lane that has failed, with its messages, and the number of such lanes."""
 
     messages: int
     lanes: int
 
 
 def parked_by(config: Settings) -> Check:
-    """The check for one saf.toml."""
+    """Return the check for one saf.toml."""
 
     def parked(patient: Patient) -> Found:
-        """Lanes that need an operator, at once; others when they have failed again and again."""
+        """Report lanes that need an operator; others only after many failures."""
         params = {
             "attempts": patient.limits.many_attempts,
             "of_service": list(OF_SERVICE),
@@ -317,7 +317,7 @@ def parked_by(config: Settings) -> Check:
 
 
 def _what_helps(patient: Patient, config: Settings, one: Failing) -> str:
-    """Return what an operator does about a lane: the command, if there is one."""
+    """Return an operator's next step for a lane: a command, if one helps."""
     lane_of = ("--destination", one.destination, "--kind", one.kind, "--subject", one.subject)
     if one.kind in (lane.Kind.SERVICE, lane.Kind.FOUND_ROUTE) and one.needs_operator:
         create = shlex.join(("saf", "service", "create", one.subject, "--broker", one.destination))
@@ -335,7 +335,7 @@ def _what_helps(patient: Patient, config: Settings, one: Failing) -> str:
 
 
 def _living(config: Settings, destination: str) -> list[str]:
-    """Return the services that live at a destination, as far as it answers."""
+    """Return the services that live at a destination; empty if it does not answer."""
     there = config.destinations.get(destination)
     dsn = there.broker() if there is not None else None
     if dsn is None:
@@ -344,10 +344,10 @@ def _living(config: Settings, destination: str) -> list[str]:
         with dsn.connect(role="doctor", autocommit=True) as connection:
             return [name for (name,) in fetch(connection, "SELECT name FROM saf.service")]
     except (psycopg.Error, SafError):
-        return []  # its own examination says so
+        return []  # the destination's own examination reports this
 
 
-# If no service lives here, messages for any service are stored, and whoever reads all gets them
+# If no service lives here, messages for any service are stored, and readers of all get them
 UNHEARD = """
 SELECT name FROM saf.service AS lives
 WHERE NOT EXISTS (SELECT FROM saf.subscription s
@@ -358,7 +358,7 @@ ORDER BY name
 
 
 def unheard(patient: Patient) -> Found:
-    """Services that live here and that no subscription reads."""
+    """Report services that live here and that no subscription reads."""
     for (name,) in patient.ask(UNHEARD):
         yield (
             "warning",
@@ -369,7 +369,7 @@ def unheard(patient: Patient) -> Found:
         )
 
 
-# Partitions have theirs from their log, and are validated with it
+# Partitions inherit theirs from their log, and are validated with it
 NOT_VALIDATED = """
 SELECT c.relname, o.conname FROM pg_constraint o JOIN pg_class c ON c.oid = o.conrelid
 WHERE o.connamespace = 'saf'::regnamespace AND NOT o.convalidated AND o.coninhcount = 0
@@ -378,7 +378,7 @@ ORDER BY 1, 2
 
 
 def constraints(patient: Patient) -> Found:
-    """Constraints that new rows obey, but older rows may violate."""
+    """Report constraints that hold for new rows, but that older rows may violate."""
     for table, name in patient.ask(NOT_VALIDATED):
         command = sql.SQL("ALTER TABLE {} VALIDATE CONSTRAINT {}").format(
             sql.Identifier("saf", table), sql.Identifier(name)
@@ -393,7 +393,7 @@ def constraints(patient: Patient) -> Found:
 
 
 def no_handler(patient: Patient) -> Found:
-    """Messages that wait for a handler of their type."""
+    """Report messages that wait for a handler of their type."""
     for one in unhandled(patient.connection):
         yield (
             "warning",
@@ -411,7 +411,7 @@ ORDER BY b.endpoint
 
 
 def endpoints(patient: Patient) -> Found:
-    """Endpoints of dispatchers that nothing is sent to."""
+    """Report endpoints to which dispatchers send nothing."""
     for name, subscription, state, since, error, paused_at, who in patient.ask(ENDPOINTS):
         what = f"endpoint {name!r} of subscription {subscription!r}"
         waits = "its messages wait, and the slots that they are in cannot be purged"
@@ -433,7 +433,7 @@ DEAD = "SELECT reason, count(*), min(error) FROM saf.dead_letter GROUP BY 1 ORDE
 
 
 def dead_letters(patient: Patient) -> Found:
-    """Messages that wait for a person."""
+    """Report messages that wait for an operator."""
     for reason, count, error in patient.ask(DEAD):
         yield (
             "warning",
@@ -449,7 +449,7 @@ WHERE error_code = %(code)s AND NOT ended_here GROUP BY service ORDER BY service
 
 
 def dialogs_set_back(patient: Patient) -> Found:
-    """Dialogs that have failed because one end has no memory of what the other one knows."""
+    """Report dialogs that failed because one end has forgotten what the other one knows."""
     for service, count in patient.ask(FAILED_DIALOGS, code=Code.SET_BACK):
         yield (
             "warning",

@@ -1,4 +1,4 @@
-"""The examination: every check, of every broker and destination."""
+"""The examination: all checks of every broker and destination."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ SERVER: tuple[Check, ...] = (
     clock_skew,
     sight,
 )
-"""Checks of any database."""
+"""Checks for any database."""
 
 FIT: tuple[Check, ...] = (schema, rows)
-"""Checks without whose success the following ones mean nothing."""
+"""Checks that must succeed; otherwise the following ones mean nothing."""
 
 BROKER: tuple[Check, ...] = (
     rights,
@@ -121,10 +121,10 @@ def examine(
     limits: Limits = Limits(),  # noqa: B008 - frozen
     clock: Callable[[], float] = time.time,
 ) -> list[Finding]:
-    """Make every check of every broker and destination. Reads only.
+    """Run all checks of every broker and destination. Reads only.
 
-    A database that does not answer is a finding, check `REACHABLE`; one that refuses the login,
-    check `LOGIN`.
+    A database that does not answer is a finding of the check `REACHABLE`; one that rejects the
+    login, of the check `LOGIN`.
     """
     of_source, of_store = _of_source(config), (*BROKER, parked_by(config))
     databases = [("broker", name, one.dsn, of_source) for name, one in config.brokers.items()]
@@ -161,13 +161,13 @@ def examine(
 
 
 def _of_source(config: Settings) -> tuple[Check, ...]:
-    """The checks of a database whose outbox is forwarded."""
+    """Return the checks of a database whose outbox is forwarded."""
     by_config = (parked_by, routes_by, local_by, dialogs_by, given_early_by, set_back_by)
     return (*BROKER, *(check(config) for check in by_config))
 
 
 def _elsewhere(config: Settings) -> Iterator[Finding]:
-    """Find what the kinds say about destinations that are no brokers."""
+    """Yield findings of the kinds themselves about destinations that are not brokers."""
     for name, there in config.destinations.items():
         if there.broker() is not None:
             continue
@@ -195,7 +195,7 @@ def _elsewhere(config: Settings) -> Iterator[Finding]:
 
 
 def _missing(config: Settings, listing: Listing) -> Iterator[Finding]:
-    """Find members of fleets that forwarders have met and that are not listed any more."""
+    """Yield findings for fleet members that forwarders have met, but that are no longer listed."""
     there = memory(config)
     asked = {*config.fleets} - listing.unlisted
     if there is None or not asked:
@@ -203,7 +203,7 @@ def _missing(config: Settings, listing: Listing) -> Iterator[Finding]:
     try:
         known = there.known(asked)
     except (SafError, psycopg.Error):
-        return  # the examination of the store says so
+        return  # the store's own examination reports this
     for one in missing(known, listing.brokers):
         error = MemberMissing(one.fleet, one.name, closed=one.name in listing.closed)
         cure = shlex.join(("saf", "fleet", "forget", one.name))
@@ -217,15 +217,15 @@ def _missing(config: Settings, listing: Listing) -> Iterator[Finding]:
 
 
 def _place(patient: Patient) -> Iterator[Place]:
-    """Give which broker of which database it is, if it says."""
+    """Yield the identity of a patient's broker and database, if it answers."""
     try:
         yield place(patient.connection)
     except (psycopg.Error, ValueError):
-        return  # its own examination says so
+        return  # its own examination reports this
 
 
 def _copies(places: Iterable[tuple[str, str, Place]]) -> Iterator[Finding]:
-    """Find databases that have the broker_id of another one."""
+    """Yield findings for databases that have another database's broker_id."""
     originals: dict[UUID, tuple[str, str, Place]] = {}
     found: set[tuple[int, int]] = set()
     for where, name, one in sorted(places, key=lambda known: known[2].database):
@@ -244,9 +244,9 @@ def _fleets(
     clock: Callable[[], float],
     places: list[tuple[str, str, Place]],
 ) -> Iterator[Finding]:
-    """Examine the brokers of fleets, which may be too many to be connected to at once.
+    """Examine the brokers of fleets one by one: they may be too many for simultaneous connections.
 
-    Which broker of which database each is, is added to ``places``.
+    Append each broker's identity and database to ``places``.
     """
     listing = ask_all(config.fleets)
     for name, error in listing.problems:
@@ -281,12 +281,12 @@ def _pooled(where: str, error: ConfigurationError) -> Finding:
 
 
 def cure(dsn: Dsn) -> str:
-    """Return what to do about a database that could not be connected to."""
+    """Return the cure for a database that could not be connected to."""
     return refusal.cure(dsn.for_role("doctor"))
 
 
 def _not_let_in(where: str, error: Unavailable, dsn: Dsn) -> Finding:
-    """A database that does not answer, or that refuses the login, which no later time mends."""
+    """Return the finding for a database that does not answer, or that rejects the login."""
     if not isinstance(error, Refused):
         return _unreachable(where, error.reason, cure(dsn))
     return Finding(check=LOGIN, where=where, severity="error", what=error.reason, cure=error.cure)
@@ -357,20 +357,20 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
 
 
 def _holders(patient: Patient) -> Iterator[str]:
-    """Name the sessions that hold any lock at this moment, for however short a time."""
+    """Name the sessions that hold any lock at this moment, however briefly."""
     at_once = replace(patient.limits, held_seconds=0.0, waited_seconds=0.0)
     for _, what, _ in locks(replace(patient, limits=at_once)):
         yield what
 
 
 def _disagreements(patients: list[Patient]) -> Iterator[Finding]:
-    """Find what no database can know by itself: whether any two of them disagree on the time."""
+    """Find problems that no single database can know: two clocks that disagree."""
     clocks = []
     for patient in patients:
         try:
             clocks.append((patient, *skew_of(patient)))
         except psycopg.Error:
-            continue  # it has gone meanwhile, and its own examination says so
+            continue  # its connection was lost, and its own examination reports this
     for (one, ahead, blur), (other, behind, more_blur) in combinations(clocks, 2):
         seconds = abs(ahead - behind)
         if seconds - blur - more_blur > one.limits.skew_seconds:

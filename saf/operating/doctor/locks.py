@@ -1,11 +1,11 @@
-"""Check of who holds what others wait for, now."""
+"""Check for sessions that hold locks which others wait for, now."""
 
 from __future__ import annotations
 
 from saf.operating.doctor.patient import SHOWN_OF_QUERY, Found, Patient
 
-# Finds a session that somebody waits for, or that has a table of ours for itself, or that is idle
-# in a transaction that has locked rows by which shards are owned and messages stored.
+# Finds sessions that others wait for, that have one of saf's tables for themselves, or that are
+# idle in a transaction that has locked rows needed to own shards and to store messages.
 HOLDERS = f"""
 WITH held AS (
     SELECT pid, array_agg(DISTINCT c.oid::regclass::text) AS tables,
@@ -38,7 +38,7 @@ ORDER BY a.xact_start
 
 
 def locks(patient: Patient) -> Found:
-    """Sessions that hold others up, or are about to: who, since when, and whom."""
+    """Report sessions that block others, or are about to: who, since when, and whom."""
     limits = patient.limits
     found = patient.ask(HOLDERS, held=limits.held_seconds, waited=limits.waited_seconds)
     for pid, application, user, state, since, age, query, event, tables, waiters in found:

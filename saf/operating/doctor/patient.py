@@ -1,4 +1,4 @@
-"""What is examined, and what may be found."""
+"""The examined database, and the form of findings."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Severity = Literal["ok", "warning", "error"]
 
 SKEW_SECONDS = 5.0
 LONG_SECONDS = 300.0
-"""The age in seconds from which on a transaction counts as long."""
+"""Age of a transaction, in seconds, above which it counts as long."""
 STUCK_SECONDS = 600.0
-"""The age in seconds from which on a message that nobody takes up counts as left lying."""
+"""Age of an unread message, in seconds, above which it counts as left lying."""
 OLD_SECONDS = 30 * 86400.0
-"""How long, in seconds, nothing is said in a dialog before it is reported as forgotten."""
+"""Silence in an open dialog, in seconds, after which it is reported as forgotten."""
 HELD_SECONDS = 10.0
-"""The age in seconds from which on a lock on our tables is reported, though nobody waits."""
+"""Age of a lock on saf's tables, in seconds, above which it is reported even without waiters."""
 WAITED_SECONDS = 1.0
-"""How long somebody must have waited for a lock to be reported, in seconds."""
+"""Minimum wait for a lock, in seconds, for a report."""
 MANY_ATTEMPTS = 10
 FREE_CONNECTIONS = 10
 
 SHOWN_OF_QUERY = "left(split_part(split_part(a.query, '''', 1), '$', 1), 60)"
-"""What is shown of the query of a session ``a``, in SQL: nothing from its first literal on."""
+"""SQL for the reported part of the query of a session ``a``: the text before the first literal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a check found."""
+    """One result of a check."""
 
     check: str
     where: str
@@ -47,7 +47,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits from which on something is reported."""
+    """The limits above which checks report."""
 
     long_seconds: float = LONG_SECONDS
     stuck_seconds: float = STUCK_SECONDS
@@ -64,7 +64,7 @@ class Patient:
     """One database, connected."""
 
     name: str
-    """What --broker calls it."""
+    """The database's name for --broker."""
     where: str
     connection: psycopg.Connection[Any]
     limits: Limits
@@ -75,7 +75,7 @@ class Patient:
         return fetch(self.connection, query, params)
 
     def command(self, *words: str) -> str:
-        """Return a command of saf as one types it, which acts at this database and nowhere else.
+        """Return a command of saf, as typed in a shell, that acts at this database only.
 
         >>> shop = Patient(name="shop", where="", connection=None, limits=Limits(), clock=None)
         >>> shop.command("subscription", "drop", "a lake")
@@ -85,5 +85,5 @@ class Patient:
 
 
 Found = Iterator[tuple[Severity, str, str]]
-"""What a check yields: severity, what was found, and the cure."""
+"""The results of a check: severity, problem and cure."""
 Check = Callable[[Patient], Found]

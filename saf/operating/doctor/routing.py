@@ -1,4 +1,4 @@
-"""The check of a source's routes, by what saf.toml says of destinations."""
+"""Checks of a source's routes against the destinations in saf.toml."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from saf.routing.matching import Route
 from saf.routing.routers import with_problems
 from saf.routing.routes import Configured, configuration, describe
 
-# An end that has ended says nothing more
+# An ended end sends nothing more
 DIALOGS = """
 SELECT DISTINCT far_service, far_broker::text FROM saf.conversation
 WHERE NOT monolog AND state NOT IN ('closed', 'error') ORDER BY 1, 2
@@ -18,10 +18,10 @@ WHERE NOT monolog AND state NOT IN ('closed', 'error') ORDER BY 1, 2
 
 
 def dialogs_by(config: Settings) -> Check:
-    """The check for one saf.toml."""
+    """Return the check for one saf.toml."""
 
     def dialogs(patient: Patient) -> Found:
-        """Whether the routes of open dialogs lead to where their other ends can live."""
+        """Check that the routes of open dialogs lead to places where their other ends can live."""
         default = config.forwarder.default_destination
         in_force = configuration(patient.connection, default, config.declared).in_force
         for service, broker in patient.ask(DIALOGS):
@@ -40,7 +40,7 @@ def dialogs_by(config: Settings) -> Check:
     return dialogs
 
 
-# Of each shard, of the newest messages, delivered or not: the senders are what is to be noticed
+# The newest messages of each shard, delivered or not: the check is about their senders
 GIVEN_LATER = """
 SELECT l.to_service, l.to_broker::text, count(*)
 FROM saf.broker b CROSS JOIN LATERAL generate_series(0, b.shards - 1) AS s (shard)
@@ -53,10 +53,10 @@ GROUP BY 1, 2 ORDER BY 1, 2
 
 
 def given_early_by(config: Settings) -> Check:
-    """The check for one saf.toml."""
+    """Return the check for one saf.toml."""
 
     def given_early(patient: Patient) -> Found:
-        """Whether destinations hold the messages that are sent for later."""
+        """Check that destinations hold messages that are sent for later."""
         default = config.forwarder.default_destination
         in_force = configuration(patient.connection, default, config.declared).in_force
         for service, broker, messages in patient.ask(GIVEN_LATER):
@@ -76,7 +76,7 @@ def given_early_by(config: Settings) -> Check:
     return given_early
 
 
-# A trigger may be missing where a table was dumped without it, or somebody has removed it
+# The trigger may be missing because a dump left it out, or a user dropped it
 LOCAL = f"""
 SELECT r.service, r.destination, b.broker_id::text,
        EXISTS (SELECT FROM pg_trigger t
@@ -87,10 +87,10 @@ FROM saf.route r, saf.broker b WHERE r.local AND r.enabled ORDER BY 1
 
 
 def local_by(config: Settings) -> Check:
-    """The check for one saf.toml."""
+    """Return the check for one saf.toml."""
 
     def local(patient: Patient) -> Found:
-        """Whether local routes lead to their own broker, and are for one service's messages."""
+        """Check that local routes lead to their own broker, and serve plain services only."""
         default = config.forwarder.default_destination
         there = configuration(patient.connection, default, config.declared)
         routers = {one.router.service for one in there.routers}
@@ -124,10 +124,10 @@ def local_by(config: Settings) -> Check:
 
 
 def routes_by(config: Settings) -> Check:
-    """The check for one saf.toml."""
+    """Return the check for one saf.toml."""
 
     def routes(patient: Patient) -> Found:
-        """Whether routes in force lead somewhere, topics have a route, routers a function."""
+        """Check that routes in force have destinations, topics a route, and routers a function."""
         default = config.forwarder.default_destination
         there = configuration(patient.connection, default, config.declared)
         in_force = there.in_force
@@ -190,21 +190,21 @@ def routes_by(config: Settings) -> Check:
 
 
 def _removed(patient: Patient, one: Configured) -> str:
-    """How a route is taken away: one that saf.toml declares is no row of the broker."""
+    """Return the command that removes a route; a route from saf.toml has no row to remove."""
     if one.origin != "saf.route":
         return "take it out of saf.toml"
     return patient.command("route", "remove", *_named(one.route))
 
 
 def _named(route: Route) -> list[str]:
-    """The words that say which route is meant."""
+    """Return the command-line words that identify a route."""
     service = ["--service", route.service] if route.service is not None else []
     broker = ["--to-broker", route.broker] if route.broker is not None else []
     return [route.destination, *service, *broker]
 
 
 def _kept(one: Configured) -> list[str]:
-    """The words for what a route loses when it is added again without them."""
+    """Return the options that keep a route's settings when it is added again."""
     expires = ["--expires", one.expires_at.isoformat()] if one.expires_at is not None else []
     comment = ["--comment", one.comment] if one.comment is not None else []
     return [*expires, *comment]

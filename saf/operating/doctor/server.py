@@ -1,4 +1,4 @@
-"""Checks of any database: its server, its settings, its clock."""
+"""Checks for any database: its server, its settings, its clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from saf.operating.doctor.patient import Found, Patient
 
 
 def primary(patient: Patient) -> Found:
-    """Whether it is a standby, whose snapshots are not the primary's and which takes no message."""
+    """Check that the server is not a standby: its snapshots differ, and it takes no messages."""
     if patient.ask("SELECT pg_is_in_recovery()") == [(True,)]:
         yield "error", "the server is a standby", "name the primary in the dsn of saf.toml"
 
@@ -23,7 +23,7 @@ ORDER BY name
 
 
 def settings(patient: Patient) -> Found:
-    """Settings with which a crash loses what was committed, or tables only grow."""
+    """Report settings with which a crash loses committed data, or tables only grow."""
     for name, severity in patient.ask(UNSAFE):
         harm = {
             "array_nulls": "sending many messages in one call fails",
@@ -32,7 +32,7 @@ def settings(patient: Patient) -> Found:
         yield severity, f"{name} = off: {harm}", f"ALTER SYSTEM SET {name} = on, then reload"
 
 
-# The login's own default, and what is set for others; what a session says for itself is its own
+# The login's own default, and defaults of others; a session's own setting does not count
 ASYNCHRONOUS = """
 SELECT 'the server' WHERE EXISTS (
     SELECT FROM pg_settings WHERE name = 'synchronous_commit' AND reset_val = 'off'
@@ -47,7 +47,7 @@ WHERE (s.setdatabase = 0 OR d.datname = current_database())
 
 
 def synchronous_commit(patient: Patient) -> Found:
-    """Whether a default makes commits that a crash may undo. saf's own say ``on`` themselves."""
+    """Check that no default lets a crash undo commits. saf's own sessions set ``on``."""
     for (whose,) in patient.ask(ASYNCHRONOUS):
         yield (
             "error",
@@ -66,7 +66,7 @@ FROM pg_stat_activity WHERE backend_type = 'client backend'
 
 
 def connections(patient: Patient) -> Found:
-    """Whether another forwarder with its tasks would still find a connection."""
+    """Check that connections are left for another forwarder with its tasks."""
     ((free, allowed),) = patient.ask(HEADROOM)
     if free < patient.limits.free_connections:
         yield (
@@ -77,7 +77,7 @@ def connections(patient: Patient) -> Found:
 
 
 def encryption(patient: Patient) -> Found:
-    """Whether messages and passwords travel in clear text over a network."""
+    """Check that messages and passwords do not cross a network in clear text."""
     info, encrypted = patient.connection.info, patient.connection.pgconn.ssl_in_use
     if not encrypted and not is_local(info.hostaddr or info.host):
         yield (
@@ -88,7 +88,7 @@ def encryption(patient: Patient) -> Found:
 
 
 def is_local(host: str) -> bool:
-    """Whether what is sent there stays on this machine.
+    """Return whether data sent to a host stays on this machine.
 
     >>> [is_local(host) for host in ("/run/postgresql", "127.0.0.1", "::1", "10.0.0.7", "db")]
     [True, True, True, False, False]
@@ -100,7 +100,7 @@ def is_local(host: str) -> bool:
 
 
 def clock_skew(patient: Patient) -> Found:
-    """Whether this machine's clock and the server's differ."""
+    """Check that this machine's clock and the server's agree."""
     seconds, uncertain = skew_of(patient)
     if abs(seconds) - uncertain > patient.limits.skew_seconds:
         yield (
@@ -112,7 +112,7 @@ def clock_skew(patient: Patient) -> Found:
 
 
 def skew_of(patient: Patient) -> tuple[float, float]:
-    """Return by how many seconds the server is ahead of this machine, and how exact that is."""
+    """Return the seconds by which the server is ahead of this machine, and their uncertainty."""
     before = patient.clock()
     ((there,),) = patient.ask("SELECT extract(epoch FROM clock_timestamp())::float")
     after = patient.clock()

@@ -1,4 +1,4 @@
-"""The check of two sides: whether a source, or one of its destinations, was set back."""
+"""The check of both sides: was a source, or one of its destinations, set back?"""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ REPAIR = "saf rebase"
 
 
 def set_back_by(config: Settings) -> Check:
-    """The check of a source with the destinations of a saf.toml."""
+    """Return the check of a source and the destinations of a saf.toml."""
 
     def set_back(patient: Patient) -> Found:
-        """Whether the forwarder would refuse this source or one of its destinations as set back."""
+        """Check that the forwarder will not reject the source or a destination as set back."""
         for name, found in _met(patient, config):
             if found.ahead:
                 yield (
@@ -47,7 +47,7 @@ def set_back_by(config: Settings) -> Check:
 
 
 def _met(patient: Patient, config: Settings) -> Iterator[tuple[str, SetBack]]:
-    """What the forwarder would meet at each destination that answers."""
+    """Yield how the forwarder would find each destination that answers: set back or not."""
     source = patient.connection
     (broker_id,) = of_broker(source, IDENTITY)
     for name, there in config.destinations.items():
@@ -57,7 +57,7 @@ def _met(patient: Patient, config: Settings) -> Iterator[tuple[str, SetBack]]:
             before = remembered(source, there.identity(name))
             known = there.known(name, broker_id, role="doctor")
         except (psycopg.OperationalError, SafError):
-            continue  # its own examination says so
+            continue  # its own examination reports this
         with source.transaction():
             source.execute(ONE_SNAPSHOT)
             yield name, who_was(source, name, known, before)

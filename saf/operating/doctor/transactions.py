@@ -1,4 +1,4 @@
-"""Checks of who holds things up: open and prepared transactions."""
+"""Checks of blocking transactions: open and prepared ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from psycopg import sql
 
 from saf.operating.doctor.patient import SHOWN_OF_QUERY, Found, Patient
 
-# Whoever wrote to a log, or read it, has locked some slot of it until the transaction ends
+# A session that wrote to a log, or read it, locks some slot of it until its transaction ends
 HOLDERS = """
 WITH held AS (
     SELECT pid, virtualtransaction, array_agg(DISTINCT regexp_replace(relname, '_[0-9]$', '')) logs,
@@ -31,7 +31,7 @@ ORDER BY a.xact_start
 
 
 def long_transactions(patient: Patient) -> Found:
-    """Sessions whose open transaction holds back its messages, the purge, or vacuum."""
+    """Report sessions whose open transaction holds back its messages, the purge, or vacuum."""
     found = patient.ask(SESSIONS, seconds=patient.limits.long_seconds)
     for pid, application, user, state, since, age, query, logs, sent in found:
         yield (
@@ -57,7 +57,7 @@ ORDER BY prepared
 
 
 def prepared_transactions(patient: Patient) -> Found:
-    """Prepared transactions that hold back messages, the purge or vacuum; no restart ends them."""
+    """Report prepared transactions that hold back messages, purge or vacuum across restarts."""
     for gid, owner, age, logs, sent in patient.ask(PREPARED, seconds=patient.limits.long_seconds):
         literal = sql.Literal(gid).as_string(None)
         yield (
@@ -84,7 +84,7 @@ WHERE datname = current_database() AND query = '<insufficient privilege>'
 
 
 def sight(patient: Patient) -> Found:
-    """Whether sessions of other users are hidden from this role."""
+    """Check that this role can see the sessions of other users."""
     ((hidden,),) = patient.ask(HIDDEN)
     if hidden:
         user = sql.Identifier(patient.connection.info.user).as_string(None)

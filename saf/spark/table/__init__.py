@@ -3,7 +3,7 @@
     saf.spark.register(spark)
     messages = spark.read.format("saf").option("broker", "shop").option("log", "outbox").load()
 
-`saf.spark.table.source` has what Spark calls. It plans a read in one transaction (`snapshot`) and
-reads each partition in a task (`part`). What can be asked for is in `options`, `fields` and
-`filters`. The forwarder imports nothing of it.
+`saf.spark.table.source` contains the classes that Spark calls. It plans a read in one transaction
+(`snapshot`) and reads each partition in a task (`part`). `options`, `fields` and `filters` define
+what a read can ask for. The forwarder imports none of this.
 """

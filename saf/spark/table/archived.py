@@ -1,13 +1,13 @@
-"""What has left a log, as a read finds it in an archive: all that the log does not have any more.
+"""Archived messages, as part of a read: everything in the archive that the log no longer has.
 
-A purge archives a slot, and then truncates it. In between, or if it dies there, messages are in
-both places. A read is planned while purges are kept off, and its snapshot of the log is the older
-one: so what has left the log is in the archive, and what of the archive is in the log still can be
-found out, and is left to those who read the log. A TRUNCATE takes all of a slot, so one message of
-what was archived together tells of the others.
+A purge archives a slot, and then truncates it. In between, or if the purge dies there, messages are
+in both places. A read is planned while purges are locked out, and its snapshot of the log is older
+than its list of the archive. So the archive has everything that left the log. Archived messages
+that are still in the log are detected, and left to the tasks that read the log. TRUNCATE empties a
+whole slot, so one of the messages that were archived together answers for all of them.
 
-What is archived never changes. So tasks read the files that the plan has named, whatever is
-archived later. They come in no order, and in partitions of their own.
+Archived messages never change. So tasks read the files that the plan names, whatever is archived
+later. Their rows have no order, and have their own partitions.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from saf.destinations.delta import Delta
 
 PLACE = ("shard", "txid", "id", "message_id")
-"""The columns by which a message is found in its log."""
+"""The columns that identify a message in its log."""
 
-# The index is (shard, txid); the others tell a message from one that a set-back has put there
+# The index is (shard, txid); the other columns detect a different message after a set-back
 IS_THERE = """
 SELECT EXISTS (SELECT FROM {slot} WHERE shard = %(shard)s AND txid = %(txid)s::text::xid8
                AND id = %(id)s AND message_id = %(message_id)s::uuid)
@@ -48,30 +48,30 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What an archive has of a log."""
+    """The part of a log that an archive has."""
 
     files: Mapping[str, int]
-    """The size of each file, by its path."""
+    """Size in bytes of each file, by path."""
     incarnation: int
-    """The one in which the broker was archived."""
+    """The broker's incarnation when it was archived."""
     in_log: tuple[tuple[int, int], ...] = ()
-    """As in `Archived`."""
+    """See `Archived.in_log`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """A log, while purges are kept off."""
+    """A log, while purges are locked out."""
 
     connection: psycopg.Connection[Any]
     name: str
     broker_id: str
     incarnation: int
     filled: Collection[int]
-    """The slots that hold something."""
+    """The slots that contain messages."""
 
     @classmethod
     def of(cls, connection: psycopg.Connection[Any], name: str) -> Log:
-        """Ask a broker for it."""
+        """Query a broker for its identity and the filled slots of a log."""
         ((broker_id, incarnation),) = fetch(connection, WHOSE)
         sizes = fetch(connection, SIZES, {"log": name, "slots": SLOTS})
         return cls(
@@ -83,7 +83,7 @@ class Log:
         )
 
     def has(self, slot: int, message: Message) -> bool:
-        """Whether a message is in a slot."""
+        """Return whether a slot contains a message."""
         if slot not in self.filled:
             return False
         query = sql.SQL(IS_THERE).format(slot=sql.Identifier("saf", f"{self.name}_{slot}"))
@@ -99,11 +99,11 @@ def plan(
     conditions: Collection[Condition],
     partitions: int,
 ) -> list[Archived]:
-    """Find the files with what has left a log, and divide them among tasks.
+    """Find the files with messages that left a log, and divide them among tasks.
 
     Raises:
-        ConfigurationError: the broker was set back since, so nobody knows what has left.
-        Refused: the table is no archive.
+        ConfigurationError: the broker was set back later, so nothing shows which messages left.
+        Refused: the table is not an archive.
         Unavailable: the archive cannot be read.
     """
     settings = cast("Delta | None", table_at(place))
@@ -137,7 +137,7 @@ def _in_folder(folder: Path, log: Log) -> Found:
 
 
 def _first(path: Path) -> Message:
-    """A message of a file."""
+    """Return the first message of a file."""
     with pq.ParquetFile(path) as file:
         rows = next(file.iter_batches(batch_size=1, columns=[*PLACE]))
     return cast("Message", rows.to_pylist()[0])
@@ -170,7 +170,7 @@ def _in_table(settings: Delta, log: Log, conditions: Iterable[Condition]) -> Fou
 
 
 def _divided(files: Mapping[str, int], number: int) -> list[tuple[str, ...]]:
-    """Divide files among so many tasks, or fewer, by their sizes.
+    """Divide files among up to ``number`` tasks, balanced by size.
 
     >>> _divided({"a": 1, "b": 5, "c": 3}, 2)
     [('b',), ('c', 'a')]

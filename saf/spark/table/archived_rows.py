@@ -1,7 +1,7 @@
 """The rows of an archive's files, as a task reads them, in no order.
 
-Filters are Arrow's, which leaves out what a file says that it does not hold. A file that is gone,
-because somebody has removed it since the plan, is an error, and never fewer rows.
+Filters are Arrow's, which skips parts of a file by the file's statistics. If a file was removed
+after planning, the read fails; it never returns fewer rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BATCH_BYTES = 4 << 20
 MOST_ROWS = 1 << 16
 TYPES = {"id": pa.int64(), "shard": pa.int64(), "created_at": pa.timestamp("us", "UTC")}
-"""The types of the columns with filters that are no texts."""
+"""Arrow types of the non-text columns that have filters."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -38,21 +38,21 @@ class Archived(InputPartition):
     """The files that one task reads."""
 
     what: str
-    """The archive, for people."""
+    """Name of the archive in error messages."""
     broker: str
     """The broker's name, as in `saf.spark.table.part.Part`."""
     table: Delta | None
-    """The table; None: the files are in a folder."""
+    """The table; None if the files are in a folder."""
     paths: tuple[str, ...]
     in_log: tuple[tuple[int, int], ...]
-    """Archives of slots in the table, by slot and number, whose messages are in the log still."""
+    """Archives (slot, number) in the table whose messages are still in the log."""
 
 
 def read(part: Archived, query: Query) -> Iterator[pa.RecordBatch]:
-    """Give what a task's files have, in the schema that was asked for.
+    """Yield the rows of a task's files, in the requested schema.
 
     Raises:
-        Unavailable: a file cannot be read, or is not there any more.
+        Unavailable: a file is unreadable, or gone.
     """
     wanted = expression(query.conditions)
     for slot, number in part.in_log:
@@ -66,7 +66,7 @@ def read(part: Archived, query: Query) -> Iterator[pa.RecordBatch]:
 
 
 def expression(conditions: Iterable[Condition]) -> pc.Expression:
-    """Return what a database's conditions are for Arrow, which compares texts by their bytes, too.
+    """Translate a database's conditions for Arrow, which compares texts by their bytes, too.
 
     >>> one = Condition(column="id", operator=">", values=(7,), text="id > 7")
     >>> str(expression([one]))
@@ -82,7 +82,7 @@ def _as_arrow(one: Condition) -> pc.Expression:
     column, kind = ds.field(one.column), TYPES.get(one.column, pa.string())
     if one.operator in ("null", "not null"):
         return column.is_null() if one.operator == "null" else column.is_valid()
-    if one.column == "shard":  # whose own type a number may not fit
+    if one.column == "shard":  # a number may not fit into the column's own type
         column = column.cast(kind)
     values = [v.astimezone(UTC) if one.column == "created_at" else v for v in one.values]
     if one.operator == "in":
@@ -122,7 +122,7 @@ def _rows(
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """Raise `Unavailable` for what a file system, or Arrow, says of files."""
+    """Translate errors of the file system, or of Arrow, to `Unavailable`."""
     try:
         yield
     except (OSError, pa.ArrowException) as error:

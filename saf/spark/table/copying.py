@@ -1,4 +1,4 @@
-"""Staging by COPY: how a task writes its rows, as Arrow, in one transaction."""
+"""Staging by COPY: a task writes its rows, as Arrow, in one transaction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLE = "sink"
 
 
 class Copy:
-    """What one attempt of a task stages. Leaving the block commits it; an error undoes it."""
+    """Rows staged by one attempt of a task. Leaving the block commits; an error rolls back."""
 
     def __init__(self, what: str, dsn: Dsn, *, stream: bool = False) -> None:
         self._what = what
@@ -24,17 +24,17 @@ class Copy:
         self._stream = stream
         self._connection: bulk.Connection | None = None
         self.attempt: int | None = None
-        """None: nothing was added."""
+        """None if no rows were added."""
         self.messages = 0
 
     def __enter__(self) -> Self:
         return self
 
     def add(self, rows: pa.RecordBatch) -> None:
-        """Stage some more rows, after those before.
+        """Stage rows after those added before.
 
         Raises:
-            InvalidMessage: of the first row that could not be sent.
+            InvalidMessage: the first row that could not be sent.
             Unavailable: the database does not answer.
         """
         if not rows.num_rows:

@@ -1,15 +1,15 @@
-"""The columns of a log in Spark: their types, what is read for each, and how it gets its type.
+"""The columns of a log in Spark: types, the source of each column, and its conversion.
 
 A DataFrame has all columns, or those of the schema that its reader gives. The columns of
-`saf.columns` have Spark's types there, and ``shard`` says which bucket a message is in. Besides:
+`saf.columns` have the Spark types listed there, and ``shard`` is a message's bucket. Besides:
 
-    headers map<string,string>    as they come: text as it is, JSON's null as NULL, all else as JSON
-    headers string                the JSON text; a map is NULL where it is no JSON object
-    text string                   the body as UTF-8, or NULL where it is none; only if asked for
-    broker string                 the broker's name; if asked for, or where several are read
+    headers map<string,string>    default; texts as they are, null as NULL, other values as JSON
+    headers string                the JSON text; a map is NULL if it is not a JSON object
+    text string                   the body as UTF-8, or NULL if it is not UTF-8; only if requested
+    broker string                 the broker's name; if requested, or if several are read
 
-A row of an older schema may be too large to be read (see `saf.limits`). Its large values are NULL,
-and so is its body, which tells it from other rows.
+A row of an older schema may be too large to read (see `saf.limits`). Its large values are NULL,
+and so is its body, which distinguishes it from other rows.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ OF_SPARK: dict[str, DataType] = {
     "binary": BinaryType(),
     "timestamp": TimestampType(),
 }
-"""Spark's types by their names, because to look them up takes a JVM."""
+"""Spark's types by name, because Spark needs a JVM to look them up."""
 UUIDS = tuple(name for name, type_ in IN_TABLES.items() if type_ == "uuid")
 
 
 def schema_of(log: str, *, several: bool = False) -> StructType:
-    """The columns that a log has as they come; ``several``: those of several brokers."""
+    """Return the columns of a log by default; with ``several``, for a read of several brokers."""
     return StructType(
         [
             StructField(name, types[0], name not in ("id", "shard"))
@@ -65,10 +65,10 @@ def schema_of(log: str, *, several: bool = False) -> StructType:
 
 
 def check_schema(log: str, asked: StructType) -> None:
-    """Make sure that a log has the columns that a reader has asked for.
+    """Check that a log has the columns that a reader asks for.
 
     Raises:
-        ConfigurationError: it has not, or not of this type.
+        ConfigurationError: a column is missing, or has another type.
     """
     known = _types(log)
     if not asked.fields:
@@ -89,18 +89,18 @@ def check_schema(log: str, asked: StructType) -> None:
 
 
 def columns_read(asked: StructType, others: Iterable[str]) -> list[str]:
-    """The columns of the log that are read for those asked for and for ``others``."""
+    """Return the log's columns to read for the requested columns and for ``others``."""
     names = {"body" if name == TEXT else name for name in asked.fieldNames()}
     return [name for name in IN_TABLES if name in {"id", *names, *others}]
 
 
 def at_source(names: Iterable[str], *, kept: bool) -> list[str | sql.Composable]:
-    """The expressions for columns, bounded; ``kept`` as in `saf.log.columns.selected`."""
+    """Return the bounded SQL expressions of columns; ``kept``: see `saf.log.columns.selected`."""
     return [bounded(name, kept="true" if kept else "false") for name in names]
 
 
 def shaped(rows: pa.RecordBatch, asked: StructType, broker: str) -> pa.RecordBatch:
-    """Turn what was read at a broker into what Spark expects for a schema."""
+    """Convert rows read at a broker to those that Spark expects for a schema."""
     schema = to_arrow_schema(asked, timezone="UTC")
     columns = [
         pa.repeat(pa.scalar(broker, field.type), rows.num_rows)
@@ -122,7 +122,7 @@ def _column(rows: pa.RecordBatch, field: pa.Field) -> pa.Array:
 
 
 def decoded(bodies: pa.Array) -> pa.Array:
-    """Return bodies as texts, and NULL for what is no UTF-8.
+    """Return bodies as texts; a body that is not UTF-8 becomes NULL.
 
     >>> decoded(pa.array([b"one", b"\\xff", None])).to_pylist()
     ['one', None, None]
@@ -141,7 +141,7 @@ def _decoded(body: bytes | None) -> str | None:
 
 
 def _types(log: str) -> dict[str, tuple[DataType, ...]]:
-    """The types in which each column can be had."""
+    """Return the possible types of each column."""
     types: dict[str, tuple[DataType, ...]] = {}
     for name, type_ in IN_TABLES.items():
         if log == "inbox" or name not in ONLY_INBOX:

@@ -1,12 +1,12 @@
-"""Filters that the database applies, so that what they drop is never read.
+"""Filters that the database applies, so that rows they drop are never read.
 
-Of ``id``, ``shard``, ``to_service``, ``key``, ``message_type`` and ``created_at``: equality, IN,
-ranges, and whether it is NULL. All others are Spark's. Where a key or a shard is given, no other
-shard is looked at.
+For ``id``, ``shard``, ``to_service``, ``key``, ``message_type`` and ``created_at``: equality, IN,
+ranges, and NULL checks. Spark applies all others. With a given key or shard, no other shard is
+read.
 
-A filter drops the rows for which it is not true, as in SQL. Spark compares texts by their bytes as
-UTF-8, and so does the database here, whatever its collation is. A value is quoted by psycopg, like
-all values of a COPY, which takes no parameters; one that PostgreSQL cannot hold stays with Spark.
+A filter drops the rows for which it is not true, as in SQL. Spark compares texts by their bytes in
+UTF-8, and so does the database here, whatever its collation is. psycopg quotes the values, because
+COPY takes no parameters. Filters with values that PostgreSQL cannot hold stay with Spark.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from saf.log.shards import shard_of
 
 TEXTS = ("to_service", "key", "message_type")
 NUMBERS = ("id", "shard")
-# a shard is compared as Spark may give it: beyond smallint's bounds
+# Spark may compare a shard with numbers outside smallint's bounds
 TYPES = {"id": "bigint", "shard": "bigint", "created_at": "timestamptz"}
 COMPARISONS = (
     *(EqualTo, EqualNullSafe),
@@ -49,29 +49,29 @@ RANGES: dict[type[Filter], str] = {
 
 IS_ONE_OF = "{column} = ANY ({values}::{type}[])"
 IN_RANGE = "{column} {operator} {value}::{type}"
-# As bytes, because the order of texts is the collation's
+# As bytes, because the collation defines the order of texts
 TEXT_IN_RANGE = "convert_to({column}, 'UTF8') {operator} convert_to({value}::text, 'UTF8')"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """One filter as the database applies it."""
+    """One filter in the form that the database applies."""
 
     column: str
     operator: str
     """``in``, one of `RANGES`, ``null`` or ``not null``."""
     values: tuple[Any, ...] = ()
     text: str
-    """As it stands in WHERE; quoted, and complete."""
+    """The condition in WHERE, quoted and complete."""
 
     @property
     def among(self) -> tuple[Any, ...] | None:
-        """The values that are equal to the column's, if the filter names them all."""
+        """All values that the column may have, if the filter lists them."""
         return self.values if self.operator == "in" else None
 
 
 def condition(given: Filter) -> Condition | None:
-    """Return what the database is asked for a filter; None: Spark has to apply it."""
+    """Translate a filter for the database; return None if Spark must apply it."""
     (column, *more) = getattr(given, "attribute", ("",))
     if more or column not in (*TEXTS, *NUMBERS, "created_at"):
         return None
@@ -82,7 +82,7 @@ def condition(given: Filter) -> Condition | None:
         return Condition(column=column, operator=f"{no}null", text=text)
     values: tuple[Any, ...]
     if isinstance(given, In):
-        # NULL among them is equal to nothing
+        # NULL in the list is equal to nothing
         values = tuple(value for value in given.value if value is not None)
     elif isinstance(given, COMPARISONS):
         values = (given.value,)
@@ -96,14 +96,14 @@ def condition(given: Filter) -> Condition | None:
         parts = {"column": name, "operator": sql.SQL(operator), "type": type_}
         text = _text(query, value=sql.Literal(values[0]), **parts)
         return Condition(column=column, operator=operator, values=values, text=text)
-    # numbers as texts, so that an empty list is well-formed
+    # numbers as texts, so that an empty list is valid SQL
     listed = sql.Literal([str(value) for value in values])
     text = _text(IS_ONE_OF, column=name, values=listed, type=type_)
     return Condition(column=column, operator="in", values=values, text=text)
 
 
 def shards_of(conditions: Iterable[Condition], shards: int) -> list[int]:
-    """The shards, of so many, that may hold rows that all conditions let pass."""
+    """Return those of ``shards`` shards that may contain rows matching all conditions."""
     found = set(range(shards))
     for one in conditions:
         if one.among is not None and one.column == "key":
@@ -114,7 +114,7 @@ def shards_of(conditions: Iterable[Condition], shards: int) -> list[int]:
 
 
 def _fits(column: str, value: Any) -> bool:
-    """Whether PostgreSQL can hold a value of the column's type."""
+    """Return whether PostgreSQL can hold a value in the column's type."""
     if column in TEXTS:
         return isinstance(value, str) and "\0" not in value and _is_utf8(value)
     if column in NUMBERS:

@@ -1,9 +1,9 @@
-"""One broker of a stream: how far the stream is there, what comes next, and how it is read.
+"""One broker of a stream: the stream's progress there, its next rows, and how to read them.
 
-It is asked by the process in which Spark plans a query, once for each micro-batch. Each call meets
-the database anew, and first makes sure that what Spark's checkpoint says and what the database
-knows fit together (`saf.log.stream.check`). All that it remembers between calls may be forgotten:
-the epoch by which older queries are kept from writing, and the counts by which batches are cut.
+The process in which Spark plans a query calls this once for each micro-batch. Each call connects to
+the database again, and first checks that Spark's checkpoint and the database's state match
+(`saf.log.stream.check`). Everything it remembers between calls may be forgotten: the epoch that
+keeps older queries from writing, and the counts that cut batches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from saf.spark.table import snapshot
 from saf.spark.table.part import Part
 
 DEEP = 300_000
-"""What has more rows than this is read in windows, and not sorted at the source."""
+"""Row count above which rows are read in windows, not sorted at the source."""
 
 
 @dataclass(kw_only=True)
@@ -34,35 +34,35 @@ class Followed:
     """A stream at one broker. It can be pickled; it holds no connection."""
 
     name: str
-    """The broker's, in saf.toml."""
+    """The broker's name in saf.toml."""
     what: str
-    """The broker, for people."""
+    """The broker, for error messages."""
     dsn: Dsn
     log: str
     subscription: str
     start: Start
     certain: bool = True
-    """Whether it has to be a broker; not every database that a fleet's pattern finds is one."""
+    """True if the database must be a broker; a fleet's pattern may match other databases, too."""
     _met: bool = False
-    """Whether the log was found healthy."""
+    """True if the log was checked and is healthy."""
     _epoch: int | None = None
     _counted: tuple[str, Counted] | None = None
-    """What was counted, of the batch that ends at this snapshot."""
+    """Counts of the batch that ends at this snapshot."""
     _cut: tuple[Offset, Offset, tuple[int, int]] | None = None
-    """The last rows that were cut off, and which transactions wrote them."""
+    """Bounds of the last cut, and the transactions that wrote its rows."""
 
     def begin(self) -> Offset:
-        """Return where a new checkpoint begins, and register the subscription if there is none."""
+        """Return the start of a new checkpoint; register the subscription if it is missing."""
         with self._contact() as connection:
             return self._state(connection, create=True).committed
 
     def now(self) -> str:
-        """Return the snapshot of what is complete now."""
+        """Return the current snapshot."""
         with self._contact() as connection:
             return stream.now(connection)
 
     def has_news(self, start: Offset | None, until: str | None) -> bool:
-        """Whether `advance` would find anything."""
+        """Return whether `advance` would find new rows."""
         with self._contact() as connection:
             known = self._state(connection, create=start is None)
             start = self._checked(start, known)
@@ -71,22 +71,22 @@ class Followed:
             return self._any(connection, start, until or known.now, known)
 
     def advance(self, start: Offset | None, until: str | None, limit: Limit) -> Offset:
-        """Return the offset up to which the next micro-batch reads; if nothing is new, ``start``.
+        """Return the end offset of the next micro-batch, or ``start`` if nothing is new.
 
         Args:
             start: None: the broker is new in the stream.
-            until: a snapshot that nothing is read beyond.
-            limit: how much is read.
+            until: Snapshot at which reading stops.
+            limit: Maximum size of the micro-batch.
         """
         with self._contact() as connection:
             known = self._state(connection, create=start is None)
             start = self._checked(start, known)
             epoch = self._mine(connection, known)
             rest, end = start.rest, until or known.now
-            # a batch that the checkpoint lacks may have been written; it is given as it was then
+            # the query may have written a batch that its checkpoint lacks: return the same batch
             opened = known.opened_after(start)
             whole = opened or (rest if start.open else None)
-            # where the cursors begin within a batch, a newer one would make them forget it
+            # cursors that begin within a batch would forget it if a newer one were opened
             leap = limit.is_none and not known.begins_at(start)
             may_open = opened is None and (not start.open or leap)
             if may_open and self._any(connection, rest, end, known):
@@ -98,9 +98,9 @@ class Followed:
             return self._up_to(connection, start, whole, limit, known)
 
     def parts(self, start: Offset | None, end: Offset, number: int) -> list[Part]:
-        """Divide the rows between two offsets among tasks. The offsets alone say which they are."""
+        """Divide the rows between two offsets among tasks. Only the offsets define the rows."""
         with self._contact() as connection, connection.transaction():
-            # what is not purged now stays, as long as the subscription does not commit it
+            # rows that exist now stay until the subscription commits them
             storage = snapshot.storage(connection, self.log)
             known = self._state(connection)
             start = self._checked(start, known)
@@ -123,7 +123,7 @@ class Followed:
             ]
 
     def commit(self, end: Offset) -> None:
-        """Let purges take what an offset has: Spark will not ask for it again."""
+        """Allow purges up to an offset: Spark will not ask for these rows again."""
         with self._contact() as connection:
             known = self._state(connection)
             self._checked(end, known)
@@ -143,7 +143,7 @@ class Followed:
     ) -> Offset:
         if self._counted is None or self._counted[0] != whole.end:
             rows = between(self.log, start, whole, range(known.shards))
-            # a session that may look at a whole backlog
+            # this role may count a whole backlog
             with self.dsn.connect(role="count", autocommit=True) as patient:
                 self._counted = whole.end, Counted(patient, rows)
         cut = self._counted[1].next(connection, start.position, limit)
@@ -157,7 +157,7 @@ class Followed:
     def _any(
         self, connection: psycopg.Connection[Any], start: Offset, end: str, known: State
     ) -> bool:
-        """Whether there is a row between the end of a batch and a snapshot."""
+        """Return whether any row lies between the end of a batch and a snapshot."""
         if shows_all_of(start.done, end):
             return False
         rows = between(self.log, start, replace(start, done=end), range(known.shards))
@@ -194,7 +194,7 @@ class Followed:
         return offset
 
     def _mine(self, connection: psycopg.Connection[Any], known: State) -> int:
-        """The epoch of this query, which takes the subscription over when it first writes."""
+        """Return this query's epoch; the query takes the subscription over at its first write."""
         if self._epoch is None:
             self._epoch = stream.take_over(connection, known)
         return self._epoch

@@ -1,7 +1,7 @@
-"""Headers as maps, made of the JSON text that the database sends.
+"""Headers as maps, built from the JSON text that the database sends.
 
-Most messages have the same few headers, so each text is taken apart once for a batch of rows. For a
-server to do that costs more than all else that it does to read a row.
+Most messages share a few headers, so each distinct text is parsed once per batch of rows. Parsing
+at the server would cost more than everything else it does to read a row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-# A value that is no text is cut out as it stands, so its number need not be understood
+# Values that are not texts are cut out verbatim, so numbers need no parsing
 DECODER = json.JSONDecoder(parse_int=lambda _: 0, parse_float=lambda _: 0)
 TEXT = r'"(?:[^"\\]|\\.)*"'
 NAME = re.compile(TEXT)
@@ -20,7 +20,7 @@ TOKEN = re.compile(TEXT + r"|[][{},]")
 
 
 def maps(texts: pa.Array, type_: pa.DataType) -> pa.Array:
-    """Return JSON objects, as PostgreSQL writes a jsonb, as maps; NULL for what is no object."""
+    """Return JSON objects, in PostgreSQL's jsonb format, as maps; NULL for other JSON."""
     encoded = texts.dictionary_encode()
     known = pa.array(
         [None if text is None else members(text) for text in encoded.dictionary.to_pylist()], type_
@@ -29,9 +29,9 @@ def maps(texts: pa.Array, type_: pa.DataType) -> pa.Array:
 
 
 def members(text: str) -> list[tuple[str, str | None]] | None:
-    """Return a JSON object's members: texts as they are, null as None, all else as JSON.
+    """Return a JSON object's members: texts as they are, null as None, other values as JSON.
 
-    It has to be as PostgreSQL writes a jsonb.
+    The text must have PostgreSQL's jsonb format.
 
     >>> members('{"a": "b\\\\n", "n": 1.10, "o": {"x": [1, "}"]}, "z": null}')
     [('a', 'b\\n'), ('n', '1.10'), ('o', '{"x": [1, "}"]}'), ('z', None)]
@@ -42,7 +42,7 @@ def members(text: str) -> list[tuple[str, str | None]] | None:
         return None
     try:
         found = DECODER.decode(text)
-    except RecursionError:  # deeper than Python counts
+    except RecursionError:  # nested more deeply than Python supports
         return [*_cut(text)]
     if all(value is None or isinstance(value, str) for value in found.values()):
         return [*found.items()]
@@ -65,7 +65,7 @@ def _cut(text: str) -> Iterator[tuple[str, str | None]]:
 
 
 def _end(text: str, at: int) -> int:
-    """Return where a member's value ends."""
+    """Return the position where a member's value ends."""
     depth = 0
     for token in TOKEN.finditer(text, at):
         if token[0] in "[{":

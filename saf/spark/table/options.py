@@ -1,30 +1,30 @@
 """The options of a read: which broker, which log, how many partitions.
 
-    broker        a name of saf.toml: of a broker, of a destination that is one, or FLEET/NAME.
-                  A stream takes several, with commas between them, and whole fleets
+    broker        a name in saf.toml: of a broker, of a destination that is a broker, or FLEET/NAME.
+                  A stream takes several, separated by commas, and whole fleets
     config        the file; by default, $SAF_CONFIG or the saf.toml in Spark's folder
     dsn_from      instead of these two: the environment variable that holds the dsn
     log           outbox or inbox
-    partitions    how many tasks read
+    partitions    number of reading tasks
 
-A read of what is there may have this besides:
+A batch read may also have:
 
-    archive       a folder or a table of `saf purge --archive`: what has left the log is read, too
+    archive       a folder or a table of `saf purge --archive`: read messages that left the log, too
 
-A stream has these besides:
+A stream also has:
 
     subscription          its name at the brokers
-    start                 beginning or now: what a subscription that is new there reads first
-    maxRowsPerTrigger     how many messages a micro-batch has at most
-    maxBytesPerTrigger    how many bytes their bodies have at most
+    start                 beginning or now: where a new subscription starts reading
+    maxRowsPerTrigger     maximum number of messages in a micro-batch
+    maxBytesPerTrigger    maximum size of their bodies, in bytes
 
-What is sent goes into an outbox, and may have these:
+A write goes into an outbox, and may have:
 
-    txnAppId, txnVersion  whose version of what: what was sent already is not sent again. Of a
-                          stream, txnAppId alone: a name that no other checkpoint has used
+    txnAppId, txnVersion  the application and its version: a version is sent only once. A stream
+                          has only txnAppId: a name that no other checkpoint has used
 
-Spark shows options to everybody. So a dsn is none of them: what is given here only says where it is
-to be found, by the Python process on the driver's machine that plans a read.
+Spark shows options to everyone. So a dsn is not an option: the options only name the place where
+the Python process that plans a read, on the driver's machine, finds the dsn.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ OF_STREAMS = ("subscription", "start", "maxRowsPerTrigger", "maxBytesPerTrigger"
 OF_SINKS = ("txnAppId", "txnVersion")
 OF_READS = ("archive",)
 CHECKPOINT = "checkpointlocation"
-"""An option of Spark itself, which it hands to those who write a stream."""
+"""An option of Spark itself, which Spark passes to writers of streams."""
 NAMES = ("broker", "config", "dsn_from", "log", "partitions", *OF_READS, *OF_STREAMS, *OF_SINKS)
 LOGS = ("outbox", "inbox")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a read was asked for; checked, but for what only saf.toml or the database knows."""
+    """The options of a read, checked as far as possible without saf.toml and the database."""
 
     log: Literal["outbox", "inbox"]
     broker: str | None = None
@@ -69,20 +69,20 @@ class Options:
     subscription: str | None = None
     start: Start = "beginning"
     limit: Limit = NO_LIMITS
-    """Of a micro-batch."""
+    """Maximum size of a micro-batch."""
     application: str | None = None
     version: int | None = None
     given: tuple[str, ...] = ()
-    """The names of all options that were given."""
+    """The names of all options that the user gave."""
 
     @property
     def names(self) -> list[str]:
-        """The brokers and fleets that are named; none where an environment variable has the dsn."""
+        """The named brokers and fleets; empty if an environment variable has the dsn."""
         return [name.strip() for name in (self.broker or "").split(",") if name.strip()]
 
     @property
     def several(self) -> bool:
-        """Whether more than one broker may be read: several are named, or a whole fleet is."""
+        """True if the read may cover several brokers: several names, or a whole fleet."""
         return len(self.names) > 1 or any(
             "/" not in name and name in load(self._config(), delivers=False).fleets
             for name in self.names
@@ -90,24 +90,24 @@ class Options:
 
     @property
     def what(self) -> str:
-        """The database, for people."""
+        """The database, for error messages."""
         return f"broker {self.broker!r}" if self.broker else f"the broker of ${self.dsn_from}"
 
     def dsn(self) -> Dsn:
-        """Find out where the database of a batch read is.
+        """Return the dsn of a batch read's database.
 
         Raises:
-            ConfigurationError: there is no such variable, or no such broker in saf.toml.
-            Unavailable: a fleet does not say who belongs to it.
+            ConfigurationError: the variable is not set, or saf.toml has no such broker.
+            Unavailable: a fleet cannot list its members.
         """
         if self.broker is not None:
             return configured(self.broker, self._config())[self.broker].dsn
         return self._given()
 
     def brokers(self) -> dict[str, Broker]:
-        """Find out where the databases of a stream are, by the names that people know.
+        """Return the brokers of a stream, by the names that users know.
 
-        Raises as `dsn` does.
+        Raises the same errors as `dsn`.
         """
         if self.broker is None:
             return {f"${self.dsn_from}": Broker(dsn=self._given())}
@@ -133,14 +133,14 @@ NO_TABLE = (
     "Spark's catalog does not pass a table's options on when the table is read. Say "
     "CREATE TEMPORARY VIEW … USING saf OPTIONS (…)"
 )
-"""The way out where somebody has said CREATE TABLE … USING saf, or saveAsTable."""
+"""Advice after CREATE TABLE … USING saf, or saveAsTable."""
 
 
 def options_of(given: Mapping[str, str]) -> Options:
-    """Check options as Spark hands them over.
+    """Check options as Spark passes them.
 
     Raises:
-        ConfigurationError: it names the option at fault. Values of unknown ones are not shown.
+        ConfigurationError: the error names the option. It hides values of unknown options.
     """
     if any(name.startswith("option.") or name == "provider" for name in given):
         raise ConfigurationError(f"the format saf makes no table: {NO_TABLE}")
@@ -191,10 +191,10 @@ def options_of(given: Mapping[str, str]) -> Options:
 
 
 def refuse_for_batch(options: Options) -> None:
-    """Make sure that a batch read was asked for nothing that only a stream does.
+    """Check that a batch read has no options that only a stream supports.
 
     Raises:
-        ConfigurationError: it was.
+        ConfigurationError: it has one.
     """
     refuse(options, OF_STREAMS, "streams: spark.readStream")
     refuse(options, OF_SINKS, "sending: df.write")
@@ -206,10 +206,10 @@ def refuse_for_batch(options: Options) -> None:
 
 
 def for_sink(given: Mapping[str, str], *, stream: bool) -> Options:
-    """Check the options of what is sent; the log is the outbox, said or not.
+    """Check the options of a write; the log is the outbox by default.
 
     Raises:
-        ConfigurationError: it names the option at fault.
+        ConfigurationError: the error names the option.
     """
     mine = {name: value for name, value in given.items() if name.lower() != CHECKPOINT}
     said = any(name.lower() == "log" for name in mine)
@@ -239,17 +239,17 @@ def for_sink(given: Mapping[str, str], *, stream: bool) -> Options:
 
 
 def refuse_for_stream(options: Options) -> None:
-    """Make sure that a stream was asked for nothing that it does not do.
+    """Check that a stream has no options that it does not support.
 
     Raises:
-        ConfigurationError: it was.
+        ConfigurationError: it has one.
     """
     refuse(options, OF_SINKS, "sending: df.write")
     refuse(options, OF_READS, "batch reads: spark.read")
 
 
 def refuse(options: Options, names: Iterable[str], whose: str) -> None:
-    """Refuse options that belong to something else.
+    """Reject options that belong to another operation.
 
     Raises:
         ConfigurationError: one of them was given.
@@ -263,7 +263,7 @@ def subscription_of(options: Options) -> str:
     """Return the name of a stream's subscription.
 
     Raises:
-        ConfigurationError: there is none, or no message could have such a name.
+        ConfigurationError: the name is missing or invalid.
     """
     name = options.subscription
     if not name or not fits(name, MAX_NAME) or not name.isprintable():

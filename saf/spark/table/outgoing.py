@@ -1,16 +1,16 @@
-"""Rows of a DataFrame as messages: which columns there are, and that each could be sent.
+"""Rows of a DataFrame as messages: the allowed columns, and a check that each row can be sent.
 
-The columns are what `saf.Outbox.send` takes; ``service`` and ``body`` have to be there:
+The columns match the arguments of `saf.Outbox.send`; ``service`` and ``body`` are required:
 
     service, key, message_type, from_service, to_broker    string
     body                       binary; or string, which becomes a text in UTF-8
     headers                    map<string,string>; or string, a JSON object
     deliver_at, expires_at     timestamp
 
-A batch of rows is checked at once, in Arrow. That only finds out whether there is anything wrong:
-what it is, `saf.message.encode` says of the first such row. So a row is refused for the same
-reasons, and in the same words, as a message that an application sends. Headers are encoded one by
-one, where there are any.
+Arrow checks a whole batch of rows in one pass. This only shows whether a row is wrong;
+`saf.message.encode` then names the error in the first such row. So a row is rejected for the same
+reasons, and in the same words, as a message that an application sends. Headers, if any, are encoded
+one by one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from saf.message import (
 )
 
 TEXTS = {"service": MAX_NAME, "key": MAX_KEY, "message_type": MAX_NAME, "from_service": MAX_NAME}
-"""The columns that are texts, and the most bytes of each."""
+"""The text columns, with their maximum sizes in bytes."""
 TIMES = ("deliver_at", "expires_at")
 TYPES: dict[str, tuple[DataType, ...]] = {
     **dict.fromkeys(TEXTS, (StringType(),)),
@@ -63,10 +63,10 @@ IN_OUTBOX = {"service": "to_service"}
 
 
 def check_columns(schema: StructType) -> None:
-    """Make sure that a DataFrame has columns of messages, and no others.
+    """Check that a DataFrame has columns of messages, and no others.
 
     Raises:
-        ConfigurationError: it names the column at fault.
+        ConfigurationError: the error names the column.
     """
     for number, field in enumerate(schema.fields):
         if field.name in schema.fieldNames()[:number]:
@@ -92,13 +92,13 @@ def check_columns(schema: StructType) -> None:
 def staged(
     rows: pa.RecordBatch, attempt: int, first: int, *, may_be_late: bool = False
 ) -> pa.RecordBatch:
-    """Return rows as saf.staged takes them, numbered from ``first`` on.
+    """Return rows in the form of saf.staged, numbered from ``first`` on.
 
-    With ``may_be_late``, rows that have expired are sent, and the forwarder makes dead letters of
-    them: a stream gives an epoch again after a crash, and its rows may have expired meanwhile.
+    With ``may_be_late``, expired rows are sent, and the forwarder makes them dead letters. After a
+    crash, a stream repeats an epoch whose rows may have expired.
 
     Raises:
-        InvalidMessage: of a row that could not be sent, with its number.
+        InvalidMessage: a row could not be sent; the error has its number.
     """
     rows = _small(rows)
     checked = rows
@@ -125,7 +125,7 @@ def staged(
 
 
 def _as_if_in_time(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return rows for a check that lets pass what has expired, but no time that no log takes."""
+    """Return rows for a check that ignores expiry, but rejects times that no log can store."""
     times = rows["expires_at"]
     late = pc.less_equal(times, pa.scalar(datetime.now(UTC), times.type))
     possible = pc.greater_equal(times, pa.scalar(FIRST_MOMENT, times.type))
@@ -134,7 +134,7 @@ def _as_if_in_time(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _small(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return rows with lengths of 32 bits; a setting of Spark makes them 64."""
+    """Return rows with 32-bit lengths; a setting of Spark makes them 64-bit."""
     small = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
     columns = {
         name: column.cast(small[column.type]) if column.type in small else column
@@ -144,7 +144,7 @@ def _small(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _suspect(rows: pa.RecordBatch) -> int | None:
-    """Return the place of the first row that something may be wrong with."""
+    """Return the place of the first row that may be wrong."""
     wrong = [pc.is_null(rows["body"]), _longer(rows["body"], DEFAULT_MAX_BYTES)]
     for name in rows.schema.names:
         column = rows[name]
@@ -190,7 +190,7 @@ def _not_unicode(column: pa.Array) -> int:
 
 
 def _why(rows: pa.RecordBatch, place: int) -> InvalidMessage:
-    """Return what is wrong with a row."""
+    """Return the error of a row."""
     for name in rows.schema.names:
         if pa.types.is_string(rows[name].type):
             try:
@@ -201,7 +201,7 @@ def _why(rows: pa.RecordBatch, place: int) -> InvalidMessage:
         if name in rows.schema.names:
             try:
                 rows[name][place].as_py()
-            except (OverflowError, ValueError):  # Python's years are those of a log
+            except (OverflowError, ValueError):  # Python and logs have the same range of years
                 return InvalidMessage(name, f"it {OUT_OF_CALENDAR}")
     row = {name: rows[name][place].as_py() for name in rows.schema.names if name != "headers"}
     if row["body"] is None:
@@ -217,7 +217,7 @@ def _why(rows: pa.RecordBatch, place: int) -> InvalidMessage:
 
 
 def _headers(rows: pa.RecordBatch, first: int) -> pa.Array:
-    """Return the headers of each row as JSON, with the content type of its body."""
+    """Return each row's headers as JSON, with the content type of its body."""
     content_type = encode_body("" if pa.types.is_string(rows["body"].type) else b"")[1]
     plain = encode_headers(None, content_type)
     if "headers" not in rows.schema.names or rows["headers"].null_count == rows.num_rows:

@@ -1,8 +1,7 @@
-"""A partition of a read: the rows of some shards in the snapshot, by id, as one task reads them.
+"""A partition of a read: the rows of some shards in the snapshot, ordered by id, for one task.
 
-Reading changes nothing, and gives the same rows each time, so a task may be tried again, or run
-twice. From the check for purges on, a lock keeps the rest from being purged until the last row is
-given.
+Reading changes nothing and returns the same rows each time, so a task may be retried, or run twice.
+From the purge check until the last row is returned, a lock prevents purges of the remaining rows.
 """
 
 from __future__ import annotations
@@ -38,41 +37,41 @@ ROWS = "SELECT {columns} FROM ({rows}) AS message WHERE {conditions}"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Part(InputPartition):
-    """What one task needs. Spark hands it to that task alone, and shows it nowhere."""
+    """Everything that one task needs. Spark passes it to that task only, and never shows it."""
 
     what: str
-    """The database, for people."""
+    """The database, for error messages."""
     broker: str
-    """Its name in saf.toml, or where its dsn was found."""
+    """The broker's name in saf.toml, or the place of its dsn."""
     dsn: Dsn
     batch: Batch
     kept: bool
-    """Whether the log's constraint holds for all rows; see `saf.limits.KEPT`."""
+    """True if the log's constraint holds for all rows; see `saf.limits.KEPT`."""
     files: tuple[int, ...]
-    """What identified the storage of each slot when the snapshot was taken."""
+    """Storage identifier of each slot at the time of the snapshot."""
     deep: bool
-    """Whether the log is too large to have its rows sorted at the source."""
+    """True if the log is too large to sort its rows at the source."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """What is asked of each partition."""
+    """The query for each partition."""
 
     asked: StructType
     conditions: tuple[Condition, ...] = ()
 
     @property
     def names(self) -> list[str]:
-        """The columns of the log that it gives, the id among them."""
+        """The log's columns that the query returns, including the id."""
         return fields.columns_read(self.asked, ())
 
     @property
     def has_seldom(self) -> bool:
-        """Whether it gives columns that most messages do not have."""
+        """True if the query returns columns that most messages lack."""
         return not UNCOMMON.keys().isdisjoint(self.names)
 
     def columns(self, *, kept: bool, common: bool = False) -> list[str | sql.Composable]:
-        """The columns of the log that it needs; ``common`` as in `saf.log.columns.common`."""
+        """Return the log's columns to read; ``common``: see `saf.log.columns.common`."""
         others = (condition.column for condition in self.conditions)
         names = fields.columns_read(self.asked, others)
         if not common:
@@ -81,7 +80,7 @@ class Query:
         return [*fields.at_source(some, kept=kept), MORE_THAN_COMMON]
 
     def of(self, rows: str, *, common: bool = False) -> str:
-        """The whole query, of a query for its `columns`."""
+        """Return the whole query around ``rows``, a query for its `columns`."""
         names = self.names
         if common:
             names = [*(name for name in names if name not in UNCOMMON), MORE]
@@ -98,10 +97,10 @@ class Query:
 
 
 def read(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
-    """Give a partition's rows in the schema that was asked for.
+    """Yield a partition's rows in the requested schema.
 
     Raises:
-        PurgedMeanwhile: some of the rows are not there any more.
+        PurgedMeanwhile: some of the rows were purged.
         Unavailable: the database does not answer, or stops answering.
     """
     for rows in _rows(part, query):
@@ -137,7 +136,7 @@ def _in_windows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
                 whole = [one for some in rows if (one := completed(some, query.names)) is not None]
                 if len(whole) == len(rows):
                     return whole
-                common = False  # the other windows will have the columns that these have
+                common = False  # expect the same columns in the other windows
             return bounded(given(cursor, query.of(window.rows(batch, columns))))
 
         yield from in_order(survey(cursor, batch), within)
@@ -145,7 +144,7 @@ def _in_windows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
 
 @contextmanager
 def _unpurged(part: Part) -> Iterator[bulk.BulkCursor]:
-    """A cursor of a transaction in which all rows are still there, and stay."""
+    """Yield a cursor of a transaction in which all rows exist, and cannot be purged."""
     log = part.batch.log
     with reading(part.what, part.dsn) as cursor:
         cursor.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)).as_string(None))
@@ -162,7 +161,7 @@ def _unpurged(part: Part) -> Iterator[bulk.BulkCursor]:
 
 
 def _keeps(cursor: bulk.BulkCursor, batch: Batch) -> bool:
-    """Whether a stream's subscription keeps all of a batch: what was purged is older."""
+    """Return whether a stream's subscription retains a whole batch: only older rows were purged."""
     shards = ", ".join(map(str, batch.shards))
     cursor.execute(COMMITTED.format(subscription_id=batch.subscription_id, shards=shards))
     committed = cursor.fetchall()

@@ -1,4 +1,4 @@
-"""Where the brokers are that an option names: what saf.toml and its fleets say."""
+"""Where to find the brokers that an option names: from saf.toml and its fleets."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ log = Log("saf.stream")
 
 
 def configured(name: str, config: Path | None, *, fleets: bool = False) -> dict[str, Broker]:
-    """Return the broker of a name in saf.toml; with ``fleets``, all brokers of a whole fleet.
+    """Return the broker with a name in saf.toml; with ``fleets``, all brokers of a whole fleet.
 
     Raises:
-        ConfigurationError: there is no such broker.
-        Unavailable: a fleet does not say who belongs to it.
+        ConfigurationError: no broker has this name.
+        Unavailable: a fleet cannot list its members.
     """
     settings = load(config, delivers=False)
     stores = {

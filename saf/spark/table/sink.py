@@ -1,12 +1,12 @@
-"""What Spark calls to send: each task stages its rows, and the driver sends what all have staged.
+"""The classes that Spark calls to send: tasks stage their rows, then the driver sends all of them.
 
-A batch write sends once, however often its tasks are tried again. If whoever runs it may run it
-again, it gives the options ``txnAppId`` and ``txnVersion``, as with Delta: what was sent with this
-version, or a later one, is not sent again. A stream's writer does so by itself: its application is
-the id of the query, which its checkpoint keeps, and its version is the number of the epoch.
+A batch write sends once, however often its tasks are retried. A job that may run again gives the
+options ``txnAppId`` and ``txnVersion``, as with Delta: rows already sent with this version, or a
+later one, are not sent again. A stream's writer does this automatically: its application is the id
+of the query, which its checkpoint keeps, and its version is the number of the epoch.
 
-Messages are sent in the order that the DataFrame has: by partitions, and within each by its rows.
-So messages of a key are in the order in which ``df.collect()`` would give them.
+Messages are sent in the order of the DataFrame: by partition, and by row within a partition. So
+messages of a key have the order of ``df.collect()``.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ATTEMPTS = 5
-"""How often a commit is tried while the broker does not answer; its mark makes that harmless."""
+"""Attempts to commit while the broker does not answer; its mark makes repeats harmless."""
 QUERY = "sql.streaming.queryId"
 
 Messages = list[WriterCommitMessage | None]
-"""What Spark hands to the driver: what each task has said, and None for one that has failed."""
+"""Spark's argument at the driver: the message of each task, or None for a failed task."""
 
 log = Log("saf.sink")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written(WriterCommitMessage):
-    """What a task tells the driver. It holds no message."""
+    """A task's report to the driver. It contains no messages."""
 
     partition: int
     attempt: int | None
-    """None: it had no row."""
+    """None if the task had no rows."""
     messages: int
     query: str | None
     """The id of the streaming query."""
@@ -57,16 +57,16 @@ class Written(WriterCommitMessage):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Outgoing:
-    """Where messages go. Spark hands it to the tasks, and shows it nowhere."""
+    """Where messages go. Spark passes it to the tasks, and never shows it."""
 
     what: str
     dsn: Dsn
 
     def stage(self, batches: Iterator[pa.RecordBatch]) -> Written:
-        """Stage a task's rows: all of them, or none if it fails.
+        """Stage a task's rows: all, or none on failure.
 
         Raises:
-            InvalidMessage: of the first row that could not be sent.
+            InvalidMessage: the first row that could not be sent.
             Unavailable: the database does not answer.
         """
         from pyspark import TaskContext
@@ -89,10 +89,10 @@ class Outgoing:
     def send(
         self, application: str, version: int | None, written: Sequence[Written], *, stream: bool
     ) -> bool:
-        """Send what tasks have staged; False if it was sent already.
+        """Send the rows that tasks staged; return False if they were sent before.
 
         Raises:
-            StagedLost: some of it is not there any more.
+            StagedLost: some staged rows are gone.
             NotThisStream: a stream has sent a later epoch.
             Unavailable: the database does not answer.
             ConfigurationError: the role may not send.
@@ -121,7 +121,7 @@ class Outgoing:
         return sent
 
     def discard(self, messages: Messages) -> None:
-        """Remove what tasks of a job that has failed have staged, as far as it is known."""
+        """Remove the rows that tasks of a failed job staged, as far as known."""
         attempts = [one.attempt for one in _written(messages) if one.attempt is not None]
         if not attempts:
             return
@@ -162,12 +162,12 @@ class Batch(DataSourceArrowWriter):
         return self._to.stage(iterator)
 
     def commit(self, messages: Messages) -> None:
-        """Send what all tasks have staged."""
+        """Send the rows that all tasks staged."""
         written = _written(messages)
         self._to.send(self._application, self._version, written, stream=False)
 
     def abort(self, messages: Messages) -> None:
-        """Remove what tasks have staged."""
+        """Remove the rows that tasks staged."""
         self._to.discard(messages)
 
 
@@ -183,7 +183,7 @@ class Epochs(DataSourceStreamArrowWriter):
         return self._to.stage(iterator)
 
     def commit(self, messages: Messages, batchId: int) -> None:  # noqa: N803 - Spark's
-        """Send what all tasks of a micro-batch have staged."""
+        """Send the rows that all tasks of a micro-batch staged."""
         written = _written(messages)
         application = self._application or next((one.query for one in written if one.query), None)
         if application is None:
@@ -196,7 +196,7 @@ class Epochs(DataSourceStreamArrowWriter):
         self._to.send(application, batchId, written, stream=True)
 
     def abort(self, messages: Messages, batchId: int) -> None:  # noqa: N803 - Spark's
-        """Remove what tasks have staged."""
+        """Remove the rows that tasks staged."""
         del batchId
         self._to.discard(messages)
 

@@ -1,12 +1,12 @@
 """The moment of a read: one snapshot for all of its partitions, taken while Spark plans.
 
-The snapshot is a text, and holds nothing at the source: no transaction, no lock. A row that is in
-it stays so for ever, and rows never change. So each partition, whenever its task runs and however
-often, reads the same rows; what is committed later is not among them (see `saf.log.cursor`).
+The snapshot is a text, and holds nothing at the source: no transaction, no lock. A row that it
+contains stays in it, and rows never change. So each partition, whenever and however often its task
+runs, reads the same rows; rows committed later are not among them (see `saf.log.cursor`).
 
-Only a purge takes rows away, a whole slot of the ring at a time, by giving the slot a new file. So
-the files are noted together with the snapshot, while a lock keeps purges off. A task takes the same
-lock, and compares: see `saf.spark.table.part`.
+Only a purge removes rows: it empties a whole slot of the ring by giving the slot a new file. So the
+files are recorded with the snapshot, while a lock keeps purges out. A task takes the same lock, and
+compares the files: see `saf.spark.table.part`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from saf.log.ring import SLOTS
 from saf.log.side import KEEP_UNPURGED
 
 DEEP_BYTES = 4 * WINDOW_BYTES
-"""From this size on, a log is read in windows (see `saf.engine.windows`) and not sorted at the
+"""Log size above which rows are read in windows (see `saf.engine.windows`), not sorted at the
 source."""
 
 LOCK = KEEP_UNPURGED
-"""Keeps purges off until the end of the transaction."""
+"""Keeps purges out until the end of the transaction."""
 
 FILES = f"""
 SELECT array_agg(pg_relation_filenode(('saf.{{log}}_' || slot)::regclass)::bigint ORDER BY slot)
@@ -58,15 +58,15 @@ class Snapshot:
     snapshot: str
     """pg_snapshot as text."""
     shards: int
-    """How many shards the broker has."""
+    """The broker's number of shards."""
     kept: bool
-    """Whether the log's constraint holds for all rows; see `saf.limits.KEPT`."""
+    """True if the log's constraint holds for all rows; see `saf.limits.KEPT`."""
     files: tuple[int, ...]
-    """What identifies the storage of each slot."""
+    """Storage identifier of each slot."""
     deep: bool
 
     def batch(self, shards: list[int]) -> Batch:
-        """All rows of some shards, as a batch that nobody owns and that can only be read."""
+        """Return all rows of some shards as a read-only batch without an owner."""
         return Batch(
             log=self.log,
             subscription_id=0,
@@ -89,12 +89,12 @@ def take(
 ) -> Snapshot:
     """Take a snapshot of a log, in a transaction that has ended when this returns.
 
-    ``meanwhile`` is called in it: what the log has then is what the snapshot shows, but for what
-    was committed later, because no purge takes anything.
+    ``meanwhile`` is called in this transaction. It sees the snapshot's rows, and rows committed
+    later, because no purge can remove any.
 
     Raises:
         Unavailable: the database does not answer.
-        SchemaError: it is no broker of this version, or was restored.
+        SchemaError: the database is not a broker of this version, or was restored.
     """
     with unavailable_if_lost(what), dsn.connect(role="read") as connection:
         connection.read_only = True
@@ -116,24 +116,24 @@ def take(
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """What a task has to know of a log's tables."""
+    """Facts about a log's tables that a task needs."""
 
     kept: bool
     files: tuple[int, ...]
 
 
 def storage(connection: psycopg.Connection[Any], log: str) -> Storage:
-    """Return what identifies a log's tables, which no purge changes until the transaction ends."""
+    """Return identifiers of a log's tables; no purge changes them until the transaction ends."""
     connection.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)))
     ((kept, files),) = fetch(connection, STORAGE.format(log=log).encode())
     return Storage(kept=bool(kept), files=tuple(files))
 
 
 def check(connection: psycopg.Connection[Any], log: str | None) -> None:
-    """Make sure that a database can be read by snapshots; see `saf.broker.health.refuse`.
+    """Check that a database can be read by snapshots; see `saf.broker.health.refuse`.
 
     Raises:
-        SchemaError: it is no broker of this version, or was restored.
+        SchemaError: the database is not a broker of this version, or was restored.
     """
     check_schema(connection)
     health.refuse(connection, log)

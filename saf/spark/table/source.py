@@ -1,13 +1,13 @@
-"""What Spark calls: the format ``saf``, and the reader of one scan.
+"""The classes that Spark calls: the format ``saf``, and the reader of one scan.
 
 Streams are in `stream`, and writers in `sink`.
 
-Spark does so in Python processes of its own: one that makes the data source and asks for its
-schema, one that plans a scan, and those of the tasks. Each of them gets a pickled copy. What is in
-it is no secret: only a partition holds a dsn, and Spark hands each to its task alone.
+Spark calls them in its own Python processes: one that creates the data source and asks for its
+schema, one that plans a scan, and those of the tasks. Each gets a pickled copy, which contains no
+secrets: only a partition has a dsn, and Spark passes a partition to its own task only.
 
-A scan is planned once for each run of a query, when its first action comes; its tasks may then
-be tried again as often as Spark likes.
+Spark plans a scan once for each run of a query, at its first action; the scan's tasks may then be
+retried as often as Spark likes.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
 
 FORMAT = "saf"
 SLOTS = 8
-"""How many partitions a read has where nobody knows how many tasks run at a time."""
+"""Default number of partitions if the number of parallel tasks is unknown."""
 
 
 class Messages(DataSource):
     """The messages of a broker's outbox or inbox."""
 
     slots = SLOTS
-    """How many partitions a read has by default."""
+    """Default number of partitions of a read."""
 
     @classmethod
     def name(cls) -> str:
-        """The name of the format."""
+        """Return the name of the format."""
         return FORMAT
 
     def schema(self) -> StructType:
-        """All columns of the log."""
+        """Return all columns of the log."""
         options = options_of(self.options)
         return fields.schema_of(options.log, several=options.several)
 
@@ -71,7 +71,7 @@ class Messages(DataSource):
         return Stream(options, schema, options.partitions or self.slots)
 
     def writer(self, schema: StructType, overwrite: bool) -> Batch:
-        """Return the writer of a DataFrame that is sent."""
+        """Return the writer of a DataFrame."""
         options = for_sink(self.options, stream=False)
         outgoing.check_columns(schema)
         if overwrite:
@@ -82,7 +82,7 @@ class Messages(DataSource):
         return Batch(to, options.application, options.version)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> Epochs:  # noqa: N802 - Spark's
-        """Return the writer of a stream that is sent."""
+        """Return the writer of a stream."""
         options = for_sink(self.options, stream=True)
         outgoing.check_columns(schema)
         if overwrite:
@@ -100,13 +100,13 @@ class Scan(DataSourceReader):
         self._conditions: tuple[Condition, ...] = ()
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Keep the filters that the database applies; return the others."""
+        """Store filters that the database can apply; return the others."""
         asked = [(given, condition(given)) for given in filters]
         self._conditions = tuple(one for _, one in asked if one is not None)
         return [given for given, one in asked if one is None]
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Take the snapshot, and divide the shards evenly; and the files of an archive."""
+        """Take the snapshot, and divide the shards and the files of an archive evenly."""
         from saf.spark.table import snapshot
         from saf.spark.table.archived import Log, plan
         from saf.spark.table.archived_rows import Archived
@@ -132,7 +132,7 @@ class Scan(DataSourceReader):
                 batch=batch,
                 kept=now.kept,
                 files=now.files,
-                # few shards of many are found by the index
+                # a few shards of many are found by the index
                 deep=now.deep and len(shards) == now.shards,
             )
             for batch in now.batch(shards).split(self._partitions)
@@ -140,11 +140,11 @@ class Scan(DataSourceReader):
         return [*there, *left]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Give the rows of a partition, in a task."""
+        """Yield the rows of a partition, in a task."""
         from saf.spark.table import archived_rows, part
 
         query = part.Query(asked=self._asked, conditions=self._conditions)
-        # where no shard can hold a row, there is no partition, and Spark makes an empty one
+        # if no shard can have rows, there are no partitions, and Spark creates an empty one
         if isinstance(partition, part.Part):
             yield from part.read(partition, query)
         elif isinstance(partition, archived_rows.Archived):
@@ -152,9 +152,9 @@ class Scan(DataSourceReader):
 
 
 def with_slots(number: int) -> type[Any]:
-    """Return the data source with so many partitions by default.
+    """Return the data source with ``number`` partitions by default.
 
-    It is a class of its own because Spark makes the instances, in processes that do not know how
-    many tasks run at a time. It is in no module that these could import, so it travels as a whole.
+    It is a separate class because Spark creates the instances, in processes that do not know how
+    many tasks run in parallel. No importable module contains it, so pickle copies the whole class.
     """
     return type("Messages", (Messages,), {"slots": number, "__module__": "__main__"})

@@ -1,23 +1,23 @@
-"""What Spark calls for a stream: where to begin, how far to read, what the tasks do, what is done.
+"""The class that Spark calls for a stream: start, next offset, partitions and commits.
 
 Spark keeps one reader for a running query, in a Python process beside its driver. An offset is a
-dict from the names of brokers to what `saf.log.offset.Offset` holds. What Spark asks, and when:
+dict from the names of brokers to the content of `saf.log.offset.Offset`. Spark calls:
 
-    initialOffset     where a checkpoint without any offset begins; again after a crash before its
+    initialOffset     the start of a checkpoint without any offset; again after a crash before its
                       first micro-batch was complete
-    latestOffset      up to where the next micro-batch reads. Spark writes it into its checkpoint
-    commit            the end of the micro-batch before, only after that
+    latestOffset      the end of the next micro-batch. Spark writes it into its checkpoint
+    commit            the end of the previous micro-batch, only after that
     partitions        the rows of a micro-batch; after a crash, those in the checkpoint first, which
-                      no process of this query may have planned before
+                      perhaps no process of this query has planned before
 
-So the last micro-batch before a pause is not committed until there is something new. That would
-keep its messages from being purged, and look like a stream that hangs. So a pause begins with an
-offset that has no new rows but says so (``settled``): Spark makes an empty micro-batch of it, and
-commits the one before.
+So the last micro-batch before a pause would not be committed until new messages arrive. Its
+messages could not be purged, and the stream would seem to hang. So a pause begins with an offset
+without new rows that is marked as such (``settled``): Spark runs an empty micro-batch for it, and
+commits the previous one.
 
-Where a stream has several brokers, one that is unavailable is passed by with a warning, and its
-messages come later; if none is available, the query fails. What is wrong with a checkpoint, or was
-set back, always fails it.
+If a stream has several brokers, an unavailable broker is skipped with a warning, and its messages
+come later; if no broker is available, the query fails. An invalid checkpoint, and anything set
+back, always fail the query.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Offsets = dict[str, Any]
-"""An offset as Spark keeps it: for each broker, what `Offset.as_dict` gives."""
+"""An offset as Spark stores it: for each broker, the result of `Offset.as_dict`."""
 
 AT_ONCE = 16
-"""How many brokers are asked at a time."""
+"""Number of brokers queried in parallel."""
 
 log = Log("saf.stream")
 
 
 class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The messages of one or many brokers' logs, as they come."""
+    """The messages of the logs of one or many brokers, as they arrive."""
 
     def __init__(self, options: Options, asked: StructType, partitions: int) -> None:
         self._options = options
@@ -68,27 +68,27 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._partitions = partitions
         self._followed: dict[str, Followed] = {}
         self._until: dict[str, str] | None = None
-        """Where a run with Trigger.AvailableNow ends, by broker."""
+        """The end of a run with Trigger.AvailableNow, by broker."""
         self._turn = 0
 
     def initialOffset(self) -> Offsets:  # noqa: N802 - Spark's name
-        """Where the subscription is at each broker; it is registered where there is none."""
+        """Return the subscription's place at each broker; register missing subscriptions."""
         found = self._each(self._brokers(), lambda one: one.begin())
         return {name: offset.as_dict() for name, offset in found.items()}
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """The limit of the options, of which Spark knows one kind at a time."""
+        """Return the limit from the options; Spark supports one kind at a time."""
         limit = self._options.limit
         if limit.rows != NO_LIMIT:
             return ReadMaxRows(limit.rows)
         return ReadAllAvailable() if limit.bytes == NO_LIMIT else ReadMaxBytes(limit.bytes)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Remember what is complete now: this run reads no further."""
+        """Remember the current snapshots: this run reads no further."""
         self._until = self._each(self._brokers(), lambda one: one.now())
 
     def latestOffset(self, start: Offsets, limit: ReadLimit) -> Offsets:  # noqa: N802 - Spark's name
-        """Open a batch where there is something new, and cut it where a limit asks for that."""
+        """Open batches at brokers with new messages, and cut them at the limit."""
         before, brokers = _read(start), self._brokers()
         self._refuse_others(before, brokers)
         until = self._until
@@ -98,7 +98,7 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         found = self._each(
             served, lambda one: one.advance(before.get(one.name), self._end(one), allowed)
         )
-        # a broker that waits for its turn has something new, or is unavailable
+        # a broker that waits for its turn has new messages, or is unavailable
         result = {name: offset.as_dict() for name, offset in {**before, **found}.items()}
         return start if result == start else result
 
@@ -122,21 +122,21 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return [part for name in news for part in planned[name]]
 
     def commit(self, end: Offsets) -> None:
-        """Move the subscription at each broker."""
+        """Commit the offsets to the subscription at each broker."""
         offsets, brokers = _read(end), self._brokers()
         there = {name: brokers[name] for name in offsets if name in brokers}
         self._each(there, lambda one: one.commit(offsets[one.name]))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Give the rows of a partition, in a task."""
+        """Yield the rows of a partition, in a task."""
         from saf.spark.table import part
 
-        # where there is none, Spark makes an empty one
+        # without partitions, Spark creates an empty one
         if isinstance(partition, part.Part):
             yield from part.read(partition, part.Query(asked=self._asked))
 
     def _brokers(self) -> dict[str, Followed]:
-        """The brokers of now; a fleet may have more than before, or fewer."""
+        """Return the current brokers; a fleet may grow or shrink."""
         from saf.spark.table.followed import Followed
 
         options = self._options
@@ -158,7 +158,7 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _refuse_others(
         self, offsets: Mapping[str, Offset], brokers: Mapping[str, Followed]
     ) -> None:
-        """Refuse a checkpoint of brokers that are not named, unless they have left their fleet."""
+        """Reject a checkpoint with unnamed brokers, unless they have left their fleet."""
         fleets = {name.partition("/")[0] for name in brokers if "/" in name}
         fleets |= set(self._options.names)
         missing = [
@@ -174,7 +174,7 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
 
     def _limit(self, given: ReadLimit) -> Limit:
-        """What Spark asks to be kept; where it asks for a limit, those of the options are too."""
+        """Return Spark's limit; if Spark asks for a limit, the options' limits apply, too."""
         if isinstance(given, ReadMaxRows):
             return Limit(rows=given.max_rows, bytes=self._options.limit.bytes)
         if isinstance(given, ReadMaxBytes):
@@ -184,7 +184,7 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _served(
         self, before: Mapping[str, Offset], brokers: Mapping[str, Followed], limit: Limit
     ) -> tuple[dict[str, Followed], Limit]:
-        """Which brokers' messages are read next, and how much of each."""
+        """Return the brokers to read next, and the limit for each."""
         if limit.is_none or len(brokers) <= 1:
             return dict(brokers), limit
         news = self._each(brokers, lambda one: one.has_news(before.get(one.name), self._end(one)))
@@ -205,9 +205,9 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         *,
         all_of_them: bool = False,
     ) -> dict[str, T]:
-        """Ask several brokers at a time; those that are unavailable are left out, but not all.
+        """Call an action at several brokers in parallel; skip unavailable ones, unless all are.
 
-        A database that a fleet lists, and that is no broker, is left out too.
+        Skip a database that a fleet lists but that is not a broker, too.
         """
         found: dict[str, T] = {}
         failed: list[Unavailable] = []
@@ -240,7 +240,7 @@ def _read(given: Mapping[str, Any]) -> dict[str, Offset]:
 
 
 def _same(one: Offset | None, other: Offset) -> bool:
-    """Whether two offsets have the same rows."""
+    """Return whether two offsets have the same rows."""
     return one is not None and (one.done, one.open, one.position) == (
         *(other.done, other.open),
         other.position,
