@@ -50,10 +50,10 @@ def command(
     broker: Where = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let brokers have what a plan says.
+    """Make brokers match a plan.
 
-    It shows the difference, asks, and makes it good. All changes of one broker are one transaction.
-    Said again, there is nothing to do. What the plan does not name stays, unless --prune is said.
+    It shows the difference, asks, and applies it. All changes of one broker are one transaction.
+    Repeating it changes nothing. Entries that the plan does not name stay, unless --prune is given.
     """
     settings, plan = load(config), read(file)
     check(plan, settings)
@@ -95,9 +95,9 @@ def command(
 
 
 def export(config: Config = None, broker: Where = None) -> None:
-    """Print a plan with all that brokers have.
+    """Print a plan with everything that brokers have.
 
-    They are the brokers and destinations of saf.toml, or one of them.
+    Without --broker: all brokers and destinations of saf.toml.
     """
     round_ = Round(everywhere(load(config), broker))
     found = round_.visit("export", lambda connection, _: _listed(connection))

@@ -25,8 +25,8 @@ app = typer.Typer(no_args_is_help=True, help="Brokers: the databases with the sc
 def list_(config: Config = None, broker: Where = None, as_json: AsJson = False) -> None:
     """Show each broker with its broker_id.
 
-    Routes by broker, and messages to one broker, name the broker_id. It says also whether saf.toml
-    has the broker as a source, as a destination, or as both.
+    Routes by broker, and messages to one broker, name the broker_id. The list also shows whether
+    saf.toml has the broker as a source, as a destination, or as both.
     """
     settings = load(config)
     round_ = Round(everywhere(settings, broker))
@@ -68,9 +68,9 @@ def new_id(
 ) -> None:
     """Make a copy of a broker a broker of its own.
 
-    A copy, such as one by CREATE DATABASE … TEMPLATE, has its original's broker_id. It gets a new
-    one. Messages that waited in the original when the copy was made stay the original's to send.
-    Log in as the owner of the copy's schema, and stop its forwarders and receivers.
+    A copy, such as one by CREATE DATABASE … TEMPLATE, has its original's broker_id. This command gives
+    it a new one. The original still sends the messages that were pending when the copy was made. Log in
+    as the owner of the copy's schema, and stop its forwarders and receivers.
     """
     settings = load(config)
     round_ = Round(everywhere(settings, None))

@@ -26,9 +26,9 @@ File = Annotated[
 
 @app.command()
 def create(file: File, *, config: Config = None, broker: Where = None) -> None:
-    """Create what a file says, at every broker or at one.
+    """Create message types and contracts from a file, at one broker or all.
 
-    To repeat it changes nothing.
+    Repeating it changes nothing.
     """
     types, named = _read(file)
 
@@ -46,10 +46,7 @@ def create(file: File, *, config: Config = None, broker: Where = None) -> None:
 
 @app.command("list")
 def list_(*, config: Config = None, broker: Where = None, as_json: AsJson = False) -> None:
-    """Show contracts and their message types.
-
-    It says who sends which.
-    """
+    """Show contracts, their message types, and which end sends each."""
     round_ = Round(everywhere(load(config), broker))
     found = round_.visit("contract", lambda connection, _: contracts(connection))
     rows = [

@@ -97,9 +97,9 @@ def audit_(
     after: After = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what people did with messages set aside.
+    """Show operators' decisions about messages, the latest first.
 
-    It says why; the last comes first.
+    Each decision has its reason.
     """
     before = audit.place_at(after)
     round_ = Round(chosen(load(config), broker))
@@ -129,7 +129,7 @@ def show(
 ) -> None:
     """Write the body of a dead letter to standard output.
 
-    A terminal gets it as text.
+    On a terminal, the body is shown as text.
     """
     round_ = Round(chosen(load(config), broker))
     round_.only(number)
@@ -158,9 +158,9 @@ def retry(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Hand dead letters over again, in order.
+    """Deliver dead letters again, in order.
 
-    They go to the forwarder, or to their receivers.
+    The forwarder or their receivers deliver them.
     """
     which = _filter(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
@@ -214,9 +214,9 @@ def redirect(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Hand dead letters over again, for another destination.
+    """Deliver dead letters again, to another destination.
 
-    They go by the forwarder. Those of receivers and of dialogs stay as they are, and are counted.
+    The forwarder delivers them. Dead letters of receivers and of dialogs stay, and are counted.
     """
     which = _filter(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,

@@ -22,14 +22,14 @@ Name = Annotated[str, typer.Argument(help="Of the destination, in saf.toml.")]
 
 @app.command()
 def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
-    """Connect to a destination, and say what it promises.
+    """Connect to a destination, and show what it guarantees.
 
-    It asks the server what it is and how it is set up, and says which setting would give more. In
-    an object store, it writes a probe and deletes it, because nothing else shows what the store
-    keeps; elsewhere, it writes nothing.
+    It reads the server's version and settings, and names settings that would give more safety. In an
+    object store, it writes a probe and deletes it, because nothing else shows what the store keeps;
+    elsewhere, it writes nothing.
 
-    Exit code 0: messages can be stored there; 1: something is wrong with it; 2: it refuses the
-    login or the forwarder; 75: it does not answer.
+    Exit code 0: messages can be stored there; 1: it has a problem; 2: it refuses the login or the
+    forwarder; 75: it does not answer.
     """
     there = named(name, config)
     problems = [*there.problems(name), *there.probe(name)]

@@ -89,7 +89,7 @@ def list_(
 def show(
     handle: Handle, *, config: Config = None, broker: Where = None, as_json: AsJson = False
 ) -> None:
-    """Show one end of a conversation, wherever it lives."""
+    """Show one end of a conversation, at any broker."""
     round_ = Round(everywhere(load(config), broker))
     found = round_.visit("dialog", lambda connection, _: conversations(connection, handle=handle))
     rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
@@ -113,9 +113,9 @@ def exchange_(
     limit: Limit = 200,
     as_json: AsJson = False,
 ) -> None:
-    """Show what the ends of a conversation have said.
+    """Show the messages of both ends of a conversation.
 
-    The logs of all brokers are asked; they have what no purge has taken.
+    It reads the logs of all brokers; purged messages are missing.
     """
     round_ = Round(everywhere(load(config), broker))
     found = round_.visit(
@@ -147,7 +147,7 @@ def end(
 ) -> None:
     """End this side in order, or both with an error.
 
-    The other end is told.
+    The other end is notified.
     """
 
     def act(connection: psycopg.Connection[Any]) -> None:
@@ -163,9 +163,9 @@ def end(
 
 @app.command()
 def cleanup(handle: Handle, *, config: Config = None, broker: Where = None) -> None:
-    """Close this side for good, whatever its state.
+    """Close this side for good, in any state.
 
-    The other end is not told.
+    The other end is not notified.
     """
     round_ = Round(everywhere(load(config), broker))
     _where_it_lives(round_, handle, lambda connection: clean_up(connection, handle), "closed")
@@ -175,9 +175,9 @@ def cleanup(handle: Handle, *, config: Config = None, broker: Where = None) -> N
 def compare_(*, config: Config = None, broker: Where = None, as_json: AsJson = False) -> None:
     """Let the open ends compare with their other ends.
 
-    They compare what each has sent and received. Run it after one of the databases was set back and
-    repaired: if something is missing, both ends of the dialog get an Error. It does no harm to
-    other dialogs, except that it ends those of which a message is a dead letter.
+    They compare which messages each has sent and received. Run it after one of the databases was set
+    back and repaired: if messages are missing, both ends of the dialog get an Error. Other dialogs are
+    not affected, except that dialogs with a dead letter end.
     """
     round_ = Round(everywhere(load(config), broker))
 

@@ -28,11 +28,11 @@ def command(
         bool, typer.Option("--json", help="Print one line of JSON, with the checks that are ok.")
     ] = False,
 ) -> None:
-    """Say what is wrong at brokers and destinations, or will be.
+    """Report present and coming problems of brokers and destinations.
 
-    Each finding has its cause and its cure. This machine is examined, too. Reads only.
+    Each finding has its cause and its cure. This machine is checked, too. Reads only.
 
-    Exit code 0: no errors, warnings at most; 1: errors; 75: the only error is that a database
+    Exit code 0: no errors, at most warnings; 1: errors; 75: the only error is that a database
     does not answer.
     """
     from saf.spark.checking import examine_machine

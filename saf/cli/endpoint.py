@@ -72,7 +72,7 @@ def add(
     """Store an endpoint in the broker that has the subscription.
 
     It may be on the public internet, or in a network that [dispatch] of saf.toml names. Secrets are
-    not stored, only the names of variables, which begin with SAF_ENDPOINT_.
+    not stored, only the names of environment variables, which begin with SAF_ENDPOINT_.
     """
     settings = {
         "secrets": secret_from or None,
@@ -106,10 +106,10 @@ def remove(name: Name, config: Config = None, broker: Store = None) -> None:
 
 @app.command("list")
 def list_(config: Config = None, as_json: AsJson = False) -> None:
-    """Show the endpoints, and how each is.
+    """Show the endpoints, and their state.
 
-    One that is wrong, or whose broker does not answer, is said on standard error; the others are
-    shown. Exit codes: 2 or 75 if there is one.
+    An invalid endpoint, or one whose broker does not answer, is reported on standard error; the others
+    are shown. Exit codes: 2 or 75 if there is one.
     """
     settings = load(config)
     found = find(settings)
@@ -146,7 +146,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 @app.command()
 def show(name: Name, config: Config = None, as_json: AsJson = False) -> None:
-    """Show an endpoint: its settings, and how it is.
+    """Show an endpoint's settings and state.
 
     No secret is shown.
     """
@@ -171,7 +171,7 @@ def history_(
 ) -> None:
     """Show the last attempts that failed.
 
-    The newest come first, with what the endpoint said.
+    The newest come first, with the endpoint's answer.
     """
     settings = load(config)
     (one,) = chosen(settings, [name]).values()
@@ -199,8 +199,8 @@ def history_(
 def send_test(name: Name, config: Config = None) -> None:
     """Send one event of the type saf.test.
 
-    It has the form of the endpoint's mode; calls are refused. No message stands for it. What came
-    of it is said.
+    It has the form of the endpoint's mode; calls are refused. No message is stored for it. The result
+    is shown.
     """
     (one,) = chosen(load(config), [name]).values()
     if one.mode in ("soap", "xmlrpc"):
@@ -228,7 +228,7 @@ def pause(name: Name, config: Config = None) -> None:
 def resume(name: Name, config: Config = None) -> None:
     """Send to an endpoint again.
 
-    It was paused, is disabled, or is taken to be down.
+    For an endpoint that is paused, disabled, or considered down.
     """
     settings = load(config)
     (one,) = chosen(settings, [name]).values()

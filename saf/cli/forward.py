@@ -73,11 +73,11 @@ def command(
         typer.Option(help="A server of Spark Connect, sc://host:15002. Default: $SPARK_REMOTE."),
     ] = None,
 ) -> None:
-    """Forward what is pending in all outboxes.
+    """Forward the pending messages of all outboxes.
 
-    They are those of all configured brokers. Once: everything that was committed before the run,
-    then exit. Run it from cron or Airflow; runs that overlap share the work. SIGTERM and Ctrl-C
-    finish the chunk in hand.
+    One run forwards everything that was committed before the run, in all configured brokers, and
+    exits. Run it from cron or Airflow; overlapping runs share the work. SIGTERM and Ctrl-C finish the
+    chunk in hand.
     """
     settings = load(config)
     if explained:

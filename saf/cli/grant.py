@@ -35,9 +35,9 @@ def command(
 ) -> None:
     """Give a role the rights that its duty needs.
 
-    They are rights on a broker's schema saf, and it gets no others. What the role was granted
-    before, by saf or by hand, is taken away in the same transaction. It is safe to repeat; repeat
-    it after an upgrade.
+    The rights are on a broker's schema saf; it gets no others. Earlier rights of the role, granted by
+    saf or by hand, are removed in the same transaction. It is safe to repeat; repeat it after an
+    upgrade.
     """
     kinds = list(dict.fromkeys(role or []))
     if kinds and revoke:

@@ -37,7 +37,7 @@ def notify(
 ) -> None:
     """Notify receivers of arriving messages, or let them poll.
 
-    With on, those that listen are woken; with off, all poll. While it is on, transactions that
+    With on, receivers that listen are woken; with off, all poll. While it is on, transactions that
     store messages commit one after the other.
     """
     round_ = Round(stores(load(config), broker))
@@ -51,9 +51,9 @@ def notify(
 
 @app.command()
 def status(config: Config = None, broker: Store = None, as_json: AsJson = False) -> None:
-    """Show what each subscription has left and dropped.
+    """Show the backlog and the drops of each subscription.
 
-    They are those of the destinations. Messages of types that no receiver has had a handler for are
+    It covers the subscriptions of the destinations. Messages of types that no receiver has handled are
     named by type.
     """
     round_ = Round(stores(load(config), broker))
@@ -107,10 +107,7 @@ def peek(
     limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show the next messages of a subscription.
-
-    They stay where they are.
-    """
+    """Show the next messages of a subscription without taking them."""
     round_ = Round(store(load(config), broker))
     found = round_.visit("inbox", lambda connection, _: inbox.peek(connection, subscription, limit))
     if as_json:

@@ -34,13 +34,13 @@ def optimize(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make few large files of many small ones; remove what nobody needs.
+    """Merge many small files into few large ones; remove unneeded files.
 
-    A forwarder writes a file for each chunk and partition, and goes on meanwhile. Files that were
-    replaced, or were left by a process that was killed, are removed after --keep-hours; until then,
+    A forwarder writes a file for each chunk and partition, and may continue during the run. Files that
+    were replaced, or were left by a killed process, are removed after --keep-hours; until then,
     readers of older versions of the table find them.
 
-    Exit code 0: done; 2: there is no such table; 75: it does not answer.
+    Exit code 0: done; 2: the table does not exist; 75: it does not answer.
     """
     there = named(name, config)
     if not isinstance(there, Delta):

@@ -27,11 +27,11 @@ def command(
     shards: Annotated[bool, typer.Option("--shards", help="Also list each shard.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show who has which shards of each subscription, and its lag.
+    """Show the owners of each subscription's shards, and its lag.
 
-    That is for both logs of all brokers and destinations. Forwarders, processors and dispatchers
-    own shards. Workers own none: they lock those of a delivery. How much is left is an estimate
-    where a shard has more than 1,000 messages; the lag is not.
+    It covers both logs of all brokers and destinations. Forwarders, processors and dispatchers own
+    shards. Workers own none: they lock the shards of a delivery. The number of pending messages is an
+    estimate where a shard has more than 1,000; the lag is exact.
     """
     round_ = Round(everywhere(load(config), broker))
     asked = round_.visit("members", lambda connection, _: memberships(connection))

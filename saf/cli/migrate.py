@@ -28,7 +28,7 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Create the saf schema in a database, or bring it up to date. It is safe to repeat."""
+    """Create the saf schema in a database, or upgrade it. It is safe to repeat."""
     from saf.broker.migrate import migrate  # alembic is slow to import, and only needed here
 
     database = Dsn(dsn)

@@ -61,8 +61,8 @@ def list_(
 ) -> None:
     """Show the messages of the outboxes, a page at a time.
 
-    The oldest transactions come first; of what is parked or dead, what was set aside first. Purged
-    messages are gone. Nothing is counted, and a page reads little, however long the log is.
+    The oldest transactions come first; for parked and dead messages, those that were set aside first.
+    Purged messages are gone. Nothing is counted, and a page reads little, however long the log is.
     """
     if state is not None and state not in STATES:
         raise UsageError(f"--state {state}: the states are {', '.join(STATES)}")
@@ -104,7 +104,7 @@ def show(
 ) -> None:
     """Show one message of an outbox: where it is, and why it waits.
 
-    A message id is looked for in all outboxes; with an id, say --broker.
+    A message id is searched in all outboxes; an id needs --broker.
     """
     number = _number(which)
     round_ = Round(chosen(load(config), broker))
@@ -141,11 +141,11 @@ def forwarded_(
     timeout: Timeout = SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether all that was sent before a time is forwarded.
+    """Tell whether all messages sent before a time are forwarded.
 
-    Exit code 0 if it has; 1 if a message is still pending or parked, or has become a dead letter;
-    75 if a broker does not say so in time. It shows one of each. A schedule waits for it before it
-    works with what has been forwarded.
+    Exit code 0 if they are; 1 if a message is still pending or parked, or has become a dead letter;
+    75 if a broker does not answer in time. It shows one message of each kind. A schedule waits for it
+    before it works with forwarded messages.
     """
     wanted = Wanted(service=service, since=since, until=until)
     round_ = Round(chosen(load(config), broker))

@@ -62,8 +62,8 @@ def list_(
 ) -> None:
     """Show the lanes of parked messages.
 
-    It says how many are in each, why, and when it is tried next. If there are more lanes than the
-    limit, those that hold up most are shown.
+    It shows the number of messages in each, why they wait, and the next attempt. If there are more
+    lanes than the limit, it shows those that block the most messages.
     """
     place = place_at(after)
     round_ = Round(chosen(load(config), broker))
@@ -96,10 +96,10 @@ def retry_now_(
     why: Why = "",
     as_json: AsJson = False,
 ) -> None:
-    """Let the next run try what waits.
+    """Let the next run retry parked messages without waiting longer.
 
-    That is a run of the forwarder, or a receiver; without waiting longer. A key that waits for your
-    decision about its dead letter is counted, and goes on waiting: see `saf dead`.
+    The next run of the forwarder, or a receiver, retries them. A key that waits for your decision about
+    its dead letter is counted, and still waits: see `saf dead`.
     """
     round_ = Round(chosen(load(config), broker))
     which = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)

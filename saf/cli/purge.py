@@ -68,10 +68,10 @@ def command(
     metrics_push: Push = None,
     as_json: AsJson = False,
 ) -> None:
-    """Purge old messages that everybody has completed.
+    """Purge old messages that every subscription has completed.
 
-    Every subscription has completed them. It purges a slot of the log at a time. It is safe at any
-    time, and as often as you like. A slot that cannot go now is kept, and the reason is shown.
+    It purges a slot of the log at a time. It is safe at any time, as often as you like. A slot that
+    cannot be purged now is kept, and the reason is shown.
     """
     settings = load(config)
     rules = with_options(settings.purge, retention_seconds=retention, archive=archive)

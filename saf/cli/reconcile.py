@@ -33,10 +33,11 @@ def command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare sources with what their destinations hold.
+    """Compare sources with the messages that their destinations hold.
 
-    What a source has completed should be there. Reads only. It is safe while everything runs. Exit
-    code 0: both sides hold the same; 1: messages are lost, duplicated or unexpected, and named.
+    Completed messages of a source should be in its destinations. Reads only. It is safe while
+    everything runs. Exit code 0: both sides hold the same; 1: messages are lost, duplicated or
+    unexpected, and named.
     """
     settings = load(config)
     round_ = Round(chosen(settings, broker))

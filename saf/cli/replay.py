@@ -32,10 +32,10 @@ def command(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Send again what `saf reconcile` says is lost.
+    """Send again the messages that `saf reconcile` reports as lost.
 
-    It goes before everything newer. It does not matter why it is lost. A destination that was set
-    back may go on afterwards. The next run of the forwarder delivers the messages, each once, even
+    They go before everything newer, whatever the cause of the loss. A destination that was set back
+    may continue afterwards. The next run of the forwarder delivers the messages, each once, even
     if you run this twice.
     """
     settings = load(config)

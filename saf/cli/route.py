@@ -65,11 +65,11 @@ def add(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Let messages go to a destination, from the next batch on.
+    """Route messages to a destination, from the next batch on.
 
     Of the routes that match a message, the most specific win: service and broker, then service,
     then broker, then neither. If several win, they share the load; for a topic, all of them count.
-    A route that is there already gets the new values, and is enabled.
+    An existing route gets the new values, and is enabled.
     """
     settings = load(config)
     _known(settings, destination)
@@ -111,7 +111,10 @@ def remove(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Remove a route. What it alone matched goes by a less specific route, or is parked."""
+    """Remove a route.
+
+    Messages that only it matched go by a less specific route, or are parked.
+    """
     change = partial(
         routes.remove_route, destination=destination, service=service, broker=to_broker
     )
@@ -127,7 +130,7 @@ def enable(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Enable a route that was disabled."""
+    """Enable a disabled route."""
     settings = load(config)
     change = partial(
         routes.enable_route,
@@ -150,7 +153,7 @@ def disable(
 ) -> None:
     """Disable a route until it is enabled again.
 
-    It may be one that saf.toml declares.
+    This also works for a route that saf.toml declares.
     """
     settings = load(config)
     change = partial(
@@ -166,10 +169,7 @@ def disable(
 
 @app.command("list")
 def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
-    """Show all routes, the most specific first.
-
-    It says where each comes from.
-    """
+    """Show all routes and where each is defined, the most specific first."""
     settings = load(config)
     round_ = Round(chosen(settings, broker))
     found = configured(round_, settings)
@@ -195,10 +195,10 @@ def explain_(
     broker: Name = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say where a message would go with the next batch.
+    """Show where a message would go with the next batch.
 
-    It also says why the other routes do not count. Exit code 75: at some broker no route leads
-    anywhere, so the message would wait.
+    It also explains why the other routes do not count. Exit code 75: at some broker no route matches,
+    so the message would wait.
     """
     settings = load(config)
     identities = Identities(settings.destinations).known()

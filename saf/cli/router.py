@@ -61,11 +61,11 @@ def add(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Let a classifier say which service messages are for.
+    """Let a classifier choose the service of each message.
 
-    It does so from the next batch on. Routes say where the messages of that service go. A router
-    that is there already gets the new values, and is enabled. A router that forwards belongs to the
-    broker where its service lives.
+    It does so from the next batch on. Routes then choose the destination of that service. An existing
+    router gets the new values, and is enabled. A router that forwards belongs to the broker where its
+    service lives.
     """
     said = {kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None}
     if len(said) != 1:
@@ -105,7 +105,7 @@ def remove(service: Service, config: Config = None, broker: Name = None) -> None
 
 @app.command()
 def enable(service: Service, config: Config = None, broker: Name = None) -> None:
-    """Enable a router that was disabled."""
+    """Enable a disabled router."""
     _enable(service, config, broker, enabled=True)
 
 
@@ -113,14 +113,14 @@ def enable(service: Service, config: Config = None, broker: Name = None) -> None
 def disable(service: Service, config: Config = None, broker: Name = None) -> None:
     """Disable a router until it is enabled again.
 
-    It may be one that saf.toml declares.
+    This also works for a router that saf.toml declares.
     """
     _enable(service, config, broker, enabled=False)
 
 
 @app.command("list")
 def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
-    """Show all routers, and where each comes from."""
+    """Show all routers, and where each is defined."""
     settings = load(config)
     round_ = Round(chosen(settings, broker))
     found = round_.visit(
@@ -156,13 +156,13 @@ def serve(
     config: Config = None,
     broker: Store = None,
 ) -> None:
-    """Be the routing service of a router that forwards.
+    """Run the routing service of a router that forwards.
 
     It serves until SIGTERM or Ctrl-C. It receives at the broker where the service lives, and sends
     on from there, so that broker is a destination and a source. With [signing] in saf.toml, it
-    signs what it sends on, and refuses what was altered. Exit codes: 0 when told to stop; 2 if the
-    router is not there, or its function cannot be imported; 75 if the messages in hand took longer
-    than the stop timeout.
+    signs the messages that it sends on, and refuses altered ones. Exit codes: 0 after a stop request;
+    2 if the router does not exist, or its function cannot be imported; 75 if the messages in hand took
+    longer than the stop timeout.
     """
     from saf.receiving.stopping import STOP_SECONDS
     from saf.routing_service import RoutingService  # Arrow takes a while to import
@@ -210,9 +210,9 @@ def explain(
     broker: Name = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which service a message would really be for.
+    """Show the service that a classifier chooses for a message.
 
-    It says where the message would go, too. Sends nothing. The classifier runs here. That of a
+    It also shows where the message would go. Sends nothing. The classifier runs here. That of a
     router that forwards runs for the broker where its service lives. Spark evaluates a classifier
     in SQL, and takes some seconds to start. Exit codes: 75 if the message would wait at some
     broker; 1 if it would become a dead letter.

@@ -50,8 +50,8 @@ def add(
 ) -> None:
     """Let a role, and its members, send as a service.
 
-    While a broker has rules, the server refuses each message for whose sender and receiver the role
-    has none. The owner of the schema is not restricted. The role needs `saf grant --role writer`
+    While a broker has rules, the server refuses each message whose sender and receiver no rule of the
+    role allows. The owner of the schema is not restricted. The role needs `saf grant --role writer`
     too.
     """
     to_services: list[str | None] = [*to_service] if to_service else [None]
@@ -70,7 +70,7 @@ def add(
 def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
     """Show the rules of the brokers.
 
-    Where there are none, any writer may send as any service.
+    Without rules, any writer may send as any service.
     """
     round_ = Round(chosen(load(config), broker))
     found = round_.visit("sender", lambda connection, _: senders.senders(connection))
@@ -115,9 +115,9 @@ def remove(
         ),
     ] = False,
 ) -> None:
-    """Take away rules of a role.
+    """Remove rules of a role.
 
-    All of them, unless --from or --to says which.
+    Without --from and --to, all of them.
     """
     with _connected(dsn) as (name, connection):
         removed = senders.remove_senders(

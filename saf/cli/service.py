@@ -36,11 +36,11 @@ def create(
     config: Config = None,
     broker: Store = None,
 ) -> None:
-    """Let services live at a broker.
+    """Create services at a broker.
 
-    Each has a subscription of the same name. A broker without services stores messages for any; one
-    that has some, for these only. Messages for others wait at their sources, and `saf parked list`
-    shows them there.
+    Each has a subscription of the same name. A broker without services stores messages for any service;
+    a broker with services, for these only. Messages for others wait at their sources, and
+    `saf parked list` shows them there.
     """
     round_ = Round(store(load(config), broker))
 
@@ -58,10 +58,7 @@ def create(
 
 @app.command("list")
 def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) -> None:
-    """Show the services, and who reads their messages.
-
-    They are those of the destinations.
-    """
+    """Show the services of the destinations, and who reads their messages."""
     round_ = Round(stores(load(config), broker))
     found = round_.visit("service", lambda connection, _: services.services(connection))
     if as_json:
@@ -87,7 +84,7 @@ def remove(
     """Remove a service and its subscriptions.
 
     New messages for it wait at their sources. Without its last service, a broker stores messages
-    for any again.
+    for any service again.
     """
     round_ = Round(store(load(config), broker))
 

@@ -26,9 +26,9 @@ def command(
     shards: Annotated[bool, typer.Option("--shards", help="Also list each shard.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is pending, parked and dead in each source.
+    """Show pending, parked and dead messages of each source.
 
-    It also says why messages wait.
+    It also shows why messages wait.
     """
     round_ = Round(chosen(load(config), broker))
     known = round_.visit("status", lambda connection, _: broker_status(connection, SHOWN))

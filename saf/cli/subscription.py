@@ -48,7 +48,7 @@ def create(
 ) -> None:
     """Add a reader to a service, or register a stream.
 
-    Each of its readers gets every message.
+    Each reader of a service gets every message.
     """
     if [service is not None, everything, log is not None].count(True) != 1:
         raise UsageError(
@@ -121,10 +121,10 @@ def drop(
         ),
     ] = None,
 ) -> None:
-    """Forget a stream of Spark. Messages are not kept for it any more.
+    """Forget a stream of Spark, so that no messages are kept for it.
 
-    Its query cannot go on from its checkpoint: stop it before. Where several brokers have such a
-    stream, or both logs of one, nothing is dropped until one is named.
+    Its query cannot continue from its checkpoint: stop it first. If several brokers have such a
+    stream, or both logs of one broker, nothing is dropped until you name one.
     """
     round_ = Round(everywhere(load(config), broker))
     asked = round_.visit("subscription", lambda connection, _: stream.logs(connection, name))
@@ -172,7 +172,7 @@ def _refuse_several(
 def remove(
     name: Name, config: Config = None, broker: Store = None, discard: Discard = False
 ) -> None:
-    """Remove a reader, with what it has parked and its dead letters."""
+    """Remove a reader, with its parked messages and dead letters."""
     round_ = Round(store(load(config), broker))
     for where in round_.visit(
         "subscription",

@@ -45,10 +45,10 @@ def try_(
     broker: Name = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what the transform of a service makes of one message.
+    """Show what the transform of a service returns for one message.
 
     Sends nothing. Spark evaluates the function here, and takes some seconds to start. Exit codes:
-    75 if the messages of the service would wait, because the function itself fails; 1 if this one
+    75 if the messages of the service would wait, because the function itself fails; 1 if this message
     would become a dead letter.
     """
     settings = load(config)

@@ -36,9 +36,9 @@ def command(
 ) -> None:
     """Show all brokers in a browser.
 
-    Whoever logs in with the token of [ui] in saf.toml may look, and with operate_token also act, if
-    it is started with --write. Without any token there, one is made up and printed. docs/ui.md says
-    more. It stays until SIGTERM or Ctrl-C.
+    Users who log in with the token of [ui] in saf.toml may look; with operate_token they may also act,
+    if it is started with --write. Without a token there, one is generated and printed. See docs/ui.md.
+    It runs until SIGTERM or Ctrl-C.
     """
     server, listening, said = prepared(load(config), host=host, port=port, write=write)
     for line in said:

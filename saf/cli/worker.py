@@ -60,10 +60,10 @@ def command(
 ) -> None:
     """Handle messages until SIGTERM or Ctrl-C.
 
-    These let it finish the message in hand. What is done is committed, and the rest is put back. At
-    its end it says how many messages it has handled, parked and made dead letters of. Exit codes: 0
-    when told to stop; 75 if the message in hand took longer than the stop timeout. With --drain: 1
-    if there are new dead letters, or messages that no handler takes; 75 if messages wait for
+    After a stop request it finishes the message in hand, commits finished work, and puts the rest back.
+    At its end it shows how many messages it has handled, parked and turned into dead letters. Exit
+    codes: 0 after a stop request; 75 if the message in hand took longer than the stop timeout. With
+    --drain: 1 if there are new dead letters, or messages that no handler takes; 75 if messages wait for
     another attempt; otherwise 0.
     """
     worker = find(which)
