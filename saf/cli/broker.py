@@ -68,9 +68,9 @@ def new_id(
 ) -> None:
     """Make a copy of a broker a broker of its own.
 
-    A copy, such as one by CREATE DATABASE … TEMPLATE, has its original's broker_id. This command gives
-    it a new one. The original still sends the messages that were pending when the copy was made. Log in
-    as the owner of the copy's schema, and stop its forwarders and receivers.
+    A copy, such as one by CREATE DATABASE … TEMPLATE, has its original's broker_id. This command
+    gives it a new one. The original still sends the messages that were pending when the copy was
+    made. Log in as the owner of the copy's schema, and stop its forwarders and receivers.
     """
     settings = load(config)
     round_ = Round(everywhere(settings, None))

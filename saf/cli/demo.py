@@ -93,17 +93,18 @@ def command(
 
     It records the flights of 2013, and proves that no message is lost or doubled. An embedded
     PostgreSQL holds an application database and a MOM store. Two writers record flights and send
-    messages in the same transactions, some of which roll back; Spark forwards the messages; then the
-    databases are compared. The next run finishes a run that was stopped; another run forwards nothing
-    twice. With --routing, there is a MOM store for each of the three airports, and a classifier that
-    routes each message for one service, departures. With --to redis, the messages go to streams
-    of a Redis server, with --to nats to a stream of a NATS server, with --to rabbitmq_stream to a
-    stream of a RabbitMQ server, with --to rabbitmq to a queue, with --to kafka to topics of a Kafka
-    broker; the server is started if it is installed. With --to delta or --to iceberg, they go to a
-    table of a lakehouse, which needs no server.
+    messages in the same transactions, some of which roll back; Spark forwards the messages; then
+    the databases are compared. The next run finishes a run that was stopped; another run forwards
+    nothing twice. With --routing, there is a MOM store for each of the three airports, and a
+    classifier that routes each message for one service, departures. With --to redis, the messages
+    go to streams of a Redis server, with --to nats to a stream of a NATS server, with --to
+    rabbitmq_stream to a stream of a RabbitMQ server, with --to rabbitmq to a queue, with --to kafka
+    to topics of a Kafka broker; the server is started if it is installed. With --to delta or --to
+    iceberg, they go to a table of a lakehouse, which needs no server.
 
     With --http, the messages continue from the MOM store to a receiver on this machine, as signed
-    webhooks; the receiver pauses in the middle. Without --limit, these are the first 20,000 flights.
+    webhooks; the receiver pauses in the middle. Without --limit, these are the first 20,000
+    flights.
 
     With --lake, a stream of Spark writes the flights to a Delta table while they are sent; its
     driver is killed in the middle, and started again. A chart shows its lag.
@@ -111,8 +112,8 @@ def command(
     With --ui, the dashboard shows the run, and stays until Ctrl-C.
 
     With --dialog, two applications talk instead, each in a database of its own and with a MOM store
-    between them: an order that is delivered in parts, a refused order, an order without an answer, and
-    a drawing of 20 MB.
+    between them: an order that is delivered in parts, a refused order, an order without an answer,
+    and a drawing of 20 MB.
     """
     if dialog and (routing or limit):
         raise UsageError("--dialog is a demo of its own: without --routing and --limit")

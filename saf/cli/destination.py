@@ -24,9 +24,9 @@ Name = Annotated[str, typer.Argument(help="Of the destination, in saf.toml.")]
 def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
     """Connect to a destination, and show what it guarantees.
 
-    It reads the server's version and settings, and names settings that would give more safety. In an
-    object store, it writes a probe and deletes it, because nothing else shows what the store keeps;
-    elsewhere, it writes nothing.
+    It reads the server's version and settings, and names settings that would give more safety. In
+    an object store, it writes a probe and deletes it, because nothing else shows what the store
+    keeps; elsewhere, it writes nothing.
 
     Exit code 0: messages can be stored there; 1: it has a problem; 2: it refuses the login or the
     forwarder; 75: it does not answer.

@@ -175,9 +175,9 @@ def cleanup(handle: Handle, *, config: Config = None, broker: Where = None) -> N
 def compare_(*, config: Config = None, broker: Where = None, as_json: AsJson = False) -> None:
     """Let the open ends compare with their other ends.
 
-    They compare which messages each has sent and received. Run it after one of the databases was set
-    back and repaired: if messages are missing, both ends of the dialog get an Error. Other dialogs are
-    not affected, except that dialogs with a dead letter end.
+    They compare which messages each has sent and received. Run it after one of the databases was
+    set back and repaired: if messages are missing, both ends of the dialog get an Error. Other
+    dialogs are not affected, except that dialogs with a dead letter end.
     """
     round_ = Round(everywhere(load(config), broker))
 

@@ -48,8 +48,8 @@ def command(
 
     Messages that an endpoint accepts are marked. Without --loop, it sends the messages that are due
     now. Any number of processes share the work. Exit codes: 0 when all is done, or after a stop
-    request. Without --loop: 1 if there are new dead letters; 75 if messages wait for another attempt,
-    or an endpoint is down, disabled or paused.
+    request. Without --loop: 1 if there are new dead letters; 75 if messages wait for another
+    attempt, or an endpoint is down, disabled or paused.
     """
     settings = load(config)
     signer = load_signer(config) if settings.signing.key_id else None

@@ -32,8 +32,8 @@ def command(
 
     Each finding has its cause and its cure. This machine is checked, too. Reads only.
 
-    Exit code 0: no errors, at most warnings; 1: errors; 75: the only error is that a database
-    does not answer.
+    Exit code 0: no errors, at most warnings; 1: errors; 75: the only error is that a database does
+    not answer.
     """
     from saf.spark.checking import examine_machine
 

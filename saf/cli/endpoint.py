@@ -108,8 +108,8 @@ def remove(name: Name, config: Config = None, broker: Store = None) -> None:
 def list_(config: Config = None, as_json: AsJson = False) -> None:
     """Show the endpoints, and their state.
 
-    An invalid endpoint, or one whose broker does not answer, is reported on standard error; the others
-    are shown. Exit codes: 2 or 75 if there is one.
+    An invalid endpoint, or one whose broker does not answer, is reported on standard error; the
+    others are shown. Exit codes: 2 or 75 if there is one.
     """
     settings = load(config)
     found = find(settings)
@@ -199,8 +199,8 @@ def history_(
 def send_test(name: Name, config: Config = None) -> None:
     """Send one event of the type saf.test.
 
-    It has the form of the endpoint's mode; calls are refused. No message is stored for it. The result
-    is shown.
+    It has the form of the endpoint's mode; calls are refused. No message is stored for it. The
+    result is shown.
     """
     (one,) = chosen(load(config), [name]).values()
     if one.mode in ("soap", "xmlrpc"):

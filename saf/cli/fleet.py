@@ -21,8 +21,8 @@ app = typer.Typer(no_args_is_help=True, help="Members of fleets, and which are m
 def list_(config: Config = None, as_json: AsJson = False) -> None:
     """Show the members of fleets that forwarders have met.
 
-    A member that its fleet no longer lists is missing: its database was dropped or renamed, or allows
-    no connections.
+    A member that its fleet no longer lists is missing: its database was dropped or renamed, or
+    allows no connections.
     """
     settings = load(config)
     there = memory(settings)

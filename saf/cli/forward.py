@@ -76,8 +76,8 @@ def command(
     """Forward the pending messages of all outboxes.
 
     One run forwards everything that was committed before the run, in all configured brokers, and
-    exits. Run it from cron or Airflow; overlapping runs share the work. SIGTERM and Ctrl-C finish the
-    chunk in hand.
+    exits. Run it from cron or Airflow; overlapping runs share the work. SIGTERM and Ctrl-C finish
+    the chunk in hand.
     """
     settings = load(config)
     if explained:

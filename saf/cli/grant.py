@@ -35,8 +35,8 @@ def command(
 ) -> None:
     """Give a role the rights that its duty needs.
 
-    The rights are on a broker's schema saf; it gets no others. Earlier rights of the role, granted by
-    saf or by hand, are removed in the same transaction. It is safe to repeat; repeat it after an
+    The rights are on a broker's schema saf; it gets no others. Earlier rights of the role, granted
+    by saf or by hand, are removed in the same transaction. It is safe to repeat; repeat it after an
     upgrade.
     """
     kinds = list(dict.fromkeys(role or []))

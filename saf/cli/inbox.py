@@ -53,8 +53,8 @@ def notify(
 def status(config: Config = None, broker: Store = None, as_json: AsJson = False) -> None:
     """Show the backlog and the drops of each subscription.
 
-    It covers the subscriptions of the destinations. Messages of types that no receiver has handled are
-    named by type.
+    It covers the subscriptions of the destinations. Messages of types that no receiver has handled
+    are named by type.
     """
     round_ = Round(stores(load(config), broker))
     asked = round_.visit(

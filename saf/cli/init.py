@@ -45,9 +45,10 @@ def command(
 ) -> None:
     """Set up two databases, and send a first message.
 
-    It checks, migrates and grants, and writes saf.toml. Set the DSNs in the environment, as SHOP_DSN
-    and MOM_DSN: saf.toml then holds no password. The login must own the databases, or be allowed to
-    create a schema there. No file is overwritten, and no message is sent where others are pending.
+    It checks, migrates and grants, and writes saf.toml. Set the DSNs in the environment, as
+    SHOP_DSN and MOM_DSN: saf.toml then holds no password. The login must own the databases, or be
+    allowed to create a schema there. No file is overwritten, and no message is sent where others
+    are pending.
     """
     if not os.access(f"{config.parent}/.", os.W_OK | os.X_OK):
         raise ConfigurationError(

@@ -36,9 +36,9 @@ def optimize(
 ) -> None:
     """Merge many small files into few large ones; remove unneeded files.
 
-    A forwarder writes a file for each chunk and partition, and may continue during the run. Files that
-    were replaced, or were left by a killed process, are removed after --keep-hours; until then,
-    readers of older versions of the table find them.
+    A forwarder writes a file for each chunk and partition, and may continue during the run. Files
+    that were replaced, or were left by a killed process, are removed after --keep-hours; until
+    then, readers of older versions of the table find them.
 
     Exit code 0: done; 2: the table does not exist; 75: it does not answer.
     """

@@ -30,8 +30,8 @@ def command(
     """Show the owners of each subscription's shards, and its lag.
 
     It covers both logs of all brokers and destinations. Forwarders, processors and dispatchers own
-    shards. Workers own none: they lock the shards of a delivery. The number of pending messages is an
-    estimate where a shard has more than 1,000; the lag is exact.
+    shards. Workers own none: they lock the shards of a delivery. The number of pending messages is
+    an estimate where a shard has more than 1,000; the lag is exact.
     """
     round_ = Round(everywhere(load(config), broker))
     asked = round_.visit("members", lambda connection, _: memberships(connection))

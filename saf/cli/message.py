@@ -44,9 +44,9 @@ def command(
 ) -> None:
     """Show where one message is, in all brokers.
 
-    It shows what each broker knows of the message: sent, stored, taken by which subscription, failed
-    attempts, parked, dead, and operators' decisions. Logs are searched from their ends; the part that
-    was not searched is named.
+    It shows what each broker knows of the message: sent, stored, taken by which subscription,
+    failed attempts, parked, dead, and operators' decisions. Logs are searched from their ends; the
+    part that was not searched is named.
     """
     round_ = Round(everywhere(load(config), broker))
     found = round_.visit(

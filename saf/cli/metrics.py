@@ -58,9 +58,9 @@ def command(
 ) -> None:
     """Print metrics of all brokers and destinations for Prometheus.
 
-    Without an option they are printed once. A broker that does not answer has saf_up 0, and the others
-    are shown. The cost is bounded, however many messages are pending. docs/metrics.md explains each
-    metric. Exit codes: 75 if a broker does not answer, unless they are served.
+    Without an option they are printed once. A broker that does not answer has saf_up 0, and the
+    others are shown. The cost is bounded, however many messages are pending. docs/metrics.md
+    explains each metric. Exit codes: 75 if a broker does not answer, unless they are served.
     """
     settings = load(config)
     # a single query needs all brokers; a scraper comes again

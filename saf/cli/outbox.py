@@ -61,8 +61,9 @@ def list_(
 ) -> None:
     """Show the messages of the outboxes, a page at a time.
 
-    The oldest transactions come first; for parked and dead messages, those that were set aside first.
-    Purged messages are gone. Nothing is counted, and a page reads little, however long the log is.
+    The oldest transactions come first; for parked and dead messages, those that were set aside
+    first. Purged messages are gone. Nothing is counted, and a page reads little, however long the
+    log is.
     """
     if state is not None and state not in STATES:
         raise UsageError(f"--state {state}: the states are {', '.join(STATES)}")
@@ -144,8 +145,8 @@ def forwarded_(
     """Tell whether all messages sent before a time are forwarded.
 
     Exit code 0 if they are; 1 if a message is still pending or parked, or has become a dead letter;
-    75 if a broker does not answer in time. It shows one message of each kind. A schedule waits for it
-    before it works with forwarded messages.
+    75 if a broker does not answer in time. It shows one message of each kind. A schedule waits for
+    it before it works with forwarded messages.
     """
     wanted = Wanted(service=service, since=since, until=until)
     round_ = Round(chosen(load(config), broker))

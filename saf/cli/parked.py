@@ -98,8 +98,8 @@ def retry_now_(
 ) -> None:
     """Let the next run retry parked messages without waiting longer.
 
-    The next run of the forwarder, or a receiver, retries them. A key that waits for your decision about
-    its dead letter is counted, and still waits: see `saf dead`.
+    The next run of the forwarder, or a receiver, retries them. A key that waits for your decision
+    about its dead letter is counted, and still waits: see `saf dead`.
     """
     round_ = Round(chosen(load(config), broker))
     which = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)

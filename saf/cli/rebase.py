@@ -44,9 +44,9 @@ def command(
 ) -> None:
     """Repair what was restored from a backup, moved, or set back.
 
-    It repairs brokers and destinations. Log in as the owner of their schemas. A source compares itself
-    with all destinations, so all must be reachable. If the source itself was set back, stop all
-    forwarders and receivers first. Messages that a destination has lost are sent again.
+    It repairs brokers and destinations. Log in as the owner of their schemas. A source compares
+    itself with all destinations, so all must be reachable. If the source itself was set back, stop
+    all forwarders and receivers first. Messages that a destination has lost are sent again.
     """
     settings = load(config)
     if moved_by is not None and broker is None:

@@ -35,8 +35,8 @@ def command(
     """Send again the messages that `saf reconcile` reports as lost.
 
     They go before everything newer, whatever the cause of the loss. A destination that was set back
-    may continue afterwards. The next run of the forwarder delivers the messages, each once, even
-    if you run this twice.
+    may continue afterwards. The next run of the forwarder delivers the messages, each once, even if
+    you run this twice.
     """
     settings = load(config)
     round_ = Round(chosen(settings, broker))

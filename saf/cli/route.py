@@ -197,8 +197,8 @@ def explain_(
 ) -> None:
     """Show where a message would go with the next batch.
 
-    It also explains why the other routes do not count. Exit code 75: at some broker no route matches,
-    so the message would wait.
+    It also explains why the other routes do not count. Exit code 75: at some broker no route
+    matches, so the message would wait.
     """
     settings = load(config)
     identities = Identities(settings.destinations).known()

@@ -63,9 +63,9 @@ def add(
 ) -> None:
     """Let a classifier choose the service of each message.
 
-    It does so from the next batch on. Routes then choose the destination of that service. An existing
-    router gets the new values, and is enabled. A router that forwards belongs to the broker where its
-    service lives.
+    It does so from the next batch on. Routes then choose the destination of that service. An
+    existing router gets the new values, and is enabled. A router that forwards belongs to the
+    broker where its service lives.
     """
     said = {kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None}
     if len(said) != 1:
@@ -160,9 +160,9 @@ def serve(
 
     It serves until SIGTERM or Ctrl-C. It receives at the broker where the service lives, and sends
     on from there, so that broker is a destination and a source. With [signing] in saf.toml, it
-    signs the messages that it sends on, and refuses altered ones. Exit codes: 0 after a stop request;
-    2 if the router does not exist, or its function cannot be imported; 75 if the messages in hand took
-    longer than the stop timeout.
+    signs the messages that it sends on, and refuses altered ones. Exit codes: 0 after a stop
+    request; 2 if the router does not exist, or its function cannot be imported; 75 if the messages
+    in hand took longer than the stop timeout.
     """
     from saf.receiving.stopping import STOP_SECONDS
     from saf.routing_service import RoutingService  # Arrow takes a while to import

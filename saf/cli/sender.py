@@ -50,9 +50,9 @@ def add(
 ) -> None:
     """Let a role, and its members, send as a service.
 
-    While a broker has rules, the server refuses each message whose sender and receiver no rule of the
-    role allows. The owner of the schema is not restricted. The role needs `saf grant --role writer`
-    too.
+    While a broker has rules, the server refuses each message whose sender and receiver no rule of
+    the role allows. The owner of the schema is not restricted. The role needs `saf grant --role
+    writer` too.
     """
     to_services: list[str | None] = [*to_service] if to_service else [None]
     with _connected(dsn) as (name, connection):

@@ -38,8 +38,8 @@ def create(
 ) -> None:
     """Create services at a broker.
 
-    Each has a subscription of the same name. A broker without services stores messages for any service;
-    a broker with services, for these only. Messages for others wait at their sources, and
+    Each has a subscription of the same name. A broker without services stores messages for any
+    service; a broker with services, for these only. Messages for others wait at their sources, and
     `saf parked list` shows them there.
     """
     round_ = Round(store(load(config), broker))

@@ -48,8 +48,8 @@ def try_(
     """Show what the transform of a service returns for one message.
 
     Sends nothing. Spark evaluates the function here, and takes some seconds to start. Exit codes:
-    75 if the messages of the service would wait, because the function itself fails; 1 if this message
-    would become a dead letter.
+    75 if the messages of the service would wait, because the function itself fails; 1 if this
+    message would become a dead letter.
     """
     settings = load(config)
     transforms = {one.service: one for one in settings.transforms}

@@ -36,9 +36,9 @@ def command(
 ) -> None:
     """Show all brokers in a browser.
 
-    Users who log in with the token of [ui] in saf.toml may look; with operate_token they may also act,
-    if it is started with --write. Without a token there, one is generated and printed. See docs/ui.md.
-    It runs until SIGTERM or Ctrl-C.
+    Users who log in with the token of [ui] in saf.toml may look; with operate_token they may also
+    act, if it is started with --write. Without a token there, one is generated and printed. See
+    docs/ui.md. It runs until SIGTERM or Ctrl-C.
     """
     server, listening, said = prepared(load(config), host=host, port=port, write=write)
     for line in said:

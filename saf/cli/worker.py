@@ -60,11 +60,11 @@ def command(
 ) -> None:
     """Handle messages until SIGTERM or Ctrl-C.
 
-    After a stop request it finishes the message in hand, commits finished work, and puts the rest back.
-    At its end it shows how many messages it has handled, parked and turned into dead letters. Exit
-    codes: 0 after a stop request; 75 if the message in hand took longer than the stop timeout. With
-    --drain: 1 if there are new dead letters, or messages that no handler takes; 75 if messages wait for
-    another attempt; otherwise 0.
+    After a stop request it finishes the message in hand, commits finished work, and puts the rest
+    back. At its end it shows how many messages it has handled, parked and turned into dead letters.
+    Exit codes: 0 after a stop request; 75 if the message in hand took longer than the stop timeout.
+    With --drain: 1 if there are new dead letters, or messages that no handler takes; 75 if messages
+    wait for another attempt; otherwise 0.
     """
     worker = find(which)
     if processes > 1 and not drain:
