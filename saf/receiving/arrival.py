@@ -73,7 +73,7 @@ class Hook:
         return {}
 
     def is_of_saf(self, message: Received) -> bool:  # noqa: ARG002 - the hook's signature
-        """Return whether saf itself sends this message without a key, and trusting it is safe."""
+        """Return whether saf itself sends such a message unsigned, and it is safe to believe."""
         return False
 
     def by_itself(self, message: Received) -> Callable[[Any], object] | None:  # noqa: ARG002 - the hook's signature
