@@ -204,7 +204,11 @@ def place_at(place: str | None) -> tuple[datetime, UUID] | None:
 
 
 def clean_up(connection: psycopg.Connection[Any], handle: UUID) -> None:
-    """Close an end permanently, whatever its state. The other end is not told."""
+    """Close an end permanently, whatever its state. The other end is not told.
+
+    Raises:
+        DialogNotFound: no end in this database has this handle.
+    """
     with connection.transaction():
         if not fetch(connection, CLEAN_UP, {"handle": handle}):
             raise DialogNotFound(handle, connection.info.dbname)

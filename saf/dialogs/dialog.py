@@ -101,7 +101,7 @@ class Dialog:
     """One end of a conversation. It holds no connection; `open_dialog` opens it again."""
 
     handle: UUID
-    """Name of this end in its database; the other end has a handle of its own."""
+    """Name of this end in its database; the other end has its own handle."""
     conversation_id: UUID
     """Id of the conversation, the same at both ends."""
     is_initiator: bool
@@ -200,7 +200,7 @@ class Dialog:
 
         Raises:
             DialogEnded: this end has ended already.
-            DialogElsewhere, DialogNotFound: this is not the database of the dialog.
+            DialogElsewhere, DialogNotFound: the dialog is in another database.
         """
         self._say(enter(conn), END_HERE, self._encoded(b"", END))
 
@@ -214,7 +214,7 @@ class Dialog:
 
         Raises:
             DialogEnded: this end has ended already.
-            DialogElsewhere, DialogNotFound: this is not the database of the dialog.
+            DialogElsewhere, DialogNotFound: the dialog is in another database.
         """
         if not 0 < code <= HIGHEST_CODE:
             raise DialogError(f"error code {code}: an application's are from 1 to {HIGHEST_CODE}")

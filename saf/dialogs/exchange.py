@@ -22,7 +22,7 @@ from saf.log.shards import shard_of
 SHARDS = "SELECT shards FROM saf.broker"
 HANDLES = "SELECT handle FROM saf.conversation WHERE conversation_id = %(conversation_id)s"
 
-# Only the last part of a long body is shown: DISTINCT ON keeps one message per number
+# Only the last part of a long body is shown: the other parts have the same number
 SPOKEN = """
 SELECT DISTINCT ON (from_initiator, sequence, log) log, message_id, from_service, to_service,
        from_initiator, sequence, message_type, bytes, at

@@ -25,8 +25,7 @@ WHERE conversation_id = %(conversation_id)s AND is_initiator = NOT %(from_initia
 """
 
 Lost = tuple[UUID, bool, str]
-"""The message's conversation, True if the initiator has sent it, and the message's name for errors.
-"""
+"""A message's conversation, True if sent by the initiator, and its name for errors."""
 
 
 def give_up(connection: psycopg.Connection[Any], lost: Iterable[Lost], who: str) -> None:

@@ -1,7 +1,7 @@
 """Statements that write an end of a conversation, each one whole, for `saf.dialogs.dialog`.
 
 Each has psycopg's named parameters in CASTs; see `saf.transaction`. Sending, ending and failing are
-one statement each: it changes the endpoint, and inserts the resulting message into the outbox.
+one statement each, which changes the endpoint and inserts the resulting message into the outbox.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ END, ERROR, TIMER = f"{RESERVED}end-dialog", f"{RESERVED}error", f"{RESERVED}dia
 """Types of saf's own messages."""
 
 COMPARE = f"{RESERVED}compare"
-"""Type of a message with an end's counts of messages sent and received; see `saf.dialogs.set_back`.
-"""
+"""Type of a message with an end's counts of messages; see `saf.dialogs.set_back`."""
 
 HELLO = "saf-dialog"
-"""Header of a dialog's first message, and of an Error, with the information that the target needs.
-"""
+"""Header of a dialog's first message, and of an Error, that informs the target."""
 
 
 class Code(IntEnum):

@@ -6,7 +6,7 @@
     3xx                     the message waits: a redirect is not followed
     any other 4xx           the message is rejected: a dead letter, or it waits, as configured
     a fault of a call       the message has failed, and waits; the endpoint is up
-    a reply that is larger  as for a fault
+    a reply over the limit  as for a fault
 
 If a message waits, the endpoint may be down; see `saf.dispatch.breaker`.
 """

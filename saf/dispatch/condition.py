@@ -1,8 +1,8 @@
 """The condition of an endpoint, shared by all dispatchers of its subscription: saf.breaker.
 
     closed      the endpoint is up, as far as known
-    open        the endpoint is down. When a probe is due, one dispatcher sends one message
-    disabled    the endpoint answered that it is gone (410), or was down too long; until resumed
+    open        the endpoint is down. When a probe is due, one dispatcher sends it: one message
+    disabled    the endpoint is gone (410), or was down too long. An operator resumes it
 
 An operator may pause an endpoint in any state. While the endpoint is paused or not closed, only
 probes are sent; messages wait in the log, in order, and no attempt is counted.

@@ -1,9 +1,9 @@
 r"""Conversion of a message into a request: headers and a body.
 
-    binary CloudEvents 1.0, binary content mode: the body unchanged, attributes as headers ce-…
+    binary       CloudEvents 1.0, binary mode: the body unchanged, attributes as headers ce-…
     structured   CloudEvents 1.0 as one JSON object, with the body in it
     batch        CloudEvents 1.0 as a JSON array of such objects
-    plain the body unchanged, the message's headers as HTTP headers
+    plain        the body unchanged, the message's headers as HTTP headers
 
 In a header, an attribute's value may be any text: characters that HTTP does not allow are
 percent-encoded, as CloudEvents demands. So no value can begin a new line. A message's header is not

@@ -97,7 +97,7 @@ class Judge:
             self.let_be_alone(*messages)
 
     def let_be_alone(self, *messages: Received) -> None:
-        """Make messages be sent alone, each when its turn comes."""
+        """Send messages alone, each when its turn comes."""
         self.alone.update(message.message_id for message in messages)
         if len(self.alone) > self.window.held:
             # some have expired, or left with their shards

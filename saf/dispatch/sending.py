@@ -61,8 +61,7 @@ class Sender:
         self.stopping = False
         """True if no more messages are to be sent."""
         self.clock = datetime.now(UTC), time.monotonic()
-        """The database's clock, by which messages expire, and the monotonic clock at that moment.
-        """
+        """The database's clock, by which messages expire, and the monotonic clock at that time."""
         self.bucket = Bucket(per_second=per_second(endpoint.rate)) if endpoint.rate else None
         self._apart = (
             Apart(seconds=1 / per_second(each)) if (each := endpoint.rate_per_key) else None

@@ -37,8 +37,7 @@ from saf.receiving.membership import Membership
 from saf.receiving.summary import Summary
 
 LOOK_SECONDS = 1.0
-"""Interval at which a dispatcher checks its endpoint's condition, and members that join or leave.
-"""
+"""Interval at which a dispatcher checks its endpoint's condition and other members."""
 
 TRIM_SECONDS = 60.0
 
@@ -210,7 +209,7 @@ class Session:
         if not condition.probe_due or sender.probe is not None or not self.window.anything_ready:
             return
         seconds = self.endpoint.timeout_seconds + PROBE_SECONDS
-        self.judge.condition = replace(condition, probe_in=seconds)  # some dispatcher takes it
+        self.judge.condition = replace(condition, probe_in=seconds)  # taken, by this or another one
         taken = await self._ask(lambda connection: self._book.probe(connection, seconds))
         if taken is not None:
             sender.send_probe()

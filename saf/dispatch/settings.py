@@ -86,8 +86,7 @@ class Endpoint(BaseModel):
     batch_of: Literal["keys", "key"] | None = None
     """With mode "batch": one message each of several keys (the default), or several of one key."""
     template: Annotated[str, AfterValidator(check)] | None = None
-    """Template for a body in the endpoint's own form, with {{key}}, {{data.total}} …: see
-    dispatch.md."""
+    """Body in the endpoint's own form, with {{key}}, {{data.total}} …: see dispatch.md."""
     template_type: str | None = Field(default=None, min_length=1)
     """Content type of the template's body; by default, application/json."""
     method: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.:/]{1,200}$")
@@ -129,8 +128,7 @@ class Endpoint(BaseModel):
     one_reply: tuple[str, ...] = ()
     """Contracts of dialogs that end with the reply."""
     ca_file: Path | None = None
-    """Certificates (PEM) of the authorities that may sign the endpoint's; by default, the system's.
-    """
+    """Certificates (PEM) of the endpoint's authorities; by default, the system's."""
     client_certificate: Path | None = None
     """Client certificate (PEM), which includes its key unless client_key is set."""
     client_key: Path | None = None

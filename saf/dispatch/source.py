@@ -89,7 +89,7 @@ WHERE before < %(bytes)s
 ORDER BY place, id
 """
 
-# A key that waits for a handler after a worker is sent, unless a dialog's message is first
+# A key that a worker left waiting for a handler is sent, unless a dialog's message comes first
 DUE = f"""
 SELECT subject, shard, attempts, error FROM saf.backoff b
 WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'

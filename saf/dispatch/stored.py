@@ -6,7 +6,7 @@ endpoint is more restricted than one of saf.toml:
 - It reaches only addresses on the public internet, and the networks that saf.toml lists in
   ``[dispatch]``.
 - It cannot name files of this machine.
-- A secret is never stored: only the name of the dispatcher's environment variable is, and the name
+- A secret is never stored, only the name of one of the dispatcher's environment variables, which
   must begin with `PREFIX`. So an endpoint cannot have other variables sent to its URL.
 """
 

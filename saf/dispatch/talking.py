@@ -10,8 +10,7 @@ waits for an endpoint. So there are two deliveries of each message:
               is sent on the dialog, and the dialog ends if its contract is one of ``one_reply``
 
 Between the two, no other receiver reads from the shard, and one message of each dialog is in hand.
-If the end has changed nevertheless, because somebody has ended it here, the second delivery
-decides.
+If the end has changed nevertheless, because it was ended here, the second delivery decides.
 """
 
 from __future__ import annotations

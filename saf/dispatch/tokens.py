@@ -42,7 +42,7 @@ class Tokens:
         """Return a token that is still valid for a while.
 
         Raises:
-            NoToken: the server issued none.
+            NoToken: no token is available.
         """
         async with self._lock:
             if self._token is None or time.monotonic() >= self._until:

@@ -201,7 +201,7 @@ class Window:
         self._end(message)
 
     def put_back(self, message: Received) -> None:
-        """Make a message be sent again, after the other lanes, as if it had not been sent."""
+        """Queue a message again, after the other lanes, as if it had not been sent."""
         self._stands(self._landed(message))
 
     def rest(self, message: Received) -> None:

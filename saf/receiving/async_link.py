@@ -48,7 +48,7 @@ class AsyncConnection(psycopg.AsyncConnection[Any]):
     async def run_sync(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
         """Call a function that takes a synchronous connection first, in the same transaction.
 
-        This calls other functions of saf: ``await connection.run_sync(dialog.send, body)``. If the
+        Use it for other functions of saf: ``await connection.run_sync(dialog.send, body)``. If the
         task is cancelled, the call still runs to its end; then this raises CancelledError.
         """
         async with self.lock:

@@ -72,7 +72,7 @@ async def areceive(
     with ThreadPoolExecutor(1, "saf areceive") as thread:
 
         async def step(call: Callable[..., T], *args: Any) -> tuple[T, BaseException | None]:
-            """Run a call in the thread to its end; also return a cancellation of this task."""
+            """Run a call in the thread to its end; return this task's cancellation too, if any."""
             future = asyncio.get_running_loop().run_in_executor(thread, call, *args)
             cancelled = None
             while not future.done():

@@ -107,7 +107,7 @@ class Delivery(Sequence[Received], Generic[C]):
         return self.still(self._messages)
 
     def still(self, messages: Iterable[Received]) -> Iterator[Received]:
-        """Yield those of these messages whose keys and dialogs have not been set aside by then."""
+        """Yield the messages whose keys and dialogs have not been set aside by then."""
         for message in messages:
             if not (self._stopped or self._failed) or not self._ends_here(message):
                 if self._stopping is not None and self._ends_before(message):
@@ -143,7 +143,7 @@ class Delivery(Sequence[Received], Generic[C]):
         return self._ends_here(message) and self._is_past(message, self._place(message))
 
     def park(self, message: Received, error: BaseException | str) -> None:
-        """Try this message again later; its key waits. The last attempt makes a dead letter."""
+        """Try this message again later; its key waits. After the last attempt, reject it."""
         policy = self._policy
         if policy.gives_up(message.attempt, error):
             self.reject(message, error)
@@ -182,7 +182,7 @@ class Delivery(Sequence[Received], Generic[C]):
         self._count([(message, reason)])
 
     def presume(self, message: Received, error: str) -> None:
-        """Make a message wait in its lane with its attempts counted, as if it had failed."""
+        """Make a message wait in its lane, its attempts counted, as if this attempt had failed."""
         wait = self._policy.wait_seconds(message.attempt)
         self._stop(message, error, attempts=message.attempt, wait=wait)
 
@@ -292,7 +292,7 @@ class Delivery(Sequence[Received], Generic[C]):
                 self._stop(one, WHY, attempts=one.attempt - 1, wait=0)
 
     def _read(self, some: list[Received]) -> list[Received]:
-        """Return those of these messages that will not be read again."""
+        """Return the messages that will not be read again."""
         return [one for one in some if not self._back.stays(one)] if self._back else some
 
     def _ends_before(self, message: Received) -> bool:

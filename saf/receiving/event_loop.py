@@ -83,7 +83,7 @@ class EventLoop:
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """Run a call in a thread. A caller cancelled during the call waits for its end: it cannot stop.
+    """Run a call in a thread. A cancelled caller waits until the call, which cannot stop, ends.
 
     The caller may have locked objects that the call uses.
     """

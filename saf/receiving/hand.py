@@ -28,8 +28,7 @@ class Reader:
     name: str
     service: str | None
     owner: UUID | None = None
-    """The member that reads: it claims its own shards only. None: claims shards without an owner.
-    """
+    """Member that reads: claims only its own shards. None: claims shards without an owner."""
     types: Collection[str | None] | None = None
     """Message types that the reader has handlers for; None: all types."""
     signer: Signer | None = None

@@ -98,7 +98,7 @@ class Loop(ABC):
         self.listen = listen
         self.unhandled: OfUnhandled = unhandled
         self.trust = Trust.of(keys, required=require_signed)
-        """Signatures that messages must have; None: all messages are taken, unverified."""
+        """Verification rules for messages; None: take all messages, unverified."""
         self.signer = signer
         self.summary = Summary()
         """The results of this worker so far."""
@@ -121,7 +121,7 @@ class Loop(ABC):
         immediately.
 
         Args:
-            drain: stop when no message exists that is due. Only one thread works.
+            drain: stop once no message is due. Only one thread works.
 
         Raises:
             ConfigurationError: the subscription does not exist.
@@ -340,7 +340,7 @@ class Loop(ABC):
         message: Received,
         error: Exception,
     ) -> None:
-        """Set aside a message whose handling has raised, unless an earlier one of its key is.
+        """Set aside a message whose handling has raised, unless an earlier one of its key was.
 
         The earlier one may have failed when it was handled again: then this message waits behind
         it.

@@ -43,7 +43,7 @@ def own_loop() -> OwnLoop:
 
 
 class OwnLoop:
-    """An event loop in its own thread, until this object is garbage or the process ends."""
+    """An event loop in its own thread, until this object is unreferenced or the process ends."""
 
     def __init__(self) -> None:
         started: Future[asyncio.AbstractEventLoop] = Future()

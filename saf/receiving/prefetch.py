@@ -53,7 +53,7 @@ EXPIRES_AT = READ.index("expires_at")
 FEWEST, MOST = 1024, 4096
 """Maximum number of prefetched messages, for deliveries of one message and for large deliveries."""
 MOST_BYTES = 8 << 20
-"""Maximum size of all prefetched bodies together, in bytes; one more body may exceed it."""
+"""Maximum size of all prefetched bodies together, in bytes; the last body may exceed it."""
 STAY_SECONDS = 1.0
 """Seconds for which a receiver stays with the shards that it prefetches from."""
 DELIVERIES = 16

@@ -61,8 +61,7 @@ class Policy:
     permanent: tuple[type[Exception], ...] = ()
     """Exceptions after which no further attempt is made."""
     block: bool = False
-    """True if the later messages of a key wait until an operator has decided about its dead letter.
-    """
+    """True if later messages of a key wait until an operator decides about its dead letter."""
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1 or self.first_wait_seconds < 0 or self.longest_wait_seconds < 0:

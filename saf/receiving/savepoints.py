@@ -86,7 +86,7 @@ class Savepoints:
     def do(self, piece: Piece, *, alone: bool = False) -> bool:
         """Do a piece of work; return False if it raised.
 
-        First, the pieces that shared a savepoint with it are repeated.
+        In that case, the pieces that shared a savepoint with it are repeated first.
         """
         self._begin(alone=alone)
         try:

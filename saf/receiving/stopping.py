@@ -25,8 +25,7 @@ from saf.received import Received
 from saf.signals import stop_on_signals
 
 STOP_SECONDS = 25.0
-"""Default time limit: service managers such as Kubernetes kill a service after 30 seconds by
-default."""
+"""Default time limit; Kubernetes, for example, kills a service after 30 seconds by default."""
 
 CANCEL_SECONDS = 1.0
 """Time limit for the server to cancel the statements of connections that are cut."""

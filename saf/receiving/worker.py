@@ -126,8 +126,7 @@ class Worker(Loop):
         self._event_loop: EventLoop | None = None
         """Event loop of async handlers, while this worker runs."""
         self._own_loop: OwnLoop | None = None
-        """The process's own event loop, kept alive by this reference after this worker has used it.
-        """
+        """Reference that keeps the process's own event loop alive after this worker has used it."""
 
     async def arun(self, *, drain: bool = False) -> int:
         """Run as `run` does, with handlers in the event loop of this task.
