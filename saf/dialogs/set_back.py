@@ -16,8 +16,8 @@ Messages that an end has *received* and lost come again if the sender still has 
 (docs/operations.md). If not, nothing would report the loss, and the end would wait without a limit.
 So ends compare (`saf.dialogs.comparing`). An end fails, together with the other end, if it learns
 that more was sent than has arrived, or that more was received than it has sent, or if it has failed
-before. An end that was set back asks: at the repair, and whenever a message has to wait for a
-missing one.
+before. An end that was set back asks the other end, at the repair and whenever a message has to
+wait for a missing one.
 
 An end is gone completely if the dialog had begun after the backup:
 

@@ -9,7 +9,7 @@
 
 The receiver is the same as without asyncio. It runs in its own thread, on a synchronous connection
 beside asyncio's: two psycopg objects share one session. They are never used at the same time,
-because only one of receiver and application works at any moment.
+because either the receiver or the application works, never both.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from saf.received import Received
 if TYPE_CHECKING:
     from saf.signing.signer import Signer
 
-# Fates of a message. NOW: may be handed out; SPOKEN, for a dialog's message: only when its turn
-# comes
+# Fates of a message. NOW: may be handed out; SPOKEN: a dialog's message, only in its turn
 NOW, LATE, EXPIRED, SPOKEN, UNREAD = 0, 1, 2, 3, 4
 
 
