@@ -1,24 +1,25 @@
-"""Arrival: what a delivery's messages of dialogs do to the endpoints that they are for.
+"""Arrival: the effects of a delivery's dialog messages on their endpoints.
 
-It happens when messages are received, in the receiver's transaction, for all messages of a delivery
-at once. The rows of their groups are locked, then those of the endpoints. If a message is the first
-of a dialog, or an Error of its initiator that comes without the first one, the target's endpoint is
-created. `saf.dialogs.facts` says which messages are taken, and what the endpoints then know is
-written. So the application finds the state that its messages have led to, and what it does commits
-together with the messages' receipt.
+Arrival happens when messages are received, in the receiver's transaction, for all messages of a
+delivery together. It locks the rows of their groups, then those of the endpoints. If a message is
+the first of a dialog, or an Error of its initiator that comes without the first message, it creates
+the target's endpoint. `saf.dialogs.facts` decides which messages are taken, and the endpoints' new
+facts are written. So the application finds the state that its messages have led to, and its work
+commits together with the messages' receipt.
 
-Dropped messages are counted (`saf.setaside.dropped`). An answer to a dialog that has no end here is
-left for a person, because nothing that goes right sends one.
+Dropped messages are counted (`saf.setaside.dropped`). An answer to a dialog without an end here is
+left for an operator, because no correct sender sends one.
 
-A message that is set aside has not been received: `take_back` undoes that. A message that is given
-up fails its conversation, and so does one that the contract does not allow: both ends get an Error.
+A message that is set aside has not been received: `take_back` undoes its arrival. A message that is
+given up fails its conversation, and so does a message that the contract does not allow: both ends
+get an Error.
 
 Fragments of a large body are set aside; the last one is the message (`saf.dialogs.assembly`).
 
-A message that is ahead is parked in a lane of its conversation. When the missing message has come,
-it goes from there to the delayed messages, and is due at once.
+A message that is ahead is parked in a lane of its conversation. Once the missing message has
+arrived, it moves from there to the delayed messages, and is due immediately.
 
-One receiver at a time has related conversations in hand, because it holds the row of their group
+One receiver at a time has related conversations in hand, because it locks the row of their group
 until its transaction ends. Other receivers wait for the row.
 """
 
@@ -64,7 +65,7 @@ from saf.setaside.dropped import Reason
 from saf.setaside.lane import Kind
 from saf.transaction import enter
 
-# What follows without a gap, and what need not wait: an Error, or what will be dropped
+# Messages that follow without a gap, and those that need not wait: an Error, or one to be dropped
 MAKE_DUE = f"""
 UPDATE saf.parked p SET kind = '{Kind.LATER}', subject = p.shard::text, deliver_at = now()
 FROM (
@@ -82,20 +83,21 @@ RETURNING p.shard
 
 @dataclass(kw_only=True)
 class DialogArrival(Arrival):
-    """What became of the messages of a delivery, and of the endpoints that they are for."""
+    """The result of a delivery's arrival, including the endpoints of its messages."""
 
     not_copied: list[Received] = field(default_factory=list)
-    """The fragments whose bodies are not yet where they wait."""
+    """Fragments whose bodies are not copied yet."""
     assembled: list[Assembled] = field(default_factory=list)
-    """The messages whose bodies have come in fragments."""
+    """Messages whose bodies arrived in fragments."""
     before: dict[Received, tuple[Endpoint, Facts]] = field(default_factory=dict)
-    """For each message to hand out: its endpoint, and what that knew before the message."""
+    """For each message to hand out: its endpoint, and the endpoint's facts before the message."""
 
     def take_back(self, messages: Sequence[Received]) -> None:
-        """Undo the arrival of some messages, given in order: they have not been received.
+        """Undo the arrival of these messages, given in order: they have not been received.
 
-        Nor has an Error that was dropped behind a dead letter, whose own Error nobody would be told
-        otherwise. The fragments of the other messages are deleted, because nobody needs them.
+        An Error dropped behind a dead letter has not been received either: otherwise nothing would
+        report the dead letter's own Error. The fragments of all other messages are deleted as
+        useless.
         """
         known: dict[UUID, Endpoint] = {}
         unheard = [one for one, _ in self.dropped if one.message_type == ERROR]
@@ -115,7 +117,7 @@ class DialogArrival(Arrival):
     def give_up(self, message: Received) -> None:
         """Note that a message will never be handled: its conversation fails at both ends."""
         if message.dialog is not None:
-            # the other end must not read what it failed with: the dead letter says that
+            # the other end must not see the error's details: the dead letter has them
             text = f"message {message.sequence or message.message_type} could not be handled"
             message.dialog.fail(enter(self.raw), Code.QUARANTINED, text)
 
@@ -126,9 +128,9 @@ def arrive(
     messages: list[Received],
     behind: list[Received],
 ) -> DialogArrival:
-    """Let messages arrive at their endpoints. Messages of no dialog pass unchanged.
+    """Process messages that arrive at their endpoints. Messages of no dialog pass unchanged.
 
-    A message that is ``behind`` others of its key that wait, waits too.
+    Messages in ``behind`` wait behind others of their keys.
     """
     arrival = DialogArrival(raw=raw)
     problems = [(one, _malformed(one)) for one in messages]
@@ -170,10 +172,10 @@ def arrive(
 def _come_to(
     arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: Received, last: int
 ) -> None:
-    """Let a message come to its end. An Error has overtaken all numbers before ``last``."""
+    """Process a message at its end. An Error has overtaken all numbers before ``last``."""
     failed_before = endpoint.stored.error_code is not None
     if failed_before and message.message_type == ERROR and message.sequence is None:
-        # nothing else tells this end that it has failed, whatever the other one says meanwhile
+        # only this message tells the end that it has failed, whatever the other end sends
         _meet(arrival, reader, endpoint, message)
     elif endpoint.failure and message.sequence == 1 and message.from_initiator:
         arrival.refused.append((message, endpoint.failure[1]))
@@ -189,7 +191,7 @@ def _come_to(
 
 
 def _meet_nobody(arrival: DialogArrival, message: Received) -> None:
-    """Deal with a message without an end here: not begun yet, forgotten, or somewhere else."""
+    """Process a message without an end here: not begun yet, forgotten, or elsewhere."""
     if message.sequence is None:
         arrival.dropped.append((message, Reason.OUTDATED))
     elif message.from_initiator:
@@ -199,12 +201,12 @@ def _meet_nobody(arrival: DialogArrival, message: Received) -> None:
 
 
 def _malformed(message: Received) -> str | None:
-    """Why a message cannot belong to a dialog, though it says that it does."""
+    """Return why a message cannot belong to the dialog that it claims; None if it can."""
     if message.from_initiator is None:
         return None
     if message.conversation_id is None:
         return "it is of a dialog, and has no conversation_id"
-    counted = message.message_type != COMPARE  # an end that has said nothing compares with 0
+    counted = message.message_type != COMPARE  # an end that has sent nothing compares with 0
     if message.sequence is not None and message.sequence < counted:
         return f"its number in the dialog is {message.sequence}"
     if message.sequence == 1 and message.from_initiator and not message.from_service:
@@ -213,7 +215,7 @@ def _malformed(message: Received) -> str | None:
 
 
 class Dialogs(Hook):
-    """What dialogs add to receiving."""
+    """The dialogs' hook in receiving."""
 
     def arrive(
         self,
@@ -222,7 +224,7 @@ class Dialogs(Hook):
         messages: list[Received],
         behind: list[Received],
     ) -> Arrival:
-        """Let messages arrive at their endpoints."""
+        """Process messages that arrive at their endpoints."""
         return arrive(raw, reader, messages, behind)
 
     def fail_unseen(self, raw: psycopg.Connection[Any], message: Received) -> None:
@@ -232,15 +234,15 @@ class Dialogs(Hook):
     def body_hashes(
         self, raw: psycopg.Connection[Any], reader: Reader, messages: Sequence[Received]
     ) -> dict[Received, str]:
-        """Return the hashes of the bodies of fragments, which were not read."""
+        """Return the hashes of fragments' bodies, which were not read."""
         return hashes(raw, reader, messages)
 
     def is_of_saf(self, message: Received) -> bool:
-        """Whether saf says such a message without a key, and it can do no harm."""
+        """Return whether saf itself sends such a message unsigned, and it can do no harm."""
         return is_harmless(message)
 
     def by_itself(self, message: Received) -> Callable[[Any], object] | None:
-        """Return what ends a dialog that the other end has ended or failed, or forgets a timer."""
+        """Return a call that ends a dialog whose other end has ended or failed; ignore timers."""
         dialog = message.dialog
         if dialog is None or message.message_type not in (END, ERROR, TIMER):
             return None
@@ -254,7 +256,7 @@ def end_too(dialog: Dialog, connection: Any) -> None:
 
 
 def fail_unseen(raw: psycopg.Connection[Any], message: Received) -> None:
-    """End the conversation of a message that cannot be received, if it is known, with an error."""
+    """Fail the conversation of a message that cannot be received, if the conversation is known."""
     if message.from_initiator is None or message.conversation_id is None:
         return
     text = f"message {message.sequence or message.message_type} could not be received"
@@ -291,7 +293,7 @@ def _meet(arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: R
 
 
 def _checked(arrival: DialogArrival, reader: Reader, dialog: Dialog, message: Received) -> Received:
-    """Return a message as it is handed out; raise a `ContractViolation` if it must not be."""
+    """Return a message in the form to hand out; raise a `ContractViolation` if it must not be."""
     known = None
     if dialog.contract:
         known = dialog.contract.allowed(
@@ -315,7 +317,7 @@ def _checked(arrival: DialogArrival, reader: Reader, dialog: Dialog, message: Re
 
 
 def _make_due(raw: psycopg.Connection[Any], reader: Reader, endpoints: dict[End, Endpoint]) -> None:
-    """Make due what waited for messages that have arrived."""
+    """Make messages due that waited for messages that have arrived."""
     ends = [
         {
             "subject": str(conversation_id),
@@ -332,7 +334,7 @@ def _make_due(raw: psycopg.Connection[Any], reader: Reader, endpoints: dict[End,
 
 
 def _in_sequence(messages: list[Received]) -> list[Received]:
-    """Sort messages, so that those of one end are in the order of their numbers."""
+    """Sort messages so that those of one end are in the order of their numbers."""
     places: dict[End, list[int]] = defaultdict(list)
     for place, message in enumerate(messages):
         if message.from_initiator is not None and message.sequence is not None:

@@ -1,13 +1,13 @@
 """Assembly: fragments wait in saf.fragment, and are read from there as one body.
 
-When an end takes fragments, its receiver lets the database copy them from the inbox into
+When an end takes fragments, its receiver has the database copy them from the inbox into
 saf.fragment, in the transaction in which they count as received. Their bodies never pass through
-the receiver, a restart goes on after the last fragment that was copied, and the inbox may be purged
-meanwhile. Where a fragment has to wait (`saf.dialogs.arrival`), its row waits without the body,
-which is in saf.fragment too.
+the receiver, a restart continues after the last copied fragment, and the inbox may be purged in the
+meantime. If a fragment has to wait (`saf.dialogs.arrival`), its row waits without the body, which
+is in saf.fragment too.
 
-The last fragment brings the message, as an `Assembled`. The copies are deleted in the transaction
-that handles it; if that never happens, by `saf purge` once the end is over.
+The last fragment brings the message, as an `Assembled`. The transaction that handles it deletes the
+copies; if no transaction ever does, `saf purge` deletes them once the end is over.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from saf.received import Received
 from saf.receiving.hand import Reader
 from saf.receiving.reading import IN_HAND, SINCE
 
-# A fragment that has come before is there already
+# Fragments that arrived before are already stored
 SET_ASIDE = f"""
 INSERT INTO saf.fragment (conversation_id, from_initiator, sequence, body)
 SELECT conversation_id, from_initiator, sequence, body
@@ -35,14 +35,14 @@ WHERE since.id = ANY (%(ids)s)
 ON CONFLICT DO NOTHING
 """
 
-# One that was a dead letter has its body with it
+# A fragment that was a dead letter has its body with it
 SET_ASIDE_AGAIN = """
 INSERT INTO saf.fragment (conversation_id, from_initiator, sequence, body)
 SELECT conversation_id, from_initiator, sequence, body
 FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)
 ON CONFLICT DO NOTHING
 """
-# What a signature covers of a body; of one that waits, it is set aside
+# The hash that a signature covers; a waiting fragment's body is in saf.fragment
 HASHES = f"""
 SELECT since.id, NULL::bigint, encode(sha256(since.body), 'hex')
 FROM {IN_HAND} AS c CROSS JOIN LATERAL ({SINCE}) AS since WHERE since.id = ANY (%(ids)s)
@@ -57,20 +57,20 @@ FROM saf.fragment
 WHERE conversation_id = %(conversation_id)s AND from_initiator = %(from_initiator)s
   AND sequence BETWEEN %(first)s AND %(last)s
 """
-# The length of a body that is stored by itself is known without reading it
+# The length of a body that is stored out of line is known without reading it
 THERE = f"SELECT count(*), coalesce(sum(octet_length(body)), 0) {OF_ONE}"
 READ = f"SELECT body {OF_ONE}"
 FORGET = f"DELETE {OF_ONE}"
 
 
 def is_fragment(message: Received) -> bool:
-    """Whether a message is a fragment, but not the last one."""
+    """Return whether a message is a fragment, but not the last one."""
     spoken = message.from_initiator is not None and message.sequence is not None
     return spoken and FRAGMENT in _headers(message)
 
 
 def whole(message: Received) -> tuple[int, int] | None:
-    """If a message is the last fragment, how many fragments and bytes the whole has; else None."""
+    """Return the number of fragments and bytes if a message is the last fragment; else None."""
     try:
         said = _headers(message)[WHOLE]
         fragments, length = int(said["fragments"]), int(said["bytes"])
@@ -85,7 +85,7 @@ def _headers(message: Received) -> dict[str, Any]:
 
 
 class Assembled(Received):
-    """A message whose body has come in fragments. Read it in the transaction that receives it."""
+    """A message whose body came in fragments. Read it in the transaction that receives it."""
 
     __slots__ = ("_raw", "_size", "fragments")
 
@@ -100,17 +100,17 @@ class Assembled(Received):
 
     @property
     def size(self) -> int:
-        """How many bytes the body has."""
+        """Size of the body in bytes."""
         return self._size
 
     @property
     def first_sequence(self) -> int:
-        """The number of the first fragment."""
+        """Number of the first fragment."""
         return int(self._others["first"])
 
     @property
     def body(self) -> bytes:
-        """The whole body, put together at each access; use `open` for a body too large for memory.
+        """The whole body, joined at each access; use `open` for a body too large for memory.
 
         Raises:
             UsageError: the body has more than `saf.message.DEFAULT_MAX_BYTES`.
@@ -123,22 +123,22 @@ class Assembled(Received):
         return b"".join(self._pieces())
 
     def open(self) -> io.BufferedIOBase:
-        """The body as a file, of which one fragment at a time is in memory."""
+        """Return the body as a file that holds one fragment at a time in memory."""
         return io.BufferedReader(_Pieces(self._pieces()))
 
     def is_there(self) -> bool:
-        """Whether all its fragments have come."""
+        """Return whether all fragments have arrived."""
         ((fragments, size),) = fetch(self._raw, THERE, self._others)
         return bool((fragments + 1, size + super().size) == (self.fragments, self.size))
 
     def forget(self) -> None:
-        """Delete the fragments: the message has been handled, and nobody needs them any more."""
+        """Delete the fragments: the message has been handled, and they are no longer needed."""
         self._raw.execute(FORGET, self._others)
 
     @property
     def _others(self) -> dict[str, Any]:
-        """The parameters for all fragments but the last, which is this message's own row."""
-        assert self.sequence is not None  # noqa: S101 - it is of a dialog
+        """Parameters for all fragments except the last, which is this message's own row."""
+        assert self.sequence is not None  # noqa: S101 - messages of dialogs have a number
         return {
             "conversation_id": self.conversation_id,
             "from_initiator": self.from_initiator,

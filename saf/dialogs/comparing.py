@@ -1,16 +1,16 @@
-"""Comparing: an end says how much it has sent and received; after a repair, all ends do.
+"""Comparing: an end sends its counts of messages sent and received; after a repair, all ends do.
 
-A message of type `COMPARE` says how much its sender has sent, as its own number, and how much it
-has received. It does not count as a message of the dialog. It goes the way of everything that was
-said before it, so when it arrives, those messages have arrived too, or are missing.
-`saf.dialogs.set_back` says what the other end makes of it.
+A message of type `COMPARE` contains how much its sender has sent, as its own number, and how much
+its sender has received. It does not count as a message of the dialog. It travels the same way as
+all earlier messages, so when it arrives, those messages have arrived too, or are missing.
+`saf.dialogs.set_back` defines the other end's reaction.
 
 `announce` is for the repair of a broker that was set back. It gives the open ends a lineage, so
-that others know all they say from then on as the new incarnation's, and lets each end compare. What
-was said between the set-back and the repair belongs to the new incarnation too: it was created
-after the newest batch that a destination knows, and that this broker never opened.
+that other ends attribute all later messages to the new incarnation, and makes each end compare.
+Messages sent between the set-back and the repair belong to the new incarnation too: they were
+created after the newest batch that a destination knows and this broker never opened.
 
-The subscribers of a monolog do not answer: `saf.dialogs.monologs` says what becomes of monologs.
+The subscribers of a monolog do not answer: `saf.dialogs.monologs` handles monologs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SAY_ALL = SAY.format(
     which=f"state <> 'closed' AND error_code IS NULL AND NOT monolog AND {HEARD_OF}"
 )
 
-# Dialogs that will begin with messages that are not received yet, though their initiators may have
+# Dialogs to be begun by messages that are not received yet, though their initiators may have
 # forgotten them. The inbox keeps no message for longer than its conversation is remembered.
 SAY_UNREAD = f"""
 INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
@@ -63,9 +63,9 @@ WHERE from_initiator AND sequence = 1 AND from_service <> ''
       WHERE c.conversation_id = i.conversation_id AND NOT c.is_initiator)
 """
 
-# Numbers above ``after`` are the new incarnation's. What an earlier repair has found is kept for
-# the numbers that are still there. An end that is over says nothing more, so it gets no lineage
-# unless it has said something since.
+# Numbers above ``after`` are the new incarnation's. An earlier repair's pairs are kept for the
+# numbers that still exist. An end that is over sends nothing more, so it gets no lineage unless it
+# has sent something since.
 NEW_LINEAGE = f"""
 WITH since AS (
     SELECT conversation_id, from_initiator AS is_initiator, min(sequence) - 1 AS after
@@ -87,7 +87,7 @@ FROM fork, saf.broker b
 WHERE c.handle = fork.handle
 """
 
-# Copies that wait to be forwarded need the lineage too, because they were made without it
+# Waiting copies need the lineage too, because they were made without it
 STAMP = f"""
 UPDATE {{table}} m SET headers = m.headers || jsonb_build_object('{LINEAGE}', c.lineage)
 FROM saf.conversation c
@@ -103,9 +103,9 @@ STAMPS = (
 
 
 def compare(connection: psycopg.Connection[Any]) -> int:
-    """Let all open ends of this broker compare; return how many. Call it in a transaction.
+    """Make all open ends of this broker compare; return their number. Call it in a transaction.
 
-    Ends that messages waiting in the inbox will begin compare as well.
+    Ends to be begun by messages waiting in the inbox compare as well.
     """
     ((count,),) = fetch(connection, SAY_ALL, {"answer": True})
     connection.execute(SAY_UNREAD)
@@ -113,7 +113,7 @@ def compare(connection: psycopg.Connection[Any]) -> int:
 
 
 def say_these(raw: psycopg.Connection[Any], handles: Iterable[UUID], *, answer: bool) -> None:
-    """Let some ends here compare; ``answer``: the other end is to compare as well."""
+    """Make these ends compare. ``answer``: the other ends must compare as well."""
     if named := list(handles):
         raw.execute(SAY_THESE, {"handles": named, "answer": answer})
 
@@ -125,10 +125,10 @@ def announce(
 ) -> int:
     """Tell all ends that their broker is a new incarnation; return how many dialogs compare.
 
-    It is part of `saf.repair.incarnation.raise_incarnation`; nobody else may send in a dialog
-    meanwhile. ``since`` is when the newest batch was opened that a destination knows and this
-    broker does not, if there is one. ``known`` says how far destinations have received this
-    broker's monologs.
+    This is part of `saf.repair.incarnation.raise_incarnation`; no other session may send in a
+    dialog during it. ``since`` is the opening time of the newest batch that a destination knows and
+    this broker does not, if any. ``known`` is the progress of destinations in this broker's
+    monologs.
     """
     connection.execute(NEW_LINEAGE, {"since": since})
     if since is not None:

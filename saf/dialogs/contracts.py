@@ -1,12 +1,12 @@
-"""Contracts: which types the messages of a dialog have, who sends them, and what their bodies are.
+"""Contracts: the message types of a dialog, their senders, and the forms of their bodies.
 
     saf.create_message_type(connection, "order", validation="json_schema", schema={…})
     saf.create_contract(connection, "ordering", {"order": "initiator", "delivery": "target"})
 
 Both are immutable and versioned: a changed definition is another version, and a dialog keeps the
-version that it began with. Create the same version at both ends. A difference between the ends is
-noticed on arrival, where every message is checked again. A dialog without a contract takes messages
-of any type from both ends.
+version that it began with. Create the same version at both ends. Every message is checked again on
+arrival, which detects a difference between the ends. A dialog without a contract takes messages of
+any type from both ends.
 
 Functions take a psycopg connection and write in a transaction of their own, or in the caller's.
 """
@@ -38,10 +38,10 @@ Sender = Literal["initiator", "target", "any"]
 VALIDATIONS, SENDERS = ("none", "empty", "json", "json_schema"), ("initiator", "target", "any")
 
 RESERVED = "saf/"
-"""The prefix of the message types that are saf's own; no contract has such a type."""
+"""Prefix of saf's own message types; contracts must not use it."""
 
 NEWEST: Mapping[str, int] = MappingProxyType({})
-"""Of each type of a contract the newest version."""
+"""Use the newest version of each type of a contract."""
 
 CREATE_TYPE = """
 INSERT INTO saf.message_type (name, version, validation, schema)
@@ -68,7 +68,7 @@ FROM unnest(%(types)s::text[], %(versions)s::int[], %(senders)s::text[])
      AS m (message_type, message_type_version, sent_by)
 """
 
-# Puts a whole contract into one value, so that it comes with the row of a conversation
+# Puts a whole contract into one value, which is selected with the row of a conversation
 DEFINITION = """
 SELECT jsonb_object_agg(m.message_type, jsonb_build_object(
            'sent_by', m.sent_by, 'version', t.version,
@@ -89,22 +89,22 @@ ORDER BY k.name, k.version
 
 @dataclass(frozen=True, kw_only=True)
 class MessageType:
-    """A message type, as a contract has it."""
+    """A message type in a contract."""
 
     name: str
     version: int
     sent_by: Sender
     validation: Validation
     schema: str | None
-    """The JSON Schema as JSON text."""
+    """JSON Schema as JSON text."""
 
     @property
     def reads(self) -> bool:
-        """Whether `check` looks into the body, which must then be in memory."""
+        """True if `check` reads the body, which must then be in memory."""
         return self.validation != "none"
 
     def check(self, body: bytes) -> None:
-        """Raise a `SchemaViolation` unless a body is as its message type says."""
+        """Raise a `SchemaViolation` unless a body matches its message type."""
         if self.validation == "empty" and body:
             raise SchemaViolation(self.name, "$", f"expected no body, got {len(body):,} bytes")
         if self.validation not in ("json", "json_schema"):
@@ -133,7 +133,7 @@ class Contract:
 
     @classmethod
     def from_row(cls, name: str, version: int, definition: Mapping[str, Any] | str) -> Contract:
-        """Make a contract from what the database keeps."""
+        """Make a contract from its stored form."""
         types = json.loads(definition) if isinstance(definition, str) else definition
         return cls(
             name=name,
@@ -170,10 +170,10 @@ def create_message_type(
     validation: Validation = "none",
     schema: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Define what bodies of a message type are; False if that version is defined so already.
+    """Define the bodies of a message type; False if that version already has this definition.
 
     Args:
-        connection: to the broker that is to know the type.
+        connection: to the broker that gets the type.
         name: the type's name.
         version: the version of the definition.
         validation: "none"; "empty" for no body; "json" for any JSON; or "json_schema".
@@ -181,7 +181,7 @@ def create_message_type(
 
     Raises:
         ConfigurationError: that version has another definition.
-        UsageError: this is no valid definition.
+        UsageError: the definition is invalid.
         MissingExtra: jsonschema is not installed.
     """
     _check_name("message type", name, version)
@@ -215,20 +215,20 @@ def create_contract(
     version: int = 1,
     type_versions: Mapping[str, int] = NEWEST,
 ) -> bool:
-    """Define a contract: which types messages have. False if that version is defined so already.
+    """Define a contract; False if that version already has this definition.
 
     Args:
-        connection: to the broker that is to know the contract.
+        connection: to the broker that gets the contract.
         name: the contract's name.
-        types: who sends each type: "initiator", "target" or "any". A type that is not known yet is
-            created without validation.
+        types: the sender of each type: "initiator", "target" or "any". An unknown type is created
+            without validation.
         version: the version of the contract.
-        type_versions: the version of each type; by default, the newest one, or that which the
-            contract has, if it is there.
+        type_versions: the version of each type; by default, the newest version, or the contract's
+            own version if it exists.
 
     Raises:
         ConfigurationError: that version has another definition.
-        UsageError: this is no valid definition.
+        UsageError: the definition is invalid.
     """
     _check_name("contract", name, version)
     for one, sender in types.items():
@@ -270,7 +270,7 @@ def create_contract(
 def contracts(
     connection: psycopg.Connection[Any], which: list[tuple[str, int]] | None = None
 ) -> list[Contract]:
-    """Return a broker's contracts, or only those of some names and versions, in that order."""
+    """Return a broker's contracts, or only those with these names and versions, in that order."""
     params = {
         "names": None if which is None else [name for name, _ in which],
         "versions": None if which is None else [version for _, version in which],

@@ -1,4 +1,4 @@
-"""The conversations of a broker, as people look at them, and how old ones are cleaned up."""
+"""A broker's conversations for operators, and the cleanup of old ones."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ WHERE handle = %(handle)s RETURNING handle
 
 SHARD = shard_expression("shards", "CAST(conversation_id AS text)", modulo="%%")
 
-# An end that is over does not wait for the rest of a body. The fragments that have come are
-# counted as dropped, except those that are ahead: a row for each waits elsewhere, and is counted
-# from there.
+# An end that is over does not wait for the rest of a body. Fragments that have arrived are counted
+# as dropped, except those that are ahead: a row for each waits elsewhere, and is counted there.
 DROP_FRAGMENTS = f"""
 WITH gone AS (
     DELETE FROM saf.fragment f USING saf.conversation c
@@ -71,7 +70,7 @@ WHERE received GROUP BY 1, 2 ORDER BY 1, 2
 {ADD}
 """
 
-# Nobody knows the name of a group that is empty
+# The name of an empty group is unknown to applications
 FORGET = """
 WITH forgotten AS (
     DELETE FROM saf.conversation
@@ -85,12 +84,12 @@ WHERE NOT EXISTS (SELECT FROM saf.conversation c WHERE c.group_id = g.group_id)
 """
 
 KEPT_SECONDS = 86400.0
-"""How long a closed conversation is remembered at least, in seconds."""
+"""Minimum time for which a closed conversation is remembered, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """One end of a conversation, as it stands."""
+    """Present state of one end of a conversation."""
 
     handle: UUID
     conversation_id: UUID
@@ -104,19 +103,19 @@ class Conversation:
     contract_version: int | None
     group_id: UUID
     send_sequence: int
-    """The number of the last message sent."""
+    """Number of the last message sent."""
     receive_sequence: int
-    """The number of the last message received."""
+    """Number of the last message received."""
     error_code: int | None
     error_text: str | None
     expires_at: datetime | None
     created_at: datetime
     changed_at: datetime
     ahead: int
-    """How many messages wait here because one before them is missing."""
+    """Number of messages that wait here because an earlier one is missing."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The conversation as a dict for JSON."""
+        """Return the conversation as a dict for JSON."""
         return {
             name: str(value)
             if isinstance(value, UUID)
@@ -144,8 +143,8 @@ def conversations(
         service: only ends of this service.
         states: only ends in one of these states.
         handle: only the end with this handle.
-        limit: at most so many ends.
-        after: only ends that come after the one with this ``created_at`` and handle.
+        limit: maximum number of ends.
+        after: only ends after the end with this ``created_at`` and handle.
 
     Raises:
         UsageError: one of the states does not exist.
@@ -187,17 +186,17 @@ def page(
 
 
 def place_at(place: str | None) -> tuple[datetime, UUID] | None:
-    """Return where a page goes on, as `page` takes it, by what the page before has said.
+    """Return the place where a page continues, for `page`, from the previous page's text.
 
     Raises:
-        UsageError: no page of conversations ends there.
+        UsageError: the text is not the end of a page of conversations.
     """
     if place is None:
         return None
     moment, _, handle = place.partition(" ")
     try:
         created_at = datetime.fromisoformat(moment)
-        if created_at.tzinfo is not None:  # whose offset a database need not know
+        if created_at.tzinfo is not None:  # databases may not know the offset
             return created_at.astimezone(UTC), UUID(handle)
     except (ValueError, OverflowError):
         pass
@@ -205,7 +204,7 @@ def place_at(place: str | None) -> tuple[datetime, UUID] | None:
 
 
 def clean_up(connection: psycopg.Connection[Any], handle: UUID) -> None:
-    """Close an end for good, whatever its state. The other end is not told.
+    """Close an end permanently, whatever its state. The other end is not told.
 
     Raises:
         DialogNotFound: no end in this database has this handle.
@@ -217,10 +216,10 @@ def clean_up(connection: psycopg.Connection[Any], handle: UUID) -> None:
 
 
 def forget(connection: psycopg.Connection[Any], retention_seconds: float) -> int:
-    """Forget conversations that were closed longer ago than this; return how many.
+    """Forget conversations that were closed longer ago than this; return their number.
 
-    A conversation is remembered for as long as a log may hold one of its messages. Fragments that
-    came for an end that is over are deleted at once.
+    A conversation is remembered while a log may hold one of its messages. Fragments for an end that
+    is over are deleted immediately.
     """
     with connection.transaction():
         connection.execute(DROP_FRAGMENTS, {"handle": None})

@@ -1,16 +1,16 @@
-"""Dialogs: what an application says on its end of a conversation, in its own transaction.
+"""Dialogs: sending and ending on the application's end of a conversation, in its transaction.
 
     dialog = saf.begin_dialog(conn, from_service="shop", to_service="warehouse", contract="order")
     dialog.send(conn, {"order": 7}, message_type="order")
     dialog.end(conn)
 
-An end is a row of saf.conversation. To send is one statement: it increases ``send_sequence`` under
+An end is a row of saf.conversation. Sending is one statement: it increases ``send_sequence`` under
 the row's lock, and inserts a message into the outbox, which travels like any other, with the
 conversation's id as its key. The other end takes each number once, and in order
-(`saf.dialogs.arrival`). An Error is the exception: it is taken as soon as it arrives, and messages
-sent before it that have not been received by then never will be.
+(`saf.dialogs.arrival`). An Error is the exception: it is taken as soon as it arrives, and earlier
+messages that have not been received by then never will be.
 
-An end also puts messages to itself into its own inbox, for later: the Error for the end of its
+An end also puts messages to itself into its own inbox, for later: the Error at the end of its
 lifetime, and the timer. These have no number.
 
 ``conn`` is as for `saf.Outbox.send`, and the transaction stays the caller's.
@@ -86,10 +86,10 @@ if TYPE_CHECKING:
     from saf.transaction import Conn
 
 LONGEST_SECONDS = 1_000 * 365 * 86_400
-"""Longest lifetime and timer, in seconds: a thousand years, so that they end in the calendar."""
+"""Longest lifetime and timer, in seconds: a thousand years, to stay within the calendar."""
 
 HIGHEST_CODE = 2**31 - 1
-"""Highest code of an error: what an integer of PostgreSQL holds."""
+"""Highest error code: the maximum of PostgreSQL's integer."""
 
 SAVEPOINT = "SAVEPOINT saf_fragments"
 UNDO = "ROLLBACK TO SAVEPOINT saf_fragments"
@@ -98,24 +98,24 @@ RELEASE = "RELEASE SAVEPOINT saf_fragments"
 
 @dataclass(frozen=True, kw_only=True)
 class Dialog:
-    """One end of a conversation. Holds no connection; `open_dialog` picks it up again."""
+    """One end of a conversation. It holds no connection; `open_dialog` opens it again."""
 
     handle: UUID
-    """Names this end in its database; the other end has a handle of its own."""
+    """Name of this end in its database; the other end has its own handle."""
     conversation_id: UUID
-    """The conversation's id, which is the same at both ends."""
+    """Id of the conversation, the same at both ends."""
     is_initiator: bool
     monolog: bool
     service: str
-    """The service of this end."""
+    """Service of this end."""
     far_service: str
-    """The service of the other end."""
+    """Service of the other end."""
     contract: Contract | None
-    """The version of the contract that the dialog began with; None if it has no contract."""
+    """Version of the contract that the dialog began with; None without a contract."""
     broker_id: UUID
-    """The broker where this end lives."""
+    """Broker of this end."""
     signer: Signer | None = field(default=None, repr=False, compare=False)
-    """Signs what this end says."""
+    """Signs this end's messages."""
 
     def send(
         self,
@@ -130,23 +130,23 @@ class Dialog:
         """Send a message to the other end, and return the message's id.
 
         Args:
-            conn: the caller's connection, with the transaction that the message is part of.
+            conn: the caller's connection, with the transaction that contains the message.
             body: as for `saf.Outbox.send`; or a binary file, which is read from its current
                 position to its end, one fragment at a time.
-            message_type: what the body is; see `saf.dialogs.contracts`.
+            message_type: type of the body; see `saf.dialogs.contracts`.
             headers: JSON values by name.
-            max_bytes: largest body accepted. A body that the contract looks into, and a monolog's,
-                is held in memory, and has no more than `saf.message.DEFAULT_MAX_BYTES` in any case.
-            fragment_bytes: a dialog's larger body travels in pieces of this size, in bytes.
+            max_bytes: largest accepted body. A body that the contract checks, and a monolog's, is
+                held in memory and limited to `saf.message.DEFAULT_MAX_BYTES` in any case.
+            fragment_bytes: size of the pieces in which a dialog's larger body travels, in bytes.
 
         Raises:
-            InvalidMessage: the message cannot be stored. Nothing is written, even if a file turns
-                out to be too large only at its end.
+            InvalidMessage: the message cannot be stored. Nothing is written, even if only the end
+                of a file shows that it is too large.
             TypeNotInContract, WrongDirection, SchemaViolation: the contract does not allow the
                 message; nothing is written.
             DialogEnded: one of the ends has ended, or there was an error.
             DialogExpired: its lifetime is over.
-            DialogElsewhere, DialogNotFound: this is not the database of the dialog.
+            DialogElsewhere, DialogNotFound: the dialog is in another database.
             AutocommitError, SchemaMissing, SchemaMismatch: as `saf.Outbox.send`.
         """
         if message_type is not None and message_type.startswith(RESERVED):
@@ -172,7 +172,7 @@ class Dialog:
         max_bytes: int = LARGEST_BYTES,
         fragment_bytes: int = FRAGMENT_BYTES,
     ) -> UUID:
-        """Send a message like `send`, but also one whose type or headers are reserved for saf."""
+        """Send a message like `send`, but also with a type or headers reserved for saf."""
         if not 1 <= fragment_bytes <= DEFAULT_MAX_BYTES:
             raise InvalidMessage(
                 "fragment_bytes", f"{fragment_bytes:,} is not from 1 to {DEFAULT_MAX_BYTES:,}"
@@ -196,34 +196,34 @@ class Dialog:
         return self._say_in_fragments(enter(conn), row, file, fragment_bytes, max_bytes)
 
     def end(self, conn: Conn) -> None:
-        """End this side in order. The other side may still send; those messages are dropped here.
+        """End this side in order. The other side may still send; its messages are dropped here.
 
         Raises:
             DialogEnded: this end has ended already.
-            DialogElsewhere, DialogNotFound: this is not the database of the dialog.
+            DialogElsewhere, DialogNotFound: the dialog is in another database.
         """
         self._say(enter(conn), END_HERE, self._encoded(b"", END))
 
     def end_with_error(self, conn: Conn, code: int, text: str) -> None:
-        """End both sides. The other side gets the error instead of what it has not received yet.
+        """End both sides. The other side gets the error instead of the messages not received yet.
 
         Args:
             conn: as for `send`.
             code: the application's own error code, from 1 to 2147483647.
-            text: what went wrong, for whoever is at the other end.
+            text: a description of the error for the other end.
 
         Raises:
             DialogEnded: this end has ended already.
-            DialogElsewhere, DialogNotFound: this is not the database of the dialog.
+            DialogElsewhere, DialogNotFound: the dialog is in another database.
         """
         if not 0 < code <= HIGHEST_CODE:
             raise DialogError(f"error code {code}: an application's are from 1 to {HIGHEST_CODE}")
         self.fail(enter(conn), code, text, ending=True)
 
     def start_timer(self, conn: Conn, seconds: float) -> None:
-        """Get a message of type `TIMER` after so many seconds, instead of by an earlier timer.
+        """Request a message of type `TIMER` after ``seconds``, in place of an earlier timer.
 
-        Raises what `end` raises.
+        Raises the errors of `end`.
         """
         if not 0 <= seconds <= LONGEST_SECONDS:
             raise DialogError(f"a timer of {seconds} seconds: at most {LONGEST_SECONDS:,}")
@@ -233,7 +233,7 @@ class Dialog:
             raise self._why_not(transaction)
 
     def stop_timer(self, conn: Conn) -> None:
-        """Forget the timer, if there is one."""
+        """Forget the timer, if any."""
         transaction = enter(conn)
         if not transaction.fetch(STOP_TIMER, {"handle": self.handle}):
             raise self._why_not(transaction)
@@ -249,16 +249,16 @@ class Dialog:
         here: bool = True,
         original: Mapping[str, Any] | None = None,
     ) -> None:
-        """Tell the other end of an error, and this end too, by a message, unless it is ``ending``.
+        """Report an error to the other end and, unless ``ending``, to this end, by messages.
 
         Args:
             transaction: the caller's.
-            code: what is wrong, for programs.
-            text: what is wrong, for people.
+            code: the error, for programs.
+            text: the error, for humans.
             ending: this end is closed by the error, and needs no message.
-            again: tell the other end even if this one has failed or ended before.
-            here: whether this end is told, if it is not ending.
-            original: for an error that was passed on, what it was at first.
+            again: report to the other end even if this end has failed or ended before.
+            here: report to this end, unless it is ending.
+            original: for an error that was passed on, its original form.
         """
         text = said(text)
         wrapped = {} if original is None else {"original": original}
@@ -267,7 +267,7 @@ class Dialog:
         if ending:
             self._say(transaction, END_WITH_ERROR, row, **error)
         elif self._said(transaction, FAIL_SET_BACK if again else FAIL, row, **error) and here:
-            # another message, because the same id would be in two logs
+            # another message, because two logs would otherwise have the same id
             row = row._replace(message_id=uuid4())
             transaction.execute(
                 TELL_ONESELF, {**row._asdict(), "handle": self.handle, "seconds": 0}
@@ -291,7 +291,7 @@ class Dialog:
         return row.message_id
 
     def _said(self, transaction: Transaction, saying: Saying, row: Row, **more: object) -> bool:
-        """Say something; False if this end cannot say that now."""
+        """Send, end or fail; return False if this end cannot do that now."""
         params = {**row._asdict(), "handle": self.handle, **more}
         if self.signer is None:
             return bool(transaction.fetch(saying.at_once, params))
@@ -334,7 +334,7 @@ class Dialog:
         fragment_bytes: int,
         max_bytes: int,
     ) -> UUID:
-        """Send what is in a file, all or nothing, because the caller may go on after an error."""
+        """Send a file, all or nothing, because the caller may continue after an error."""
         headers = STRICT.decode(row.headers)
         transaction.execute(SAVEPOINT)
         try:
@@ -378,22 +378,22 @@ def begin_dialog(
     related: UUID | Dialog | None = None,
     signer: Signer | None = None,
 ) -> Dialog:
-    """Begin a dialog. The other end hears of it by the first message.
+    """Begin a dialog. The first message informs the other end.
 
     Args:
-        conn: the caller's connection, with the transaction that the dialog begins in.
-        from_service: the service of this end; it lives in this database, and gets the replies.
+        conn: the caller's connection, with the transaction in which the dialog begins.
+        from_service: the service of this end; it must be in this database, and gets the replies.
         to_service: the service of the other end.
-        contract: which messages may be sent: the contract's newest version here. None: any.
-        lifetime: seconds after which it is over for both ends, if one has not ended by then.
-        to_broker: the broker of the other end, where several host the service.
+        contract: the contract, in its newest version here. None: any messages may be sent.
+        lifetime: seconds after which the dialog is over for both ends, unless both have ended.
+        to_broker: the broker of the other end, if several host the service.
         related: a dialog in this database whose group the new one joins; see `saf.dialogs.groups`.
-        signer: signs what is said on this `Dialog`; see docs/security.md.
+        signer: signs the messages of this `Dialog`; see docs/security.md.
 
     Raises:
-        NoSuchService, NoSuchContract: this database has no such service, or no such contract.
-        DialogNotFound: there is no such related dialog in this database.
-        InvalidMessage: a name is one that no message could have.
+        NoSuchService, NoSuchContract: the service or the contract does not exist in this database.
+        DialogNotFound: the related dialog does not exist in this database.
+        InvalidMessage: a name is invalid for messages.
         AutocommitError, SchemaMissing, SchemaMismatch: as `saf.Outbox.send`.
     """
     return _begin(
@@ -405,19 +405,19 @@ def begin_dialog(
 def begin_monolog(
     conn: Conn, *, from_service: str, topic: str, signer: Signer | None = None
 ) -> Dialog:
-    """Begin a monolog, whose messages go to all who subscribe to the topic, in order.
+    """Begin a monolog, whose messages go to all subscribers of the topic, in order.
 
-    A topic is a service that routes lead to several destinations (see `saf.routing.routes`), and
-    each of these may have any number of subscriptions. Nobody answers. A monolog ends with its
-    last message.
+    A topic is a service whose routes lead to several destinations (see `saf.routing.routes`), each
+    with any number of subscriptions. Subscribers do not answer. A monolog ends with its last
+    message.
 
-    Raises what `begin_dialog` raises.
+    Raises the errors of `begin_dialog`.
     """
     return _begin(conn, from_service, topic, monolog=True, signer=signer)
 
 
 def open_dialog(conn: Conn, handle: UUID, *, signer: Signer | None = None) -> Dialog:
-    """Pick a dialog up again by its handle, from any process; ``signer`` signs what it says.
+    """Open a dialog again by its handle, in any process; ``signer`` signs its messages.
 
     Raises:
         DialogNotFound: no end in this database has this handle.
@@ -448,7 +448,7 @@ def _begin(
     monolog: bool = False,
     signer: Signer | None = None,
 ) -> Dialog:
-    # checks the names and the broker
+    # validates the names and the broker
     encode(Message(service=to_service, from_service=from_service, to_broker=to_broker, body=b""))
     if lifetime is not None and not 0 < lifetime <= LONGEST_SECONDS:
         raise DialogError(

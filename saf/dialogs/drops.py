@@ -1,4 +1,4 @@
-"""Drops: why an end of a dialog drops a message. Pure."""
+"""Drops: reasons for which an end of a dialog drops a message. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from saf.setaside.dropped import Reason
 
 
 def why_dropped(facts: Facts, message: Received, *, ended_here: bool, over: bool) -> Reason:
-    """The reason for which `saf.dialogs.facts.judge` drops a message, from the facts before it.
+    """Return why `saf.dialogs.facts.judge` drops a message, from the facts before the message.
 
-    ``over``: whether the dialog's lifetime is over.
+    ``over``: the dialog's lifetime is over.
     """
     if message.sequence is None:
         return Reason.OUTDATED
@@ -22,7 +22,7 @@ def why_dropped(facts: Facts, message: Received, *, ended_here: bool, over: bool
 
 
 def no_end(message: Received) -> str:
-    """The error of a message that answers a dialog which nobody has begun here."""
+    """Return the error for a message that answers a dialog not begun here."""
     broker = message.to_broker
     there = "" if broker is None else f" It is addressed to broker {broker}."
     return (

@@ -1,4 +1,4 @@
-"""The endpoints in a receiver's hand: locked, created for messages that introduce, and written.
+"""Endpoints in a receiver's hand: locked, created for introducing messages, and written.
 
 An initiator that has begun a dialog with a router learns its true far end from the first answer.
 From then on it addresses the service that the router has resolved to.
@@ -28,7 +28,7 @@ from saf.received import Received
 from saf.setaside.isolation import kept
 
 End = tuple[UUID, bool]
-"""One end: the id of its conversation, and whether it is the initiator's end."""
+"""One end: the conversation's id, and True for the initiator's end."""
 
 OF_THESE = """
 unnest(%(conversation_id)s::uuid[], %(is_initiator)s::boolean[])
@@ -57,8 +57,8 @@ BEGUN = {
     "group_id": "uuid",
     "expires_at": "timestamptz",
 }
-# If the broker was set back, or the message is not a dialog's first, there may have been an end
-# here before, whose numbers this one gives again: see saf.dialogs.set_back
+# If the broker was set back, or the message is not a dialog's first, an earlier end may have
+# existed here, whose numbers this one assigns again: see saf.dialogs.set_back
 CREATE = f"""
 WITH begun AS (
     SELECT * FROM unnest({", ".join(f"%({name})s::{type_}[]" for name, type_ in BEGUN.items())},
@@ -75,8 +75,8 @@ WITH begun AS (
 SELECT FROM endpoint
 """
 
-# Follows what routers have resolved, up to the service that answers. A router that gives another
-# key ends the way (to_key IS NULL): its messages must go on by it.
+# Follows the routers' resolutions to the service that answers. A router that assigns another key
+# ends the way (to_key IS NULL): messages must continue to go through it.
 REDIRECTED = """
 WITH RECURSIVE way (conversation_id, service, broker) AS (
     SELECT c.conversation_id, far_service, far_broker
@@ -112,7 +112,7 @@ FROM unnest({", ".join(f"%({name})s::{type_}[]" for name, type_ in RECEIVED.item
 WHERE c.handle = r.handle
 """
 
-# What the application has done since then stays: an end, a new timer
+# The application's later changes stay: an end, a new timer
 TAKE_BACK = f"""
 UPDATE saf.conversation c SET changed_at = now(), timer = coalesce(c.timer, r.timer), {
     ", ".join(f"{name} = r.{name}" for name in RECEIVED if name not in ("handle", "timer"))
@@ -125,7 +125,7 @@ WHERE c.handle = r.handle AND NOT c.ended_here
 
 @dataclass(kw_only=True)
 class Endpoint:
-    """An endpoint in hand, and what it knows."""
+    """An endpoint in hand, and its facts."""
 
     dialog: Dialog
     ended_here: bool
@@ -133,33 +133,33 @@ class Endpoint:
     stored: Facts
     facts: Facts
     sent: int
-    """The number of the last message sent."""
+    """Number of the last message sent."""
     lineage: Lineage
-    """Empty where its broker was never set back."""
+    """Empty if its broker was never set back."""
     far_lineage: Lineage
     failure: tuple[Code, str] | None = None
     answers: bool = False
-    """The other end has asked it how much it has sent and received."""
+    """True if the other end has asked how much this end has sent and received."""
     asks: bool = False
-    """It waits for a message that may be lost."""
+    """True if the endpoint waits for a message that may be lost."""
 
     @property
     def row(self) -> dict[str, Any]:
-        """The row that `RECEIVE` writes."""
+        """Row for `RECEIVE`."""
         return {"handle": self.dialog.handle, **vars(self.facts)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Introduction:
-    """What the initiator's first message tells the target about the dialog."""
+    """Information about the dialog in the initiator's first message to the target."""
 
     contract: str | None = None
     version: int | None = None
     broker: UUID | None = None
-    """The broker where the initiator lives, and where replies go."""
+    """Broker of the initiator, which gets the replies."""
     expires_at: datetime | None = None
     problem: str | None = None
-    """Why the introduction cannot be read, if it cannot."""
+    """Error in the introduction, if it cannot be read."""
 
 
 def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End, Endpoint]:
@@ -210,13 +210,13 @@ def _lock(raw: psycopg.Connection[Any], ends: list[End]) -> list[tuple[Any, ...]
     while True:
         groups |= {group_id for (group_id,) in fetch(raw, LOCK_GROUPS, params)}
         rows = fetch(raw, LOCK, params)
-        # another group, if the dialog was moved meanwhile
+        # another group, if the dialog was moved in between
         if all(row[9] in groups for row in rows):
             return rows
 
 
 def _answers_of_others(spoken: list[Received], rows: list[tuple[Any, ...]]) -> list[Received]:
-    """The first answers that come from a service other than the one that was addressed."""
+    """Return first answers that come from a service other than the addressed one."""
     far = {(row[1], row[2]): row[5] for row in rows}
     firsts = [one for one in spoken if one.sequence == 1 and not one.from_initiator]
     return [one for one in firsts if far.get(end_of(one), one.from_service) != one.from_service]
@@ -239,20 +239,20 @@ def _endpoint(row: tuple[Any, ...], known: dict[tuple[str, int], Contract]) -> E
 
 
 def _begins(message: Received) -> bool:
-    """Whether a message is the first of its dialog."""
+    """Return whether a message is the first of its dialog."""
     first = message.sequence == 1 and message.message_type != COMPARE
     return first and bool(message.from_initiator)
 
 
 def _is_late(message: Received) -> bool:
-    """Whether a later message also tells what an end that is missing here has to know."""
+    """Return whether a later message also carries the introduction for an end missing here."""
     if not message.from_initiator or message.message_type not in (COMPARE, ERROR):
         return False
     return (message.sequence or 0) > 0 and message.may_say(HELLO)
 
 
 def _introduction(message: Received) -> Introduction:
-    """Read the introduction from a first message; it says so if it cannot be read."""
+    """Read the introduction from a first message; set ``problem`` if it cannot be read."""
     try:
         said = message.headers.get(HELLO) or {}
         seconds, broker = said.get("lifetime_seconds"), said.get("broker")
@@ -277,7 +277,7 @@ def _introduction(message: Received) -> Introduction:
 def _begun(
     message: Received, hello: Introduction, known: dict[tuple[str, int], Contract]
 ) -> dict[str, Any]:
-    """The row of a target's endpoint, made from the initiator's first message."""
+    """Return the row of a target's endpoint, made from the initiator's first message."""
     contract = known.get((hello.contract or "", hello.version or 0))
     return {
         "conversation_id": message.conversation_id,
@@ -293,17 +293,17 @@ def _begun(
 
 
 def write(raw: psycopg.Connection[Any], statement: str, endpoints: Iterable[Endpoint]) -> None:
-    """Write what endpoints know, by the statement `RECEIVE` or `TAKE_BACK`."""
+    """Write endpoints' facts, by the statement `RECEIVE` or `TAKE_BACK`."""
     if rows := [one.row for one in endpoints]:
         raw.execute(statement, columns(RECEIVED, rows))
 
 
 def columns(names: Iterable[str], rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Turn rows into the arrays that unnest takes, by column."""
+    """Convert rows to arrays by column, as unnest takes them."""
     return {name: [row[name] for row in rows] for name in names}
 
 
 def end_of(message: Received) -> End:
-    """The end that a message is for."""
-    assert message.conversation_id is not None  # noqa: S101 - it is of a dialog
+    """Return the end that a message is for."""
+    assert message.conversation_id is not None  # noqa: S101 - messages of dialogs have one
     return message.conversation_id, not message.from_initiator

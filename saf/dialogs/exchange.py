@@ -1,7 +1,7 @@
-"""The exchange of one conversation: its ends, and its messages as the logs of a broker have them.
+"""The exchange of one conversation: its ends, and its messages in the logs of a broker.
 
-A log keeps a message until it is purged, so that of a long conversation only the last part may be
-left. The messages of a conversation are in one shard, in which they are looked for.
+A log keeps a message until it is purged, so only the last part of a long conversation may be left.
+All messages of a conversation are in one shard; only that shard is searched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from saf.log.shards import shard_of
 SHARDS = "SELECT shards FROM saf.broker"
 HANDLES = "SELECT handle FROM saf.conversation WHERE conversation_id = %(conversation_id)s"
 
-# Of a long body only the last part is shown: the others have the same number
+# Only the last part of a long body is shown: the other parts have the same number
 SPOKEN = """
 SELECT DISTINCT ON (from_initiator, sequence, log) log, message_id, from_service, to_service,
        from_initiator, sequence, message_type, bytes, at
@@ -49,24 +49,24 @@ class Spoken:
     from_service: str | None
     to_service: str
     from_initiator: bool | None
-    """Which end has sent it; None: of a monolog."""
+    """The sending end; None: a monolog."""
     sequence: int | None
     """None: from an end to itself, such as a timer."""
     message_type: str | None
     bytes: int
     at: datetime
-    """When it was sent or, in an inbox, stored."""
+    """Time of sending or, in an inbox, of storing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """What one broker knows of a conversation."""
+    """A broker's knowledge of a conversation."""
 
     ends: tuple[Conversation, ...]
     messages: tuple[Spoken, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as a dict for JSON."""
+        """Return the exchange as a dict for JSON."""
         return {
             "ends": [one.as_dict() for one in self.ends],
             "messages": [
@@ -79,7 +79,7 @@ class Exchange:
 def exchange(
     connection: psycopg.Connection[Any], conversation_id: UUID, limit: int = 200
 ) -> Exchange:
-    """Return what a broker knows of a conversation, with at most so many messages. Only reads."""
+    """Return a broker's knowledge of a conversation, with up to ``limit`` messages. Only reads."""
     params = {"conversation_id": conversation_id}
     handles = [handle for (handle,) in fetch(connection, HANDLES, params)]
     ends = [one for handle in handles for one in conversations(connection, handle=handle)]

@@ -1,8 +1,8 @@
-"""What an end of a dialog knows of what it has received, and what it takes. Pure.
+"""Facts of a dialog's end about the messages it has received, and which ones it takes. Pure.
 
-An end takes only the next number of what the other end has sent: a repeat is dropped, and a message
-that is ahead waits for what is missing. So a dialog is exactly once and in order, whatever carried
-its messages.
+An end takes only the next number from the other end: a repeat is dropped, and a message that is
+ahead waits for the missing ones. So a dialog is exactly once and in order, whatever carried its
+messages.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from saf.setaside.isolation import MAX_ERROR, kept
 
 
 class Verdict(Enum):
-    """What becomes of a message that has arrived."""
+    """The decision about a message that has arrived."""
 
     TAKE = 1
-    """It is for the application."""
+    """Hand it to the application."""
     DROP = 2
-    """It was received before, or nobody wants it any more."""
+    """Drop it: it was received before, or is no longer wanted."""
     WAIT = 3
-    """A message before it is missing."""
+    """Let it wait: an earlier message is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,10 @@ class Facts:
     error_text: str | None = None
     timer: UUID | None = None
     answered_by: UUID | None = None
-    """Of an initiator: the broker of its target, which has answered first."""
+    """For an initiator: the broker of the target that has answered first."""
 
     def with_error(self, body: bytes) -> Facts:
-        """The facts after an Error has been received."""
+        """Return the facts after an Error has been received."""
         try:
             said = json.loads(body)
             code, text = _code(said["code"]), kept(str(said["text"]))[:MAX_ERROR]
@@ -52,7 +52,7 @@ class Facts:
 
 
 def _code(said: Any) -> int:
-    """The code of an Error, for the column error_code; raise a ValueError if it cannot be."""
+    """Return an Error's code for the column error_code; raise a ValueError if it does not fit."""
     code = int(said)
     if not -(2**31) <= code < 2**31:
         raise ValueError(said)
@@ -62,7 +62,7 @@ def _code(said: Any) -> int:
 def judge(
     facts: Facts, message: Received, *, ended_here: bool, over: bool
 ) -> tuple[Verdict, Facts]:
-    """What becomes of a message, and the facts afterwards; ``over``: the lifetime is over."""
+    """Return the decision and the facts after it. ``over``: the lifetime is over."""
     if message.sequence is None:
         return _from_oneself(facts, message, ended_here=ended_here)
     wanted = Verdict.DROP if ended_here else Verdict.TAKE
@@ -70,7 +70,7 @@ def judge(
     if facts.error_code is not None or message.sequence <= facts.receive_sequence:
         return Verdict.DROP, facts
     if message.message_type == ERROR:
-        # what it has overtaken was not received, and is counted as dropped when it comes
+        # what the Error has overtaken was not received, and counts as dropped on arrival
         next_ = message.sequence == facts.receive_sequence + 1
         return wanted, (received if next_ else facts).with_error(message.body)
     if facts.ended_there or message.sequence > facts.receive_sequence + 1:

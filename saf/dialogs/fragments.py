@@ -1,11 +1,11 @@
-"""Fragments: how a large body travels, cut into consecutive messages of its conversation.
+"""Fragments: a large body travels cut into consecutive messages of its conversation.
 
-Every fragment but the last says that it is one. The last one *is* the message: its id, headers and
-type are those of the whole, and the whole is received with it. It says how many fragments and bytes
-the whole has, so nobody has to know the length of a file before it has been read.
+Every fragment except the last is marked as one. The last fragment *is* the message: its id, headers
+and type are those of the whole, and the whole is received with it. It contains the whole's number
+of fragments and bytes, so the length of a file need not be known before reading it.
 
-Each fragment has its own number, and both ends count it like any other message. So what holds for
-messages (in order, once; what is ahead waits; a restart loses nothing) holds for fragments.
+Each fragment has its own number, and both ends count it like any other message. So the guarantees
+for messages (in order, once; messages ahead wait; a restart loses nothing) hold for fragments.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from saf.errors import InvalidMessage
 from saf.message import FRAGMENT, WHOLE
 
 FRAGMENT_BYTES = 1024 * 1024
-"""Longest body that travels in one piece, in bytes; docs/conversations.md says why."""
+"""Longest body that travels in one piece, in bytes; docs/conversations.md gives the reason."""
 LARGEST_BYTES = 2 * 1024 * 1024 * 1024
 """Longest body in fragments, in bytes; the same as in Service Broker."""
 
 
 class Readable(Protocol):
-    """A binary file, or what reads like one."""
+    """A binary file, or an object that reads like one."""
 
     def read(self, size: int, /) -> bytes:
-        """Return at most so many bytes; none at the end."""
+        """Return at most ``size`` bytes; none at the end."""
         ...
 
 
 def is_file(body: object) -> TypeGuard[Readable]:
-    """Whether a body is a file, which has to be read."""
+    """Return whether a body is a file, which must be read."""
     return callable(getattr(body, "read", None))
 
 
 def split(
     file: Readable, fragment_bytes: int, max_bytes: int = LARGEST_BYTES
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Cut a body into fragments; give each with its headers. Two at a time are in memory.
+    """Cut a body into fragments; yield each with its headers. Two at a time are in memory.
 
     Raises:
         InvalidMessage: the body has more than ``max_bytes``.
@@ -59,7 +59,7 @@ def split(
 
 
 def count(length: int, fragment_bytes: int) -> int:
-    """How many fragments a body of so many bytes has.
+    """Return the number of fragments of a body of ``length`` bytes.
 
     >>> count(0, 40_960), count(40_960, 40_960), count(40_961, 40_960), count(2**31, 40_960)
     (1, 1, 2, 52429)
@@ -68,10 +68,10 @@ def count(length: int, fragment_bytes: int) -> int:
 
 
 def fill(file: Readable, size: int) -> bytes:
-    """Read so many bytes, or up to the end of the file: a pipe may give fewer at a time.
+    """Read ``size`` bytes, or to the end of the file: a pipe may return fewer at a time.
 
     Raises:
-        InvalidMessage: the file gives text.
+        InvalidMessage: the file returns text.
     """
     pieces = [file.read(size)]
     if isinstance(pieces[0], str):

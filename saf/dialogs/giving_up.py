@@ -1,6 +1,6 @@
-"""Giving up: a person gives up a message that has come to its end, and that no handler has taken.
+"""Giving up: an operator gives up a message that has arrived at its end and was not handled.
 
-The conversation would lack it. So it fails at both ends, as for a message that becomes a dead
+The conversation would have a gap. So it fails at both ends, as for a message that becomes a dead
 letter there.
 """
 
@@ -25,11 +25,11 @@ WHERE conversation_id = %(conversation_id)s AND is_initiator = NOT %(from_initia
 """
 
 Lost = tuple[UUID, bool, str]
-"""The conversation of a message, whether its initiator has sent it, and what to call it."""
+"""A message's conversation, True if sent by the initiator, and its name for errors."""
 
 
 def give_up(connection: psycopg.Connection[Any], lost: Iterable[Lost], who: str) -> None:
-    """Fail conversations at both ends, each for the first of its messages that are given up.
+    """Fail conversations at both ends, each for its first message that is given up.
 
     Call it in a transaction that has the shards of the messages in hand.
     """
@@ -50,7 +50,7 @@ def fail(
 ) -> None:
     """Fail the conversation of a message that has come to its end here, if the end is known.
 
-    An end that has failed or ended before is told nothing more.
+    An end that has failed or ended before gets no further Error.
     """
     params = {"conversation_id": conversation_id, "from_initiator": from_initiator}
     try:
@@ -58,8 +58,8 @@ def fail(
             for (handle,) in fetch(connection, MET_BY, params):
                 open_dialog(connection, handle).fail(enter(connection), code, text)
     except DialogNotFound:
-        return  # it was purged meanwhile: nobody waits for the error
+        return  # the conversation was purged: no end waits for the error
     except (psycopg.DatabaseError, UsageError) as error:
-        # the error is about the conversation itself: nothing more can be said on it
+        # the error concerns the conversation itself: no message can be sent on it
         if connection.broken or not of_messages(error):
             raise

@@ -1,9 +1,9 @@
 """Groups: related conversations, which one receiver at a time has in hand.
 
 Each dialog begins a group of its own, or joins the group of another dialog (``related=``). A
-receiver holds the groups of its messages until its transaction ends; other receivers, of whatever
-shards, wait for it. So one receiver at a time handles what belongs to one piece of business. It may
-keep the state of that in the group: any JSON value, which commits with the rest.
+receiver holds the groups of its messages until its transaction ends; receivers of any other shards
+wait for it. So one receiver at a time handles one piece of business. It may keep the state of the
+business in the group: any JSON value, which commits with the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from saf.transaction import Transaction, enter
 if TYPE_CHECKING:
     from saf.transaction import Conn
 
-# Locks the group's row as a receiver does, so that two who change the state do it one by one
+# Locks the group's row as a receiver does, so that concurrent changes of the state happen in turn
 STATE = """
 SELECT CAST(state AS text) FROM saf.conversation_group
 WHERE group_id = (SELECT group_id FROM saf.conversation WHERE handle = CAST(%(handle)s AS uuid))
@@ -47,10 +47,10 @@ EXISTS = "SELECT handle FROM saf.conversation WHERE handle = CAST(%(handle)s AS 
 
 
 def group_state(conn: Conn, dialog: Dialog) -> Any:
-    """Return the state of a dialog's group, None at first; locks it until the transaction ends.
+    """Return the state of a dialog's group, None at first; lock it until the transaction ends.
 
     Raises:
-        DialogNotFound: the dialog is not in this database any more.
+        DialogNotFound: the dialog is no longer in this database.
     """
     transaction = enter(conn)
     found = transaction.fetch(STATE, {"handle": dialog.handle})
@@ -60,10 +60,10 @@ def group_state(conn: Conn, dialog: Dialog) -> Any:
 
 
 def set_group_state(conn: Conn, dialog: Dialog, state: Any) -> None:
-    """Set the state of a dialog's group to any JSON value; None forgets the state.
+    """Set the state of a dialog's group to any JSON value; None removes the state.
 
     Raises:
-        DialogNotFound: the dialog is not in this database any more.
+        DialogNotFound: the dialog is no longer in this database.
     """
     transaction = enter(conn)
     value = None if state is None else json.dumps(state)
@@ -72,12 +72,12 @@ def set_group_state(conn: Conn, dialog: Dialog, state: Any) -> None:
 
 
 def move_dialog(conn: Conn, dialog: Dialog, related: Dialog | None) -> None:
-    """Move a dialog to the group of another one; or, with None, to a new group of its own.
+    """Move a dialog to the group of ``related``; with None, to a new group of its own.
 
     This waits for a receiver that has either group in hand.
 
     Raises:
-        DialogNotFound: one of the dialogs is not in this database any more.
+        DialogNotFound: one of the dialogs is no longer in this database.
     """
     transaction = enter(conn)
     params = {

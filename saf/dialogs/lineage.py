@@ -1,14 +1,14 @@
-"""Lineage: which incarnation of its broker has said which numbers of an end. Pure.
+"""Lineage: the incarnation of its broker that has sent each of an end's numbers. Pure.
 
-A broker that was set back and repaired is a new *incarnation* of itself: from then on, it may give
-numbers that it has given before, to other messages. So an end that was there when its broker was
-repaired has a lineage, ``((incarnation, after), …)``: numbers above ``after`` were said by that
-incarnation, up to the next one's ``after``. Numbers before the first pair were said by a broker
-that had never been set back.
+A broker that was set back and repaired is a new *incarnation* of itself: from then on, it may
+assign numbers that it has assigned before, to other messages. So an end that existed when its
+broker was repaired has a lineage, ``((incarnation, after), …)``: numbers above ``after`` were sent
+by that incarnation, up to the next pair's ``after``. Numbers before the first pair were sent by a
+broker that had never been set back.
 
-Two ends agree about a number if their lineages give it to the same incarnation. Nothing else is
-asked of a lineage. It travels with each message, so the question can be answered whenever the
-message arrives, and in whatever order.
+Two ends agree about a number if their lineages assign it to the same incarnation. A lineage has no
+other use. It travels with each message, so agreement can be checked whenever the message arrives,
+and in any order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from saf.message import LINEAGE
 Lineage = tuple[tuple[int, int], ...]
 
 HEADER = LINEAGE
-"""The header with the sender's lineage; where it is missing, the sender has none."""
+"""Header with the sender's lineage; a sender without one omits it."""
 
 LARGEST = 2**63 - 1
 """PostgreSQL's largest bigint."""
@@ -48,7 +48,7 @@ def read(said: object) -> Lineage:
 
 
 def incarnation(lineage: Lineage) -> int:
-    """The incarnation that speaks now; 0 where none is known.
+    """Return the incarnation that sends now; 0 if none is known.
 
     >>> incarnation(((17, 3), (21, 8))), incarnation(())
     (21, 0)
@@ -57,7 +57,7 @@ def incarnation(lineage: Lineage) -> int:
 
 
 def said_by(lineage: Lineage, number: int) -> int:
-    """The incarnation that has said a number; 0 for the broker before any set-back.
+    """Return the incarnation that has sent a number; 0 for the broker before any set-back.
 
     >>> [said_by(((17, 3), (21, 8)), number) for number in (3, 4, 8, 9)]
     [0, 17, 17, 21]
@@ -66,7 +66,7 @@ def said_by(lineage: Lineage, number: int) -> int:
 
 
 def fork(one: Lineage, other: Lineage) -> int | None:
-    """The last number that two lineages agree about; None if they agree about all numbers.
+    """Return the last number that two lineages agree about; None if they agree about all numbers.
 
     >>> fork(((17, 3), (21, 8)), ((17, 3),)), fork(((17, 3),), ((21, 2),)), fork((), ())
     (8, 2, None)

@@ -1,4 +1,4 @@
-"""The message types that a broker knows; `saf.dialogs.contracts` creates them."""
+"""Message types of a broker; `saf.dialogs.contracts` creates them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TYPES = "SELECT name, version, validation, schema FROM saf.message_type ORDER BY
 
 @dataclass(frozen=True, kw_only=True)
 class Defined:
-    """A version of a message type, as its database has it."""
+    """A version of a message type, as stored."""
 
     name: str
     version: int

@@ -1,20 +1,20 @@
-"""Gaps in monologs whose subscribers were set back: they are told of what nobody sends again.
+"""Gaps in monologs whose subscribers were set back: Errors for messages that are lost for good.
 
-The repair sends again what the destination has lost and the publisher's broker still has
-(`saf.repair.send_again`). What is neither in the inbox there nor on its way is lost, or may be: the
-subscribers get an Error in its place. The monolog goes on, because it is whole at other
-destinations.
+The repair sends again the messages that the destination has lost and the publisher's broker still
+has (`saf.repair.send_again`). Messages that are neither in the destination's inbox nor on their way
+are lost, or may be: the subscribers get an Error in their place. The monolog continues, because it
+is complete at other destinations.
 
-- *The inbox has something of the monolog.* What was sent after the lowest number there, and is
-  neither there nor on its way, is lost. What was before it was purged, or is of no concern to a
-  subscriber that began late.
-- *It has nothing.* All of it was purged, or lost. If the caller says that messages may be lost that
-  nobody can compare any more, the Error says so too.
-- *The publisher's broker has forgotten the monolog*, which has ended there. If the End has not come
-  and is not on its way, it is lost.
+- *The inbox has messages of the monolog.* Messages after the lowest number there that are neither
+  there nor on their way are lost. Earlier ones were purged, or do not concern a subscriber that
+  began late.
+- *The inbox has none.* All were purged, or lost. If the caller reports that messages may be lost
+  that cannot be compared any more, the Error says so too.
+- *The publisher's broker has forgotten the monolog*, which has ended there. If the End has not
+  arrived and is not on its way, it is lost.
 
-Both sides are read while forwarders are at work, the publisher's first: what is complete there was
-stored at the destination before, if it is not lost.
+Both sides are read while forwarders are at work, the publisher's first: messages that are complete
+there were stored at the destination earlier, unless they are lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from saf.database import fetch
 from saf.dialogs.monologs import IN_PLACE, ReceivedMonolog
 from saf.dialogs.statements import Code
 
-# What is on its way to a destination: pending, or parked or dead for it or before any route
+# Messages on their way to a destination: pending, or parked or dead for it or before any route
 SENT_MONOLOGS = """
 WITH under_way AS (
     SELECT conversation_id, range_agg(int8range(sequence, sequence, '[]')) AS numbers
@@ -60,7 +60,7 @@ SELECT conversation_id, c.service, c.far_service, c.send_sequence, c.changed_at,
 FROM under_way FULL JOIN (SELECT * FROM saf.conversation WHERE monolog) AS c USING (conversation_id)
 """
 
-# The Error's number is that of the last message that it stands for
+# The Error's number is that of the last message that it replaces
 TELL_OF_LOSS = IN_PLACE.format(
     code=int(Code.SET_BACK),
     failed="""(
@@ -93,25 +93,25 @@ FORGOTTEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class SentMonolog:
-    """A monolog of a publisher's broker, and what of it is on its way to a destination."""
+    """A monolog of a publisher's broker, with its messages on their way to a destination."""
 
     from_service: str
     to_service: str
     sequence: int
-    """The number of the last message sent."""
+    """Number of the last message sent."""
     changed_at: datetime
-    """When it was sent, or before."""
+    """Time of that message, or earlier."""
     failed: bool
     under_way: str
-    """Numbers, as an int8multirange."""
+    """Numbers on their way, as an int8multirange."""
 
 
 Sent = Mapping[UUID, SentMonolog | None]
-"""Monologs; None for those that are forgotten, while messages of them are on their way."""
+"""Monologs; None for forgotten ones with messages on their way."""
 
 
 def sent_monologs(connection: psycopg.Connection[Any], destination: str) -> Sent:
-    """Return a broker's monologs, with what is on its way to a destination. Reads the outbox."""
+    """Return a broker's monologs, with the messages on their way. Reads the outbox."""
     return {
         one: None
         if publisher is None
@@ -138,16 +138,16 @@ def subscribers_set_back(
     is_behind: Callable[[UUID], bool],
     may_lack: Callable[[UUID, SentMonolog], bool],
 ) -> None:
-    """Tell a destination's subscribers what nobody can send again. Call it in a transaction.
+    """Tell a destination's subscribers which messages are lost. Call it in a transaction.
 
     Args:
         connection: to the publishers' broker.
         broker: the destination's broker_id.
-        sent: what the publishers' broker knows; read before the destination's inbox.
-        received: what the destination's inbox has, since it was set back.
-        is_behind: whether a monolog is of a shard of which the destination has lost anything.
-        may_lack: whether the destination may have lost messages of such a monolog, of which it has
-            nothing.
+        sent: the monologs of the publishers' broker; read before the destination's inbox.
+        received: the monologs in the destination's inbox, since it was set back.
+        is_behind: returns whether the destination has lost messages of a monolog's shard.
+        may_lack: returns whether the destination may have lost messages of such a monolog when it
+            has none of its messages.
     """
     told: list[tuple[UUID, str, str, int, str, str, str]] = []
     heard = {one.conversation_id: one for one in received}

@@ -1,14 +1,15 @@
 """Monologs that have lost a message for good: an Error takes its place, so no gap is silent.
 
-Nobody answers a monolog, so its ends cannot compare (`saf.dialogs.comparing`). But a repair is
-connected to both sides, and asks a destination's inbox how much of each monolog has come.
+Subscribers do not answer a monolog, so its ends cannot compare (`saf.dialogs.comparing`). But a
+repair is connected to both sides, and queries a destination's inbox for the progress of each
+monolog.
 
-- *The publisher was set back.* A monolog that it remembers ends, because subscribers may have
-  received more than it knows of. A monolog that it has forgotten also ends, if a destination has
-  heard it.
+- *The publisher was set back.* A monolog that the publisher remembers ends, because subscribers may
+  have received more than it knows. A forgotten monolog also ends, if a destination has received
+  some of its messages.
 - *A destination was set back.* See `saf.dialogs.monolog_gaps`.
 
-If a person gives up a message on its way (a dead letter), an Error takes its place as well.
+If an operator gives up a message on its way (a dead letter), an Error takes its place as well.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from saf.dialogs.statements import END, ERROR, Code, lost_as
 JSON = "jsonb_build_object('content-type', 'application/json')"
 
 PUBLISHER = "the publisher was set back"
-"""What the Error says that ends a monolog because of its publisher; no other Error says it."""
+"""Text of the Error that ends a monolog because of its publisher; no other Error contains it."""
 
-# The numbers that have come. An Error of a set-back stands for what is missing before it, too.
+# The numbers that have arrived. An Error of a set-back also stands for missing earlier numbers.
 RECEIVED_MONOLOGS = f"""
 SELECT conversation_id, max(from_service), max(to_service), max(sequence),
        CAST(range_agg(int8range(
@@ -83,7 +84,7 @@ FAIL_FORGOTTEN = IN_PLACE.format(
     GROUP BY conversation_id) AS forgotten""",
 )
 
-# Goes to the subscribers at the destination that the copy was for; to all, if it had none yet
+# Goes to the subscribers at the copy's destination; to all subscribers if it had none yet
 GIVE_UP = IN_PLACE.format(
     code=int(Code.GIVEN_UP),
     failed=f"""(
@@ -101,30 +102,30 @@ GIVE_UP = IN_PLACE.format(
 
 @dataclass(frozen=True, kw_only=True)
 class ReceivedMonolog:
-    """A monolog, as far as a destination's inbox has it."""
+    """A monolog as received in a destination's inbox."""
 
     conversation_id: UUID
     from_service: str
     to_service: str
     sequence: int
-    """The highest number that has come."""
+    """Highest number that has arrived."""
     numbers: str
-    """The numbers that have come, as an int8multirange; an Error of a set-back stands for all
+    """Numbers that have arrived, as an int8multirange; an Error of a set-back stands for all
     numbers before it."""
     ended: bool
     failed: bool
-    """Whether an Error has come that says that the publisher was set back."""
+    """True if an Error about the publisher's set-back has arrived."""
 
     @property
     def goes_on(self) -> bool:
-        """Whether the subscribers expect more."""
+        """True if the subscribers expect more messages."""
         return not (self.ended or self.failed)
 
 
 def received_monologs(connection: psycopg.Connection[Any], source: UUID) -> list[ReceivedMonolog]:
-    """Return how far a destination has received a source's monologs. Reads the whole inbox.
+    """Return a destination's progress in a source's monologs. Reads the whole inbox.
 
-    It is for a destination's database; ``source`` is the publishers' broker.
+    Call it on a destination's database; ``source`` is the publishers' broker.
     """
     params = {
         "source": source,
@@ -150,13 +151,13 @@ def received_monologs(connection: psycopg.Connection[Any], source: UUID) -> list
 def publisher_set_back(
     connection: psycopg.Connection[Any], since: datetime | None, known: Iterable[ReceivedMonolog]
 ) -> None:
-    """End monologs of which subscribers may know more. Call it in the repair's transaction.
+    """End monologs whose subscribers may know more. Call it in the repair's transaction.
 
     Args:
         connection: to the publishers' broker.
-        since: as for `saf.dialogs.comparing.announce`; None: end only monologs of which more is
-            known.
-        known: how far the destinations have received them.
+        since: as for `saf.dialogs.comparing.announce`; None: end only monologs with more messages
+            received than sent.
+        known: the progress of the destinations in them.
     """
     params = _columns(one for one in known if one.goes_on)
     connection.execute(FAIL, params | {"every": since is not None})

@@ -1,15 +1,16 @@
 """One target: an initiator's dialog has one other end, wherever its first message has gone.
 
-Where routes share, a dialog goes by the route that its key has chosen. A source that was set back
-may have forgotten the choice, though not the first message, and so send it again, to another
-destination. Then the dialog has two targets, which know nothing of each other:
+If routes share, a dialog takes the route that its key has chosen. A source that was set back may
+have forgotten the choice, though not the first message, and so send that message again, to another
+destination. Then the dialog has two targets, which do not know each other:
 
-- An initiator takes answers only from the broker that has answered it first (``answered_by``).
-  Another target's answers are dead letters, and that target gets an Error.
-- The repair asks the destinations which dialogs they have targets of. One target stays, that which
-  has answered if one has, and the dialog's messages go there again. The others get an Error.
+- An initiator takes answers only from the broker that has answered first (``answered_by``). Answers
+  of another target are dead letters, and that target gets an Error.
+- The repair asks the destinations which dialogs they have targets of. One target stays, if possible
+  one that has answered, and the dialog's messages go there again. The others get an Error.
 
-The Error has the code `Code.SET_BACK`. A target that gets it fails, as does whatever it goes on in.
+The Error has the code `Code.SET_BACK`. A target that gets it fails, and so does any dialog joined
+to it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from saf.dialogs.monologs import JSON
 from saf.dialogs.statements import ERROR, Code
 from saf.received import Received
 
-# With the next number, so that a target takes it whatever it has received; the end keeps that
-# number for what it says next, because only a target that is over gets this Error
+# Has the next number, so that a target takes it whatever it has received. The end uses that number
+# again for its next message, because only a superfluous target gets this Error
 TELL = f"""
 INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
                         from_initiator, sequence, message_type, headers, body)
@@ -44,7 +45,7 @@ FROM unnest(%(handles)s::uuid[], %(brokers)s::uuid[]) AS other (handle, broker)
 JOIN saf.conversation c USING (handle)
 """
 
-# Open targets, and those that messages which are not received yet will begin
+# Open targets, and those to be begun by messages that are not received yet
 TARGETS = """
 SELECT conversation_id, service, (SELECT broker_id FROM saf.broker)
 FROM saf.conversation
@@ -94,9 +95,9 @@ class Target:
 def received_dialogs(
     connection: psycopg.Connection[Any], source: UUID, destination: str
 ) -> list[Target]:
-    """Return which open dialogs of a source a destination has targets of. Reads the whole inbox.
+    """Return a source's open dialogs that have targets at a destination. Reads the whole inbox.
 
-    It is for the destination's database; ``destination`` is its name at the source.
+    Call it on the destination's database; ``destination`` is its name at the source.
     """
     return [
         Target(conversation_id=one, service=service, broker=broker, destination=destination)
@@ -105,10 +106,10 @@ def received_dialogs(
 
 
 def settle(connection: psycopg.Connection[Any], targets: Iterable[Target]) -> int:
-    """Let each dialog go on with one of its targets; return how many others are told so.
+    """Continue each dialog with one of its targets; return the number of other targets told.
 
     Call it in the transaction of the initiators' repair, after their incarnation was raised.
-    ``targets`` are of services whose routes share.
+    ``targets`` must belong to services whose routes share.
     """
     rows = [*map(astuple, targets)]
     if not rows:
@@ -123,7 +124,7 @@ def settle(connection: psycopg.Connection[Any], targets: Iterable[Target]) -> in
 def of_others(
     raw: psycopg.Connection[Any], endpoints: dict[End, Endpoint], messages: list[Received]
 ) -> set[Received]:
-    """Note who answers initiators; return answers of other targets, which are told."""
+    """Note which brokers answer initiators; return answers of other targets, which get an Error."""
     others = {}
     for message in messages:
         if message.source is None or message.sequence is None or message.from_initiator:

@@ -1,13 +1,13 @@
-"""Passing on: what arrives on one of two joined dialogs is said on the other.
+"""Passing on: messages that arrive on one of two joined dialogs are sent on the other.
 
-It is said in the transaction in which it arrives. Both ends here are of one group, so that one
-receiver at a time has both in hand, whichever way a message comes. They have the same contract, and
-their lifetimes end at the same time.
+A message is passed on in the transaction in which it arrives. Both ends here belong to one group,
+so that one receiver at a time has both in hand, whichever way a message comes. They have the same
+contract, and their lifetimes end at the same time.
 
-``saf.resolved_conversation`` says of each of the two conversations which end the other one has
-here, so both directions are the same look-up. An End or an Error ends both ends here, and the row
-that joins them is deleted. What one side says after the other has ended is dropped, as it would be
-there; `pass_on` returns False, so that the caller can count it.
+``saf.resolved_conversation`` maps each of the two conversations to the other's end here, so both
+directions use the same look-up. An End or an Error ends both ends here, and the row that joins them
+is deleted. Messages from one side after the other has ended are dropped, as they would be at that
+end; `pass_on` returns False, so that the caller can count them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WHERE router = CAST(%(router)s AS text)
 
 
 def begin_partner(conn: Conn, dialog: Dialog, to: Resolved) -> Dialog:
-    """Begin the dialog that this one goes on in: from the same service to the resolved one."""
+    """Begin the dialog in which this one continues: from the same service to the resolved one."""
     transaction = enter(conn)
     handle = uuid4()
     transaction.execute(
@@ -82,7 +82,7 @@ def begin_partner(conn: Conn, dialog: Dialog, to: Resolved) -> Dialog:
 
 
 def partner(conn: Conn, dialog: Dialog) -> Dialog | None:
-    """The end here that this one is joined with; None if it is joined with none."""
+    """Return the end here that this one is joined with, if any."""
     params = {"router": dialog.service, "conversation_id": dialog.conversation_id}
     found = enter(conn).fetch(PARTNER, params)
     return open_dialog(conn, found[0][0], signer=dialog.signer) if found else None
@@ -91,13 +91,13 @@ def partner(conn: Conn, dialog: Dialog) -> Dialog | None:
 def pass_on(
     conn: Conn, message: Received, dialog: Dialog, other: Dialog, **headers: object
 ) -> bool:
-    """Say on the ``other`` end what has arrived on a dialog, with further headers.
+    """Send on the ``other`` end a message that has arrived on a dialog, with further headers.
 
-    False if the other end has ended, and the message is dropped.
+    Return False if the other end has ended, and the message is dropped.
     """
     if message.message_type == TIMER:
         return True
-    said = message.message_type in (END, ERROR)  # both ends have ended after either of these
+    said = message.message_type in (END, ERROR)  # both ends have ended after an End or an Error
     with suppress(DialogEnded, DialogExpired):
         if message.message_type == END:
             other.end(conn)
@@ -122,7 +122,7 @@ def pass_on(
 
 
 def _error(message: Received) -> tuple[int, str, dict[str, Any]]:
-    """The code and text of an Error, and what the Error was before anybody passed it on."""
+    """Return the code and text of an Error, and its original form before it was passed on."""
     facts = Facts().with_error(message.body)
     code, text = facts.error_code or 0, facts.error_text or ""
     try:

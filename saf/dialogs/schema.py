@@ -1,4 +1,4 @@
-"""The tables of conversations: endpoints and their groups, contracts and message types."""
+"""Tables of conversations: endpoints and their groups, contracts and message types."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def add_tables(metadata: sa.MetaData) -> None:
         sa.Column("from_initiator", sa.Boolean, primary_key=True, comment="which end has sent it"),
         sa.Column("sequence", sa.BigInteger, primary_key=True, autoincrement=False),
         sa.Column("body", sa.LargeBinary, nullable=False),
-        # no foreign key to saf.conversation: what comes before its dialog's first message waits
-        # here too
+        # no foreign key to saf.conversation: fragments that arrive before their dialog's first
+        # message wait here too
         comment="of bodies in fragments: what has come, until the whole is received",
     )

@@ -1,8 +1,8 @@
 """JSON Schemas of message types.
 
-A schema refers only to itself and to the drafts of JSON Schema: nothing is fetched. Whatever a
-value makes a schema raise is a violation, because a body that cannot be checked must hold nobody
-up.
+A schema may refer only to itself and to the drafts of JSON Schema: nothing is fetched. Any error
+that a schema raises for a value counts as a violation, because a body that cannot be checked must
+not block other messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
-# Its modules import each other in a circle: a second thread would meet one that is half there
+# The library's modules import each other in a circle: a second thread could see a partial one
 _IMPORTING = Lock()
 
 
@@ -31,7 +31,7 @@ def compiled(schema: str) -> Validator:
     """Return the validator of a JSON Schema.
 
     Raises:
-        UsageError: this is no JSON Schema.
+        UsageError: the text is not a JSON Schema.
         MissingExtra: jsonschema is not installed.
     """
     try:
@@ -51,7 +51,7 @@ def compiled(schema: str) -> Validator:
 
 
 def violation(schema: str, value: Any) -> tuple[str, str] | None:
-    """The worst violation of a JSON Schema in a value, and where it is, if there is one."""
+    """Return the worst violation of a JSON Schema in a value, and its place; None if valid."""
     validator = compiled(schema)
     from jsonschema.exceptions import best_match
 
@@ -65,7 +65,7 @@ def violation(schema: str, value: Any) -> tuple[str, str] | None:
 
 
 def refuse_dead_references(schema: str) -> None:
-    """Raise a `UsageError` if a JSON Schema refers to what is not there."""
+    """Raise a `UsageError` if a JSON Schema contains a reference without a target."""
     validator = compiled(schema)
     from jsonschema_specifications import REGISTRY
     from referencing.exceptions import Unresolvable
@@ -84,7 +84,7 @@ def refuse_dead_references(schema: str) -> None:
 
 
 def _references(resource: Resource[Any], resolver: Any) -> Iterator[tuple[str, Any]]:
-    """Give each reference of a schema and of the schemas in it, with what resolves it there."""
+    """Yield each reference of a schema and its subschemas, with the resolver for that place."""
     contents = resource.contents
     if isinstance(contents, Mapping):
         for name in REFERENCES:

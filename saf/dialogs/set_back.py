@@ -1,33 +1,35 @@
-"""Set back: what becomes of a dialog when one end came back with less than it had.
+"""Set back: what happens to a dialog when one end came back with less than it had.
 
 A backup is restored, or a standby that lacked the last transactions takes over: then one end no
-longer knows what it has said or received. After the repair (`saf rebase`) it speaks as a new
-incarnation of its broker, which every message says (`saf.dialogs.lineage`). When an end learns of a
-new incarnation, by whatever message comes first, it looks how far the two ends agree:
+longer knows all messages that it has sent or received. After the repair (`saf rebase`) it sends as
+a new incarnation of its broker, which every message carries (`saf.dialogs.lineage`). When an end
+learns of a new incarnation, from whichever message comes first, it checks how far the two ends
+agree:
 
-- *This end has received numbers that the other end does not know any more.* What the other end says
-  under these numbers now would be taken for repeats. So both ends get an Error, `Code.SET_BACK`,
-  that says which numbers.
-- *There are none:* the dialog goes on. What the earlier incarnation has said beyond that, and comes
-  only now, is not mixed up with the new messages: it is a dead letter.
+- *This end has received numbers that the other end no longer knows.* New messages of the other end
+  under these numbers would be taken for repeats. So both ends get an Error, `Code.SET_BACK`, that
+  lists the numbers.
+- *No such numbers exist:* the dialog continues. Later messages of the earlier incarnation that
+  arrive only now are not mixed up with the new messages: they are dead letters.
 
-What an end has lost of what it *received* comes again if the sender still has it
-(docs/operations.md). If not, nobody would say so, and the end would wait for ever. So ends compare
-(`saf.dialogs.comparing`). An end fails, and so does the other one, if it is told that more was sent
-than has come, if it is told that more was received than it has sent, or if it has failed before. An
-end that was set back asks: at the repair, and whenever a message has to wait for a missing one.
+Messages that an end has *received* and lost come again if the sender still has them
+(docs/operations.md). If not, nothing would report the loss, and the end would wait without a limit.
+So ends compare (`saf.dialogs.comparing`). An end fails, together with the other end, if it learns
+that more was sent than has arrived, or that more was received than it has sent, or if it has failed
+before. An end that was set back asks the other end, at the repair and whenever a message has to
+wait for a missing one.
 
-An end is gone altogether if the dialog had begun after the backup:
+An end is gone completely if the dialog had begun after the backup:
 
-- a message for an initiator that is not there is answered with an Error, and is a dead letter;
-- a message for a target that is not there may only be too early, so it waits. If the broker was set
-  back, it asks the initiator. The answer makes a failed end, for the application to know.
+- a message for a missing initiator is answered with an Error, and is a dead letter;
+- a message for a missing target may only be too early, so it waits. If the broker was set back, it
+  asks the initiator. The answer creates a failed end, so that the application knows.
 
-Or there are two, where it had begun before and its first message went to another destination the
-second time (`saf.dialogs.one_target`).
+A dialog may also have two targets, if it had begun before and its first message went to another
+destination the second time (`saf.dialogs.one_target`).
 
-An end that begins where one may have been before has a lineage from its first number on, so that
-the other end, which may have received such numbers before, can tell the two apart.
+An end that begins where another may have existed has a lineage from its first number on, so that
+the other end, which may have received such numbers before, can distinguish the two.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from saf.dialogs.statements import COMPARE, ERROR, Code
 from saf.received import Received
 from saf.transaction import enter
 
-# Fragments of bodies that the earlier incarnation was about to send are of no use to anybody
+# Fragments of bodies that the earlier incarnation was still sending are useless
 NOTE_LINEAGES = """
 WITH heard AS (
     UPDATE saf.conversation c SET far_lineage = h.lineage
@@ -64,8 +66,8 @@ WHERE (f.conversation_id, f.from_initiator) = (h.conversation_id, h.from_initiat
 """
 
 WHO = "SELECT broker_id, incarnation FROM saf.broker"
-# Goes to where the message came from, because nothing else is known of that end. The end here
-# remembers no number, so the answer's number is none that it has given.
+# Goes to the message's source, because nothing else is known of that end. The end here remembers no
+# number, so the answer uses a number that it has not assigned.
 ANSWER = f"""
 INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
                         from_initiator, sequence, message_type, headers, body)
@@ -87,20 +89,20 @@ ANSWERS = (
 
 @dataclass(kw_only=True)
 class Recognised:
-    """What `recognise` finds out about a delivery's messages before they are judged."""
+    """Results of `recognise` for a delivery's messages before they are judged."""
 
     messages: list[Received] = field(default_factory=list)
     """Messages to judge."""
     forgotten: list[tuple[Received, str]] = field(default_factory=list)
-    """Messages of ends that are as good as gone, each with the reason: nobody will take them."""
+    """Messages of ends that are as good as gone, each with the reason: no end will take them."""
     done: list[Received] = field(default_factory=list)
-    """Messages of saf itself that need nothing more."""
+    """saf's own messages that need no further processing."""
 
 
 def recognise(
     raw: psycopg.Connection[Any], endpoints: dict[End, Endpoint], messages: list[Received]
 ) -> Recognised:
-    """Find out which incarnations speak, and who speaks to an end that is not here."""
+    """Find the sending incarnations, and the messages for ends that do not exist here."""
     recognised = Recognised()
     others = of_others(raw, endpoints, messages)
     for message in others:
@@ -142,7 +144,7 @@ def recognise(
 
 
 def compare(endpoint: Endpoint, message: Received) -> None:
-    """Compare what an end knows with how much the other end says it has sent and received."""
+    """Compare an end's facts with the counts that the other end has sent."""
     facts, text = endpoint.facts, None
     sent, (received, asks) = message.sequence or 0, _standing(message)
     if facts.error_code is not None:
@@ -165,7 +167,7 @@ def compare(endpoint: Endpoint, message: Received) -> None:
 
 
 def answer(raw: psycopg.Connection[Any], endpoints: Iterable[Endpoint]) -> None:
-    """Let ends compare that were asked to; let those ask that miss something."""
+    """Make ends compare that were asked to; make ends ask that miss messages."""
     ends = [one for one in endpoints if not one.failure]
     asking = {one.dialog.handle for one in ends if one.asks}
     say_these(raw, asking, answer=True)
@@ -174,13 +176,13 @@ def answer(raw: psycopg.Connection[Any], endpoints: Iterable[Endpoint]) -> None:
 
 
 def fail(raw: psycopg.Connection[Any], endpoint: Endpoint, text: str) -> None:
-    """Send both ends the Error; to this end only if it has neither ended nor failed before."""
+    """Send the Error to both ends; to this end only if it has neither ended nor failed before."""
     here = not endpoint.ended_here and endpoint.stored.error_code is None
     endpoint.dialog.fail(enter(raw), Code.SET_BACK, text, again=True, here=here)
 
 
 def _lineage(message: Received) -> Lineage:
-    """The lineage of the sender."""
+    """Return the lineage of the sender."""
     if not message.may_say(HEADER):
         return ()
     headers = message.headers
@@ -192,7 +194,7 @@ def _note_lineages(
     endpoints: dict[End, Endpoint],
     lineages: dict[Received, Lineage],
 ) -> None:
-    """Tell ends of the newest incarnation that speaks to them."""
+    """Note the newest incarnation that sends to each end."""
     noted: list[dict[str, Any]] = []
     for message, lineage in sorted(lineages.items(), key=lambda one: incarnation(one[1])):
         endpoint = endpoints.get(end_of(message))
@@ -214,7 +216,7 @@ def _note_lineages(
                 "lineage": json.dumps(lineage),
                 "conversation_id": message.conversation_id,
                 "from_initiator": message.from_initiator,
-                # for this end, what it has received goes too, as for any end that has failed
+                # fragments that this end has received go too, as for any end that has failed
                 "after": max(after, received),
             }
         )
@@ -231,7 +233,7 @@ def _is_forgotten(message: Received, lineage: Lineage, endpoint: Endpoint) -> bo
 
 
 def _strangers(raw: psycopg.Connection[Any], unknown: list[Received]) -> set[Received]:
-    """Answer messages for ends that are not here; return those that nobody will ever take."""
+    """Answer messages for ends that do not exist here; return those that no end will ever take."""
     unknown = [one for one in unknown if one.from_service]
     if not unknown:
         return set()
@@ -269,14 +271,14 @@ def _answer(message: Received, sequence: int, message_type: str, body: object) -
 def _known_there(endpoint: Endpoint) -> int:
     """Return the last number under which both ends know the same message of this end.
 
-    The other end has received more than was sent, so it has not heard of the newest incarnation.
-    Under the numbers of that one, it knows messages that were sent before the set-back.
+    The other end has received more than was sent, so it does not know the newest incarnation. Under
+    that incarnation's numbers, it knows messages that were sent before the set-back.
     """
     return min([endpoint.sent, *(after for _, after in endpoint.lineage[-1:])])
 
 
 def _standing(message: Received) -> tuple[int, bool]:
-    """How much the sender has received, and whether it asks this end to compare too."""
+    """Return how much the sender has received, and whether it asks this end to compare too."""
     try:
         said = json.loads(message.body)
         return int(said["received"]), bool(said["answer"])

@@ -1,7 +1,7 @@
 """Statements that write an end of a conversation, each one whole, for `saf.dialogs.dialog`.
 
-Each has psycopg's named parameters in CASTs; see `saf.transaction`. To say something is one
-statement: it changes the endpoint, and inserts into the outbox what follows from the change.
+Each has psycopg's named parameters in CASTs; see `saf.transaction`. Sending, ending and failing are
+one statement each, which changes the endpoint and inserts the resulting message into the outbox.
 """
 
 from __future__ import annotations
@@ -13,46 +13,44 @@ from saf.dialogs.contracts import DEFINITION, RESERVED
 from saf.dialogs.lineage import HEADER as LINEAGE
 
 END, ERROR, TIMER = f"{RESERVED}end-dialog", f"{RESERVED}error", f"{RESERVED}dialog-timer"
-"""The types of messages that are not the application's."""
+"""Types of saf's own messages."""
 
 COMPARE = f"{RESERVED}compare"
-"""The type of a message by which an end tells how much it has sent and received; see
-`saf.dialogs.set_back`."""
+"""Type of a message with an end's counts of messages; see `saf.dialogs.set_back`."""
 
 HELLO = "saf-dialog"
-"""The header of a dialog's first message, and of an Error, that tells the target what it has to
-know."""
+"""Header of a dialog's first message, and of an Error, that informs the target."""
 
 
 class Code(IntEnum):
-    """The codes of saf's own errors; an application's are above zero."""
+    """Codes of saf's own errors; an application's are above zero."""
 
     EXPIRED = -1
     """The dialog's lifetime is over."""
     QUARANTINED = -2
     """A message could not be handled."""
     VIOLATION = -3
-    """A message was not what the contract allows."""
+    """A message violated the contract."""
     NO_CONTRACT = -4
     """The target does not know the contract."""
     UNRESOLVED = -5
-    """A router does not know for which service a message is."""
+    """A router cannot resolve the service of a message."""
     SET_BACK = -6
-    """One end was set back, so the other end knows of messages that it does not know any more."""
+    """One end was set back, so it no longer knows messages that the other end knows."""
     GIVEN_UP = -7
-    """A person has given up a message that was a dead letter on its way."""
+    """An operator has given up a message that was a dead letter on its way."""
 
 
-# What the target has to know of the dialog
+# Information about the dialog that the target needs
 INTRODUCTION = f"""
 jsonb_build_object('{HELLO}', jsonb_strip_nulls(jsonb_build_object(
     'contract', contract, 'version', contract_version,
     'lifetime_seconds', extract(epoch FROM expires_at - now()),
     'broker', (SELECT broker_id FROM saf.broker))))
 """
-# Sent with the first message, so that nobody has to ask for it; and with an Error, because an end
-# that has failed says nothing else, and the first message may not have come, or the target's end
-# may be gone
+# Sent with the first message, so that the target need not ask; and with an Error, because a failed
+# end sends nothing else, and the first message may not have arrived, or the target's end may be
+# gone
 HEADERS = f"""
 CASE WHEN is_initiator AND NOT monolog AND (send_sequence = 1 OR error_code IS NOT NULL)
      THEN {INTRODUCTION} ELSE jsonb_build_object() END
@@ -60,7 +58,7 @@ CASE WHEN is_initiator AND NOT monolog AND (send_sequence = 1 OR error_code IS N
         ELSE jsonb_build_object('{LINEAGE}', lineage) END
 """
 
-# The lock on the row makes the order: whoever waits for it sees what was counted before, and the
+# The row's lock defines the order: a session that waits for it sees all earlier counts, and the
 # message's id is drawn under the lock.
 SAY = f"""
 WITH endpoint AS (
@@ -78,7 +76,7 @@ WITH endpoint AS (
 )
 SELECT send_sequence FROM endpoint
 """
-# To sign a message, one has to know its number; so the endpoint changes first, and stays locked
+# A signature needs the message's number; so the endpoint changes first, and stays locked
 CHANGE = f"""
 UPDATE saf.conversation SET {{change}}, changed_at = now()
 WHERE handle = CAST(%(handle)s AS uuid) AND {{when}}
@@ -97,7 +95,7 @@ VALUES (CAST(%(message_id)s AS uuid), CAST(%(from_service)s AS text), CAST(%(to_
 
 @dataclass(frozen=True, kw_only=True)
 class Saying:
-    """What an end says: in one statement; or, to be signed, its change first, and then the rest."""
+    """Statements by which an end sends: one in all; or, to sign, the change and then the rest."""
 
     at_once: str
     change: str
@@ -108,7 +106,7 @@ def _saying(*, change: str, when: str, said: str) -> Saying:
     return Saying(at_once=SAY.format(**parts), change=CHANGE.format(**parts))
 
 
-# If nothing was sent, there is no other end to hear of an error or an end
+# If nothing was sent, no other end exists that could receive an error or an end
 HEARD_OF = "(send_sequence > 0 OR NOT is_initiator)"
 COUNT = f"send_sequence = send_sequence + CASE WHEN {HEARD_OF} THEN 1 ELSE 0 END"
 OVER = "coalesce(expires_at <= now(), false)"
@@ -134,7 +132,7 @@ END_WITH_ERROR = _saying(
     said="send_sequence > 0",
 )
 FAIL = _saying(change=f"{COUNT}, {FAILURE}", when="error_code IS NULL", said="send_sequence > 0")
-# Used where the other end does not know of any error, whatever this end has said before
+# Used if the other end does not know of any error, whatever this end has sent before
 FAIL_SET_BACK = _saying(
     change="""send_sequence = send_sequence + 1,
         error_code = coalesce(error_code, CAST(%(code)s AS int)),
@@ -168,7 +166,7 @@ EXPIRE = TO_ONESELF.format(
     deliver_at="expires_at",
     when="expires_at IS NOT NULL",
 )
-# For a broker on the way that finds that what an end has said leads nowhere
+# For a broker on the way that finds that an end's message leads nowhere
 TELL = f"""
 WITH endpoint AS (
     SELECT DISTINCT ON (conversation_id, is_initiator) c.conversation_id, c.is_initiator, c.service,
@@ -189,17 +187,17 @@ WITH endpoint AS (
 }
 """
 PARKED = "parked"
-"""The reason of what is a dead letter only while the ends are told that it is given up."""
+"""Reason of a message that is a dead letter only while the ends are told that it is given up."""
 
 
 def lost_as(reason: str) -> str:
-    """SQL: what a message was that is given up on its way, from the column with its reason."""
+    """Return SQL for the state in which a message was given up, from its reason's column."""
     return f"""CASE {reason} WHEN '{PARKED}' THEN 'it was parked on its way'
                          ELSE 'it was a dead letter on its way, ' || {reason} END"""
 
 
-# For dead letters at the source that nobody will send again: the other end would wait for them. A
-# target that lacks the first message has no end, and so no lifetime that would be over for it too
+# For dead letters at the source that will never be sent: the other end would wait for them. A
+# target that lacks the first message has no end, and so no lifetime that could expire
 GIVE_UP = f"""
 WITH lost AS (
     SELECT DISTINCT ON (conversation_id, from_initiator)

@@ -1,8 +1,8 @@
-"""The states of a dialog's endpoint, and which events lead from one to another. Pure.
+"""The states of a dialog's endpoint, and the events that change them. Pure.
 
 The states are Service Broker's, with readable names. The database does not store the state. It
-computes it (`STATE`) from facts that it stores: what was sent, what was received, who has ended,
-and whether there was an error. Each event changes one fact; the table below shows the result.
+computes it (`STATE`) from stored facts: the numbers sent and received, the ends that have ended,
+and any error. Each event changes one fact; the table below shows the result.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """What an endpoint is ready for."""
+    """State of an endpoint."""
 
     STARTED_OUTBOUND = "started_outbound"
-    """Begun here, and nothing is sent yet (SO)."""
+    """Begun here, nothing sent yet (SO)."""
     STARTED_INBOUND = "started_inbound"
-    """Begun by the other end, whose first message is not handled yet (SI)."""
+    """Begun by the other end, first message not handled yet (SI)."""
     CONVERSING = "conversing"
     """Both ends send (CO)."""
     DISCONNECTED_INBOUND = "disconnected_inbound"
-    """The other end has ended; this one is yet to (DI)."""
+    """The far end has ended, but not this end (DI)."""
     DISCONNECTED_OUTBOUND = "disconnected_outbound"
-    """This end has ended; the other one is yet to (DO)."""
+    """This end has ended, but not the far end (DO)."""
     ERROR = "error"
-    """There was an error; this end is yet to end (ER)."""
+    """There was an error, and this end has not ended yet (ER)."""
     CLOSED = "closed"
-    """Over. It is remembered, so that what comes late does not begin it again (CD)."""
+    """Over. The end is remembered, so that late messages do not begin it again (CD)."""
 
 
 class Event(StrEnum):
-    """What happens to an endpoint: done by the application here, or received."""
+    """Event at an endpoint: an action of the application, or a received message."""
 
     SEND = "send"
     RECEIVE = "receive"
@@ -47,7 +47,7 @@ S, E = State, Event
 TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     S.STARTED_OUTBOUND: {
         E.SEND: S.CONVERSING,
-        # the other end has not heard of the dialog, and never will
+        # the other end does not know of the dialog, and never will
         E.END: S.CLOSED,
         E.END_WITH_ERROR: S.CLOSED,
         E.EXPIRE: S.ERROR,
@@ -72,12 +72,12 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     S.DISCONNECTED_INBOUND: {
         E.END: S.CLOSED,
         E.END_WITH_ERROR: S.CLOSED,
-        # the other end knows more than this one, which was set back
+        # the other end knows more than this end, which was set back
         E.RECEIVE_ERROR: S.ERROR,
         E.EXPIRE: S.ERROR,
     },
     S.DISCONNECTED_OUTBOUND: {
-        # dropped, because the application has said that it wants no more
+        # dropped, because the application wants no more messages
         E.RECEIVE: S.DISCONNECTED_OUTBOUND,
         E.RECEIVE_END: S.CLOSED,
         E.RECEIVE_ERROR: S.CLOSED,
@@ -89,12 +89,12 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     },
     S.CLOSED: {},
 }
-"""The next state by state and event. An event that is missing here is refused if the application
-asks for it, and dropped if it is received."""
+"""Next state by state and event. An event that is missing here is refused if the application
+requests it, and dropped if it is received."""
 
 
 def after(state: State, event: Event) -> State | None:
-    """The state that an event leads to; None if the event is refused or dropped.
+    """Return the state after an event; None if the event is refused or dropped.
 
     >>> after(State.CONVERSING, Event.END), after(State.CLOSED, Event.SEND)
     (<State.DISCONNECTED_OUTBOUND: 'disconnected_outbound'>, None)
@@ -111,4 +111,4 @@ STATE = """CASE
     WHEN NOT is_initiator AND receive_sequence = 0 THEN 'started_inbound'
     ELSE 'conversing'
 END"""
-"""SQL: the state, computed from an endpoint's facts."""
+"""SQL expression of the state, computed from an endpoint's facts."""

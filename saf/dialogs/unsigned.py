@@ -1,13 +1,13 @@
-"""Messages of dialogs that saf says without a key, because a broker or a person says them.
+"""Messages of dialogs that saf sends unsigned, because a broker or an operator sends them.
 
     Error     the lifetime is over, a message could not be handled or was given up, an end was set
               back; with one of saf's own codes, which are below zero
     timer     to oneself
     compare   how much an end has sent and received
 
-A receiver that requires signatures takes them unsigned, as long as they say nothing else: whoever
-makes one up can end a dialog by it, and no more. An End is not among them, because a forged one
-would let a dialog that was cut off look complete; nor is an application's own Error.
+A receiver that requires signatures takes these messages unsigned, as long as they contain nothing
+else: a forger can end a dialog with one, but do nothing more. An End is not in this list, because a
+forged End would make a dialog that was cut off look complete; nor is an application's own Error.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from saf.dialogs.statements import COMPARE, ERROR, TIMER
 from saf.received import Received
 
 LARGEST = 64 * 1024
-"""No such message has more bytes."""
+"""Maximum size of such a message in bytes."""
 
 
 def is_harmless(message: Received) -> bool:
-    """Whether a message may be taken though nobody has signed it."""
+    """Return whether a message may be taken without a signature."""
     if message.conversation_id is None or message.size > LARGEST:
         return False
     of_dialog = message.from_initiator is not None

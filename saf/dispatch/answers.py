@@ -1,14 +1,14 @@
-"""What the answer of an endpoint means for the message, and for the endpoint. Pure policy.
+"""The meaning of an endpoint's answer, for the message and for the endpoint. Pure policy.
 
     2xx                     the message is done
     410                     the endpoint is gone: it is disabled, the message waits
-    408, 425, 429, 5xx      the message waits; so it does where there is no answer
+    408, 425, 429, 5xx      the message waits, as it does without an answer
     3xx                     the message waits: a redirect is not followed
     any other 4xx           the message is rejected: a dead letter, or it waits, as configured
     a fault of a call       the message has failed, and waits; the endpoint is up
-    a reply that is larger  the same
+    a reply over the limit  as for a fault
 
-Where a message waits, the endpoint may be down; see `saf.dispatch.breaker`.
+If a message waits, the endpoint may be down; see `saf.dispatch.breaker`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from enum import StrEnum
 from saf.dispatch.replies import Reply
 
 KEPT = 200
-"""How many bytes of an answer are kept with the attempt."""
+"""Bytes of an answer that are kept with the attempt."""
 
 LONGEST_RETRY_AFTER = 86400.0
-"""The longest time that an endpoint may ask for, in seconds."""
+"""Longest wait that an endpoint may ask for, in seconds."""
 
 
 class Meaning(StrEnum):
-    """What an answer means."""
+    """The meaning of an answer."""
 
     DONE = "done"
     WAITS = "waits"
@@ -40,26 +40,26 @@ class Meaning(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came of one request."""
+    """The result of one request."""
 
     meaning: Meaning
     seconds: float
-    """Until there was an answer, or the request was given up."""
+    """Time until the answer came, or the request was given up."""
     status: int | None = None
-    """Of HTTP; None if there was no answer."""
+    """HTTP status; None without an answer."""
     error: str = ""
-    """What went wrong, with the first bytes of the answer."""
+    """The error, with the first bytes of the answer."""
     retry_after: float | None = None
-    """How many seconds the endpoint asks to be left alone."""
+    """Seconds for which the endpoint asks to receive no requests."""
     reply: Reply | None = None
-    """What is to be sent back."""
+    """Reply to send back."""
 
 
 LATER = frozenset({408, 425, 429})
 
 
 def meaning_of(status: int, *, rejects: bool = True) -> Meaning:
-    """What a status of HTTP means; ``rejects``: whether other 4xx reject the message.
+    """Return the meaning of an HTTP status. ``rejects``: other 4xx reject the message.
 
     >>> [str(meaning_of(status)) for status in (200, 204, 302, 404, 410, 429, 503)]
     ['done', 'done', 'waits', 'rejected', 'gone', 'waits', 'waits']
@@ -76,7 +76,7 @@ def meaning_of(status: int, *, rejects: bool = True) -> Meaning:
 
 
 def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
-    """How many seconds the header Retry-After asks for: it has seconds, or a date.
+    """Return the seconds that the header Retry-After asks for, given as seconds or as a date.
 
     >>> retry_after({"Retry-After": "120"}), retry_after({"Retry-After": "soon"}), retry_after({})
     (120.0, None, None)
@@ -93,7 +93,7 @@ def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> floa
         return min(float(said[:10]), LONGEST_RETRY_AFTER)
     try:
         moment = parsedate_to_datetime(said)
-    except (ValueError, OverflowError):  # the latter for an offset of many digits
+    except (ValueError, OverflowError):  # OverflowError for an offset of many digits
         return None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)

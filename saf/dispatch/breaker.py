@@ -1,8 +1,8 @@
-"""A breaker: whether an endpoint is up, and whose fault a failure is. Pure policy.
+"""A breaker: whether an endpoint is up, and whether a failure is the endpoint's. Pure policy.
 
-One request that fails says nothing about the endpoint: the message may be to blame. Several in a
-row, with nothing that succeeds between them, are the endpoint's failure: the breaker opens. Then
-nothing is sent but one message from time to time, a probe, until one succeeds.
+One request that fails proves nothing about the endpoint: the message may be to blame. Several
+failures in a row, with no success between them, are the endpoint's failure: the breaker opens. Then
+only one message is sent from time to time, a probe, until a probe succeeds.
 
 An endpoint that is down does not use up the attempts of messages. So a failure does not count as an
 attempt at first; the message is a suspect. If the endpoint accepts another message before the
@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-"""What is remembered of an attempt until it is known whether it counts."""
+"""Data kept about an attempt until it is known whether the attempt counts."""
 
 
 @dataclass(kw_only=True)
 class Breaker(Generic[T]):
-    """What one process knows of an endpoint while it takes it to be up.
+    """A process's knowledge of an endpoint that it considers up.
 
     >>> breaker = Breaker[str](threshold=2)
     >>> breaker.failed("A-1"), breaker.succeeded()
@@ -31,9 +31,9 @@ class Breaker(Generic[T]):
     """
 
     threshold: int
-    """So many failures in a row open it."""
+    """Number of failures in a row that opens the breaker."""
     failures: int = 0
-    """How many requests have failed in a row."""
+    """Number of failures in a row so far."""
     _suspects: list[T] = field(default_factory=list)
 
     def failed(self, suspect: T) -> bool:
@@ -52,6 +52,6 @@ class Breaker(Generic[T]):
         return suspects
 
     def reset(self) -> None:
-        """Forget what has failed."""
+        """Forget all failures."""
         self.failures = 0
         self._suspects = []

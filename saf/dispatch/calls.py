@@ -1,4 +1,4 @@
-"""Calls: endpoints that have a protocol of their own, in which a request is a call of something."""
+"""Calls: endpoints with a protocol of their own, in which each request is a call."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from saf.received import Received
 
 
 class Call(Protocol):
-    """How messages become calls, and what answers say."""
+    """Conversion of messages into calls, and of answers into results."""
 
     def request(self, message: Received) -> Request:
-        """The call that a message stands for.
+        """Return the call for a message.
 
         Raises:
-            UnreadableBody: it stands for none.
+            UnreadableBody: the body is not a call.
         """
         ...
 
     def fault(self, status: int, body: bytes) -> str | None:
-        """What is wrong, by the answer to a call; None if nothing is, or HTTP's status says it."""
+        """Return the fault in an answer; None if it shows none, or the HTTP status shows it."""
         ...
 
     def result(self, body: bytes) -> bytes:
-        """What a call has returned, as JSON."""
+        """Return the result of a call, as JSON."""
         ...

@@ -1,15 +1,15 @@
-"""The condition of an endpoint, as all dispatchers of its subscription share it: saf.breaker.
+"""The condition of an endpoint, shared by all dispatchers of its subscription: saf.breaker.
 
-    closed      it is up, as far as anybody knows
-    open        it is down. At its time, one dispatcher sends one message, a probe
-    disabled    it has said that it is gone (410), or was down for too long. A person resumes it
+    closed      the endpoint is up, as far as known
+    open        the endpoint is down. When a probe is due, one dispatcher sends it: one message
+    disabled    the endpoint is gone (410), or was down too long. An operator resumes it
 
-A person may pause an endpoint in any state. While it is not closed, or is paused, nothing but
-probes is sent; messages wait in the log, in order, and no attempt of them is counted.
+An operator may pause an endpoint in any state. While the endpoint is paused or not closed, only
+probes are sent; messages wait in the log, in order, and no attempt is counted.
 
-An endpoint that is stored in a broker may be removed there, or be another one of its name since.
-Who still dispatches to it begins no more requests and ends, and writes nothing of it: the condition
-is that of the endpoint which is there now.
+An endpoint that is stored in a broker may be removed there, or replaced by another one of its name.
+Dispatchers of the old endpoint begin no more requests, end, and write nothing about it: the
+condition belongs to the endpoint that exists now.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from saf.database import fetch
 from saf.setaside.isolation import said
 
 KEPT_ATTEMPTS = 1000
-"""How many attempts that failed are kept for people, of each subscription."""
+"""Number of failed attempts kept for operators, for each subscription."""
 
 THERE = """
 (%(url)s::text IS NULL OR EXISTS (
@@ -31,7 +31,7 @@ THERE = """
     WHERE e.name = %(endpoint)s AND e.subscription_id = %(subscription_id)s AND e.url = %(url)s))
 """
 
-# One statement: who hears that a paused endpoint is resumed hears too that it was removed
+# One statement, so that a dispatcher that sees a resumed endpoint also sees its removal
 CONDITION = f"""
 SELECT CASE WHEN there THEN coalesce(state, 'closed') ELSE 'removed' END, paused_at IS NOT NULL,
        CASE WHEN there THEN extract(epoch FROM next_probe_at - clock_timestamp())::float END,
@@ -40,7 +40,7 @@ FROM (SELECT {THERE} AS there) AS t
 LEFT JOIN saf.breaker ON subscription_id = %(subscription_id)s
 """
 
-# Somebody else may have closed, disabled or opened it meanwhile: one failure is counted once
+# Another process may have closed, disabled or opened it in between: one failure is counted once
 DOWN = f"""
 INSERT INTO saf.breaker AS b
     (subscription_id, endpoint, state, failures, failing_since, next_probe_at, error)
@@ -54,7 +54,7 @@ ON CONFLICT (subscription_id) DO UPDATE SET
 WHERE b.state = 'closed'
 """
 
-# The others wait for this probe as long as it may take; if its process dies, one of them is next
+# Other dispatchers wait for this probe for its longest time; if its process dies, another is next
 PROBE = f"""
 UPDATE saf.breaker SET next_probe_at = clock_timestamp() + make_interval(secs => %(seconds)s)
 WHERE subscription_id = %(subscription_id)s AND state = 'open' AND paused_at IS NULL
@@ -108,56 +108,56 @@ DELETE FROM saf.attempt WHERE subscription_id = %(subscription_id)s AND attempt_
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """How an endpoint is."""
+    """Condition of an endpoint."""
 
     state: str = "closed"
-    """Of saf.breaker; or "removed", if this endpoint is not stored any more."""
+    """State in saf.breaker; or "removed", if this endpoint is no longer stored."""
     paused: bool = False
     probe_in: float | None = None
-    """In how many seconds the next probe is due, where the state is open."""
+    """Seconds until the next probe is due, if the state is open."""
     failures: int = 0
     error: str | None = None
 
     @property
     def sends(self) -> bool:
-        """Whether messages are sent."""
+        """True if messages are sent."""
         return self.state == "closed" and not self.paused
 
     @property
     def removed(self) -> bool:
-        """Whether it is another endpoint's condition by now, or nobody's."""
+        """True if this endpoint was removed or replaced."""
         return self.state == "removed"
 
     @property
     def probe_due(self) -> bool:
-        """Whether somebody is to send a probe."""
+        """True if a probe is due."""
         return self.probe_in is not None and self.probe_in <= 0 and not self.paused
 
 
 @dataclass(frozen=True, kw_only=True)
 class Book:
-    """Reads and writes the condition of one endpoint."""
+    """Reader and writer of one endpoint's condition."""
 
     subscription_id: int
     endpoint: str
     url: str | None = None
-    """Where an endpoint that is stored in a broker is, for who dispatches to it."""
+    """URL of the endpoint that a dispatcher uses, if the endpoint is stored in a broker."""
 
     def look(self, connection: psycopg.Connection[Any]) -> Condition:
-        """How the endpoint is."""
+        """Return the endpoint's condition."""
         ((state, paused, probe_in, failures, error),) = fetch(connection, CONDITION, self._params())
         return Condition(
             state=state, paused=paused, probe_in=probe_in, failures=failures, error=error
         )
 
     def down(self, connection: psycopg.Connection[Any], error: str, wait: float) -> None:
-        """The endpoint was found down; the first probe comes after ``wait`` seconds."""
+        """Store that the endpoint is down; the first probe is due after ``wait`` seconds."""
         connection.execute(DOWN, self._params(error=said(error), wait=wait))
 
     def probe(self, connection: psycopg.Connection[Any], seconds: float) -> int | None:
-        """Take the probe that is due, for so long; return how often it was found down.
+        """Take the due probe for up to ``seconds``; return the number of failures so far.
 
-        None if there is none to take.
+        None if no probe is due.
         """
         found = fetch(connection, PROBE, self._params(seconds=seconds))
         return found[0][0] if found else None
@@ -165,28 +165,28 @@ class Book:
     def still_down(
         self, connection: psycopg.Connection[Any], error: str, wait: float, longest: float
     ) -> None:
-        """The probe has failed; the endpoint is disabled if it was down for too long."""
+        """Store that the probe failed; disable the endpoint if it was down for too long."""
         params = self._params(error=said(error), wait=wait, longest=longest)
         connection.execute(STILL_DOWN, params)
 
     def up(self, connection: psycopg.Connection[Any]) -> None:
-        """The probe has succeeded."""
+        """Store that the probe succeeded."""
         connection.execute(UP, self._params())
 
     def disable(self, connection: psycopg.Connection[Any], error: str) -> None:
-        """The endpoint has said that it is gone."""
+        """Store that the endpoint is gone."""
         connection.execute(DISABLE, self._params(error=said(error)))
 
     def pause(self, connection: psycopg.Connection[Any]) -> None:
-        """A person wants nothing to be sent."""
+        """Pause the endpoint for an operator."""
         connection.execute(PAUSE, self._params())
 
     def resume(self, connection: psycopg.Connection[Any]) -> None:
-        """A person wants messages to be sent, whatever the endpoint was."""
+        """Resume the endpoint for an operator, whatever its state."""
         connection.execute(RESUME, self._params())
 
     def trim(self, connection: psycopg.Connection[Any]) -> None:
-        """Forget attempts, but the last ones."""
+        """Delete all but the latest attempts."""
         connection.execute(TRIM, self._params(kept=KEPT_ATTEMPTS))
 
     def _params(self, **more: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Credentials: who calls an endpoint, how that is proven, and what of it nobody may see."""
+"""Credentials: the identity of a caller, its proof, and the texts that must be hidden."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from saf.receiving.failures import HIDDEN, SHORTEST
 
 
 def tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
-    """How the endpoint's certificate is verified; True: as this system does it.
+    """Return how the endpoint's certificate is verified; True: by this system's defaults.
 
     Raises:
-        ConfigurationError: a file cannot be read, or holds something else.
+        ConfigurationError: a file cannot be read, or has other contents.
     """
     if endpoint.ca_file is None and endpoint.client_certificate is None:
         return True
@@ -33,7 +33,7 @@ def tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
 
 
 def hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
-    """What nobody may see, and what is shown in its place."""
+    """Return the secrets, each with the text to show in its place."""
     secrets = [*endpoint.secrets, endpoint.bearer, endpoint.password]
     secrets += [endpoint.client_secret, endpoint.proxy_password]
     found = [(endpoint.url, endpoint.shown)] if endpoint.url != endpoint.shown else []
@@ -47,7 +47,7 @@ def hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
 
 
 def values_of(query: str) -> list[str]:
-    """The values in the query of a URL, as they are written there and as they are meant.
+    """Return the values in a URL's query, both as written and decoded.
 
     >>> values_of("key=a%2Fb&page=2&flag")
     ['a%2Fb', '2', 'a/b', '2']
@@ -57,7 +57,7 @@ def values_of(query: str) -> list[str]:
 
 
 def authorization(endpoint: Endpoint) -> dict[str, str]:
-    """The header that says who calls, where that is always the same."""
+    """Return the header that identifies the caller, if it never changes."""
     if endpoint.bearer is not None:
         return {"Authorization": f"Bearer {endpoint.bearer.get_secret_value()}"}
     if endpoint.user is not None and endpoint.password is not None:
@@ -66,21 +66,21 @@ def authorization(endpoint: Endpoint) -> dict[str, str]:
 
 
 def of_client(endpoint: Endpoint) -> dict[str, str]:
-    """The header that says who asks for a token."""
+    """Return the header that identifies the client that requests a token."""
     if endpoint.client_id is None or endpoint.client_secret is None:
         return {}
     return {"Authorization": basic(endpoint.client_id, endpoint.client_secret)}
 
 
 def of_proxy(endpoint: Endpoint) -> dict[str, str]:
-    """The header that tells a proxy who calls; aiohttp makes Proxy-Authorization of it."""
+    """Return the header for a proxy; aiohttp turns it into Proxy-Authorization."""
     if endpoint.proxy_user is None or endpoint.proxy_password is None:
         return {}
     return {"Authorization": basic(endpoint.proxy_user, endpoint.proxy_password)}
 
 
 def basic(user: str, password: pydantic.SecretStr) -> str:
-    """A user and a password as HTTP's basic scheme has them.
+    """Return a user and a password in HTTP's basic scheme.
 
     >>> basic("saf", pydantic.SecretStr("x"))
     'Basic c2FmOng='

@@ -3,17 +3,18 @@
     dispatcher = Dispatcher("billing", endpoint, dsn)
     running.run([dispatcher])               # until SIGTERM; or from a shell: saf dispatch --loop
 
-What is promised:
+Guarantees:
 
 - *At least once.* A message is marked after its endpoint has answered. A dispatcher that is killed
-  at any point leaves in doubt only what was in flight, or answered and not marked; it is sent
-  again, with the same id.
-- *One at a time, in order.* Of each key, one message is in flight, and the next one follows when it
-  is done. Any number of processes share the shards, so no two of them send for the same key. One
-  that was stopped for longer than its lease and wakes up may still have a request in flight.
+  at any point leaves only those messages in doubt that were in flight, or answered and not marked;
+  they are sent again, with the same ids.
+- *One at a time, in order.* One message of each key is in flight, and the next one follows when it
+  is done. Any number of processes share the shards, so no two processes send for the same key. A
+  process that was stopped for longer than its lease and wakes up may still have a request in
+  flight.
 - *No transaction waits for an endpoint.*
 
-It needs two sessions of the database, which must not be a pooler's.
+A dispatcher needs two sessions of the database, which must not be a pooler's.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ log = Log("saf.dispatch")
 
 
 class Dispatcher:
-    """See the top of this module."""
+    """Sends a subscription's messages to its endpoint; see the module's docstring."""
 
     def __init__(
         self,
@@ -73,23 +74,23 @@ class Dispatcher:
         self.signer = signer
         """Signs replies."""
         self.summary = Summary() if summary is None else summary
-        """What it has done so far; and what those have done before it that were given the same."""
+        """Results so far, including those of earlier dispatchers given the same summary."""
         self._held_up = False
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a run that has sent what was there and due."""
+        """Exit code of a run that has sent the messages that were due."""
         return self.summary.exit_code or (Unavailable.exit_code if self._held_up else 0)
 
     async def run(self, stopping: asyncio.Event, *, drain: bool = False) -> None:
-        """Dispatch until told to stop; with ``drain``, until nothing is there and due.
+        """Dispatch until told to stop; with ``drain``, until no message is due.
 
         Raises:
-            ConfigurationError: there is no such subscription.
-            EndpointRemoved: the endpoint was stored in a broker, and is not there any more.
-            UsageError: what is there cannot be dispatched, or a drain lacks a right.
-            Refused: the database does not let this login in.
-            Unavailable: a drain's database does not answer, or somebody holds a lock for too long.
+            ConfigurationError: the subscription does not exist.
+            EndpointRemoved: the endpoint was stored in a broker, and has been removed.
+            UsageError: a message cannot be dispatched, or a drain lacks a right.
+            Refused: the database denies this login access.
+            Unavailable: a drain's database does not answer, or a lock is held for too long.
         """
         while not stopping.is_set():
             try:
@@ -99,7 +100,7 @@ class Dispatcher:
             except Fenced as error:
                 log.warning("taken_over", endpoint=self.name, detail=str(error))
             except Exception as error:
-                # whatever went wrong, what was not marked comes again
+                # whatever went wrong, messages that were not marked are sent again
                 if drain:
                     with unavailable_if_lost(self._what):
                         raise

@@ -1,13 +1,14 @@
-r"""How a message becomes a request: headers and a body.
+r"""Conversion of a message into a request: headers and a body.
 
-    binary       CloudEvents 1.0, binary content mode: the body as it is, attributes as headers ce-…
+    binary       CloudEvents 1.0, binary mode: the body unchanged, attributes as headers ce-…
     structured   CloudEvents 1.0 as one JSON object, with the body in it
     batch        CloudEvents 1.0 as a JSON array of such objects
-    plain        the body as it is, the message's headers as headers of HTTP
+    plain        the body unchanged, the message's headers as HTTP headers
 
-In a header, an attribute's value may be any text: what HTTP does not allow is percent-encoded, as
-CloudEvents demands. So no value can begin a new line. A header of the message whose name HTTP does
-not allow, that belongs to HTTP or to saf, or whose value is a list or an object, is not sent.
+In a header, an attribute's value may be any text: characters that HTTP does not allow are
+percent-encoded, as CloudEvents demands. So no value can begin a new line. A message's header is not
+sent if HTTP does not allow its name, if it belongs to HTTP or saf, or if its value is a list or an
+object.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from saf.message import CONTENT_TYPE, RESERVED_HEADER, STRICT
 from saf.received import Headers, Received
 
 NOT_IN_ATTRIBUTES = re.compile(r"[^!#$&-~]")
-"""What CloudEvents encodes in a header: spaces, quotes, percents, and all but printable ASCII."""
+"""Characters that CloudEvents encodes: space, quote, percent, and all but printable ASCII."""
 
 NOT_IN_HEADERS = re.compile(r"[^ -$&-~]")
-"""What is encoded in other headers: percents, and all but printable ASCII."""
+"""Characters encoded in other headers: percent, and all but printable ASCII."""
 
 SHORT = 200
-"""Headers of so few characters are decoded once for many messages: they are often the same."""
+"""Length up to which decoded headers are cached, because messages often share them."""
 
 ATTRIBUTE = re.compile(r"[a-z0-9]{1,20}")
-"""A name that an extension attribute of CloudEvents may have."""
+"""Names allowed for extension attributes of CloudEvents."""
 
 STRUCTURED = "application/cloudevents+json; charset=utf-8"
 BATCH = "application/cloudevents-batch+json; charset=utf-8"
 
 BATCHES = UUID("1d0c4c5e-6a53-5b9e-8f0e-0b8d4d1c7f55")
-"""The namespace of ids of requests with several messages."""
+"""Namespace for the ids of requests with several messages."""
 
 CORE = frozenset(
     {"id", "source", "specversion", "type", "subject", "time", "datacontenttype", "dataschema"}
@@ -54,7 +55,7 @@ CORE = frozenset(
 """Attributes that saf writes, and names that CloudEvents reserves."""
 
 TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
-"""A name that a header of HTTP may have."""
+"""Names allowed for HTTP headers."""
 
 OF_HTTP = frozenset(
     {"accept", "accept-encoding", "authorization", "connection", "content-encoding"}
@@ -62,14 +63,14 @@ OF_HTTP = frozenset(
     | {"idempotency-key", "keep-alive", "origin", "referer", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "user-agent", "via"}
 )
-"""Headers that mean something to HTTP, or that saf writes."""
+"""Headers with a meaning in HTTP, and headers that saf writes."""
 
 BEGINNINGS = ("proxy-", "sec-", "webhook-", "x-forwarded-", "ce-", RESERVED_HEADER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is sent."""
+    """A request to an endpoint."""
 
     message_id: str
     headers: Mapping[str, str]
@@ -77,11 +78,11 @@ class Request:
 
 
 def request(message: Received, endpoint: Endpoint) -> Request:
-    """The request that a message becomes.
+    """Return the request for a message.
 
     Raises:
         UnreadableHeaders: Python cannot decode the message's headers.
-        UnreadableBody: the message has not what the template names.
+        UnreadableBody: the message lacks a member that the template names.
     """
     carried, content_type = _carried(message)
     body = message.body
@@ -103,7 +104,7 @@ def request(message: Received, endpoint: Endpoint) -> Request:
 
 
 def event(message: Received, endpoint: Endpoint) -> bytes:
-    """The event that a message is, as JSON.
+    """Return a message as an event in JSON.
 
     Raises:
         UnreadableHeaders: Python cannot decode the message's headers.
@@ -113,9 +114,9 @@ def event(message: Received, endpoint: Endpoint) -> bytes:
 
 
 def together(events: Mapping[UUID, bytes]) -> Request:
-    """The request with several events, by the ids of their messages.
+    """Return the request for several events, given by their messages' ids.
 
-    Its own id is made of theirs: it is the same if the same messages are sent together again.
+    The request's id is derived from theirs: sending the same messages together again repeats it.
     """
     number = str(uuid5(BATCHES, " ".join(map(str, events))))
     return Request(
@@ -126,7 +127,7 @@ def together(events: Mapping[UUID, bytes]) -> Request:
 
 
 def _carried(message: Received) -> tuple[Mapping[str, Any], str | None]:
-    """The headers that a message carries, and its content type."""
+    """Return a message's headers and its content type."""
     text = message.headers_text
     if text is not None and len(text) <= SHORT:
         return _decoded(text)
@@ -147,7 +148,7 @@ def _with_type(carried: object) -> tuple[Mapping[str, Any], str | None]:
 
 
 def attributes(message: Received, endpoint: Endpoint, carried: Mapping[str, Any]) -> dict[str, str]:
-    """The attributes of the event, with the message's headers that can be such."""
+    """Return the event's attributes, including the message's headers that can be attributes."""
     created = message.created_at.astimezone(UTC).replace(tzinfo=None)
     event = {
         "specversion": "1.0",
@@ -165,7 +166,7 @@ def attributes(message: Received, endpoint: Endpoint, carried: Mapping[str, Any]
 
 
 def structured(event: Mapping[str, str], content_type: str | None, body: bytes) -> bytes:
-    """The event as JSON: a body that is JSON to the last byte, text as one, any other in base64.
+    """Return the event as JSON: a JSON body unchanged, text as a string, any other body in base64.
 
     >>> structured({"id": "1"}, "application/json", b'{"a": 1.50}')
     b'{"id": "1", "datacontenttype": "application/json", "data": {"a": 1.50}}'
@@ -178,7 +179,7 @@ def structured(event: Mapping[str, str], content_type: str | None, body: bytes) 
     begun = json.dumps({**event, "datacontenttype": given})[:-1].encode()
     kind = given.partition(";")[0].strip().lower()
     data = b'"data_base64": "%b"' % base64.b64encode(body)
-    # a body that is not what it says goes as it is
+    # a body that does not match its type is sent unchanged
     with suppress(ValueError, RecursionError):
         if kind.endswith(("/json", "+json")):
             STRICT.decode(body.decode())
@@ -189,7 +190,7 @@ def structured(event: Mapping[str, str], content_type: str | None, body: bytes) 
 
 
 def plain(carried: Mapping[str, Any]) -> dict[str, str]:
-    """The message's headers that can be headers of HTTP."""
+    """Return the message's headers that can be HTTP headers."""
     return {
         name: encoded(text(value), NOT_IN_HEADERS)
         for name, value in carried.items()
@@ -202,12 +203,12 @@ def plain(carried: Mapping[str, Any]) -> dict[str, str]:
 
 @lru_cache(maxsize=256)
 def source(service: str | None) -> str:
-    """Where an event comes from, as a reference: the sender's service."""
+    """Return the source of an event as a reference: the sender's service."""
     return f"/saf/{quote(service or '', safe='')}"
 
 
 def encoded(value: str, what: re.Pattern[str] = NOT_IN_ATTRIBUTES) -> str:
-    r"""A text as the value of a header, percent-encoded where HTTP does not allow it.
+    r"""Return a text as a header's value, percent-encoded where HTTP does not allow it.
 
     >>> encoded("Zürich 100%\r\nHost: evil")
     'Z%C3%BCrich%20100%25%0D%0AHost:%20evil'
@@ -222,12 +223,12 @@ def _percent(found: re.Match[str]) -> str:
 
 
 def scalar(value: object) -> bool:
-    """Whether a header of a message can be written as one text; null says nothing."""
+    """Return whether a header's value can be sent as one text; null cannot."""
     return isinstance(value, (str, int, float)) and value != ""
 
 
 def text(value: object) -> str:
-    """A scalar as text, as JSON has it.
+    """Return a scalar as text, as in JSON.
 
     >>> text(True), text(7), text("x")
     ('true', '7', 'x')

@@ -1,9 +1,8 @@
-"""The guard: to which addresses a dispatcher connects.
+"""The guard: restricts the addresses that a dispatcher connects to.
 
-A URL that somebody has chosen may name, or resolve to, an address inside of our own network. The
-guard looks at each address at the moment of connecting to it. So it does not matter how the URL
-writes the address, what a name resolves to now, or that it resolves to something else a moment
-later, or where a redirect leads to.
+A URL written by a user may name, or resolve to, an address inside our own network. The guard checks
+each address at the moment of connecting to it. So neither the spelling of the address in the URL,
+nor a name that resolves differently a moment later, nor the target of a redirect can evade it.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ NOT_PUBLIC = (
     *("192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15"),
     *("198.51.100.0/24", "203.0.113.0/24", "240.0.0.0/4"),
     "224.0.0.0/4",  # multicast
-    "168.63.129.16/32",  # at each machine of Azure, what looks after that machine
-    # the same for IPv6, as far as it is in UNICAST
+    "168.63.129.16/32",  # the host agent of each Azure machine
+    # special-purpose IPv6 addresses inside UNICAST
     *("2001::/23", "2001:db8::/32", "3fff::/20"),
 )
-"""Networks that are not on the public internet. They are listed here, because what Python's
-`ipaddress` calls global depends on its version, and has let through what is in the registries:
+"""Networks that are not on the public internet. They are listed here, because the result of
+`ipaddress.is_global` depends on Python's version, and has been wrong about registered networks:
 https://www.iana.org/assignments/iana-ipv4-special-registry and iana-ipv6-special-registry."""
 UNICAST = "2000::/3"
-"""The addresses of IPv6 that IANA gives to anybody; what is elsewhere has a special purpose."""
+"""IPv6 addresses that IANA assigns publicly; all other networks have a special purpose."""
 STANDING_FOR = {"::ffff:0:0/96": 0, "64:ff9b::/96": 0, "2002::/16": 80}
-"""Networks of IPv6 whose addresses stand for one of IPv4, each with the bits behind that one:
-IPv4-mapped, NAT64, 6to4. The prefix of a network's own NAT64 is its own secret."""
+"""IPv6 networks whose addresses stand for IPv4 addresses, each with the number of bits after the
+IPv4 address: IPv4-mapped, NAT64, 6to4. The prefix of a network's own NAT64 is unknown here."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -41,7 +40,7 @@ _STANDING_FOR = {ipaddress.IPv6Network(one): bits for one, bits in STANDING_FOR.
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is on the public internet, and stands for no other that is not.
+    """Return whether an address is public, and does not stand for one that is not.
 
     >>> is_public("93.184.216.34"), is_public("2606:2800:220:1::1")
     (True, True)
@@ -61,7 +60,7 @@ def _parsed(address: str) -> Address:
 
 
 def _meant(ip: Address) -> Address:
-    """Return the address of IPv4 for which one of IPv6 stands; else the address."""
+    """Return the IPv4 address that an IPv6 address stands for; otherwise the address itself."""
     for network, bits in _STANDING_FOR.items():
         if ip in network:
             return ipaddress.IPv4Address(int(ip) >> bits & 0xFFFFFFFF)
@@ -72,20 +71,20 @@ AddressInfo = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, st
 
 
 def address_check(networks: Iterable[str]) -> Callable[[str], None]:
-    """Return what raises a `PermissionError` for an address: neither public nor in a network."""
+    """Return a check that raises `PermissionError` unless an address is public or allowed."""
     known = [ipaddress.ip_network(one) for one in networks]
 
     def check(host: str) -> None:
         ip = _parsed(host)
         if not is_public(host) and not any(ip in network for network in known):
-            # which address a name inside of our network has is nobody's business
+            # do not reveal the addresses of names inside our network
             raise PermissionError(errno.EACCES, "its address is not on the public internet")
 
     return check
 
 
 def guarded_sockets(networks: Iterable[str]) -> Callable[[AddressInfo], socket.socket]:
-    """Return what makes a socket to connect to an address, once `address_check` has let it pass."""
+    """Return a factory of sockets to addresses that pass `address_check`."""
     check = address_check(networks)
 
     def make(info: AddressInfo) -> socket.socket:

@@ -1,4 +1,4 @@
-"""What people are shown of endpoints: how each is, and the last attempts that failed."""
+"""State of endpoints for operators: each endpoint's condition and its last failed attempts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ORDER BY attempt_id DESC LIMIT %(limit)s
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """How an endpoint is, as saf.breaker says it."""
+    """Condition of an endpoint, as stored in saf.breaker."""
 
     state: str = "closed"
     failures: int = 0
@@ -36,7 +36,7 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """An attempt that failed."""
+    """A failed attempt."""
 
     at: datetime
     message_id: UUID
@@ -48,7 +48,7 @@ class Attempt:
 
 
 def state(connection: psycopg.Connection[Any], subscription_id: int) -> State:
-    """How the endpoint of a subscription is."""
+    """Return the condition of a subscription's endpoint."""
     with psycopg.Cursor(connection, row_factory=class_row(State)) as cursor:
         found = cursor.execute(STATE, {"subscription_id": subscription_id}).fetchone()
     return found or State()
@@ -57,7 +57,7 @@ def state(connection: psycopg.Connection[Any], subscription_id: int) -> State:
 def attempts(
     connection: psycopg.Connection[Any], subscription_id: int, limit: int
 ) -> list[Attempt]:
-    """The last attempts that failed, the newest first."""
+    """Return the last failed attempts, newest first."""
     with psycopg.Cursor(connection, row_factory=class_row(Attempt)) as cursor:
         params = {"subscription_id": subscription_id, "limit": limit}
         return cursor.execute(ATTEMPTS, params).fetchall()

@@ -1,7 +1,7 @@
-"""The client: one request to an endpoint, and what its answer means.
+"""The client: sends one request to an endpoint, and returns the meaning of its answer.
 
-It never raises because of an endpoint, whatever that does. Redirects are not followed unless the
-endpoint's settings say so. An answer is read up to `MOST`.
+The client never raises because of an endpoint, whatever the endpoint does. Redirects are followed
+only if the endpoint's settings allow it. An answer is read up to `MOST`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from saf.setaside.isolation import kept
 from saf.signing.webhook import sign
 
 MOST = 64 * 1024
-"""How many bytes of an answer are read that is not sent back."""
+"""Maximum number of bytes to read of an answer that is not sent back as a reply."""
 
 UNAUTHORIZED = 401
 
 REDIRECTS = 3
-"""How many redirects are followed at most, where they are."""
+"""Maximum number of redirects to follow, if redirects are allowed."""
 
 
 class Client:
-    """Sends requests to one endpoint. Use it inside of a running loop, as an async context.
+    """Sends requests to one endpoint. Use it inside a running loop, as an async context.
 
     Raises:
         MissingExtra: the library of its transport is not installed.
@@ -46,7 +46,7 @@ class Client:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.call = _call(endpoint)
-        """How its requests are made and its answers read, where these are calls."""
+        """Protocol of the endpoint's requests and answers, if they are calls."""
         self._keys = endpoint.keys
         self._hidden = hidden(endpoint)
         self._authorization = authorization(endpoint)
@@ -63,10 +63,10 @@ class Client:
         await self._transport.__aexit__(*ended)
 
     async def post(self, request: Request) -> Answer:
-        """Send a request; whatever comes of it is an answer."""
+        """Send a request; every outcome is an answer."""
         answer = await self._attempt(request)
         if self._tokens is not None and answer.status == UNAUTHORIZED:
-            # its token may have been withdrawn: once more, with another one
+            # the token may have been revoked: try once more, with a new one
             answer = await self._attempt(request)
         return answer
 
@@ -90,7 +90,7 @@ class Client:
         if meaning is Meaning.DONE:
             try:
                 reply = self._reply(got.body, got.headers)
-            except Exception as problem:  # whatever the endpoint has written
+            except Exception as problem:  # whatever error the endpoint's text causes
                 meaning, error = Meaning.FAILED, f"its answer cannot be a reply: {problem}"
         done = meaning is Meaning.DONE
         return Answer(
@@ -103,7 +103,7 @@ class Client:
         )
 
     async def _exchange(self, headers: Mapping[str, str], body: bytes) -> Exchanged:
-        """Send a body; return the answer of the endpoint, or of where it leads to."""
+        """Send a body; return the answer of the endpoint, or of the redirect's target."""
         url, left = self.endpoint.url, REDIRECTS if self.endpoint.follow_redirects else 0
         while True:
             got = await self._transport.post(url, headers, body, self._most)
@@ -113,35 +113,35 @@ class Client:
             url, left = further, left - 1
 
     async def _token(self) -> str | None:
-        """The token to send, if there are any; from now on, nobody may see it."""
+        """Return the token to send, if any, and hide it from now on."""
         if self._tokens is None:
             return None
         token = await self._tokens.get(self._transport)
         if (token, HIDDEN) not in self._hidden:
-            # an answer to a request with the token before may still come
+            # an answer to a request with the previous token may still come
             self._hidden = [*hidden(self.endpoint), *self._hidden[-1:], (token, HIDDEN)]
         return token
 
     def _shown(self, text: str) -> str:
-        """A text on one line, and without what nobody may see: an endpoint may repeat it."""
+        """Return a text on one line and without secrets, because an endpoint may repeat them."""
         if not text:
             return ""
         text = self._without_secrets(text)
         return " ".join(kept(text).split())
 
     def _without_secrets(self, text: str) -> str:
-        """A text without what nobody may see; the longest first, as one may be part of another."""
+        """Return a text without secrets; the longest first, as one may be part of another."""
         for secret, shown in sorted(self._hidden, key=lambda one: len(one[0]), reverse=True):
             text = text.replace(secret, shown)
         return text
 
     def _understand(self, status: int, body: bytes) -> tuple[Meaning, str]:
-        """What an answer means, and what is wrong with it."""
+        """Return the meaning of an answer, and its error."""
         if self.call is not None and (fault := self.call.fault(status, body)) is not None:
             return Meaning.FAILED, fault
         meaning = meaning_of(status, rejects=self.endpoint.client_errors == "reject")
         if meaning is not Meaning.DONE:
-            # a secret may lie across the end of what is kept: it goes before the rest is cut off
+            # a secret may cross the end of the text to keep: remove secrets before cutting
             said = self._without_secrets(body.decode(errors="replace"))
             return meaning, said_by(status, said)
         if self.endpoint.reply and len(body) > replies.MOST:
@@ -149,7 +149,7 @@ class Client:
         return meaning, ""
 
     def _reply(self, body: bytes, headers: Mapping[str, str]) -> Reply | None:
-        """What is to be sent back; None if the answer has no body, or nobody wants one."""
+        """Return the reply to send back; None if the answer has no body, or replies are off."""
         if not self.endpoint.reply or not body:
             return None
         content_type = headers.get("Content-Type")
@@ -164,7 +164,7 @@ class Client:
 
 
 def said_by(status: int, text: str) -> str:
-    """An answer in words: its status and its first bytes.
+    """Return an answer as text: its status and its first bytes.
 
     >>> said_by(503, "down for maintenance"), said_by(500, "")
     ('HTTP 503: down for maintenance', 'HTTP 500')
@@ -174,7 +174,7 @@ def said_by(status: int, text: str) -> str:
 
 
 def redirected(url: str, status: int, headers: Mapping[str, str]) -> str | None:
-    """Where an answer leads to, if one may go there with the same request.
+    """Return the target of a redirect, if the same request may be sent there.
 
     >>> one = "http://a.example.com/hooks"
     >>> redirected(one, 307, {"Location": "/v2"})
@@ -191,7 +191,7 @@ def redirected(url: str, status: int, headers: Mapping[str, str]) -> str | None:
     try:
         to = urljoin(url, headers["Location"])
         before, after = urlsplit(url), urlsplit(to)
-    except ValueError:  # it is no URL
+    except ValueError:  # not a URL
         return None
     same = before.netloc == after.netloc and before.scheme == after.scheme
     now_by_tls = before.hostname == after.hostname and after.scheme == "https"

@@ -1,4 +1,4 @@
-"""HTTP/1.1, by aiohttp: a request for each connection, and as many connections as requests."""
+"""HTTP/1.1, by aiohttp: one request at a time per connection, as many connections as requests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import aiohttp
 
 LARGE = 1 << 20
-"""A body of more bytes than these is written in parts, so that other requests go on meanwhile."""
+"""Size in bytes above which a body is written in parts, so that other requests continue."""
 
 
 class Http1(Transport):
-    """Connections of HTTP/1.1. The connection of an answer that is too long is closed."""
+    """Connections of HTTP/1.1. A connection whose answer is too long is closed."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         try:
@@ -81,7 +81,7 @@ class Http1(Transport):
             raise NoAnswer(said) from problem
 
     def _problem(self, problem: Exception) -> str | None:
-        """What went wrong with a request, in words; None if that is not the network's fault."""
+        """Return a request's error as text; None if the error is not the network's."""
         library, endpoint = self._library, self._endpoint
         match problem:
             case library.ConnectionTimeoutError():
@@ -93,7 +93,7 @@ class Http1(Transport):
             case library.ClientConnectorError():
                 said = f"cannot connect: {problem.os_error.strerror or problem.os_error}"
             case library.ClientResponseError():
-                said = f"no answer in HTTP: {problem.message}"  # its text has the URL
+                said = f"no answer in HTTP: {problem.message}"  # its text contains the URL
             case library.ClientError() | OSError() | ValueError() | EOFError():
                 said = f"no answer: {type(problem).__name__}: {problem}"
             case _:
@@ -102,7 +102,7 @@ class Http1(Transport):
 
 
 async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """Read an answer to its end, so that its connection can be kept; of a long one, a part."""
+    """Read an answer to its end, so that its connection can be kept; a long one only in part."""
     body = bytearray()
     while len(body) < most:
         some = await response.content.read(most - len(body))

@@ -1,10 +1,10 @@
-"""HTTP/2, by httpcore2: many requests at once over one connection.
+"""HTTP/2, by httpcore2: many concurrent requests over one connection.
 
-It is spoken where the endpoint offers it when TLS begins (ALPN); with others, HTTP/1.1. A
-connection that ends takes the requests in flight with it, and says nothing about any of them. It
-may end in good order: servers end theirs after some number of requests (GOAWAY), and h2, which
-httpcore2 stands on, then hears no more of those before. So what had no answer yet is sent again
-at once, over another connection: the endpoint may get it twice, with the same id.
+HTTP/2 is used if the endpoint offers it when TLS begins (ALPN); otherwise HTTP/1.1. When a
+connection ends, the requests in flight end without an answer. The end may be regular: servers close
+a connection after some number of requests (GOAWAY), and h2, the base of httpcore2, then reads no
+further answers to earlier requests. So a request without an answer is sent again immediately, over
+another connection: the endpoint may get it twice, with the same id.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from saf.dispatch.transport import HEADERS, Exchanged, NoAnswer, Transport
 from saf.errors import MissingExtra
 
 CONNECTIONS = 5
-"""Over so many connections, one after the other, a request is sent at most."""
+"""Maximum number of connections, one after the other, to send a request over."""
 
 UNSENDABLE = (ValueError, TypeError)
-"""What a URL makes httpcore2 raise that is none, as an endpoint may say where it leads to."""
+"""Errors that httpcore2 raises for a malformed URL, such as an endpoint's redirect target."""
 
 
 class Http2(Transport):
-    """Connections of HTTP/2. What is left of an answer that is too long is not read."""
+    """Connections of HTTP/2. The rest of an answer that is too long is not read."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         try:
@@ -108,7 +108,7 @@ class Http2(Transport):
 
 
 def _protocol(problem: Exception) -> str:
-    """What the endpoint did, if its connection or the request on it has ended with an error."""
+    """Return the endpoint's error that ended a connection or a request."""
     code = getattr(problem.args[0] if problem.args else None, "error_code", None)
     if code is not None:
         return f"error {code!s} of HTTP/2"
@@ -116,7 +116,7 @@ def _protocol(problem: Exception) -> str:
 
 
 def _unconnected(problem: Exception) -> str:
-    """What a connection failed of: the cause says more than the library's error."""
+    """Return why a connection failed: the cause is more precise than the library's error."""
     cause: BaseException = problem
     while (further := cause.__cause__ or cause.__context__) is not None:
         cause = further

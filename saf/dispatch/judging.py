@@ -1,7 +1,7 @@
-"""Judging: what an answer does to a message, and to what is known of the endpoint.
+"""Judging: the effect of an answer on its message and on the endpoint's condition.
 
-An answer changes the window at once, in memory. What is to be written of the endpoint's condition
-is in `Judge.to_write`; the session writes it, and marks the messages.
+An answer changes the window immediately, in memory. Changes of the endpoint's stored condition are
+collected in `Judge.to_write`; the session writes them, and marks the messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from saf.receiving.failures import about
 from saf.receiving.retries import Waiting
 
 UP = (Meaning.DONE, Meaning.REJECTED, Meaning.FAILED)
-"""The answers of an endpoint that is up."""
+"""Answers that show that the endpoint is up."""
 
 log = Log("saf.dispatch")
 
@@ -36,7 +36,7 @@ log = Log("saf.dispatch")
 class Judge:
     """Judges the answers of one endpoint to messages of a window.
 
-    Where the subscription ``converses``, messages of dialogs are received as such.
+    If the subscription ``converses``, messages of dialogs are received as such.
     """
 
     def __init__(self, window: Window, book: Book, endpoint: Endpoint, *, converses: bool) -> None:
@@ -44,28 +44,28 @@ class Judge:
         self.endpoint = endpoint
         self.window = window
         self.condition = Condition()
-        """How the endpoint is, as far as this process knows."""
+        """Condition of the endpoint, as far as this process knows."""
         self.to_write: list[Callable[[psycopg.Connection[Any]], None]] = []
         self.alone: set[UUID] = set()
-        """The ids of messages that are to be sent alone, because they have failed together."""
+        """Ids of messages to send alone, because a request with several messages failed."""
         self._book = book
         self._converses = converses
         self._breaker = Breaker[Waiting](threshold=endpoint.breaker_failures)
 
     def hear(self, found: Condition) -> None:
-        """Learn how the endpoint is, from what all dispatchers share."""
+        """Learn the endpoint's condition from the state that all dispatchers share."""
         if self.to_write:
-            return  # this process knows better, and is about to say so
+            return  # this process knows better, and is about to write it
         if found.sends and not self.condition.sends:
             self._breaker.reset()
         self.condition = found
 
     def is_spoken(self, message: Received) -> bool:
-        """Whether a message belongs to a dialog that this subscription is an end of."""
+        """Return whether a message belongs to a dialog that has an end at this subscription."""
         return self._converses and message.from_initiator is not None
 
     def leave_to_worker(self, message: Received) -> None:
-        """Let a message of a dialog, and its key behind it, wait for somebody who can reply."""
+        """Make a message of a dialog, and its key behind it, wait for a worker that can reply."""
         waiting = Waiting(
             lane=message.lane,
             shard=message.shard,
@@ -79,7 +79,7 @@ class Judge:
     def answered_together(self, messages: list[Received], answer: Answer) -> None:
         """Note the answer to several messages.
 
-        If it is bad, one of them may be to blame. So each is sent alone next.
+        If the answer is bad, one of the messages may be to blame. So each is sent alone next.
         """
         if answer.meaning is Meaning.DONE:
             self.window.count(self._breaker.succeeded())
@@ -97,10 +97,10 @@ class Judge:
             self.let_be_alone(*messages)
 
     def let_be_alone(self, *messages: Received) -> None:
-        """Let messages be sent alone, each when its turn comes."""
+        """Send messages alone, each when its turn comes."""
         self.alone.update(message.message_id for message in messages)
         if len(self.alone) > self.window.held:
-            # some have expired, or went with their shard
+            # some have expired, or left with their shards
             self.alone &= self.window.ids
 
     def answered(self, message: Received, answer: Answer) -> None:
@@ -111,7 +111,7 @@ class Judge:
             return
         self.window.note(message, answer)
         if not self.condition.sends:
-            # it is known to be down: this says nothing new, and nothing of the message
+            # the endpoint is known to be down: this is not new, and does not blame the message
             self.window.put_back(message)
         elif answer.meaning is Meaning.GONE:
             self.window.put_back(message)
@@ -120,7 +120,7 @@ class Judge:
             self._failed(message, answer)
 
     def _settle(self, message: Received, answer: Answer) -> None:
-        """Do with a message what an endpoint says that is up."""
+        """Apply to a message the answer of an endpoint that is up."""
         if answer.meaning is Meaning.DONE:
             self._done(message, answer)
             return
@@ -154,9 +154,9 @@ class Judge:
         self._log(log.error, "dead_letter", message, answer)
 
     def _failed(self, message: Received, answer: Answer) -> None:
-        """Let the message wait; its attempt counts once the endpoint is known to be up."""
+        """Make the message wait; its attempt counts once the endpoint is known to be up."""
         counted = self._waiting(message, answer)
-        # a message whose last attempt has failed is looked at again at once
+        # a message whose last attempt has failed is checked again immediately
         last = message.attempt >= self.endpoint.attempts
         suspect = replace(counted, wait=0.0) if last else counted
         if self._breaker.failed(suspect) or answer.retry_after is not None:
@@ -169,7 +169,7 @@ class Judge:
         self._log(log.warning, "message_failed", message, answer, next_attempt=wait)
 
     def _waiting(self, message: Received, answer: Answer) -> Waiting:
-        """How the lane of a message goes on waiting, if this attempt counts."""
+        """Return how a message's lane continues to wait, if this attempt counts."""
         wait = max(self.endpoint.wait_seconds(message.attempt), answer.retry_after or 0.0)
         return Waiting(
             lane=message.lane,
@@ -180,7 +180,7 @@ class Judge:
         )
 
     def _open(self, answer: Answer) -> None:
-        """The endpoint is down."""
+        """Note that the endpoint is down."""
         wait = max(self.endpoint.wait_seconds(1), answer.retry_after or 0.0)
         self.condition = Condition(
             state="open", paused=self.condition.paused, probe_in=wait, error=answer.error
@@ -196,7 +196,7 @@ class Judge:
         log.error("endpoint_disabled", endpoint=self.name, error=answer.error)
 
     def probed(self, message: Received, answer: Answer) -> None:
-        """See from a probe whether the endpoint is up again."""
+        """Note a probe's answer: whether the endpoint is up again."""
         if answer.meaning in UP:
             self._breaker.reset()
             self.condition = Condition(paused=self.condition.paused)

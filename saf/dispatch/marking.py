@@ -1,8 +1,8 @@
-"""Marking: what came of messages, written for many of them in one transaction.
+"""Marking: the results of many messages, written in one transaction.
 
-The cursors come first. The statement finds them by owner, epoch and batch; it locks them, so that
-nobody can take the shards over before the rest is written. If another member has, nothing is
-written.
+The cursors come first. The statement finds them by owner, epoch and batch, and locks them, so that
+no other member can take the shards over before the rest is written. If another member already has,
+nothing is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from saf.setaside.lane import NO_BROKER, Kind, Lane
 
 UNSIGNED = Outbox(max_bytes=replies.MOST)
 
-# Before anything that depends on who owns the shards
+# Runs before anything that depends on the owners of shards
 LOCK = """
 SELECT c.shard
 FROM unnest(%(shard)s::smallint[], %(epoch)s::bigint[], %(batch)s::bigint[])
@@ -53,7 +53,7 @@ WHERE c.subscription_id = %(subscription_id)s AND c.shard = m.shard AND c.batch 
 RETURNING c.shard
 """
 
-# What was written before for the same batch stays true: it may be of ids that were not read yet
+# Earlier rows for the same batch stay valid: they may have ids that were not read yet
 REMEMBER = """
 INSERT INTO saf.dispatched AS d (subscription_id, shard, batch, ids)
 SELECT %(subscription_id)s, shard, batch, ids
@@ -85,9 +85,9 @@ def mark(
 ) -> tuple[int, int]:
     """Write marks in a transaction of its own, and send the replies.
 
-    Under the contracts ``one_reply``, dialogs end with the reply.
+    Dialogs under the contracts ``one_reply`` end with the reply.
 
-    Return how many messages it has parked, and how many dead letters it has made.
+    Return the number of messages parked, and of dead letters made.
 
     Raises:
         Fenced: another member has taken over some of the shards; nothing is written.
@@ -96,7 +96,7 @@ def mark(
     with connection.transaction():
         if marks.talked:
             _lock(connection, reader, marks.cursors)
-            # what has come is read from where the cursors are now
+            # messages are read relative to the cursors' positions before the move
             batches = {one.shard: one.batch for one in marks.cursors}
             some = talking.settle(connection, reader, batches, marks.talked, one_reply)
             parked, buried = parked + some[0], buried + some[1]
@@ -105,7 +105,7 @@ def mark(
         marks.bury += [(one, "failed", error) for one, error in refused]
         buried += len(refused)
         fail_point("dispatch_marking")
-        # in the order of lanes, as others lock them too
+        # in the order of lanes, in which others lock them too
         retries.wait(connection, reader, dict(sorted(marks.waiting.items())))
         _set_aside(connection, reader, marks)
         lanes = [Lane(kind=Kind.KEY, subject=one) for one in marks.succeeded]

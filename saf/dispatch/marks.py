@@ -1,4 +1,4 @@
-"""Marks: what has come of messages, as it is written in one transaction."""
+"""Marks: the results of messages, as one transaction writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from saf.receiving.retries import Waiting
 
 @dataclass(kw_only=True)
 class Marks:
-    """What is to be written in one transaction."""
+    """Rows to write in one transaction."""
 
     cursors: list[Mark] = field(default_factory=list)
     park: list[Received] = field(default_factory=list)
@@ -22,25 +22,25 @@ class Marks:
     late: list[Received] = field(default_factory=list)
     """Messages that wait for their deliver_at."""
     waiting: dict[str, Waiting] = field(default_factory=dict)
-    """How lanes go on waiting."""
+    """New waiting states of lanes."""
     bury: list[tuple[Received, str, str]] = field(default_factory=list)
     """Dead letters: the message, the reason and the error."""
     unreadable: list[Received] = field(default_factory=list)
-    """Dead letters that the database copies by itself."""
+    """Dead letters to copy inside the database."""
     unpark: list[int] = field(default_factory=list)
     move: list[tuple[int, str]] = field(default_factory=list)
-    """Messages that wait already, and go on waiting in the lane of their key; by parked_id."""
+    """Messages that already wait and move to their key's lane, by parked_id."""
     succeeded: list[str] = field(default_factory=list)
-    """Lanes of which nothing is in memory any more."""
+    """Lanes without messages in memory."""
     timed: set[int] = field(default_factory=set)
-    """Shards whose delayed messages have come or gone."""
+    """Shards with delayed messages added or removed."""
     attempts: list[tuple[Received, Answer]] = field(default_factory=list)
-    """What failed, for people."""
+    """Failed attempts, for operators."""
     replies: list[tuple[Received, Message]] = field(default_factory=list)
-    """What endpoints have answered to messages."""
+    """Replies of endpoints to messages."""
     talked: list[tuple[Received, Outcome]] = field(default_factory=list)
-    """Messages of dialogs, which are received by the marks."""
+    """Messages of dialogs, which these marks receive."""
     messages: int = 0
-    """How many messages are complete by it."""
+    """Number of messages completed."""
     accepted: int = 0
-    """How many of them the endpoint has accepted."""
+    """Number of these messages that the endpoint has accepted."""

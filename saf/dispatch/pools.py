@@ -1,8 +1,8 @@
-"""Pools of HTTP/2 connections: one for new requests, and those that are retired.
+"""Pools of HTTP/2 connections: one for new requests, and retired ones.
 
-What nobody reads any more of an answer, because it came too late or is too long, uses up what a
-connection may have on its way. httpcore2 does not tell the endpoint to stop sending it. So the pool
-of such a connection takes no new requests, and is closed when its last one is done.
+The unread rest of an answer, which came too late or is too long, uses up a connection's
+flow-control window. httpcore2 does not tell the endpoint to stop sending. So the pool of such a
+connection takes no new requests, and is closed when its last request is done.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Pools:
         self._library = httpcore2
         self._endpoint = endpoint
         self._users: Counter[httpcore2.AsyncConnectionPool] = Counter()
-        """How many requests each pool has in flight."""
+        """Number of requests in flight, by pool."""
         self._current = self._new()
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[httpcore2.AsyncConnectionPool]:
-        """Lend the pool for one request; it is retired if the request is given up."""
+        """Yield the pool for one request; retire it if the request is given up."""
         pool = self._current
         self._users[pool] += 1
         try:
@@ -53,7 +53,7 @@ class Pools:
                 await pool.aclose()
 
     def retire(self, pool: httpcore2.AsyncConnectionPool) -> None:
-        """Let the requests from now on have another pool."""
+        """Use another pool for later requests."""
         if pool is self._current:
             self._current = self._new()
 
@@ -81,7 +81,7 @@ class Pools:
 
 
 def _guarded(library: Any, networks: Iterable[str]) -> httpcore2.AsyncNetworkBackend:
-    """A backend that looks at each address before it connects to it."""
+    """Return a backend that checks each address before it connects to it."""
     check = address_check(networks)
 
     class Guarded(library.AnyIOBackend):  # type: ignore[misc]

@@ -1,8 +1,8 @@
-"""A rate: how many messages go to an endpoint in a time, however many processes send them.
+"""A rate: limit of messages per time to an endpoint, for all sending processes together.
 
-Each process takes the share of the rate that it has of the shards. A rate is kept on average: what
-is left unused of one second may be used in the next, and no more. A key is sent by one process, so
-its messages are simply so far apart.
+Each process takes a part of the rate equal to its part of the shards. A rate is kept on average:
+capacity unused in one second may be used in the next second, but not later. A key is sent by one
+process, so its messages are simply kept a fixed time apart.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ FORM = re.compile(r"(\d{1,7})/(s|min|h)")
 
 
 def per_second(text: str) -> float:
-    """How many messages a second a rate allows.
+    """Return the messages per second that a rate allows.
 
     >>> per_second("100/s"), per_second("30/min")
     (100.0, 0.5)
 
     Raises:
-        ValueError: it is no rate, or allows nothing.
+        ValueError: the text is not a rate, or the rate is 0.
     """
     found = FORM.fullmatch(text)
     if found is None or int(found[1]) == 0:
@@ -32,7 +32,7 @@ def per_second(text: str) -> float:
 
 @dataclass(kw_only=True)
 class Bucket:
-    """What may be sent now; it fills with time.
+    """Tokens for messages that may be sent now; it fills with time.
 
     >>> bucket = Bucket(per_second=2.0)
     >>> [bucket.take(now=at) for at in (10.0, 10.0, 10.0, 10.25, 10.5)]
@@ -40,14 +40,14 @@ class Bucket:
     """
 
     per_second: float
-    """How fast it fills, and, with at least one, how much it holds."""
+    """Tokens added per second, and the bucket's capacity, which is at least one."""
     share: float = 1.0
-    """The part of it that is this process's."""
+    """This process's part of the rate."""
     _tokens: float = 1.0
     _at: float | None = None
 
     def take(self, now: float) -> float:
-        """Take one, and return 0; or return in how many seconds there will be one."""
+        """Take a token and return 0, or return the seconds until there is one."""
         speed = self.per_second * self.share
         if speed <= 0:
             return 1.0
@@ -65,7 +65,7 @@ class Bucket:
 
 @dataclass(kw_only=True)
 class Apart:
-    """How far apart the messages of each key are.
+    """Minimum time between the messages of a key.
 
     >>> apart = Apart(seconds=2.0)
     >>> apart.sent("a", now=10.0)
@@ -75,14 +75,14 @@ class Apart:
 
     seconds: float
     _sent: OrderedDict[str, float] = field(default_factory=OrderedDict)
-    """When each key was sent last, in this order; who may be sent again is forgotten."""
+    """Time of each key's last message, in this order; keys that may send again are removed."""
 
     def wait(self, key: str, now: float) -> float:
-        """In how many seconds the next message of a key may be sent."""
+        """Return the seconds until the next message of a key may be sent."""
         return max(0.0, self._sent.get(key, now - self.seconds) + self.seconds - now)
 
     def sent(self, key: str, now: float) -> None:
-        """Note that a message of a key is sent."""
+        """Note that a message of a key is being sent."""
         self._sent.pop(key, None)
         self._sent[key] = now
         while next(iter(self._sent.values())) <= now - self.seconds:

@@ -1,8 +1,8 @@
-"""Reading ahead: which messages of the inbox a dispatcher has in memory before it sends them.
+"""Reading ahead: the messages of the inbox that a dispatcher loads before it sends them.
 
-There are enough of them that each request that ends is followed by the next, and no more: neither
-many of one key or shard, nor many bytes. While nothing comes, polls are ever more seldom. Where the
-inbox notifies, polls are more seldom still, because only what becomes due later needs them.
+A dispatcher loads just enough messages that each finished request is followed by the next: not many
+of one key or shard, and not many bytes. While nothing arrives, polls become less frequent. If the
+inbox notifies, polls are rarer still, because only messages that become due later need them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
 """Pause between polls that find nothing; it doubles each time until a poll finds something."""
 
 LISTENING_PAUSE_SECONDS = 2.0
-"""The longest such pause where the inbox notifies."""
+"""Longest pause if the inbox notifies."""
 
 AHEAD = 20
-"""How many messages are in memory for each request that may be in flight, at most `MOST`."""
+"""Messages in memory per request that may be in flight; at most `MOST` in total."""
 
 MOST, MAX_BYTES = 5000, 64 << 20
-"""How many messages, and how many bytes of them, are in memory; one of any size always may be."""
+"""Limits of messages and bytes in memory; one message of any size is always allowed."""
 
 PART = 16
-"""A shard has at most this part of the messages in memory, however many a key of it has."""
+"""Divisor of the capacity: one shard holds at most this fraction, however large its backlog."""
 
 T = TypeVar("T")
 
@@ -42,22 +42,22 @@ log = Log("saf.dispatch")
 
 
 class Ask(Protocol):
-    """Asks the database."""
+    """A call of the database."""
 
     def __call__(self, what: Callable[[psycopg.Connection[Any]], T], /) -> Awaitable[T]:
-        """Return what a function of the connection returns."""
+        """Return the result of a function of the connection."""
 
 
 class ReadAhead:
-    """Fills a window."""
+    """Loads messages into a window."""
 
     def __init__(
         self, window: Window, reader: Reader, endpoint: Endpoint, name: str, ask: Ask
     ) -> None:
         self.found = True
-        """Whether there may be more to read than what the last poll has found."""
+        """True if there may be more to read than the last poll found."""
         self.listens = False
-        """Whether the inbox notifies this session."""
+        """True if the inbox notifies this session."""
         self._notified = False
         self._poll_at = 0.0
         self._reads = 0
@@ -71,9 +71,9 @@ class ReadAhead:
 
     @property
     def hungry(self) -> bool:
-        """Whether to read more: there are not twice as many keys as may be in flight, but rest.
+        """True if more must be read: fewer active keys than twice the requests in flight.
 
-        Without a shard there is nothing to read.
+        Keys that rest do not count. Without a shard there is nothing to read.
         """
         window = self._window
         return (
@@ -85,15 +85,15 @@ class ReadAhead:
 
     @property
     def poll_at(self) -> float:
-        """When to poll next, by the monotonic clock."""
+        """Time of the next poll, by the monotonic clock."""
         return 0.0 if self._notified else self._poll_at
 
     def look_again(self) -> None:
-        """Poll at once: there may be more."""
+        """Poll immediately: there may be more."""
         self._poll_at, self.found = 0.0, True
 
     def hear(self, _: object = None) -> None:
-        """Note that something was stored in the inbox; called by whatever thread has heard it."""
+        """Note that a message was stored in the inbox; called by the thread that is notified."""
         self._notified = True
 
     @property
@@ -101,17 +101,17 @@ class ReadAhead:
         return LISTENING_PAUSE_SECONDS if self.listens else LONGEST_PAUSE_SECONDS
 
     async def fill(self) -> None:
-        """Read ahead, where it is hungry: what is due, and the next messages of the log."""
+        """Read ahead if hungry: due messages, and the next messages of the log."""
         window = self._window
         if time.monotonic() >= self.poll_at:
-            self._notified = False  # what is notified from here on may be missed by this poll
+            self._notified = False  # this poll may miss later notifications
             self.found = await self._poll()
             self._pause = FIRST_PAUSE_SECONDS if self.found else min(self._pause * 2, self._longest)
             self._poll_at = 0.0 if self.found else time.monotonic() + self._pause
         unread = self.unread()
         if not unread or not self.hungry:
             return
-        # the window may change while the database is asked: what is asked is settled before
+        # the window may change during the query: compute the arguments first
         limit, max_bytes = self._capacity - window.held, MAX_BYTES - window.bytes
         rows, whole = await self._ask(
             lambda connection: source.read(
@@ -132,7 +132,7 @@ class ReadAhead:
         self.found = True
 
     async def _poll(self) -> bool:
-        """Take what is due, and open batches of what is new; return whether there is anything."""
+        """Take due messages, and open batches of new ones; return whether any were found."""
         window, reader = self._window, self._reader
         shards = [one for one in window.shards if one not in window.leaving]
         limits = {
@@ -166,9 +166,9 @@ class ReadAhead:
         return bool(due or delayed or opened)
 
     def unread(self) -> list[InHand]:
-        """The shards with messages to read; those first that have waited longest for a read.
+        """Return the shards with messages to read, in the order of their last reads.
 
-        By what they have in memory, a backlog in some would keep the others waiting for ever.
+        If ordered by messages in memory, shards with a backlog would starve the others.
         """
         window, most = self._window, self._capacity // PART
         return sorted(

@@ -1,12 +1,12 @@
-"""Replies: the body of an endpoint's answer, sent back to the service that the message came from.
+"""Replies: bodies of endpoints' answers, sent back to the services that the messages came from.
 
-A reply is a message like any other. It is sent in the transaction that marks the message which it
-answers, so there is one reply for each message that is marked, whatever dies. It has the key of
-that message, and its id in the header `IN_REPLY_TO`. What belongs to a dialog is said on the
-dialog: see `saf.dispatch.talking`.
+A reply is a message like any other. It is sent in the transaction that marks the message that it
+answers, so each marked message has one reply, whatever crashes. The reply has the message's key,
+and its id in the header `IN_REPLY_TO`. Replies within a dialog are sent on the dialog: see
+`saf.dispatch.talking`.
 
-A reply that the database refuses, say because this login may not send, makes a dead letter of the
-message that it answers: the endpoint has accepted that message, so a person has to look.
+If the database refuses a reply, e.g. because this login may not send, the answered message becomes
+a dead letter: the endpoint has accepted the message, so an operator must check.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from saf.setaside.isolation import of_messages, said
 from saf.tracing.carried import carrier_of
 
 IN_REPLY_TO = "in-reply-to"
-"""The header of a reply that has the id of the message which it answers."""
+"""Header of a reply with the id of the message that it answers."""
 
 MOST = 1 << 20
-"""How many bytes a reply may have."""
+"""Maximum size of a reply in bytes."""
 
 TO_NOBODY = "it names no from_service, which its reply would go to"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What an endpoint has answered."""
+    """An endpoint's reply."""
 
     body: bytes
     content_type: str | None = None
     message_type: str | None = None
 
     def headers(self, message: Received) -> dict[str, Any]:
-        """The headers of the message that it becomes; it goes on with the trace of the other."""
+        """Return the headers of the reply's message, which continues the message's trace."""
         content_type = self.content_type or "application/octet-stream"
         return {CONTENT_TYPE: content_type, **carrier_of(message.headers_text)}
 
 
 def to(message: Received, reply: Reply) -> Message:
-    """The reply as a message to the sender of another one.
+    """Return the reply as a message to the sender of ``message``.
 
     Raises:
-        InvalidMessage: no outbox would take it.
+        InvalidMessage: an outbox would reject the reply.
     """
     if message.from_service is None:
         raise InvalidMessage("service", TO_NOBODY)
@@ -72,7 +72,7 @@ def send(
     outbox: Outbox,
     replies: Sequence[tuple[Received, Message]],
 ) -> list[tuple[Received, str]]:
-    """Send replies in the transaction that is open; return what was refused, with the error."""
+    """Send replies in the open transaction; return the refused ones, each with its error."""
     if not replies:
         return []
     try:
@@ -88,5 +88,5 @@ def send(
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether an error is about what is sent or who sends it, and not about the moment."""
+    """Return whether an error is caused by the reply or its sender, and not temporary."""
     return isinstance(error, (SafError, psycopg.errors.InsufficientPrivilege)) or of_messages(error)

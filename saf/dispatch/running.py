@@ -1,7 +1,7 @@
 """Running: dispatchers side by side in one process, until it is told to stop.
 
-Endpoints come and go meanwhile, where they are stored in brokers: ``find`` says which there are. A
-dispatcher whose endpoint is gone, or is another one, ends in order; a new one begins.
+Endpoints stored in brokers may be added or removed in that time: ``find`` returns the present ones.
+A dispatcher whose endpoint was removed or replaced ends in order; a new one begins.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from saf.receiving.failures import exception
 from saf.signals import stop_on_signals
 
 FIND_SECONDS = 5.0
-"""How often to look which endpoints there are."""
+"""Interval between searches for endpoints, in seconds."""
 
 AGAIN_SECONDS = 60.0
-"""After how long an endpoint that could not go on is tried again."""
+"""Time after which a failed endpoint is tried again, in seconds."""
 
 KNOWN = (SafError, psycopg.Error)
-"""What an endpoint or a database is to blame for."""
+"""Errors that are the fault of an endpoint or a database."""
 
 Find = Callable[[], Sequence[Dispatcher]]
 
@@ -39,19 +39,19 @@ def run(
 ) -> None:
     """Run dispatchers side by side until SIGTERM or SIGINT; with ``drain``, until all have drained.
 
-    With ``find``, those that it gives run too, from the time when it gives them until it does not.
-    A dispatcher that cannot go on stops no other one; unless they drain, it is tried again later.
-    The end does not wait for ``find``, which may hang.
+    With ``find``, the dispatchers that it returns run too, for as long as it returns them. A
+    dispatcher that fails does not stop the others; unless they drain, it is tried again later. The
+    end does not wait for ``find``, which may hang.
 
     Raises:
-        SafError: without ``find``, all have ended, and one of them because it could not go on.
+        SafError: without ``find``, all dispatchers have ended, and at least one has failed.
     """
     with _runner() as runner:
         runner.run(_Running(dispatchers, drain=drain, find=find).run())
 
 
 def _runner() -> asyncio.Runner:
-    """An event loop by uvloop, which takes less of the processor's time, or else asyncio's own."""
+    """Return a runner with uvloop, which takes less processor time, or with asyncio's own loop."""
     try:
         import uvloop
     except ImportError:
@@ -71,10 +71,10 @@ class _Running:
         self._at_work: dict[str, tuple[Dispatcher, asyncio.Event, asyncio.Task[None]]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._failed: dict[str, tuple[float, Exception]] = {}
-        """The endpoints at work that could not go on: since when, and why."""
+        """Failed endpoints among those at work, each with the time and the error."""
         self._problem = ""
         self._finding = Background(1, "saf dispatch find")
-        """Brokers that are asked may hang, and the end does not wait for them."""
+        """Brokers may hang during a search, and the end does not wait for them."""
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -118,13 +118,13 @@ class _Running:
         self._at_work[dispatcher.name] = (dispatcher, stopping, task)
 
     async def _work(self, dispatcher: Dispatcher, stopping: asyncio.Event) -> None:
-        """Run a dispatcher. If its endpoint is at fault, or its database, the others go on."""
+        """Run a dispatcher. If its endpoint or its database fails, the others continue."""
         try:
             await dispatcher.run(stopping, drain=self._drain)
         except Exception as error:
             log.warning("endpoint_not_dispatched", endpoint=dispatcher.name, **_said(error))
             _, _, task = self._at_work.get(dispatcher.name, (None, None, None))
-            if task is asyncio.current_task():  # and there is no other one of its name since
+            if task is asyncio.current_task():  # no other dispatcher has taken its name since
                 self._failed[dispatcher.name] = time.monotonic(), error
         except BaseException:
             self._told.set()
@@ -142,7 +142,7 @@ class _Running:
             self._ending.discard(task)
 
     async def _look(self, find: Find) -> None:
-        """Begin what is new, and end what is gone."""
+        """Begin new endpoints, and end removed ones."""
         try:
             asked = asyncio.wrap_future(self._finding.submit(find))
             found = {one.name: one for one in await asked}
@@ -154,9 +154,9 @@ class _Running:
         self._problem = ""
         for name, (failed_at, why) in [*self._failed.items()]:
             waited = time.monotonic() - failed_at > AGAIN_SECONDS
-            # one that was removed and is found may have been added again since
+            # an endpoint that was removed and is found may have been added again since
             if waited or isinstance(why, EndpointRemoved):
-                self._end(name)  # it begins anew below
+                self._end(name)  # it begins again below
         for name, (dispatcher, _, _) in [*self._at_work.items()]:
             if name not in found or found[name].endpoint != dispatcher.endpoint:
                 log.info("endpoint_ends", endpoint=name)
@@ -168,5 +168,5 @@ class _Running:
 
 
 def _said(error: Exception) -> dict[str, Any]:
-    """The fields that say an error; where it is saf's own, also where it comes from."""
+    """Return the log fields of an error; for errors of saf's own code, with the stack."""
     return {"detail": str(error)} if isinstance(error, KNOWN) else exception(error)

@@ -1,4 +1,4 @@
-"""The tables of dispatchers: what endpoints have answered, how they are, and what went wrong."""
+"""Tables of dispatchers: endpoints, completed messages, conditions, and failed attempts."""
 
 from __future__ import annotations
 

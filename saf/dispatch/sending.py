@@ -1,8 +1,8 @@
-"""Sending: which requests are in flight, and with which messages.
+"""Sending: the requests in flight and their messages.
 
 At most ``max_in_flight`` requests are in flight, and as many messages as they may hold may be
-answered and not marked. So a dispatcher that is killed leaves no more than twice that many messages
-which the endpoint gets again. `saf.dispatch.judging` says what an answer does.
+answered and not marked. So after a kill, the endpoint gets no more than twice that many messages
+again. `saf.dispatch.judging` defines the effects of answers.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from saf.setaside.isolation import of_messages, said
 from saf.tracing.spans import dispatching
 
 BATCH_BYTES = 1 << 20
-"""A request gets no further message once the bodies of its messages have so many bytes."""
+"""Size of bodies in bytes from which a request gets no further message."""
 
 
 class Sender:
     """Sends messages of a window to an endpoint.
 
-    ``tell`` is called when there is any news. Messages of dialogs are sent by the session, by
-    `talk`, because it knows whose turn it is.
+    ``tell`` is called at any news. The session sends messages of dialogs, by `talk`, because it
+    knows whose turn it is.
     """
 
     def __init__(
@@ -53,28 +53,28 @@ class Sender:
         self.window = window
         self.requests: set[asyncio.Task[None]] = set()
         self.talks: list[Received] = []
-        """Messages of dialogs that count as in flight, and are not looked at yet."""
+        """Messages of dialogs that count as in flight, and are not checked yet."""
         self.probe: Received | None = None
-        """The message that is sent to see whether the endpoint is up."""
+        """Message sent to check whether the endpoint is up."""
         self.failure: BaseException | None = None
-        """What a request has raised, which is nobody's fault but saf's."""
+        """Error of a request that is saf's own fault."""
         self.stopping = False
-        """Whether to send nothing more."""
+        """True if no more messages are to be sent."""
         self.clock = datetime.now(UTC), time.monotonic()
-        """The database's clock, by which messages expire, and the monotonic one at that moment."""
+        """The database's clock, by which messages expire, and the monotonic clock at that time."""
         self.bucket = Bucket(per_second=per_second(endpoint.rate)) if endpoint.rate else None
         self._apart = (
             Apart(seconds=1 / per_second(each)) if (each := endpoint.rate_per_key) else None
         )
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        """What wakes the lanes that rest."""
+        """Timers that wake resting lanes."""
         self._judge = judge
         self._client = client
         self._tell = tell
         self._throttled: asyncio.TimerHandle | None = None
 
     async def cancel(self) -> None:
-        """Give up what is in flight."""
+        """Give up all requests in flight."""
         if self._throttled is not None:
             self._throttled.cancel()
         for timer in self._timers.values():
@@ -104,13 +104,13 @@ class Sender:
 
     @property
     def _has_room(self) -> bool:
-        """Whether one more message may be in flight."""
+        """True if one more message may be in flight."""
         most = self.endpoint.max_in_flight * self.endpoint.messages
         in_flight = self.window.in_flight
         return in_flight < most and in_flight + self.window.unmarked < 2 * most
 
     def _next(self) -> Received | None:
-        """The next message to send; those before it that have expired are dead letters."""
+        """Return the next message to send; expired ones before it become dead letters."""
         while (message := self.window.next()) is not None and self._has_expired(message):
             self.window.reject(message, "expired", EXPIRED)
             self._tell()
@@ -118,11 +118,11 @@ class Sender:
 
     def _has_expired(self, message: Received) -> bool:
         at = message.expires_at
-        there, then = self.clock  # this machine's own may be set at any time
+        there, then = self.clock  # this machine's clock may be set at any time
         return at is not None and at <= there + timedelta(seconds=time.monotonic() - then)
 
     def _others(self, message: Received) -> list[Received]:
-        """More messages, to be sent by one request together with a message."""
+        """Return further messages to send in one request with a message."""
         others: list[Received] = []
         if self.endpoint.messages == 1 or not self._may_be_together(message):
             return others
@@ -135,7 +135,7 @@ class Sender:
                 break
             if self._rests(one):
                 continue
-            apart = of_key and self._has_expired(one)  # a dead letter once it is its key's first
+            apart = of_key and self._has_expired(one)  # a dead letter once it is first of its key
             if apart or not self._may_be_together(one) or not self._within_rate():
                 self.window.put_back(one)
                 break
@@ -147,7 +147,7 @@ class Sender:
         return message.message_id not in self._judge.alone and not self._judge.is_spoken(message)
 
     def _rests(self, message: Received) -> bool:
-        """Whether the key of a message has to rest; then it does, and begins again by itself."""
+        """Return whether a message's key has to rest; if so, it rests, and a timer wakes it."""
         if self._apart is None:
             return False
         loop, lane = asyncio.get_running_loop(), message.lane
@@ -164,7 +164,7 @@ class Sender:
         self._tell()
 
     def _within_rate(self) -> bool:
-        """Whether the rate allows one more message now; if not, begin again when it does."""
+        """Return whether the rate allows one more message now; if not, continue when it does."""
         if self.bucket is None:
             return True
         loop = asyncio.get_running_loop()
@@ -178,7 +178,7 @@ class Sender:
         self.start()
 
     def _take(self, message: Received, *others: Received) -> None:
-        """Begin with messages that are in flight from now on."""
+        """Process messages that are in flight from now on."""
         if self._apart is not None:
             for one in (message, *others):
                 self._apart.sent(one.lane, asyncio.get_running_loop().time())
@@ -208,7 +208,7 @@ class Sender:
         self.window.reject(message, "rejected", error)
 
     def _no_probe(self, message: Received) -> None:
-        """Note that a message becomes no request; if it was to be the probe, another one is."""
+        """Note that a message is not sent; if it was the probe, another one will be."""
         if message is self.probe:
             self.probe = None
 
@@ -224,13 +224,13 @@ class Sender:
             self._tell()
 
     def send_probe(self) -> None:
-        """Send one message to see whether the endpoint is up; some cannot be sent."""
+        """Send one message to check whether the endpoint is up; skip those that cannot be sent."""
         while self.probe is None and (message := self._next()) is not None:
             self.probe = message
             self._take(message)
 
     async def _request(self, messages: list[Received], request: Request | None) -> None:
-        """Send one message, or several together, and note what came of them."""
+        """Send one message, or several together, and note the result."""
         if len(messages) == 1 and self._judge.alone:
             self._judge.alone.discard(messages[0].message_id)
         if request is None:
@@ -248,7 +248,7 @@ class Sender:
             else:
                 self._judge.answered(messages[0], answer)
         if (this := asyncio.current_task()) is not None:
-            self.requests.discard(this)  # it has ended, and the next one has its place
+            self.requests.discard(this)  # this request has ended, and the next one gets its place
         self.start()
         self._tell()
 
@@ -268,10 +268,10 @@ class Sender:
         return answer
 
     def _prepared(self, messages: list[Received]) -> tuple[list[Received], Request | None]:
-        """The request that messages become, and those that it holds.
+        """Return the request for messages, and the messages that it contains.
 
-        One that becomes none is settled; where there are several, it has its turn alone, and those
-        behind it follow.
+        A message that cannot be sent is settled. Among several, it is first put back, to be sent
+        alone; the messages after it follow it.
         """
         made: dict[Received, Request | bytes] = {}
         for place, message in enumerate(messages):
@@ -302,7 +302,7 @@ class Sender:
         return [*made], envelope.together(events)
 
     def made(self, message: Received) -> Request:
-        """The request that a message becomes."""
+        """Return the request for a message."""
         if self._client.call is not None:
             return self._client.call.request(message)
         return envelope.request(message, self.endpoint)

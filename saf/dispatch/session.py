@@ -1,9 +1,8 @@
-"""A session: one dispatcher at work, from the moment it joined until its connection is lost.
+"""A session: one dispatcher at work, from joining until its connection is lost.
 
-The database is asked in one thread of its own, one statement after the other; requests are in
-flight meanwhile. A turn marks what the endpoint has answered, looks after the shards, and reads
-ahead; it never waits for the endpoint. What was answered while marks were written is marked
-together.
+The database is queried in a thread of its own, one statement after the other, while requests are in
+flight. A turn marks the answered messages, maintains the shards, and reads ahead; it never waits
+for the endpoint. Answers that arrive while marks are being written are marked together.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from saf.receiving.membership import Membership
 from saf.receiving.summary import Summary
 
 LOOK_SECONDS = 1.0
-"""How often a dispatcher looks whether others have come or gone, and how its endpoint is."""
+"""Interval at which a dispatcher checks its endpoint's condition and other members."""
 
 TRIM_SECONDS = 60.0
 
 PROBE_SECONDS = 5.0
-"""How much longer than its request a probe may take, before another dispatcher sends one."""
+"""Extra time for a probe beyond its request's timeout, until another dispatcher sends one."""
 
 T = TypeVar("T")
 
@@ -51,7 +50,7 @@ log = Log("saf.dispatch")
 
 
 class Session:
-    """See the top of this module. It ends when it is told to stop, or drained, or raises."""
+    """A dispatcher at work; see the module's docstring. Ends on a stop, a drain or an error."""
 
     def __init__(
         self,
@@ -84,14 +83,14 @@ class Session:
         connection.add_notify_handler(self._ahead.hear)
         self._look_at = self._trim_at = 0.0
         self._spare = False
-        """Whether it has no shard, and is to have none: others have all of them."""
+        """True if this member has no shard and needs none, because others have all shards."""
 
     async def run(self, stopping: asyncio.Event, *, drain: bool, stop_seconds: float) -> None:
-        """Dispatch until told to stop; with ``drain``, until nothing is there and due.
+        """Dispatch until told to stop; with ``drain``, until no message is due.
 
         Raises:
             Fenced: others have taken over. Begin another session.
-            EndpointRemoved: the endpoint was stored in a broker, and is not there any more.
+            EndpointRemoved: the endpoint was stored in a broker, and has been removed.
         """
         watch = asyncio.create_task(self._watch(stopping))
         try:
@@ -136,7 +135,7 @@ class Session:
         talks, self.sender.talks = self.sender.talks, []
         await self._write()
         if talks:
-            # what came of their dialogs before is written
+            # earlier results of their dialogs are written by now
             await self._talk(talks)
         looks = time.monotonic() >= self._look_at
         if looks:
@@ -145,12 +144,12 @@ class Session:
         if self._ahead.hungry:
             await self._ahead.fill()
         if looks:
-            # a drain's first turn has nothing to send as a probe before it has read
+            # a drain's first turn has no probe to send before it has read
             await self._probe()
         self.sender.start()
 
     async def _write(self) -> None:
-        """Write what came of requests."""
+        """Write the results of requests."""
         writes, self.judge.to_write = self.judge.to_write, []
         for write in writes:
             await self._ask(write)
@@ -170,7 +169,7 @@ class Session:
             or marks.talked
             or any(one.closed for one in marks.cursors)
         ):
-            # there may be more in these lanes, or since the batches were opened
+            # there may be more messages in these lanes, or since the batches were opened
             self._ahead.look_again()
         self.summary.handled += marks.accepted
         self.summary.parked += parked
@@ -178,7 +177,7 @@ class Session:
         self.sender.start()
 
     async def _talk(self, messages: list[Received]) -> None:
-        """Send those messages of dialogs whose turn it is, and settle the others."""
+        """Send the dialog messages whose turn it is, and settle the others."""
         batches = {one.shard: self.window.shards[one.shard].batch for one in messages}
         found, bad = await self._ask(
             lambda connection: talking.look(
@@ -192,10 +191,10 @@ class Session:
             self.sender.reject(message, error)
 
     async def _look(self) -> None:
-        """Look how the endpoint is, and take up shards or pass them on."""
+        """Check the endpoint's condition, and take over shards or pass them on."""
         self.judge.hear(await self._ask(self._book.look))
         self.sender.clock = await self._ask(source.clock)
-        # while shards are to leave, the reason for it may go, and nothing else tells of that
+        # the reason why shards must leave may disappear, and nothing else reports that
         leaving = bool(self.window.leaving) or not self.window.shards
         if leaving or not await self._ask(self._member.settled):
             await self._balance()
@@ -205,18 +204,18 @@ class Session:
             self._ahead.listens = await self._ask(notify.listen_if_it_notifies)
 
     async def _probe(self) -> None:
-        """Send a probe if one is due and nobody else has taken it."""
+        """Send a probe if one is due and no other dispatcher has taken it."""
         sender, condition = self.sender, self.judge.condition
         if not condition.probe_due or sender.probe is not None or not self.window.anything_ready:
             return
         seconds = self.endpoint.timeout_seconds + PROBE_SECONDS
-        self.judge.condition = replace(condition, probe_in=seconds)  # it is taken, by whomever
+        self.judge.condition = replace(condition, probe_in=seconds)  # taken, by this or another one
         taken = await self._ask(lambda connection: self._book.probe(connection, seconds))
         if taken is not None:
             sender.send_probe()
 
     async def _balance(self) -> None:
-        """Shards that are too many go as soon as nothing of them is in flight."""
+        """Release surplus shards as soon as none of their messages is in flight."""
         window = self.window
         surplus = max(0, -await self._ask(self._member.lacks))
         busy = window.busy()
@@ -235,7 +234,7 @@ class Session:
         self._spare = not window.shards and await self._ask(self._member.settled)
 
     async def _wait(self) -> None:
-        """Wait until a request has ended, or something is to be done."""
+        """Wait until a request has ended, or there is work to do."""
         if self.window.unmarked or self.judge.to_write or self.sender.talks:
             await asyncio.sleep(0)
             return
@@ -251,10 +250,10 @@ class Session:
 
     @contextmanager
     def _listening(self, hungry: bool) -> Iterator[None]:
-        """Be told of what is stored in the inbox; within it, the database is not asked.
+        """Listen for notifications of the inbox during a block, which must not query the database.
 
-        A notification that comes now is taken off the connection by the poll that follows; one that
-        comes with the answer to a statement, by its handler.
+        The following poll takes a notification that arrives now off the connection; the handler
+        gets notifications that arrive with a statement's answer.
         """
         if not (self._ahead.listens and hungry):
             yield
@@ -273,7 +272,7 @@ class Session:
             loop.remove_reader(connection)
 
     async def _end(self, stop_seconds: float) -> None:
-        """Wait for what is in flight, for so long; mark what has come of it."""
+        """Wait up to ``stop_seconds`` for requests in flight; mark their results."""
         requests = self.sender.requests
         self.sender.stopping = True
         until = time.monotonic() + stop_seconds
@@ -287,6 +286,6 @@ class Session:
         await self._write()
 
     async def _ask(self, what: Callable[[psycopg.Connection[Any]], T]) -> T:
-        """Ask the database, in its own thread."""
+        """Call the database in its own thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, what, self._connection)

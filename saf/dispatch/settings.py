@@ -4,7 +4,7 @@
     url = "https://billing.example.com/hooks"
     subscription = "billing"             # by default, the endpoint's name
 
-What may hold a secret is a `pydantic.SecretStr`. A URL is shown without its query.
+Settings that may contain a secret are `pydantic.SecretStr`. A URL is shown without its query.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from saf.signing.webhook import key_of
 DAY = 86400
 
 WEBHOOK_SECONDS = (5, 300, 1800, 7200, 18_000, 36_000, 36_000)
-"""The schedule of webhooks: how long to wait after each attempt that failed, in seconds."""
+"""The schedule of webhooks: waits after each failed attempt, in seconds."""
 
 
 def _is_url(text: str) -> str:
@@ -36,7 +36,7 @@ def _is_url(text: str) -> str:
     try:
         parts = urlsplit(text)
         port = parts.port
-        (parts.hostname or "").encode("idna")  # as it is before an address is asked for
+        (parts.hostname or "").encode("idna")  # as name resolution does it
     except ValueError as error:
         raise ValueError(f"it is not a URL: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
@@ -69,96 +69,96 @@ Rate = Annotated[str, AfterValidator(_is_rate)]
 
 
 class Endpoint(BaseModel):
-    """Where the messages of a subscription are sent, and how."""
+    """An endpoint that gets the messages of a subscription, and the way to send them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     url: Url = Field(repr=False)
-    """Where they are sent, by POST."""
+    """URL to send the messages to, by POST."""
     broker: str | None = None
-    """The destination whose inbox has the messages; by default, the one of kind postgresql."""
+    """Destination whose inbox has the messages; by default, the destination of kind postgresql."""
     subscription: str | None = None
-    """Whose messages are sent; by default, the subscription of the endpoint's name."""
+    """Subscription whose messages are sent; by default, it has the endpoint's name."""
     mode: Literal["binary", "structured", "batch", "plain", "xmlrpc", "soap"] = "binary"
-    """The form of a request: CloudEvents in headers, as JSON or several, the body, or a call."""
+    """Form of a request: CloudEvents in headers, as JSON or several, the plain body, or a call."""
     batch_messages: Annotated[int, within(1, 10_000)] | None = None
-    """With mode "batch": the most messages of a request; by default, 100."""
+    """With mode "batch": maximum number of messages in a request; by default, 100."""
     batch_of: Literal["keys", "key"] | None = None
     """With mode "batch": one message each of several keys (the default), or several of one key."""
     template: Annotated[str, AfterValidator(check)] | None = None
-    """A body of the endpoint's own form, with {{key}}, {{data.total}} …: see dispatch.md."""
+    """Body in the endpoint's own form, with {{key}}, {{data.total}} …: see dispatch.md."""
     template_type: str | None = Field(default=None, min_length=1)
-    """The content type of such a body; by default, application/json."""
+    """Content type of the template's body; by default, application/json."""
     method: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.:/]{1,200}$")
-    """With mode "xmlrpc": the method that is called."""
+    """With mode "xmlrpc": method to call."""
     wsdl: Path | None = None
-    """With mode "soap": the file that describes the service."""
+    """With mode "soap": file that describes the service."""
     operation: str | None = Field(default=None, min_length=1)
-    """With mode "soap": the operation that is called."""
+    """With mode "soap": operation to call."""
     source: str | None = Field(default=None, min_length=1)
     """The attribute ``source`` of CloudEvents; by default, /saf/ and the sender's service."""
     secrets: tuple[pydantic.SecretStr, ...] = ()
-    """Secrets of Standard Webhooks (whsec_…), by each of which requests are signed."""
+    """Secrets of Standard Webhooks (whsec_…); requests get a signature by each secret."""
     bearer: pydantic.SecretStr | None = None
-    """A token for the header Authorization."""
+    """Token for the header Authorization."""
     user: str | None = None
-    """With password: for the header Authorization, as HTTP's basic scheme has it."""
+    """With password: user for the header Authorization, in HTTP's basic scheme."""
     password: pydantic.SecretStr | None = None
     """See user."""
     token_url: Url | None = Field(default=None, repr=False)
-    """Where OAuth 2 gives tokens for client credentials, instead of bearer."""
+    """URL of OAuth 2 tokens for client credentials, instead of bearer."""
     client_id: str | None = None
-    """By OAuth 2: who we are."""
+    """With OAuth 2: id of this client."""
     client_secret: pydantic.SecretStr | None = None
-    """By OAuth 2: what proves it."""
+    """With OAuth 2: secret of this client."""
     scope: str | None = None
-    """By OAuth 2: what the token is for."""
+    """With OAuth 2: scope of the token."""
     proxy: Url | None = Field(default=None, repr=False)
-    """A proxy, such as http://proxy.example.com:3128; that of the environment is not used."""
+    """Proxy, e.g. http://proxy.example.com:3128; the environment's proxy is not used."""
     proxy_user: str | None = None
-    """With proxy_password: for the proxy."""
+    """With proxy_password: user for the proxy."""
     proxy_password: pydantic.SecretStr | None = None
     """See proxy_user."""
     http2: bool = False
-    """Whether HTTP/2 is spoken where the endpoint offers it by TLS."""
+    """Use HTTP/2 if the endpoint offers it by TLS."""
     reply: bool = False
-    """Whether the body of an answer is sent back to the service that the message came from."""
+    """Send the body of an answer back to the service that the message came from."""
     reply_type: str | None = Field(default=None, min_length=1)
-    """The type of these messages, where the answer has no header ce-type."""
+    """Message type of replies, if the answer has no header ce-type."""
     one_reply: tuple[str, ...] = ()
     """Contracts of dialogs that end with the reply."""
     ca_file: Path | None = None
-    """Certificates (PEM) of those who may have signed the endpoint's; by default, the system's."""
+    """Certificates (PEM) of the endpoint's authorities; by default, the system's."""
     client_certificate: Path | None = None
-    """A certificate (PEM) by which the endpoint knows us, with its key unless client_key has it."""
+    """Client certificate (PEM), which includes its key unless client_key is set."""
     client_key: Path | None = None
-    """The key (PEM) of the client certificate."""
+    """Key (PEM) of the client certificate."""
     public_only: bool = False
-    """Whether addresses that are not on the public internet are refused."""
+    """Refuse addresses that are not on the public internet."""
     networks: tuple[Network, ...] = ()
-    """With public_only: networks that are not refused, such as "10.1.0.0/16"."""
+    """With public_only: networks that are allowed all the same, e.g. "10.1.0.0/16"."""
     max_in_flight: Annotated[int, within(1, 10_000)] = 100
-    """How many requests one process has in flight; of each key, it is one."""
+    """Maximum number of requests that one process has in flight; at most one per key."""
     rate: Rate | None = None
-    """The most messages in a time, of all processes together: "100/s", "30/min" or "500/h"."""
+    """Rate limit of all processes together: "100/s", "30/min" or "500/h"."""
     rate_per_key: Rate | None = None
-    """The same for each key; its messages are as far apart as that says."""
+    """Rate limit for each key; its messages are kept the corresponding time apart."""
     timeout_seconds: Seconds = 15.0
-    """How long a request may take, from connecting to the last byte of the answer, in seconds."""
+    """Time limit for a request, from connecting to the last byte of the answer, in seconds."""
     connect_seconds: Seconds = 5.0
-    """How long connecting may take, in seconds."""
+    """Time limit for connecting, in seconds."""
     attempts: Annotated[int, within(1, 1000)] = 10
-    """After so many attempts that an endpoint answers badly, a message becomes a dead letter."""
+    """Number of failed attempts after which a message becomes a dead letter."""
     schedule: Literal["doubling", "webhook"] = "doubling"
-    """How long to wait after a failure: 4, 8, … 64 s, or 5 s, 5 min, 30 min, 2 h, 5 h, 10 h."""
+    """Waits after failures: 4, 8, … 64 s, or 5 s, 5 min, 30 min, 2 h, 5 h, 10 h."""
     follow_redirects: bool = False
-    """Whether 307 and 308 are followed: to the same host, and never away from TLS."""
+    """Follow 307 and 308: to the same host, and never away from TLS."""
     client_errors: Literal["reject", "wait"] = "reject"
-    """What 4xx means for a message, apart from 408, 410, 425 and 429."""
+    """Treatment of messages answered with 4xx, except 408, 410, 425 and 429."""
     breaker_failures: Annotated[int, within(1, 1000)] = 5
-    """After so many failures in a row, the endpoint is taken to be down."""
+    """Number of failures in a row after which the endpoint counts as down."""
     disable_after_seconds: Annotated[float, within(1, 366 * DAY)] = 5.0 * DAY
-    """An endpoint that is down for so long is disabled, until a person resumes it."""
+    """Time down after which an endpoint is disabled, until an operator resumes it."""
 
     @pydantic.field_validator("secrets")
     @classmethod
@@ -214,21 +214,21 @@ class Endpoint(BaseModel):
 
     @property
     def keys(self) -> list[bytes]:
-        """The keys that requests are signed with."""
+        """Keys that sign requests."""
         return [key_of(one.get_secret_value()) for one in self.secrets]
 
     @property
     def messages(self) -> int:
-        """The most messages of a request."""
+        """Maximum number of messages in a request."""
         return (self.batch_messages or 100) if self.mode == "batch" else 1
 
     @property
     def shown(self) -> str:
-        """The URL without its query, which may hold a secret."""
+        """The URL without its query, which may contain a secret."""
         return without_query(self.url)
 
     def wait_seconds(self, failures: int) -> float:
-        """How long to wait after so many failures in a row.
+        """Return the seconds to wait after ``failures`` failures in a row.
 
         >>> one = Endpoint(url="http://billing.example.com")
         >>> [one.wait_seconds(failures) for failures in (0, 1, 2, 9)]
@@ -244,11 +244,11 @@ class Endpoint(BaseModel):
 
 
 class StoredEndpoint(Endpoint):
-    """An endpoint that is stored in a broker, and may be changed or removed there at any time."""
+    """An endpoint stored in a broker, where it may be changed or removed at any time."""
 
 
 def without_query(url: str) -> str:
-    """A URL without its query, which may hold a secret.
+    """Return a URL without its query, which may contain a secret.
 
     >>> without_query("https://login.example.com/token?key=abc")
     'https://login.example.com/token'

@@ -1,9 +1,9 @@
-"""SOAP: a message calls an operation that a WSDL describes, and a fault is a failure with its text.
+"""SOAP: a message calls an operation described by a WSDL; a fault is a failure with its text.
 
-The body is JSON: an object has the parameters by name, a list has them in order, anything else is
-the only one. zeep makes the envelope and reads the answer; the request is sent as all others are,
-to the endpoint's URL, whatever address the WSDL has. The WSDL is a file, and so is what it imports:
-nothing is loaded from the network.
+The body is JSON: an object has the parameters by name, a list has them in order, and any other
+value is the only parameter. zeep makes the envelope and reads the answer; the request is sent like
+all others, to the endpoint's URL, whatever address the WSDL contains. The WSDL and its imports are
+files: nothing is loaded from the network.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from saf.received import Received
 UNKNOWN = "the answer is not SOAP"
 
 EMPTY = (201, 202, 204)
-"""The statuses whose answer may be empty, whatever the operation returns."""
+"""Statuses whose answer may be empty, whatever the operation returns."""
 
 
 class Soap(Call):
-    """One operation.
+    """An operation of a service.
 
     Raises:
         MissingExtra: zeep is not installed.
-        ConfigurationError: the WSDL cannot be read, or has no such operation.
+        ConfigurationError: the WSDL cannot be read, or lacks the operation.
     """
 
     def __init__(self, wsdl: Path, operation: str) -> None:
@@ -55,16 +55,16 @@ class Soap(Call):
             self._operation = self._binding.get(operation)
         except ConfigurationError:
             raise
-        except Exception as error:  # whatever a file makes zeep raise
+        except Exception as error:  # zeep may raise anything for a file
             said = f"{type(error).__name__}: {error}"
             raise ConfigurationError(f"cannot read {wsdl} as a WSDL: {said}") from None
         self._name = operation
 
     def request(self, message: Received) -> Request:
-        """The call that a message stands for.
+        """Return the call for a message.
 
         Raises:
-            UnreadableBody: it is not JSON, or has not the operation's parameters.
+            UnreadableBody: the body is not JSON, or lacks the operation's parameters.
         """
         said = message.json()
         args = said if isinstance(said, list) else [] if isinstance(said, dict) else [said]
@@ -82,7 +82,7 @@ class Soap(Call):
         )
 
     def fault(self, status: int, body: bytes) -> str | None:
-        """What is wrong, by the answer to a call."""
+        """Return the fault in an answer to a call, if any."""
         accepted = status // 100 == 2  # noqa: PLR2004 - as HTTP counts
         if not body and (status in EMPTY or (accepted and self._returns_nothing)):
             return None
@@ -90,12 +90,12 @@ class Soap(Call):
             self._returned(status, body)
         except self._faults.Fault as problem:
             return f"fault {problem.code}: {problem.message}"
-        except Exception:  # whatever an answer makes zeep raise
+        except Exception:  # zeep may raise anything for an answer
             return UNKNOWN if accepted and not self._returns_nothing else None
         return None
 
     def result(self, body: bytes) -> bytes:
-        """What the call has returned, as JSON."""
+        """Return the result of the call, as JSON."""
         if self._returns_nothing:
             return b"null"
         returned = self._as_json(self._returned(200, body), dict)
@@ -103,7 +103,7 @@ class Soap(Call):
 
     @property
     def _returns_nothing(self) -> bool:
-        """Whether the operation has no output, so that its answer says only that it was called."""
+        """True if the operation has no output, so that an answer only confirms the call."""
         return self._operation.output is None
 
     def _returned(self, status: int, body: bytes) -> Any:

@@ -1,7 +1,7 @@
 """The inbox as a dispatcher reads it: as a member that owns shards, ahead of their positions.
 
-No transaction is open while an endpoint is waited for. So each statement here stands alone, and
-names the owner and the epoch that it is for; what is written together is `saf.dispatch.marking`.
+No transaction is open while the dispatcher waits for an endpoint. So each statement here stands
+alone, and names its owner and epoch; `saf.dispatch.marking` writes results together.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
 
 TALKS = "messages of dialogs are sent with reply = true only; or let a worker handle them"
-"""The error of a lane that a dispatcher leaves to a worker."""
+"""Error of a lane that a dispatcher leaves to a worker."""
 
 LANE_MESSAGES = 20
-"""How many messages of a lane that is due are read at once."""
+"""Number of messages of a due lane to read in one go."""
 
 ALL_SHARDS = "SELECT shards FROM saf.broker"
 
@@ -47,8 +47,8 @@ LEFT JOIN saf.dispatched d ON d.subscription_id = c.subscription_id AND d.shard 
 WHERE c.owner = %(owner)s
 """
 
-# A poll that finds nothing writes nothing. What receivers have noted on a cursor, cuts of a deep
-# backlog and their care after a failure, is not true of the batch that begins here.
+# A poll that finds nothing writes nothing. Receivers' notes on a cursor, cuts of a deep backlog and
+# caution after a failure, are not valid for the batch that begins here.
 OPEN = f"""
 UPDATE saf.cursor c
 SET open = pg_current_snapshot(), batch = c.batch + 1, opened_at = now(), until = NULL,
@@ -59,7 +59,7 @@ WHERE {THIS_ROW} AND c.owner = %(owner)s AND c.open IS NULL
 RETURNING c.shard, c.epoch, c.batch, c.done::text, c.open::text
 """
 
-# Bodies are summed up where they are stored, and only those that fit are fetched
+# The sizes of bodies are summed in the database, and only bodies that fit are fetched
 BEHIND = f"""
 EXISTS (SELECT FROM saf.backoff b
         WHERE b.subscription_id = %(subscription_id)s AND b.destination = ''
@@ -89,7 +89,7 @@ WHERE before < %(bytes)s
 ORDER BY place, id
 """
 
-# A key that a worker has left waiting for a handler is sent, unless a message of a dialog is first
+# A key that a worker left waiting for a handler is sent, unless a dialog's message comes first
 DUE = f"""
 SELECT subject, shard, attempts, error FROM saf.backoff b
 WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'
@@ -148,25 +148,25 @@ ORDER BY deliver_at, id
 
 
 def all_shards(connection: psycopg.Connection[Any]) -> int:
-    """How many shards the broker has."""
+    """Return the number of the broker's shards."""
     return int(of_broker(connection, ALL_SHARDS)[0])
 
 
 def clock(connection: psycopg.Connection[Any]) -> tuple[datetime, float]:
-    """The database's clock, and this machine's monotonic one once the answer was there."""
+    """Return the database's clock, and this machine's monotonic clock at the answer."""
     ((there,),) = fetch(connection, CLOCK)
     return there, time.monotonic()
 
 
 def owned(connection: psycopg.Connection[Any], reader: Reader) -> list[InHand]:
-    """The shards that the member owns now, and how far they are."""
+    """Return the shards that the member owns now, with their progress."""
     rows = fetch(connection, OWNED, _of(reader))
     fields = ("shard", "epoch", "batch", "done", "open", "position", "known")
     return [InHand(**dict(zip(fields, row, strict=True))) for row in rows]
 
 
 def open_batches(connection: psycopg.Connection[Any], reader: Reader) -> list[InHand]:
-    """Open a batch of what is new in each owned shard that has none; return these shards."""
+    """Open a batch in each owned shard with new messages and no open batch; return the shards."""
     return [
         InHand(shard=shard, epoch=epoch, batch=batch, done=done, open=opened, position=0)
         for shard, epoch, batch, done, opened in fetch(connection, OPEN, _of(reader))
@@ -182,9 +182,9 @@ def read(
     limit: int,
     max_bytes: int,
 ) -> tuple[list[tuple[Any, ...]], set[int]]:
-    """Read the next messages of some shards, in this order of them, so many of ``each`` at most.
+    """Read the next messages of these shards, in this order, at most ``each`` per shard.
 
-    Return rows for `take`, and the shards of which everything was read.
+    Return rows for `take`, and the shards that were read completely.
     """
     params = {
         **_of(reader),
@@ -203,7 +203,7 @@ def read(
     if rows:
         *_, place, _, found = rows[-1]
         if found == limit or len(rows) < found:
-            # this shard may have more messages, and those after it were not looked at
+            # this shard may have more messages, and the shards after it were not read
             last = place
     counts = Counter(row[SHARD] for row in rows)
     return rows, {
@@ -225,9 +225,9 @@ def take(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
 
 
 def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
-    """Put the first messages of a lane that is due into the window.
+    """Put the first messages of a due lane into the window.
 
-    If the last attempt at the first one was the last of all, it is a dead letter.
+    If the first message has used up its attempts, it is a dead letter.
     """
     if lane.name in window.lanes or lane.shard not in window.shards:
         return
@@ -254,7 +254,7 @@ def take_late(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
 
 
 def _is_buried(window: Window, message: Received, fate: int) -> bool:
-    """Whether a message that was read can never be sent; then it is a dead letter."""
+    """Return whether a message can never be sent; if so, make it a dead letter."""
     if fate == EXPIRED:
         window.bury(message, "expired", expired.EXPIRED)
     elif fate == UNREAD:
@@ -266,15 +266,15 @@ def _is_buried(window: Window, message: Received, fate: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class DueLane:
-    """A lane whose time has come."""
+    """A lane that is due."""
 
     name: str
     shard: int
     attempts: int
-    """So often its first message was tried."""
+    """Attempts made at its first message."""
     error: str
     rows: list[tuple[Any, ...]]
-    """Its first messages."""
+    """The lane's first messages."""
 
 
 def due_lanes(
@@ -287,10 +287,10 @@ def due_lanes(
     limit: int,
     max_bytes: int,
 ) -> list[DueLane]:
-    """Return lanes whose time has come, and that are not in memory.
+    """Return due lanes that are not in memory.
 
-    With ``awaited``, also those that wait for somebody who takes messages of dialogs. Other lanes
-    that wait for a handler are due in any case.
+    With ``awaited``, include lanes that wait for a receiver of dialogs' messages. Other lanes that
+    wait for a handler are always due.
     """
     params = {
         **_of(reader),
@@ -303,7 +303,7 @@ def due_lanes(
     if not found:
         return []
     params |= {"lanes": [subject for subject, *_ in found], "bytes": max_bytes}
-    # a lane without messages has a row without one; a lane that was not looked at has none
+    # a lane without messages has an empty row; a lane that was not read has none
     rows: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
     for row in _rows(connection, READ_LANES, params):
         rows[row[-2]] += [row] if row[ID] is not None else []
@@ -315,7 +315,7 @@ def due_lanes(
 
 
 def any_waits(connection: psycopg.Connection[Any], reader: Reader) -> bool:
-    """Whether a message waits for another attempt."""
+    """Return whether a message waits for another attempt."""
     return bool(fetch(connection, ANY_WAITS, _of(reader))[0][0])
 
 
@@ -328,7 +328,7 @@ def due_late(
     limit: int,
     max_bytes: int,
 ) -> list[tuple[Any, ...]]:
-    """Rows of messages whose deliver_at has come; ``in_memory`` are the parked ones, by id."""
+    """Return rows of messages whose deliver_at has come, except the parked ids ``in_memory``."""
     params = {
         **_of(reader),
         "subjects": [str(shard) for shard in shards],

@@ -1,13 +1,13 @@
-"""Endpoints that are stored in a broker: `saf endpoint add`.
+"""Endpoints stored in a broker: `saf endpoint add`.
 
-Whoever may write the table chooses a URL, and this process sends to it. So such an endpoint can do
-less than one of saf.toml:
+Anyone with write access to the table chooses a URL, and this process sends to it. So such an
+endpoint is more restricted than one of saf.toml:
 
-- It reaches addresses on the public internet only, and the networks that saf.toml names in
+- It reaches only addresses on the public internet, and the networks that saf.toml lists in
   ``[dispatch]``.
-- It names no file of this machine.
-- A secret is never stored: only the name of an environment variable of the dispatcher is, and that
-  begins with `PREFIX`. So it cannot have other variables sent to its URL.
+- It cannot name files of this machine.
+- A secret is never stored, only the name of one of the dispatcher's environment variables, which
+  must begin with `PREFIX`. So an endpoint cannot have other variables sent to its URL.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ OF_FILE = frozenset(
     | {"token_url", "client_id", "client_secret", "scope"}
     | {"proxy", "proxy_user", "proxy_password", "wsdl", "operation"}
 )
-"""Settings that are columns of the table, or for saf.toml alone."""
+"""Settings that are columns of the table, or allowed in saf.toml only."""
 
 SECRETS = frozenset({"secrets", "bearer", "password"})
-"""Settings that hold names of environment variables here."""
+"""Settings that contain names of environment variables here."""
 
 ADD = """
 INSERT INTO saf.endpoint (name, subscription_id, url, settings)
 VALUES (%(name)s, %(subscription_id)s, %(url)s, %(settings)s)
 ON CONFLICT DO NOTHING RETURNING name
 """
-# Its name stays, so dispatchers go on with what it is from then on
+# The name stays, so dispatchers continue with the changed endpoint
 CHANGE = """
 UPDATE saf.endpoint e
 SET subscription_id = %(subscription_id)s, url = %(url)s, settings = %(settings)s
@@ -69,11 +69,11 @@ def add(
     subscription: str | None = None,
     settings: Mapping[str, Any],
 ) -> None:
-    """Store an endpoint, which begins anew; secrets are given as names of environment variables.
+    """Store an endpoint with a fresh condition; secrets are given as environment variables' names.
 
     Raises:
-        ConfigurationError: a setting is wrong, or there is no such subscription.
-        UsageError: there is an endpoint of that name, or one for that subscription.
+        ConfigurationError: a setting is wrong, or the subscription does not exist.
+        UsageError: an endpoint of that name, or for that subscription, exists.
     """
     given = {key: value for key, value in settings.items() if value not in (None, ())}
     check(name, url, given)
@@ -99,11 +99,11 @@ def put(
     subscription: str,
     settings: Mapping[str, Any],
 ) -> None:
-    """Store an endpoint as `add` does, or change the one of that name.
+    """Store an endpoint as `add` does, or change the existing endpoint of that name.
 
-    One that moves to another subscription begins anew.
+    An endpoint that moves to another subscription gets a fresh condition.
 
-    Raises what `add` raises.
+    Raises the errors of `add`.
     """
     check(name, url, settings)
     found = services.subscription(connection, subscription)
@@ -121,15 +121,15 @@ def put(
 
 
 def listed(connection: psycopg.Connection[Any]) -> list[tuple[str, str, str, dict[str, Any]]]:
-    """The endpoints of a broker: name, subscription, URL and settings, as they are stored."""
+    """Return the endpoints of a broker: name, subscription, URL and settings, as stored."""
     return fetch(connection, LIST)
 
 
 def check(name: str, url: str, settings: Mapping[str, Any]) -> None:
-    """Whether settings are ones that a stored endpoint may have.
+    """Check that a stored endpoint may have these settings.
 
     Raises:
-        ConfigurationError: they are not; it says which.
+        ConfigurationError: it may not; the error names the settings.
     """
     wrong = OF_FILE & set(settings)
     if wrong:
@@ -142,16 +142,16 @@ def check(name: str, url: str, settings: Mapping[str, Any]) -> None:
             )
     plain = {key: value for key, value in settings.items() if key not in SECRETS}
     if "password" in settings:
-        plain["password"] = "-"  # noqa: S105 - stands for one
+        plain["password"] = "-"  # noqa: S105 - a placeholder
     _made(name, url, plain)
 
 
 def stored(
     connection: psycopg.Connection[Any], broker: str, networks: Iterable[str] = ()
 ) -> dict[str, Endpoint | ConfigurationError]:
-    """The endpoints of a broker, by name; ``broker`` is its name in saf.toml.
+    """Return the endpoints of a broker, by name; ``broker`` is its name in saf.toml.
 
-    In place of one that is wrong, or lacks an environment variable, there is the error.
+    For an endpoint that is wrong, or lacks an environment variable, return the error instead.
     """
     found: dict[str, Endpoint | ConfigurationError] = {}
     for name, subscription, url, settings in listed(connection):
@@ -167,7 +167,7 @@ def stored(
 
 
 def _with_secrets(name: str, broker: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with the values of environment variables in place of their names."""
+    """Return settings with the values of environment variables in place of their names."""
     for variable in _variables(settings):
         if variable not in os.environ:
             raise ConfigurationError(
@@ -182,7 +182,7 @@ def _with_secrets(name: str, broker: str, settings: Mapping[str, Any]) -> dict[s
 
 
 def remove(connection: psycopg.Connection[Any], name: str) -> bool:
-    """Remove an endpoint, and how it is; its messages wait. Return whether there was one."""
+    """Remove an endpoint and its condition; its messages wait. Return whether it existed."""
     with connection.transaction():
         gone = fetch(connection, REMOVE, {"name": name})
         for (number,) in gone:
@@ -191,7 +191,7 @@ def remove(connection: psycopg.Connection[Any], name: str) -> bool:
 
 
 def _begin_anew(connection: psycopg.Connection[Any], name: str, *numbers: int) -> None:
-    """Forget how the endpoints of some subscriptions were."""
+    """Reset the conditions of the endpoints of these subscriptions."""
     for number in numbers:
         Book(subscription_id=number, endpoint=name).resume(connection)
 

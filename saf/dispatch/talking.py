@@ -1,16 +1,16 @@
 """Talking: messages of dialogs, which an endpoint answers on the dialog.
 
-What a message of a dialog means depends on what its end has received before: it may have to wait
-for an earlier one, be the last part of a large body, or be dropped. `saf.receiving` knows all that,
-by deliveries. But a delivery is a transaction, and none is open while an endpoint is waited for. So
-there are two deliveries of each message:
+The meaning of a dialog's message depends on what its end has received before: the message may have
+to wait for an earlier one, be the last part of a large body, or be dropped. `saf.receiving` knows
+all that, by deliveries. But a delivery is a transaction, and none is open while the dispatcher
+waits for an endpoint. So there are two deliveries of each message:
 
-    look      which of these messages are to be sent, and as what; the transaction is rolled back
+    look      find the messages to send, and their requests; the transaction is rolled back
     settle    the same messages arrive again, in the transaction that marks them. There the answer
-              is said on the dialog, and the dialog ends if its contract is one of ``one_reply``
+              is sent on the dialog, and the dialog ends if its contract is one of ``one_reply``
 
-Between the two, nobody else receives from the shard, and of a dialog one message is in hand. If the
-end has changed nevertheless, because somebody has ended it here, the second delivery decides.
+Between the two, no other receiver reads from the shard, and one message of each dialog is in hand.
+If the end has changed nevertheless, because it was ended here, the second delivery decides.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ NOT_SENT = "it was another message's turn when it was looked at"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a message of a dialog."""
+    """The result of a message of a dialog."""
 
     sent: bool = False
-    """Whether the endpoint has accepted it; if not, it is saf's own, or has failed."""
+    """True if the endpoint has accepted the message; if not, it is saf's own, or has failed."""
     reply: Reply | None = None
     reason: str = ""
     error: str | None = None
-    """Why it is a dead letter."""
+    """Error of a dead letter."""
 
 
 Make = Callable[[Received], Request]
 
 Found = dict[UUID, Request | Outcome]
-"""By the ids of messages: what is to be sent, or what came of it already."""
+"""Requests to send, or results known already, by message id."""
 
 
 def look(
@@ -63,9 +63,9 @@ def look(
     messages: Iterable[Received],
     make: Make,
 ) -> tuple[Found, list[tuple[Received, str]]]:
-    """Which of some messages are to be sent, and as what; the others are only to be settled.
+    """Find which messages to send, and their requests; the others are only settled.
 
-    Return them, and the messages that cannot even arrive, with the error.
+    Return both, and the messages that cannot arrive, each with its error.
     """
     some = list(messages)
     found: Found = {one.message_id: Outcome() for one in some}
@@ -104,9 +104,9 @@ def settle(
     outcomes: Iterable[tuple[Received, Outcome]],
     one_reply: Collection[str],
 ) -> tuple[int, int]:
-    """Receive messages in the transaction that is open, and say on their dialogs what came of them.
+    """Receive messages in the open transaction, and send the answers on their dialogs.
 
-    Return how many it has parked, and how many dead letters it has made.
+    Return the numbers of parked messages and of dead letters.
     """
     of = {message.message_id: (message, outcome) for message, outcome in outcomes}
     delivery = _delivery(connection, reader, batches, [message for message, _ in of.values()])
@@ -155,14 +155,14 @@ def _delivery(
     batches: Mapping[int, int],
     messages: list[Received],
 ) -> Delivery[psycopg.Connection[Any]]:
-    """A delivery of messages that are in memory; the cursors of their shards are not its own."""
+    """Return a delivery of messages in memory, which does not write the cursors of their shards."""
     numbers = {one.shard for one in messages}
     hand = Hand(
         reader=reader,
         transaction=fetch(connection, TRANSACTION)[0][0],
         shards={number: _shard(number, batches[number]) for number in numbers},
         written=dict.fromkeys(numbers, 0),
-        # what waits already is given up where it waits
+        # a message that already waits is given up where it waits
         late=sorted({one.shard for one in messages if one.parked_id is not None}),
         messages=messages,
         spoken=True,

@@ -1,4 +1,4 @@
-"""Templates: a body in a form of the endpoint's own, made from a message.
+"""Templates: bodies in the endpoint's own form, made from messages.
 
     template = '{"text": {{data.note}}, "order": {{key}}, "lines": {{data.lines}}}'
 
@@ -6,12 +6,11 @@
 
     id, key, type, time, service    the message's own; service is the sender's
     header.NAME                     one of its headers
-    data                            its body: what it says if it is JSON, else its text
-    data.lines.0.price              a part of that
+    data                            its body: the value if it is JSON, otherwise its text
+    data.lines.0.price              a part of that value
 
-A value is written as the content type demands, so that none can be read as anything else: as JSON
-in JSON, percent-encoded in a form, and as it is in any other text. A number of the body has the
-digits that it has there.
+A value is written as the content type demands, so that it cannot be misread: as JSON in JSON,
+percent-encoded in a form, and unchanged in any other text. A number from the body keeps its digits.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ JSON, FORM = "application/json", "application/x-www-form-urlencoded"
 
 
 def check(template: str) -> str:
-    """Return a template if it names only what there is.
+    """Return a template if it names known values only.
 
     >>> check('{"order": {{key}}}')
     '{"order": {{key}}}'
 
     Raises:
-        ValueError: it names something else.
+        ValueError: the template names an unknown value.
     """
     for name in PLACE.findall(template):
         if name not in NAMES and not name.startswith(ROOTS):
@@ -50,10 +49,10 @@ def check(template: str) -> str:
 
 
 def filled(template: str, content_type: str, message: Received) -> bytes:
-    """The body that a template makes from a message.
+    """Return the body that a template makes from a message.
 
     Raises:
-        UnreadableBody: the message has not what the template names.
+        UnreadableBody: the message lacks a value that the template names.
     """
     values = _values(message)
     write = _writer(content_type)
@@ -70,7 +69,7 @@ def filled(template: str, content_type: str, message: Received) -> bytes:
 
 
 def part(value: Any, path: str) -> Any:
-    """The part of a JSON value at a path of names and places.
+    """Return the part of a JSON value at a path of names and indexes.
 
     >>> part({"lines": [{"price": 7}]}, "lines.0.price")
     7

@@ -1,7 +1,7 @@
 """Tokens of OAuth 2, by client credentials (RFC 6749, section 4.4).
 
-A token is asked for when it is needed first, kept until shortly before it expires, and asked for
-again once an endpoint has refused it. Requests that need one at the same time wait for one answer.
+A token is requested when it is first needed, kept until shortly before it expires, and requested
+again once an endpoint has refused it. Concurrent requests wait for the same answer.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from saf.dispatch.settings import Endpoint
 from saf.dispatch.transport import NoAnswer, Transport
 
 MOST = 64 * 1024
-"""How many bytes of an answer are read."""
+"""Maximum number of bytes to read of an answer."""
 
 LIFETIME_SECONDS = 300.0
-"""How long a token is taken to be good whose answer does not say it."""
+"""Assumed lifetime of a token whose answer does not give it."""
 
 EARLY = 0.8
-"""The part of a token's lifetime after which another one is asked for."""
+"""Part of a token's lifetime after which a new one is requested."""
 
 
 class NoToken(Exception):
-    """There is no token: the server that gives them does not answer, or refuses."""
+    """No token: the token server does not answer, or refuses."""
 
 
 class Tokens:
@@ -39,10 +39,10 @@ class Tokens:
         self._until = 0.0
 
     async def get(self, transport: Transport) -> str:
-        """Return a token that is good for a while.
+        """Return a token that is still valid for a while.
 
         Raises:
-            NoToken: there is none.
+            NoToken: no token is available.
         """
         async with self._lock:
             if self._token is None or time.monotonic() >= self._until:
@@ -60,7 +60,7 @@ class Tokens:
 
     async def _asked(self, transport: Transport) -> tuple[str, float]:
         endpoint = self._endpoint
-        assert endpoint.token_url is not None  # noqa: S101 - the settings say so
+        assert endpoint.token_url is not None  # noqa: S101 - the settings guarantee it
         form = {"grant_type": "client_credentials"}
         if endpoint.scope is not None:
             form["scope"] = endpoint.scope
@@ -77,13 +77,13 @@ class Tokens:
 
 
 def parsed(body: bytes) -> tuple[str, float]:
-    """The token in an answer, and for how many seconds it is good.
+    """Return the token in an answer, and its lifetime in seconds.
 
     >>> parsed(b'{"access_token": "abc", "token_type": "Bearer", "expires_in": 60}')
     ('abc', 60.0)
 
     Raises:
-        NoToken: there is none in it.
+        NoToken: the answer does not contain a token.
     """
     try:
         said = json.loads(body)

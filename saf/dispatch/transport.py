@@ -1,9 +1,9 @@
-"""Transports: how a request's bytes reach an endpoint, and its answer's come back.
+"""Transports: carry a request's bytes to an endpoint, and its answer's bytes back.
 
-A transport keeps connections. It follows no redirect, keeps no cookie, uses no proxy of the
-environment, and unpacks nothing. It reads an answer up to a number of bytes; what is longer is cut,
+A transport keeps connections. It follows no redirect, keeps no cookie, ignores the environment's
+proxy, and decompresses nothing. It reads an answer up to a number of bytes; a longer answer is cut,
 and not read to its end. The endpoint's timeout is for a whole exchange, so an endpoint that sends a
-byte now and then does not extend it.
+byte from time to time does not extend it.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from dataclasses import dataclass
 from typing import Self
 
 IDLE_SECONDS = 30.0
-"""How long a connection is kept that nobody uses."""
+"""Time for which an unused connection is kept."""
 
 HEADERS = {"User-Agent": "saf", "Accept-Encoding": "identity"}
 """Headers of every request."""
 
 
 class NoAnswer(Exception):
-    """An exchange has no answer; the message says why. It may hold what nobody may see."""
+    """An exchange without an answer; the message gives the reason, and may contain secrets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged:
-    """An answer of HTTP."""
+    """An HTTP answer."""
 
     status: int
     headers: Mapping[str, str]
-    """By name, in any case."""
+    """By name, case-insensitive."""
     body: bytes
-    """Up to as many bytes as were asked for."""
+    """At most as many bytes as were requested."""
 
 
 class Transport(abc.ABC):
-    """The connections to one endpoint. Use it inside of a running loop, as an async context.
+    """The connections to one endpoint. Use it inside a running loop, as an async context.
 
     Raises:
         MissingExtra: a library is not installed.
@@ -45,7 +45,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     async def __aenter__(self) -> Self:
-        """Get ready; connections are made when they are needed."""
+        """Prepare; connections are opened when they are needed."""
 
     @abc.abstractmethod
     async def __aexit__(self, *_: object) -> None:
@@ -53,8 +53,8 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     async def post(self, url: str, headers: Mapping[str, str], body: bytes, most: int) -> Exchanged:
-        """Send a body; return the answer, with ``most`` bytes of its body at most.
+        """Send a body; return the answer, with at most ``most`` bytes of its body.
 
         Raises:
-            NoAnswer: there is none, whatever the reason.
+            NoAnswer: no answer came, for any reason.
         """

@@ -1,12 +1,12 @@
-"""The window: what a dispatcher has in memory, which requests are in flight, and how far it is.
+"""The window: a dispatcher's messages in memory, its requests in flight, and its progress.
 
-It holds the next messages of the shards that this member owns, each in the lane of its key. Of each
-lane, one message is in flight at a time, and lanes take turns. A message is complete if it was
-answered, or is parked, or is a dead letter; `saf.dispatch.progress` keeps how far a shard is.
+The window holds the next messages of the shards that this member owns, each in the lane of its key.
+One message of each lane is in flight at a time, and lanes take turns. A message is complete if it
+was answered, or is parked, or is a dead letter; `saf.dispatch.progress` tracks a shard's progress.
 
-Nothing here asks the database. `Window.marks` gives what is to be written, and from then on the
-window is as if it were written. If writing fails, throw the window away: what was in flight, or
-answered and not marked, is sent again.
+Nothing here queries the database. `Window.marks` returns the rows to write, and from then on the
+window counts them as written. If writing fails, throw the window away: messages in flight, or
+answered and not marked, are sent again.
 """
 
 from __future__ import annotations
@@ -28,50 +28,50 @@ from saf.receiving.retries import Waiting
 
 @dataclass(kw_only=True)
 class Lane:
-    """The messages of a key in memory, in order; the first of them may be in flight, together."""
+    """The messages of a key in memory, in order; the first ones may be in flight, together."""
 
     name: str
     shard: int
     parked: bool
-    """Whether they were read from where they wait, and not from the log."""
+    """True if the messages were read from saf.parked, and not from the log."""
     queue: deque[Received] = field(default_factory=deque)
     in_flight: int = 0
 
 
 class Window:
-    """See the top of this module."""
+    """Messages of a dispatcher in memory; see the module's docstring."""
 
     def __init__(self) -> None:
         self.shards: dict[int, InHand] = {}
         self.lanes: dict[str, Lane] = {}
         self.in_flight = 0
         self.held = 0
-        """How many messages are in memory."""
+        """Number of messages in memory."""
         self.bytes = 0
-        """How many bytes their bodies have."""
+        """Total size of their bodies in bytes."""
         self.leaving: Collection[int] = frozenset()
-        """Shards of which no further message is to be sent."""
+        """Shards whose further messages must not be sent."""
         self._ready: deque[Lane] = deque()
         self._resting: set[str] = set()
         self._stopped: set[str] = set()
         self._late: set[int] = set()
         self._new = Marks()
         self._writing = 0
-        """How many messages are complete, and are being marked."""
+        """Number of complete messages that are being marked."""
 
     @property
     def unmarked(self) -> int:
-        """How many messages are complete, and not marked yet."""
+        """Number of complete messages that are not marked yet."""
         return self._new.messages + self._writing
 
     @property
     def known_lanes(self) -> list[str]:
-        """The lanes that are in memory, or were, and are not marked yet."""
+        """Lanes that are in memory, or were and are not marked yet."""
         return [*self.lanes, *self._stopped, *self._new.succeeded]
 
     @property
     def known_late(self) -> list[int]:
-        """The messages whose deliver_at has come, by parked_id, that are not to be read again."""
+        """Parked ids of delayed messages that must not be read again."""
         return [
             *self._late,
             *self._new.unpark,
@@ -81,25 +81,25 @@ class Window:
 
     @property
     def ids(self) -> set[UUID]:
-        """The ids of the messages in memory."""
+        """Ids of the messages in memory."""
         return {one.message_id for lane in self.lanes.values() for one in lane.queue}
 
     @property
     def anything_ready(self) -> bool:
-        """Whether a message could be sent."""
+        """True if a message could be sent."""
         if not self.leaving:
             return bool(self._ready)
         return any(lane.shard not in self.leaving for lane in self._ready)
 
     @property
     def resting(self) -> int:
-        """How many keys have to wait until they are woken."""
+        """Number of keys that rest until they are woken."""
         return len(self._resting)
 
-    # What comes in
+    # Incoming messages
 
     def add(self, message: Received, *, behind: bool) -> None:
-        """Take a message of a log that was read; ``behind`` others of its key that wait."""
+        """Take a message read from the log. ``behind``: its key already waits."""
         hand = self._read(message)
         if behind or message.lane in self._stopped:
             self._new.park.append(message)
@@ -108,7 +108,7 @@ class Window:
         self._queue(message, parked=False)
 
     def postpone(self, message: Received) -> None:
-        """Let a message that was read wait for its time."""
+        """Make a message that was read wait until its deliver_at."""
         self._new.late.append(message)
         self._new.timed.add(message.shard)
         self._complete(message, self._read(message))
@@ -124,7 +124,7 @@ class Window:
         self._complete(message, self._read(message))
 
     def add_parked(self, lane: str, shard: int, messages: Iterable[Received]) -> None:
-        """Take the first messages of a lane whose time has come; none are left if it is empty."""
+        """Take the first messages of a due lane; an empty lane is done."""
         if lane in self.lanes or lane in self._stopped or shard not in self.shards:
             return
         some = list(messages)
@@ -135,7 +135,7 @@ class Window:
             self._touch(shard)
 
     def add_late(self, message: Received, *, behind: bool) -> None:
-        """Take a message whose deliver_at has come; ``behind`` others of its key that wait."""
+        """Take a message whose deliver_at has come. ``behind``: its key already waits."""
         if message.shard not in self.shards:
             return
         if behind or message.lane in self._stopped:
@@ -164,10 +164,10 @@ class Window:
         self.held += 1
         self.bytes += message.size
 
-    # What goes out
+    # Outgoing messages
 
     def next(self) -> Received | None:
-        """Give the next message to send; from now on, it is in flight."""
+        """Return the next message to send; from now on, it is in flight."""
         for _ in range(len(self._ready)):
             lane = self._ready.popleft()
             if lane.shard in self.leaving:
@@ -177,7 +177,7 @@ class Window:
         return None
 
     def next_of(self, message: Received) -> Received | None:
-        """Give the next message of the key of one that is in flight, to be sent with it."""
+        """Return the next message of a key in flight, to be sent in the same request."""
         lane = self.lanes[message.lane]
         return self._off(lane) if len(lane.queue) > lane.in_flight else None
 
@@ -188,39 +188,39 @@ class Window:
         return message
 
     def done(self, message: Received, reply: Message | None = None) -> None:
-        """The endpoint has accepted a message, and perhaps answered."""
+        """Note that the endpoint has accepted a message, and may have replied."""
         self._new.accepted += 1
         if reply is not None:
             self._new.replies.append((message, reply))
         self._end(message)
 
     def talked(self, message: Received, outcome: Outcome) -> None:
-        """Something has come of a message of a dialog: the marks receive it."""
+        """Note the result of a dialog's message, which the marks receive."""
         self._new.accepted += outcome.sent
         self._new.talked.append((message, outcome))
         self._end(message)
 
     def put_back(self, message: Received) -> None:
-        """Let a message be sent again, after the other lanes, as if it had not been sent."""
+        """Queue a message again, after the other lanes, as if it had not been sent."""
         self._stands(self._landed(message))
 
     def rest(self, message: Received) -> None:
-        """Let the key of a message wait until it is woken, as if the message had not been sent."""
+        """Make a message's key wait until it is woken, as if the message had not been sent."""
         self._resting.add(self._landed(message).name)
 
     def wake(self, name: str) -> None:
-        """Let a lane that rests have its turn again."""
+        """Give a resting lane its turn again."""
         if name in self._resting:
             self._resting.discard(name)
             self._stands(self.lanes[name])
 
     def reject(self, message: Received, reason: str, error: str) -> None:
-        """The endpoint has rejected a message: a dead letter. Its key goes on."""
+        """Make a dead letter of a message that the endpoint has rejected. Its key continues."""
         self._new.bury.append((message, reason, error))
         self._end(message)
 
     def wait(self, message: Received, waiting: Waiting) -> None:
-        """Let a message wait in the lane of its key, and what is in memory of the key behind it."""
+        """Make a message wait in its key's lane, and the key's other messages behind it."""
         lane = self._landed(message)
         hand = self.shards[message.shard]
         for one in lane.queue:
@@ -236,12 +236,12 @@ class Window:
         del self.lanes[lane.name]
 
     def note(self, message: Received, answer: Answer) -> None:
-        """Remember for people that an attempt has failed."""
+        """Record a failed attempt for operators."""
         self._new.attempts.append((message, answer))
         self._touch(message.shard)
 
     def count(self, lanes: Iterable[Waiting]) -> None:
-        """Let lanes that wait already have other attempts."""
+        """Set the attempts of lanes that already wait."""
         for one in lanes:
             owned = one.shard in self.shards and one.shard not in self.leaving
             if owned and one.lane not in self.lanes:
@@ -255,7 +255,7 @@ class Window:
         return lane
 
     def _stands(self, lane: Lane) -> None:
-        """Let a lane have its turn, unless more of it is in flight."""
+        """Give a lane its turn, unless more of its messages are in flight."""
         if not lane.in_flight:
             self._ready.append(lane)
 
@@ -275,12 +275,12 @@ class Window:
     def _complete(self, message: Received, hand: InHand | None) -> None:
         self._new.messages += 1
         if message.parked_id is None:
-            assert hand is not None  # noqa: S101 - it is of the log
+            assert hand is not None  # noqa: S101 - messages of the log have a shard in hand
             hand.complete(message.id)
             return
         self._forget_late(message)
         self._touch(message.shard)
-        # where a message of a dialog waits, it is received, and perhaps waits on
+        # a dialog's message is received in its lane, and may continue to wait there
         if not (self._new.talked and self._new.talked[-1][0] is message):
             self._new.unpark.append(message.parked_id)
 
@@ -303,10 +303,10 @@ class Window:
     def _touch(self, shard: int) -> None:
         self.shards[shard].touched = True
 
-    # What is written
+    # Marks
 
     def marks(self) -> Marks | None:
-        """What is to be written, if there is anything; say so by `written`."""
+        """Return the rows to write, if any; call `written` afterwards."""
         touched = [hand for hand in self.shards.values() if hand.touched or hand.closes]
         if not touched:
             return None
@@ -316,25 +316,25 @@ class Window:
         return marks
 
     def written(self, marks: Marks) -> None:
-        """These marks are written: what they let wait is known to the database."""
+        """Note that these marks are written: the database knows which lanes wait."""
         self._writing -= marks.messages
         self._stopped.difference_update(marks.waiting)
 
-    # Shards that come and go
+    # Taking and dropping shards
 
     def busy(self) -> set[int]:
-        """The shards of which something is in flight, or not marked."""
+        """Return the shards with messages in flight or unmarked."""
         return {lane.shard for lane in self.lanes.values() if lane.in_flight} | {
             hand.shard for hand in self.shards.values() if hand.touched
         }
 
     def own(self, hands: Iterable[InHand]) -> list[int]:
-        """Keep the shards that are still owned, take the new ones, and drop the others.
+        """Keep the shards that are still owned, add the new ones, and drop the others.
 
-        Return the shards that were dropped.
+        Return the dropped shards.
 
         Raises:
-            Fenced: something is under way in one of them.
+            Fenced: a dropped shard has messages in flight or unmarked.
         """
         now = {hand.shard: hand for hand in hands}
         gone = [

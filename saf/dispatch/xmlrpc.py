@@ -1,8 +1,8 @@
 """XML-RPC: a message calls a method of a server, and a fault is a failure with its text.
 
-The body is JSON: a list has the parameters, anything else is the only parameter. Python's own
+The body is JSON: a list has the parameters, any other value is the only parameter. Python's own
 library writes the call and reads the answer; its parser refuses entities that grow without bound
-(Expat from 2.4 on), and how much of an answer is read has a bound.
+(Expat from 2.4 on), and an answer is read only up to a bound.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ UNKNOWN = "the answer is not XML-RPC"
 
 @dataclass(frozen=True)
 class XmlRpc(Call):
-    """One method."""
+    """A method of a server."""
 
     method: str
 
     def request(self, message: Received) -> Request:
-        """The call that a message stands for.
+        """Return the call for a message.
 
         Raises:
-            UnreadableBody: it is not JSON, or holds what XML-RPC does not know, as large numbers.
+            UnreadableBody: the body is not JSON, or has values unknown to XML-RPC, e.g. large
+                numbers.
         """
         said = message.json()
         parameters: tuple[Any, ...] = tuple(said) if isinstance(said, list) else (said,)
@@ -46,7 +47,7 @@ class XmlRpc(Call):
         )
 
     def fault(self, status: int, body: bytes) -> str | None:
-        """What is wrong, by the answer to a call.
+        """Return the fault in an answer to a call, if any.
 
         >>> one = XmlRpc("order")
         >>> one.fault(200, xmlrpc.client.dumps((True,), methodresponse=True).encode())
@@ -61,12 +62,12 @@ class XmlRpc(Call):
             xmlrpc.client.loads(body)
         except xmlrpc.client.Fault as problem:
             return f"fault {problem.faultCode}: {problem.faultString}"
-        except Exception:  # whatever an answer makes the parser raise
+        except Exception:  # the parser may raise anything for an answer
             return UNKNOWN
         return None if b"methodResponse" in body else UNKNOWN
 
     def result(self, body: bytes) -> bytes:
-        """What a call has returned, as JSON; what JSON does not know is a text.
+        """Return the result of a call, as JSON; values unknown to JSON become text.
 
         >>> answer = xmlrpc.client.dumps(({"number": 7},), methodresponse=True)
         >>> XmlRpc("order").result(answer.encode())

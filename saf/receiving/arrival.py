@@ -1,8 +1,8 @@
-"""Arrival: what becomes of a delivery's messages before they are handed out.
+"""Arrival: the step between reading a delivery's messages and handing them out.
 
-By default nothing: every message is handed out. A message that is more than a message on its own,
-such as one of a dialog, is handled by a `Hook`, which is installed once for the process
-(`install`). The package ``saf`` installs `saf.dialogs`; receiving itself knows no dialogs.
+By default, this step does nothing: every message is handed out. A `Hook`, installed once for the
+process (`install`), processes messages that need more, such as those of a dialog. The package
+``saf`` installs `saf.dialogs`; receiving itself knows no dialogs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Arrival:
-    """What became of the messages of a delivery: each is in one of these lists."""
+    """The result of a delivery's arrival: each message is in one of these lists."""
 
     raw: psycopg.Connection[Any]
     messages: list[Received] = field(default_factory=list)
@@ -31,24 +31,24 @@ class Arrival:
     """Messages that must wait for an earlier one."""
     dropped: list[tuple[Received, Reason]] = field(default_factory=list)
     stray: list[tuple[Received, str]] = field(default_factory=list)
-    """Messages that answer a dialog which was not begun here, each with what is wrong with it."""
+    """Messages that answer a dialog not begun here, each with the error."""
     done: list[Received] = field(default_factory=list)
-    """Messages of saf itself, which have had their effect."""
+    """saf's own messages, which have already taken effect."""
     refused: list[tuple[Received, str]] = field(default_factory=list)
     """Messages that must not be handed out, each with the reason."""
     fragments: list[tuple[int, Received]] = field(default_factory=list)
-    """Messages that are received without being handed out, each with the number of messages in
-    ``messages`` that precede it."""
+    """Messages received without being handed out, each with the number of messages in ``messages``
+    that precede it."""
 
     def take_back(self, messages: Sequence[Received]) -> None:
-        """Undo the arrival of some messages, given in order: they have not been received."""
+        """Undo the arrival of these messages, given in order: they have not been received."""
 
     def give_up(self, message: Received) -> None:
         """Note that a message will never be handled."""
 
 
 class Hook:
-    """What is done with arriving messages besides handing them out; by default, nothing."""
+    """Extra processing of arriving messages; the default does nothing."""
 
     def arrive(
         self,
@@ -57,11 +57,11 @@ class Hook:
         messages: list[Received],
         behind: list[Received],  # noqa: ARG002 - the hook's signature
     ) -> Arrival:
-        """Let messages arrive. One that is ``behind`` others of its key that wait, waits too."""
+        """Process arriving messages. Those in ``behind`` wait behind others of their keys."""
         return Arrival(raw=raw, messages=messages)
 
     def fail_unseen(self, raw: psycopg.Connection[Any], message: Received) -> None:
-        """Deal with a message that cannot be received: a dead letter that has not arrived."""
+        """Process a message that cannot be received: it becomes a dead letter without arriving."""
 
     def body_hashes(
         self,
@@ -69,17 +69,17 @@ class Hook:
         reader: Reader,  # noqa: ARG002 - the hook's signature
         messages: Sequence[Received],  # noqa: ARG002 - the hook's signature
     ) -> dict[Received, str]:
-        """Return the SHA-256 of the bodies that were not read, of some messages."""
+        """Return the SHA-256 of these messages' bodies, where the bodies were not read."""
         return {}
 
     def is_of_saf(self, message: Received) -> bool:  # noqa: ARG002 - the hook's signature
-        """Whether a message is one that saf says without a key, and that is safe to believe."""
+        """Return whether saf itself sends such a message unsigned, and it is safe to believe."""
         return False
 
     def by_itself(self, message: Received) -> Callable[[Any], object] | None:  # noqa: ARG002 - the hook's signature
-        """Return what to do, with a delivery's connection, about a message that has no handler.
+        """Return a call that processes a message without a handler; its argument is the connection.
 
-        None means nothing: the message is set aside as any other that has no handler.
+        None: set the message aside like any other message without a handler.
         """
         return None
 
@@ -88,11 +88,11 @@ _installed = Hook()
 
 
 def install(hook: Hook) -> None:
-    """Let all messages that this process receives arrive by this hook."""
+    """Install the hook that processes all messages that this process receives."""
     global _installed  # noqa: PLW0603 one for the process
     _installed = hook
 
 
 def hook() -> Hook:
-    """Return the hook that is installed."""
+    """Return the installed hook."""
     return _installed

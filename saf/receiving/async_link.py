@@ -7,9 +7,9 @@
     a callable                           a psycopg AsyncConnection, from ``async with engine() as
                                          connection``: ``connection`` of an AsyncConnectionPool
 
-The receiver is the same as without asyncio. It works in a thread of its own, on a synchronous
-connection beside the one of asyncio: two objects of psycopg over one session. They are never used
-at the same time, because either the receiver works or the application does.
+The receiver is the same as without asyncio. It runs in its own thread, on a synchronous connection
+beside asyncio's: two psycopg objects share one session. They are never used at the same time,
+because either the receiver or the application works, never both.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ B = TypeVar("B", psycopg.Connection[Any], "AsyncConnection")
 
 
 class AsyncConnection(psycopg.AsyncConnection[Any]):
-    """psycopg's AsyncConnection, of a session that saf has opened."""
+    """psycopg's AsyncConnection over a session that saf has opened."""
 
     _beside: psycopg.Connection[Any]
 
     def __del__(self, *_: Any) -> None:
-        """Say nothing: the session is closed by whoever has opened it."""
+        """Do not warn: the code that opened the session closes it."""
 
     async def run_sync(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
         """Call a function that takes a synchronous connection first, in the same transaction.
 
-        So other functions of saf can be called: ``await connection.run_sync(dialog.send, body)``.
-        If the task is cancelled, the call goes on to its end, and then this raises CancelledError.
+        Use it for other functions of saf: ``await connection.run_sync(dialog.send, body)``. If the
+        task is cancelled, the call still runs to its end; then this raises CancelledError.
         """
         async with self.lock:
             return await in_thread(partial(call, self._beside, *args, **options))
@@ -57,15 +57,15 @@ class AsyncConnection(psycopg.AsyncConnection[Any]):
 
 class _Beside(psycopg.Connection[Any]):
     def __del__(self, *_: Any) -> None:
-        """Say nothing: the session is closed by whoever has opened it."""
+        """Do not warn: the code that opened the session closes it."""
 
 
 @contextmanager
 def aconnected(engine: Engine | AsyncEngine, loop: EventLoop) -> Iterator[Link]:
-    """Open a connection to receive on. Call it in a thread that is not the loop's.
+    """Open a connection to receive on. Call it outside the loop's thread.
 
     Raises:
-        UsageError: ``engine`` is none of the things that give a connection of asyncio.
+        UsageError: ``engine`` does not provide an asyncio connection.
         Unavailable: the database does not answer.
     """
     if isinstance(engine, (str, Dsn)):
@@ -113,8 +113,6 @@ def aconnected(engine: Engine | AsyncEngine, loop: EventLoop) -> Iterator[Link]:
 
 @contextmanager
 def _entered(context: AbstractAsyncContextManager[T], loop: EventLoop) -> Iterator[T]:
-    """Enter and leave a context of asyncio."""
-
     async def enter() -> T:
         return await context.__aenter__()
 
@@ -132,7 +130,7 @@ def _entered(context: AbstractAsyncContextManager[T], loop: EventLoop) -> Iterat
 
 
 def _begins(connection: sqlalchemy_asyncio.AsyncConnection, loop: EventLoop) -> Callable[[], Any]:
-    """What begins a transaction of SQLAlchemy."""
+    """Return a callable that begins a transaction of SQLAlchemy."""
     return lambda: _entered(connection.begin(), loop)
 
 
@@ -140,7 +138,7 @@ def _begins(connection: sqlalchemy_asyncio.AsyncConnection, loop: EventLoop) -> 
 def _closed(
     raw: psycopg.Connection[Any], connection: psycopg.AsyncConnection[Any]
 ) -> Iterator[None]:
-    """Run a block in a transaction that ends with it: psycopg refuses to commit it inside."""
+    """Run a block in a transaction that ends with it; psycopg refuses to commit it earlier."""
     with raw.transaction():
         connection._num_transactions += 1
         try:
@@ -151,7 +149,7 @@ def _closed(
 
 @contextmanager
 def _beside(connection: object) -> Iterator[psycopg.Connection[Any]]:
-    """Give a synchronous connection over the session of one of asyncio, which stays as it was."""
+    """Yield a synchronous connection over an asyncio connection's session, and restore it later."""
     if not isinstance(connection, psycopg.AsyncConnection):
         raise UsageError(
             "receiving needs psycopg 3, and this connection is a "
@@ -179,6 +177,6 @@ def _over(connection: Base, kind: type[B]) -> B:
         pgconn.notify_handler = handlers[1]
     other._autocommit = connection.autocommit
     other._isolation_level = connection.isolation_level
-    # each knows which statements are prepared, so that they give them no name twice
+    # both share the prepared statements, so that no name is used twice
     other._prepared = connection._prepared
     return other

@@ -4,11 +4,12 @@
         for message in delivery:
             await delivery.connection.execute(…)
 
-It is `saf.receive`, which runs in a thread while this task waits for it, so the event loop never
-waits for a database. `saf.receiving.async_link` says what ``engine`` may be.
+This runs `saf.receive` in a thread while the task awaits it, so the event loop never waits for a
+database. `saf.receiving.async_link` lists the possible values of ``engine``.
 
-A task that is cancelled while it waits for messages gets none. One that is cancelled inside of the
-block has failed, as by any other exception: everything is rolled back, and the messages come again.
+A task that is cancelled while it waits for messages gets none. A task that is cancelled inside the
+block has failed, as with any other exception: everything is rolled back, and the messages are
+delivered again.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ async def areceive(
     Args:
         engine: where the inbox and the consumer's tables are: a SQLAlchemy AsyncEngine on psycopg,
             a dsn, or a callable that gives psycopg's AsyncConnections by ``async with``.
-        subscription: whose messages to receive; each service has a subscription of its own name.
+        subscription: the subscription to receive from; each service has a subscription of its own
+            name.
         max_messages: the most messages in one delivery, which is one transaction.
         wait_seconds: how long to wait for the first message; after that, the delivery is empty.
-        policy: what happens to messages whose handling fails.
-        require_signed: hand out no message that is not signed by one of the ``keys``.
+        policy: how to treat messages whose handling fails.
+        require_signed: hand out only messages that are signed with one of the ``keys``.
         keys: the keys that senders sign with; as for `saf.receive`.
-        signer: signs what is said on the dialogs of the messages.
+        signer: signs what the receiver sends on the messages' dialogs.
 
     Raises:
         ConfigurationError, UsageError, SchemaMissing, SchemaMismatch, Restored, Unavailable: as
@@ -70,7 +72,7 @@ async def areceive(
     with ThreadPoolExecutor(1, "saf areceive") as thread:
 
         async def step(call: Callable[..., T], *args: Any) -> tuple[T, BaseException | None]:
-            """Call in the thread, to its end; say also whether this task was cancelled then."""
+            """Run a call in the thread to its end; return this task's cancellation too, if any."""
             future = asyncio.get_running_loop().run_in_executor(thread, call, *args)
             cancelled = None
             while not future.done():

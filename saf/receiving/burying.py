@@ -1,4 +1,4 @@
-"""Dead letters of messages that nobody can be given: the database copies them by itself."""
+"""Dead letters of messages that cannot be handed out: the database copies the stored rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from saf.setaside.isolation import said
 
 
 def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> None:
-    """Make a dead letter of the one message in hand, because every way to handle it raises.
+    """Make a dead letter of the only message in hand, because every way to handle it raises.
 
-    Its conversation ends with an error, and its shard goes past it.
+    Its conversation ends with an error, and its shard moves past it.
     """
     gone = bury_as_stored(raw, hand.reader, [(one, said(error)) for one in hand.all])
     parking.unpark(raw, [number for number in gone if number])
@@ -40,10 +40,10 @@ def bury_as_stored(
     *,
     reason: str = "rejected",
 ) -> list[int | None]:
-    """Make dead letters of messages from what is stored of them, not from what was read.
+    """Make dead letters of messages from their stored rows, not from the rows that were read.
 
-    Each comes with its error; None stands for "too large to be read". Return their ids in
-    saf.parked.
+    Each message comes with its error; None stands for "too large to be read". Return the messages'
+    ids in saf.parked.
     """
     for table, places in (
         ("inbox", [(one.id, one, error) for one, error in some if one.parked_id is None]),

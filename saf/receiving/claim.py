@@ -1,20 +1,21 @@
-"""Receivers of one subscription: which shards each has in hand, and what it reads of them.
+"""The shards that each receiver of a subscription has in hand, and the reads from them.
 
 Receivers read the inbox by the mechanism of `saf.log.cursor`, with one difference. A consumer's
 work and its position commit in one transaction of one database, so that transaction can own the
 shards as well. It locks their cursors (FOR UPDATE SKIP LOCKED), reads, works, and moves them:
 
-    claim      lock the cursors of shards that have something new, and no more than are needed
+    claim      lock the cursors of shards with new messages, as few as are needed
     read       read the next messages of those shards, by one query
     move       write the position, or done = open, for all of them
 
-Nobody else gets a message of these shards meanwhile, so a key is never in two hands. A receiver
-that dies loses its locks: its shards are free at once, at the position that they had. There is no
-lease, owner or epoch, and nothing to fence: a transaction that is gone cannot write.
+No other receiver gets messages of these shards in that time, so a key is never in two hands. A
+receiver that dies loses its locks: its shards are free immediately, at their old positions. Leases,
+owners and epochs are not needed, and nothing must be fenced: a transaction that has ended cannot
+write.
 
-*Members.* A reader may also be a member (`saf.log.shards`), for what it keeps in memory between
-deliveries. A member claims the shards that it owns; other readers claim those that nobody owns.
-The statement that locks a shard also checks its owner, so the owner cannot change until the
+*Members.* A reader may also be a member (`saf.log.shards`), for the state that it keeps in memory
+between deliveries. A member claims the shards that it owns; other readers claim shards without an
+owner. The statement that locks a shard also checks its owner, so the owner cannot change until the
 transaction ends.
 
 *Whose transaction died?* A transaction that locks a row leaves its id in the row's xmax. So if a
@@ -40,9 +41,9 @@ from saf.receiving.reading import IN_HAND, find_cuts
 from saf.setaside.lane import Kind
 
 ALL_CLEAR = 256
-"""From this allowance on, a shard that had failed is handed out like any other."""
+"""From this allowance on, a shard that failed earlier is handed out like any other."""
 
-# Each statement must see what was committed before it, because the cursors' snapshots do. JIT is
+# Each statement must see everything committed before it, because the cursors' snapshots do. JIT is
 # off because the estimates for a ring's slots are rough, and compiling takes longer than running.
 # Parameters are arrays, some with NULLs.
 BEGIN = (
@@ -50,15 +51,15 @@ BEGIN = (
     "SET LOCAL array_nulls = on"
 )
 
-# For transactions that hold nothing of the application's. A statement that is asked again and again
-# is planned once, because to plan it takes longer than to ask it. By the indexes, because a slot
-# that is empty when it is planned may be large a moment later.
+# For transactions that hold nothing of the application's. Statements that run again and again are
+# planned once, because planning takes longer than running. Plans use the indexes, because a slot
+# that is empty at planning time may be large a moment later.
 PLAN_ONCE = """
 SET LOCAL jit = off; SET LOCAL plan_cache_mode = force_generic_plan;
 SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off
 """
 
-# The same within a transaction of the application's, whose own settings come back
+# Like PLAN_ONCE within a transaction of the application's, whose own settings are restored after it
 _SETTINGS = ("plan_cache_mode", "enable_seqscan", "enable_bitmapscan")
 REMEMBER = "SELECT " + ", ".join(
     f"set_config('saf.{name}', current_setting('{name}'), true)" for name in _SETTINGS
@@ -67,9 +68,9 @@ AS_BEFORE = "SELECT " + ", ".join(
     f"set_config('{name}', current_setting('saf.{name}'), true)" for name in _SETTINGS
 )
 
-# Waits here, within a bound, for whoever has locked a table. Whoever asks for such a lock later
-# waits for this transaction. The rest of the transaction is the application's, with its own bounds;
-# a bound for locks that it sets holds here too.
+# Waits here, within a bound, for sessions that have locked a table. Sessions that request such a
+# lock later wait for this transaction. The rest of the transaction is the application's, with its
+# own bounds; a lock timeout that it sets applies here too.
 MEET = """
 SELECT set_config('saf.lock_timeout', current_setting('lock_timeout'), true),
        CASE WHEN current_setting('lock_timeout') = '0'
@@ -89,13 +90,13 @@ OR EXISTS (
     SELECT FROM saf.inbox i
     WHERE i.shard = c.shard AND i.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done))))"""
 
-# Outside of the part that locks, because only there the columns are as they were before
+# Outside the part that locks: only there do the columns have their old values
 FAILED = failed("touched")
 
 # In random order, so that receivers seldom meet and no shard is always the last. The join locks
 # rows one by one until enough messages are counted; the other rows stay for other receivers. A
-# shard that has no message for this service counts as one message, and is passed by. The owner of
-# a shard, and whether it is handed out with care, are checked again as its row is locked.
+# shard without messages for this service counts as one message and is skipped. A shard's owner, and
+# whether it is handed out with care, are checked again when its row is locked.
 LOCK = f"""
 SELECT f.shard, f.done, f.open, f.position, f.xmax AS touched, random() AS turn
 FROM (
@@ -144,7 +145,7 @@ SELECT shard, {FAILED}, 0, 0.0 FROM (
 
 
 def waits_in(shard: str) -> str:
-    """SQL: whether keys of a shard, or delayed messages in it, wait for a receiver."""
+    """Return SQL that is true if keys or delayed messages of a shard wait for a receiver."""
     return f"""(
     EXISTS (SELECT FROM saf.backoff b
             WHERE b.subscription_id = %(subscription_id)s AND b.shard = {shard})
@@ -169,8 +170,8 @@ SELECT shard, batch, done::text, open::text, position, allowance, until::text,
        coalesce(cuts::text[], '{{}}'), epoch
 FROM {IN_HAND} AS c
 """
-# Runs after the locks are taken, so that no cursor has a later snapshot than that of the state. A
-# row for each cursor, with the state in front
+# Runs after the locks are taken, so that no cursor has a later snapshot than the state's. Returns a
+# row for each cursor, prefixed with the state
 LOCKED = f"SELECT * FROM ({_STATE}) AS state CROSS JOIN ({_CURSORS}) AS cursor"
 
 MOVE_CURSORS = f"""
@@ -189,9 +190,9 @@ WHERE {THIS_ROW} AND pg_current_xact_id() = %(transaction)s::xid8
 TRANSACTION = "SELECT pg_current_xact_id_if_assigned()::text"
 
 MARK = "default_transaction_read_only"
-"""A setting that the server reports to its client whenever it changes.
+"""A setting that the server reports to its client at each change.
 
-Set until the end of a transaction, it tells without asking that the transaction has not ended. It
+Set until the end of a transaction, it shows without a query that the transaction is still open. It
 has no effect on the transaction in which it is set.
 """
 
@@ -199,7 +200,7 @@ FIELDS = ("shard", "batch", "done", "open", "position", "allowance", "until", "c
 
 
 def begin(lock_seconds: float) -> str:
-    """The statements that begin a transaction which claims shards; sent in one round trip."""
+    """Return the statements that begin a claiming transaction; sent in one round trip."""
     return f"{BEGIN};{MEET.format(milliseconds=max(1, round(lock_seconds * 1000)))}"
 
 
@@ -210,7 +211,7 @@ def claim(
     only: int | None = None,
     batch: int = 0,
 ) -> Hand | None:
-    """Lock free shards until they have about ``limit`` messages; None if none has any.
+    """Lock free shards until they have about ``limit`` messages; None if no shard has any.
 
     With ``only``, lock this shard or none. Batches of a deep backlog are opened with at least
     ``batch`` messages.
@@ -235,7 +236,7 @@ def claim_some(
     only: int | None = None,
     batch: int = 0,
 ) -> Hand | None:
-    """Lock up to so many free shards that have messages; otherwise as `claim`."""
+    """Lock up to ``shards`` free shards that have messages; otherwise as `claim`."""
     params = {
         "subscription_id": reader.subscription_id,
         "owner": reader.owner,
@@ -272,7 +273,8 @@ def _hand(
     }
     rows = fetch(connection, LOCKED, params)
     now, transaction, waiting, late, crowded, *_ = rows[0]
-    # PostgreSQL counts the asking transaction as complete, but the block may yet write messages
+    # PostgreSQL counts the transaction that asks as complete, but the block may still write
+    # messages
     now = without(now, int(transaction))
     shards = {
         cursor[0]: Shard(**dict(zip((*FIELDS, "epoch"), cursor, strict=True)))
@@ -296,14 +298,14 @@ def _hand(
 
 
 def is_marked(connection: psycopg.Connection[Any]) -> bool:
-    """Whether a transaction that has set `MARK` is still open, as far as the client was told."""
+    """Return whether a transaction that has set `MARK` is open, as far as the client was told."""
     return connection.info.parameter_status(MARK) == "on"
 
 
 def _deep(locked: Sequence[tuple[Any, ...]], limit: int) -> set[int]:
-    """The shards that may have more than ``limit`` messages, by what `CLAIM` has said.
+    """Return the shards that may have more than ``limit`` messages, by the counts of `CLAIM`.
 
-    If it found so many messages in all, it stopped counting in the shard that it locked last.
+    If `CLAIM` counted ``limit`` messages in all, it stopped counting in the shard locked last.
     """
     deep = {shard for shard, _, messages, _ in locked if messages >= limit}
     if sum(messages for _, _, messages, _ in locked) >= limit:
@@ -312,9 +314,9 @@ def _deep(locked: Sequence[tuple[Any, ...]], limit: int) -> set[int]:
 
 
 def move(connection: psycopg.Connection[Any], hand: Hand, own: str = "") -> None:
-    """Write the position of each shard in hand, unless it is written.
+    """Write the position of each shard in hand, unless it is already written.
 
-    What it runs for that comes after ``own``, a statement that shares its round trip.
+    ``own`` is a statement that runs first, in the same round trip.
 
     Raises:
         UsageError: the transaction that locked the shards is over.
@@ -347,7 +349,7 @@ def move(connection: psycopg.Connection[Any], hand: Hand, own: str = "") -> None
 def _after(
     own: str, connection: psycopg.Connection[Any]
 ) -> Iterator[psycopg.Cursor[tuple[Any, ...]]]:
-    """Give a cursor whose one statement is sent together with ``own``; both are run at the end."""
+    """Yield a cursor whose one statement is sent together with ``own``; both run at the end."""
     cursor = psycopg.Cursor(connection, row_factory=tuple_row)
     if not own:
         yield cursor

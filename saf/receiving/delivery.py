@@ -1,15 +1,17 @@
-"""A delivery: messages in hand, the transaction to work in, and what becomes of each message.
+"""A delivery: messages in hand, the transaction to work in, and the result for each message.
 
-Iterating over it gives the messages in order. A message that cannot be handled is set aside with
-`park` (to be tried again), `wait` (for a handler) or `reject` (for a person). The iteration then
-skips the later messages of the same key, which wait behind it. After a dead letter of a dialog, it
-skips that dialog's later messages, which are dropped, and goes on with others of the key. All
-messages that are not set aside count as handled once the transaction commits.
+Iterating over a delivery yields its messages in order. To set aside a message that cannot be
+handled, call `park` (try it again later), `wait` (for a handler) or `reject` (make a dead letter).
+The iteration then skips the later messages of the same key, which wait behind it. After a dead
+letter of a dialog, it skips that dialog's later messages, which are dropped, and continues with the
+key's other messages. All messages that are not set aside count as handled once the transaction
+commits.
 
-What a verifier refuses is not in the delivery: it becomes a dead letter, and holds nothing up.
+Messages that a verifier refuses are not in the delivery: they become dead letters and block no
+other messages.
 
-A worker that is told to stop gets no further message (`until`). What it was not given is put back
-(`saf.receiving.putting_back`).
+A worker that is told to stop gets no further message (`until`). Messages that it was not given are
+put back (`saf.receiving.putting_back`).
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ C = TypeVar("C")
 class Delivery(Sequence[Received], Generic[C]):
     """Messages in order, and the connection to handle them on. An empty delivery is false.
 
-    ``connection`` is of the kind that was given to `saf.receive`. Its transaction is the
-    delivery's: write on it, but neither commit nor roll it back.
+    ``connection`` is of the kind given to `saf.receive`. Its transaction is the delivery's: write
+    in it, but neither commit it nor roll it back.
     """
 
     def __init__(
@@ -77,17 +79,16 @@ class Delivery(Sequence[Received], Generic[C]):
             self._arrival = hook().arrive(raw, hand.reader, self._messages, self._behind)
             self._messages = self._arrival.messages
         self._stopped: dict[str, int] = {}
-        """For each lane that waits, the place in the delivery of its first message that does."""
+        """Place in the delivery of each waiting lane's first waiting message."""
         self._failed: dict[UUID, int] = {}
-        """For each dialog that has failed, by its handle, the place of its dead letter."""
+        """Place of the dead letter of each failed dialog, by the dialog's handle."""
         self._waiting: dict[str, Waiting] = {}
         self._dead: dict[int, tuple[Received, str, str]] = {}
         """Dead letters by their place in the delivery: the message, the reason and the error."""
         self.errors: list[tuple[Received, BaseException | str]] = []
         """The messages set aside with `park`, `wait` or `reject`, in order, each with its error."""
         self.parked, self.buried = 0, 0
-        """How many messages it has set aside, and how many dead letters it has made; see
-        `settle`."""
+        """Counts of messages set aside and of dead letters made; see `settle`."""
         self._stopping: Event | None = None
         self._back = PutBack()
 
@@ -102,11 +103,11 @@ class Delivery(Sequence[Received], Generic[C]):
         return len(self._messages)
 
     def __iter__(self) -> Iterator[Received]:
-        """Give the messages in order, without those whose key has been set aside meanwhile."""
+        """Yield the messages in order, except those whose keys have been set aside by then."""
         return self.still(self._messages)
 
     def still(self, messages: Iterable[Received]) -> Iterator[Received]:
-        """Give those of some messages whose key and dialog have not been set aside meanwhile."""
+        """Yield the messages whose keys and dialogs have not been set aside by then."""
         for message in messages:
             if not (self._stopped or self._failed) or not self._ends_here(message):
                 if self._stopping is not None and self._ends_before(message):
@@ -115,20 +116,20 @@ class Delivery(Sequence[Received], Generic[C]):
                     yield message
 
     def until(self, stopping: Event) -> None:
-        """Give no further message once the event is set; put back those that were not given."""
+        """Yield no further message once the event is set; put back those that were not yielded."""
         self._stopping = stopping
 
     def take_own(self) -> str:
-        """Return the statement that restores saf's own settings, for a caller who runs it.
+        """Return the statement that restores saf's own settings, for a caller that runs it.
 
-        Otherwise `settle` runs it, before it writes; see `saf.receiving.own`.
+        Otherwise `settle` runs it before it writes; see `saf.receiving.own`.
         """
         own, self._own = self._own, ""
         return own
 
     @property
     def handled(self) -> int:
-        """How many messages are handled: neither set aside, nor behind one of their key that is."""
+        """Count of handled messages: not set aside, nor behind one of their key that is."""
         if not self._stopped and not self._dead:
             return len(self._messages) - len(self._back)
         return sum(
@@ -138,11 +139,11 @@ class Delivery(Sequence[Received], Generic[C]):
         )
 
     def is_behind(self, message: Received) -> bool:
-        """Whether this message, or an earlier one of its key or dialog, has been set aside."""
+        """Return whether this message or an earlier one of its key or dialog has been set aside."""
         return self._ends_here(message) and self._is_past(message, self._place(message))
 
     def park(self, message: Received, error: BaseException | str) -> None:
-        """Try this message again later; its key waits. After the last attempt, a dead letter."""
+        """Try this message again later; its key waits. After the last attempt, reject it."""
         policy = self._policy
         if policy.gives_up(message.attempt, error):
             self.reject(message, error)
@@ -153,9 +154,9 @@ class Delivery(Sequence[Received], Generic[C]):
         )
 
     def wait(self, message: Received, error: str) -> None:
-        """Let this message wait for a receiver that handles its type; its key waits behind it.
+        """Make this message wait for a receiver that handles its type; its key waits behind it.
 
-        It has not been tried, so this counts as no attempt.
+        The message has not been tried, so this does not count as an attempt.
         """
         self.errors.append((message, error))
         self._stop(message, error, attempts=message.attempt - 1, awaits_handler=True)
@@ -163,7 +164,7 @@ class Delivery(Sequence[Received], Generic[C]):
     def reject(
         self, message: Received, error: BaseException | str, *, reason: str = "failed"
     ) -> None:
-        """Make a dead letter of this message. Its key goes on, or waits if the policy says so.
+        """Make a dead letter of this message. Its key continues, unless the policy blocks it.
 
         If the message belongs to a dialog, the dialog ends with an error at both ends.
         """
@@ -177,21 +178,21 @@ class Delivery(Sequence[Received], Generic[C]):
             self._stop(message, f"behind a dead letter: {said(error)}", attempts=0)
 
     def drop(self, message: Received, reason: Reason) -> None:
-        """Count a message that was handed out, but led to nothing, as dropped for a reason."""
+        """Count a message that was handed out without effect as dropped, by its reason."""
         self._count([(message, reason)])
 
     def presume(self, message: Received, error: str) -> None:
-        """Let a message wait in its lane with its attempts counted, as if this one had failed."""
+        """Make a message wait in its lane, its attempts counted, as if this attempt had failed."""
         wait = self._policy.wait_seconds(message.attempt)
         self._stop(message, error, attempts=message.attempt, wait=wait)
 
     def epoch(self, message: Received) -> int:
-        """The epoch of the shard that holds the message."""
+        """Return the epoch of the shard that holds the message."""
         assert self._hand is not None  # noqa: S101 - there is a message
         return self._hand.shards[message.shard].epoch
 
     def settle(self) -> None:
-        """Write what became of the messages, and count it. Call it before the commit."""
+        """Write the messages' results and count them. Call it before the commit."""
         hand = self._hand
         if hand is None:
             return
@@ -243,7 +244,7 @@ class Delivery(Sequence[Received], Generic[C]):
         self.buried = len(bury) + len(self._arrival.refused) + len(unread) + len(not_taken)
 
     def _is_plain(self, hand: Hand) -> bool:
-        """Whether every message that was read has been handled, and none is more than a message."""
+        """Return whether all messages that were read are handled, and none needs more than that."""
         return not (
             self._stopped
             or self._dead
@@ -257,7 +258,7 @@ class Delivery(Sequence[Received], Generic[C]):
         )
 
     def _part(self, keep: list[tuple[Received, Lane]], gone: list[int | None]) -> list[Received]:
-        """Add the messages that were given to those to ``keep`` and to what is ``gone``.
+        """Add each message of the delivery to ``keep`` or ``gone``.
 
         Return those that count as not received.
         """
@@ -280,7 +281,7 @@ class Delivery(Sequence[Received], Generic[C]):
         return not_received
 
     def _put_back(self, hand: Hand) -> None:
-        """Put back what was not given: in the lanes of the keys, where shards cannot go back."""
+        """Put back the messages that were not given; use lanes where shards cannot go back."""
         complete = [
             one
             for place, one in enumerate(self._messages)
@@ -291,13 +292,13 @@ class Delivery(Sequence[Received], Generic[C]):
                 self._stop(one, WHY, attempts=one.attempt - 1, wait=0)
 
     def _read(self, some: list[Received]) -> list[Received]:
-        """Those of some messages that are not read again."""
+        """Return the messages that will not be read again."""
         return [one for one in some if not self._back.stays(one)] if self._back else some
 
     def _ends_before(self, message: Received) -> bool:
-        """Whether the receiver was told to stop before this message was given.
+        """Return whether the receiver was told to stop before this message was given.
 
-        The attempt at the first message of a lane is counted already, so that one is given.
+        The attempt at the first message of a lane is already counted, so that message is given.
         """
         counted = self._tried is not None and self._tried.lane is not None
         first = counted and message is self._messages[0]
@@ -361,7 +362,7 @@ class Delivery(Sequence[Received], Generic[C]):
     ) -> None:
         place = self._place(message)
         if place > self._stopped.get(message.lane, place):
-            return  # an earlier one is what its key waits for
+            return  # its key waits for an earlier message
         self._stopped[message.lane] = place
         self._waiting[message.lane] = Waiting(
             lane=message.lane,
@@ -374,23 +375,23 @@ class Delivery(Sequence[Received], Generic[C]):
         )
 
     def _ends_here(self, message: Received) -> bool:
-        """Whether a message's key waits, or its dialog has failed."""
+        """Return whether a message's key waits, or its dialog has failed."""
         return message.lane in self._stopped or (
             message.dialog is not None and message.dialog.handle in self._failed
         )
 
     def _is_past(self, message: Received, place: int) -> bool:
-        """Whether a message is the one that its key or dialog has ended with, or comes after it."""
+        """Return whether a message stopped its key or dialog, or comes after the one that did."""
         waits = place >= self._stopped.get(message.lane, place + 1)
         return waits or self._has_failed(message, place)
 
     def _has_failed(self, message: Received, place: int) -> bool:
-        """Whether a message's dialog has failed with it, or before."""
+        """Return whether a message's dialog has failed with this message or earlier."""
         dialog = message.dialog
         return dialog is not None and place >= self._failed.get(dialog.handle, place + 1)
 
     def _waits(self, message: Received, place: int) -> bool:
-        """Whether a message comes after a waiting one of the same key."""
+        """Return whether a message comes after a waiting one of the same key."""
         return place > self._stopped.get(message.lane, place)
 
     def _place(self, message: Received) -> int:

@@ -1,9 +1,8 @@
-"""The event loop in which coroutines run for a thread that waits for them.
+"""Event loop that runs coroutines for a thread that waits for them.
 
-A receiver is synchronous, and runs in a thread of its own. Where something has to be awaited, a
-handler or a connection of asyncio, it hands a coroutine to an event loop of another thread, and
-waits for its result. The loop is the application's own if it has one, and otherwise that of
-`saf.receiving.own_loop`.
+A receiver is synchronous and runs in its own thread. To await a handler or an asyncio connection,
+it submits a coroutine to an event loop of another thread and waits for its result. The loop is the
+application's own if it has one, and otherwise that of `saf.receiving.own_loop`.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ class EventLoop:
         self._cancelled = False
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine, and return what it returns. Not for the thread of the loop itself."""
+        """Run a coroutine and return its result. Do not call this in the loop's own thread."""
         return asyncio.run_coroutine_threadsafe(self._noted(coroutine), self._loop).result()
 
     def call(self, calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
         """Call handlers at the same time, each to its end; then raise the first error, if any.
 
-        Once all was cancelled, this calls none and raises asyncio's CancelledError. That is no
-        Exception, so it counts as nobody's failure: it undoes the whole delivery.
+        After `cancel`, this calls no handler and raises asyncio's CancelledError. CancelledError is
+        not an Exception, so it counts as no handler's failure: it undoes the whole delivery.
         """
 
         async def unless_cancelled() -> None:
@@ -41,7 +40,7 @@ class EventLoop:
             await all_of(calls)
 
         self._refuse_if_cancelled()
-        # any Exception, because a handler may make an error of its own of the cancellation
+        # any Exception, because a handler may turn the cancellation into an error of its own
         try:
             self.run(unless_cancelled())
         except Exception:
@@ -49,12 +48,12 @@ class EventLoop:
             raise
 
     def cancel(self) -> None:
-        """Cancel what runs; whoever waits for it does so until it has ended."""
+        """Cancel the running coroutines; callers that wait for them wait until they have ended."""
         self._cancelled = True
         self._loop.call_soon_threadsafe(self._cancel)
 
     def end(self, seconds: float) -> None:
-        """Cancel what runs, and wait so long for its end. Not for the thread of the loop itself."""
+        """Cancel the running coroutines; wait up to ``seconds``. Not for the loop's own thread."""
         self.cancel()
         ended = asyncio.run_coroutine_threadsafe(self._ended(), self._loop)
         with suppress(TimeoutError):
@@ -84,9 +83,9 @@ class EventLoop:
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """Run a call in a thread. Whoever is cancelled meanwhile waits for its end, which nothing ends.
+    """Run a call in a thread. A cancelled caller waits until the call, which cannot stop, ends.
 
-    The caller may have locked what the call uses.
+    The caller may have locked objects that the call uses.
     """
     context = contextvars.copy_context()
     running = asyncio.get_running_loop().run_in_executor(None, context.run, call)
@@ -103,7 +102,7 @@ async def in_thread(call: Callable[[], T]) -> T:
 
 
 async def all_of(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
-    """Run calls at the same time, each to its end; then raise the first error, if there is any."""
+    """Run calls at the same time, each to its end; then raise the first error, if any."""
 
     async def one(call: Callable[[], Awaitable[object]]) -> None:
         await call()

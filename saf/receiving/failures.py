@@ -1,10 +1,10 @@
-"""What is logged of a message whose handling failed: everything but the message itself.
+"""Log fields of a message whose handling failed: everything except the message itself.
 
-The log says the exception with its traceback, which message it was, which attempt, and when the
-next one is. It does not say the body, the parameters of a statement, the rows that the database
-quotes, or the connection's password: where the exception's text holds one of these, the log shows
-`HIDDEN` in its place. Local variables are not shown. What else an application writes into its
-exceptions is logged, parts of a body too.
+The log shows the exception with its traceback, the message's identity, the attempt, and the time of
+the next attempt. It does not show the body, the parameters of a statement, the rows that the
+database quotes, or the connection's password: where the exception's text contains one of these, the
+log shows `HIDDEN` in its place. Local variables are not shown. Everything else that an application
+writes into its exceptions is logged, including parts of a body.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from saf.tracing.log_lines import trace_of
 
 LAST = "none: it is a dead letter, because this was the last attempt"
 PERMANENT = "none: it is a dead letter, because no further attempt helps"
-"""What the log says instead of when the next attempt is."""
+"""Logged in place of the time of the next attempt."""
 
 HIDDEN = "***"
 
 SHORTEST = 4
-"""The shortest text that is hidden: a shorter one would be found everywhere."""
+"""Minimum length of a text that is hidden: shorter texts would match everywhere."""
 
 LONGEST = 1 << 20
-"""The longest body that is looked for, in bytes: a longer one may be too large for memory."""
+"""Maximum length of a body that is searched for, in bytes: a longer one may not fit into memory."""
 
 
 def failure(
     error: BaseException, message: Received, policy: Policy, raw: psycopg.Connection[Any]
 ) -> dict[str, Any]:
-    """The fields of the log for a message whose handling has raised an exception."""
+    """Return the log fields for a message whose handling has raised an exception."""
     fields = {**about(message), "attempt": f"{message.attempt} of {policy.max_attempts}"}
     if policy.gives_up(message.attempt, error):
         permanent = isinstance(error, policy.permanent)
@@ -52,7 +52,7 @@ def failure(
 
 
 def about(message: Received) -> dict[str, Any]:
-    """The fields that say which message it is, and which trace it belongs to, if any."""
+    """Return the fields that identify a message and its trace, if any."""
     return {
         "message_id": str(message.message_id),
         "key": message.key,
@@ -64,7 +64,7 @@ def about(message: Received) -> dict[str, Any]:
 def exception(
     error: BaseException, raw: psycopg.Connection[Any] | None = None, *messages: Received
 ) -> dict[str, Any]:
-    """The fields that say an exception, without what `failure` does not say."""
+    """Return the fields that show an exception, without the texts that `failure` hides."""
     with _without_parameters(error):
         text = "".join(traceback.format_exception(error))
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -72,7 +72,7 @@ def exception(
         if len(secret) >= SHORTEST:
             text, said = (one.replace(secret, HIDDEN) for one in (text, said))
     text, said = masked(text), masked(said)
-    # structlog prints what is called stack on lines of its own, as it is
+    # structlog prints the field named stack on lines of its own, unchanged
     return {"error": " ".join(said.split()), "stack": text}
 
 
@@ -96,7 +96,7 @@ def _secrets(
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those that led to it."""
+    """Yield an exception and the exceptions that led to it."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -106,7 +106,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def _without_parameters(error: BaseException) -> Iterator[None]:
-    """Meanwhile, SQLAlchemy's errors do not show the parameters of their statements."""
+    """Hide the parameters of statements in SQLAlchemy's errors during a block."""
     if "sqlalchemy" not in sys.modules:
         yield
         return

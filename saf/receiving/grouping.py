@@ -1,4 +1,4 @@
-"""Grouping: which messages of a delivery go to handlers together, in the order of each key."""
+"""Groups of a delivery's messages that go to handlers together, in the order of each key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def runs(
 
 
 def waves(messages: Iterable[Received], width: int) -> Iterator[list[Received]]:
-    """Group messages, as many as may be handled at the same time, in the order of each key.
+    """Group messages into waves of up to ``width`` that may run at the same time, in order by key.
 
     All messages of dialogs count as one key, because dialogs may be related.
     """

@@ -1,6 +1,6 @@
-"""A hand: the shards that a transaction has locked, and the messages that were read of them.
+"""A hand: the shards that a transaction has locked, and the messages read from them.
 
-It holds no connection. `saf.receiving.claim` locks and writes, `saf.receiving.reading` reads.
+A hand holds no connection. `saf.receiving.claim` locks and writes, `saf.receiving.reading` reads.
 """
 
 from __future__ import annotations
@@ -15,33 +15,36 @@ from saf.received import Received
 if TYPE_CHECKING:
     from saf.signing.signer import Signer
 
-# Fates of a message. NOW: it can be handed out; a message of a dialog only if it is its turn
+# Fates of a message. NOW: may be handed out; SPOKEN: a dialog's message, only in its turn
 NOW, LATE, EXPIRED, SPOKEN, UNREAD = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Who reads: a subscription of the inbox, and the member that reads for it, if there is one."""
+    """The subscription of the inbox that reads, and the member that reads for it, if any."""
 
     subscription_id: int
     name: str
     service: str | None
     owner: UUID | None = None
-    """The member that reads: it claims its own shards only. None: claims those that nobody owns."""
+    """Member that reads: claims only its own shards. None: claims shards without an owner."""
     types: Collection[str | None] | None = None
-    """The types of messages that it has handlers for; None: it takes all."""
+    """Message types that the reader has handlers for; None: all types."""
     signer: Signer | None = None
-    """Signs what is said on the dialogs of its messages."""
+    """Signs messages sent on the dialogs of the reader's messages."""
 
     @property
     def converses(self) -> bool:
-        """Whether it is an end of dialogs. A service's own subscription is; others listen in."""
+        """Return whether the reader is an end of dialogs: only a service's own subscription is.
+
+        Others listen in.
+        """
         return self.name == self.service
 
 
 @dataclass(kw_only=True)
 class Shard:
-    """The cursor of a shard in hand; `move` writes it. Snapshots are held as text."""
+    """The cursor of a shard in hand; `move` writes it. Snapshots are text."""
 
     shard: int
     batch: int
@@ -55,10 +58,10 @@ class Shard:
     """Transaction ids at which the next batches may end, in order."""
     epoch: int
     closed: tuple[int, str, str, str | None, list[str]] | None = None
-    """The batch that was closed last, with what `reopen` needs to know of it."""
+    """The batch closed last, with the state that `reopen` restores."""
 
     def open_at(self, snapshot: str) -> None:
-        """Open a batch: up to the next cut, or up to the snapshot if there is no cut."""
+        """Open a batch: up to the next cut, or up to the snapshot if no cut is left."""
         self.batch += 1
         if self.cuts:
             self.until = self.until or snapshot
@@ -68,7 +71,7 @@ class Shard:
 
     def close(self) -> None:
         """Close the batch, which is complete."""
-        assert self.open is not None  # noqa: S101 - only what is open is closed
+        assert self.open is not None  # noqa: S101 - only an open batch is closed
         self.closed = self.batch, self.done, self.open, self.until, [*self.cuts]
         self.done, self.open, self.position = self.open, None, 0
         if self.until is not None and self.cuts:
@@ -77,7 +80,7 @@ class Shard:
             self.until = None
 
     def reopen(self, position: int) -> None:
-        """Go back in the batch that was read: only what is up to the position is complete."""
+        """Go back in the batch that was read: only messages up to the position are complete."""
         if self.closed is not None:
             self.batch, self.done, self.open, self.until, self.cuts = self.closed
         self.position = position
@@ -85,36 +88,36 @@ class Shard:
 
 @dataclass(kw_only=True)
 class Hand:
-    """The shards that this transaction has locked, and what was read of them."""
+    """The shards that this transaction has locked, and the messages read from them."""
 
     reader: Reader
     transaction: str
-    """The id of the transaction that has locked them."""
+    """The id of the transaction that holds the locks."""
     shards: dict[int, Shard]
     marked: bool = False
-    """Whether the connection tells without asking if the transaction is over."""
+    """True if the connection shows without a query whether the transaction is over."""
     failed: frozenset[int] = frozenset()
-    """The shards whose last delivery did not come to its end."""
+    """Shards whose last delivery did not complete."""
     waiting: frozenset[str] = frozenset()
-    """The lanes of keys in these shards that wait."""
+    """Lanes of the keys in these shards that wait."""
     late: list[int] = field(default_factory=list)
-    """The shards with delayed messages whose time has come."""
+    """Shards with delayed messages that are due."""
     crowded: frozenset[int] = frozenset()
-    """The shards in which keys or delayed messages wait."""
+    """Shards in which keys or delayed messages wait."""
     written: dict[int, int] = field(default_factory=dict)
-    """The positions that are written already, by shard."""
+    """Positions already written, by shard."""
     messages: list[Received] = field(default_factory=list)
-    """The messages to hand out, in order."""
+    """Messages to hand out, in order."""
     aside: dict[int, list[Received]] = field(
         default_factory=lambda: {LATE: [], EXPIRED: [], UNREAD: []}
     )
-    """The messages not to hand out now, by their fate."""
+    """Messages not to hand out now, by their fate."""
     spoken: bool = False
-    """Whether any of the messages belongs to a dialog."""
+    """True if any of the messages belongs to a dialog."""
 
     @property
     def unwritten(self) -> list[Shard]:
-        """The shards whose cursors are not yet written as they are here."""
+        """The shards whose stored cursors differ from these."""
         return [
             one
             for number, one in self.shards.items()
@@ -123,11 +126,11 @@ class Hand:
 
     @property
     def all(self) -> list[Received]:
-        """Every message that was read."""
+        """All messages that were read."""
         return [*self.messages, *(one for some in self.aside.values() for one in some)]
 
     def take(self, message: Received, fate: int) -> None:
-        """Add a message to the others that have the same fate."""
+        """Add a message to the list of its fate."""
         self.spoken = self.spoken or fate == SPOKEN
         self.aside.get(fate, self.messages).append(message)
 

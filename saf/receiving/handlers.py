@@ -1,4 +1,4 @@
-"""Handlers: what an application may register, and the words for it."""
+"""Handlers: functions that an application registers, their checks, and the error texts for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Registered:
     call: Callable[..., Any]
     batch: bool
     waits: bool
-    """Whether it is async."""
+    """True if the handler is async."""
 
     def call_for(self, message: Received, connection: object) -> Callable[[], Any]:
         """Return the call that handles one message."""
@@ -27,22 +27,22 @@ class Registered:
 
 
 class Handlers(dict[str | None, Registered]):
-    """The handlers of a worker by message type; None is for all types without one of their own."""
+    """Handlers of a worker by message type; None is for all types without their own handler."""
 
     @property
     def are_async(self) -> bool:
-        """Whether they are async; all of them are or none is."""
+        """True if the handlers are async; either all are or none."""
         return any(one.waits for one in self.values())
 
     def of(self, message: Received) -> Registered | None:
-        """Return the handler for a message, if there is any."""
+        """Return the handler for a message, if any."""
         return self.get(message.message_type) or self.get(None)
 
     def add(self, message_type: str | None, call: Callable[..., Any], *, batch: bool) -> None:
         """Register a handler.
 
         Raises:
-            UsageError: it does not fit, or not to the other handlers.
+            UsageError: the handler has the wrong form, or conflicts with the other handlers.
         """
         what, waits = described(message_type), is_async(call)
         if message_type in self:
@@ -59,14 +59,14 @@ class Handlers(dict[str | None, Registered]):
 
 
 def named(call: Callable[..., object]) -> str:
-    """What an error calls a function: a partial, or an object that can be called, has no name."""
+    """Return a function's name for an error; a partial or a callable object has no name."""
     return getattr(call, "__qualname__", None) or repr(call)
 
 
 def is_async(call: Callable[..., object]) -> bool:
-    """Whether a function is to be awaited."""
+    """Return whether a function must be awaited."""
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
-        getattr(call, "__call__", None)  # noqa: B004 - of an object with such a method
+        getattr(call, "__call__", None)  # noqa: B004 - for an object with such a method
     )
 
 
@@ -75,7 +75,7 @@ def check_handler(
 ) -> None:
     """Raise a `UsageError` unless a function can be called with these arguments.
 
-    It may be async only if it ``may_wait``.
+    An async function is allowed only with ``may_wait``.
     """
     try:
         inspect.signature(call).bind(*arguments)
@@ -91,7 +91,7 @@ def check_handler(
 
 
 def described(message_type: str | None) -> str:
-    """A message type in the words of an error.
+    """Return a message type as an error names it.
 
     >>> described("OrderPlaced"), described(None)
     ("message type 'OrderPlaced'", 'any type')
@@ -100,6 +100,6 @@ def described(message_type: str | None) -> str:
 
 
 def no_handler(message: Received, known: Iterable[str | None]) -> str:
-    """The error of a message that has no handler."""
+    """Return the error for a message without a handler."""
     types = ", ".join(map(repr, known))
     return f"no handler for message type {message.message_type!r}, only for {types}"

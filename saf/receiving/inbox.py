@@ -1,4 +1,4 @@
-"""An inbox as people look at it, and `inbox_once` for consumers whose tables are elsewhere."""
+"""Status of an inbox for operators, and `inbox_once` for consumers with tables elsewhere."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from saf.received import Received
 from saf.receiving.reading import SINCE
 from saf.setaside.dead import SHOWN
 
-# Each shard's rows that are not complete, found by the index; as in saf.status for the outbox. What
-# a dispatcher has completed beyond the position is of the open batch.
+# Each shard's incomplete rows, found by the index; as in saf.status for the outbox. Messages that a
+# dispatcher has completed beyond the position belong to the open batch.
 UNREAD = f"""
 saf.cursor c
 LEFT JOIN saf.dispatched d ON d.subscription_id = c.subscription_id AND d.shard = c.shard
@@ -74,21 +74,21 @@ ON CONFLICT DO NOTHING
 
 @dataclass(frozen=True, kw_only=True)
 class SubscriptionStatus:
-    """How many messages one subscription of the inbox still has to handle."""
+    """Backlog of one subscription of the inbox."""
 
     subscription: str
     service: str | None
     unread: int
     """Messages that are committed, but neither handled nor set aside."""
     oldest: datetime | None
-    """When the oldest of them was stored here."""
+    """Time when the oldest unread message was stored here."""
     lag_seconds: float | None
     parked: int
     keys_waiting: int
     dead_letters: int
 
     def as_dict(self) -> dict[str, Any]:
-        """The status as a dict for JSON."""
+        """Return the status as a dict for JSON."""
         return asdict(self) | {"oldest": self.oldest and self.oldest.isoformat()}
 
 
@@ -105,11 +105,11 @@ class Peeked:
     created_at: datetime
     received_at: datetime
     last_answer: str | None
-    """What an endpoint has said when it was sent last, and failed; see `saf.dispatch`."""
+    """The endpoint's answer to the last attempt, if that failed; see `saf.dispatch`."""
     answered_at: datetime | None
 
     def as_dict(self) -> dict[str, Any]:
-        """The message as a dict for JSON."""
+        """Return the message as a dict for JSON."""
         names = ("created_at", "received_at", "answered_at")
         moments = {
             name: moment and moment.isoformat()
@@ -120,10 +120,10 @@ class Peeked:
 
 
 def inbox_status(connection: psycopg.Connection[Any]) -> list[SubscriptionStatus]:
-    """Return how much each subscription of the inbox still has to handle. Only reads.
+    """Return the backlog of each subscription of the inbox. Only reads.
 
     Raises:
-        Restored: the database was restored, so its cursors do not say what was read.
+        Restored: the database was restored, so its cursors do not show the receivers' progress.
     """
     refuse(connection)
     with psycopg.Cursor(connection, row_factory=class_row(SubscriptionStatus)) as cursor:
@@ -134,7 +134,7 @@ def peek(connection: psycopg.Connection[Any], subscription: str, limit: int = 20
     """Return the next messages of a subscription, in order, without receiving them.
 
     Raises:
-        ConfigurationError: there is no such subscription.
+        ConfigurationError: the subscription does not exist.
     """
     services.subscription(connection, subscription)
     with psycopg.Cursor(connection, row_factory=class_row(Peeked)) as cursor:
@@ -142,16 +142,15 @@ def peek(connection: psycopg.Connection[Any], subscription: str, limit: int = 20
 
 
 def inbox_once(connection: psycopg.Connection[Any], subscription: str, message: Received) -> bool:
-    """Whether the consumer's own database sees this message for the first time.
+    """Return whether the consumer's own database sees this message for the first time.
 
     For a consumer whose tables are not in the inbox's database: its work and its position are two
-    commits, so a message may come again after a crash between them. Call this function in the
-    transaction that does the work, and do the work only if it returns True. `GUARD` creates the
-    table that it needs. Delete the table's rows once they are older than any message that may come
-    again.
+    commits, so a message may be delivered again after a crash between them. Call this function in
+    the transaction that does the work, and do the work only if it returns True. `GUARD` creates the
+    table that it needs. Delete the table's rows once they are older than any message that may be
+    delivered again.
 
-    It is better, where possible, to let the forwarder deliver into that database's inbox and to
-    receive there.
+    If possible, let the forwarder deliver into that database's inbox instead, and receive there.
     """
     params = {"subscription": subscription, "message_id": message.message_id}
     return psycopg.Cursor(connection).execute(ONCE, params).rowcount == 1

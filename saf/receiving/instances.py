@@ -1,4 +1,4 @@
-"""The live instances of a member: found by key, and passivated when they are old."""
+"""Live instances of a member: found by key, and passivated when they are old."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from saf.receiving.processor import Processor
 
 @dataclass(kw_only=True, eq=False)
 class Instance:
-    """A processor, and the shard and epoch by which it is owned."""
+    """A processor, with the shard and the epoch in which it is owned."""
 
     processor: Processor
     lane: str
@@ -21,7 +21,7 @@ class Instance:
     epoch: int
     used_at: float = field(default_factory=time.monotonic)
     active: bool = False
-    """Whether it has been activated."""
+    """True once the processor has been activated."""
 
 
 class Instances:
@@ -36,11 +36,11 @@ class Instances:
         return len(self._by_lane)
 
     def __iter__(self) -> Iterator[Instance]:
-        """Give the instances that are live now, even if some are thrown away meanwhile."""
+        """Iterate over the instances live now, even if some are thrown away during the loop."""
         return iter(list(self._by_lane.values()))
 
     def use(self, message: Received, epoch: int, processor: type[Processor]) -> Instance:
-        """Return the instance of a message's key; a new one, if there is none of this epoch."""
+        """Return the instance of a message's key; create one if none of this epoch exists."""
         lane = message.lane
         one = self._by_lane.get(lane)
         if one is None or one.epoch != epoch:
@@ -53,21 +53,21 @@ class Instances:
         return one
 
     def forget(self, lane: str) -> None:
-        """Throw away the instance of a lane, if there is one."""
+        """Throw away the instance of a lane, if any."""
         self._by_lane.pop(lane, None)
 
     def throw_away(self, ones: Iterable[Instance]) -> None:
-        """Throw away some instances, without telling them."""
+        """Throw away these instances without calling them."""
         for one in ones:
             if self._by_lane.get(one.lane) is one:
                 del self._by_lane[one.lane]
 
     def used_since(self, moment: float) -> list[Instance]:
-        """The instances that were used at this moment of `time.monotonic`, or later."""
+        """Return the instances used at or after this time of `time.monotonic`."""
         return [one for one in self if one.used_at >= moment]
 
     def superfluous(self, most: int, idle_seconds: float, limit: int) -> list[Instance]:
-        """Up to ``limit`` instances that are idle or exceed ``most``, least recently used first."""
+        """Return up to ``limit`` instances that are idle or exceed ``most``, least recent first."""
         found: list[Instance] = []
         too_many = len(self) - most
         idle_since = time.monotonic() - idle_seconds
@@ -78,14 +78,14 @@ class Instances:
         return found
 
     def oldest(self) -> Instance | None:
-        """The instance that was used least recently."""
+        """Return the least recently used instance."""
         return next(iter(self._by_lane.values()), None)
 
     # The instances that take turns
 
     @property
     def due(self) -> bool:
-        """Whether any instance still has to take its turn."""
+        """True if any instance still has to take its turn."""
         return bool(self._due)
 
     def let_all_be_due(self) -> None:
@@ -93,7 +93,7 @@ class Instances:
         self._due = deque(self._by_lane.values())
 
     def next_due(self, limit: int) -> list[Instance]:
-        """The next instances whose turn it is and that are still live."""
+        """Return the next instances whose turn it is and that are still live."""
         found: list[Instance] = []
         while self._due and len(found) < limit:
             one = self._due.popleft()

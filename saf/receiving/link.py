@@ -1,4 +1,4 @@
-"""A link: the connection to receive on, as the application's library has it.
+"""A link: the connection to receive on, as an object of the application's library.
 
 ``engine`` is one of
 
@@ -44,33 +44,33 @@ if TYPE_CHECKING:
 FOR_ASYNC = "Async connections are for saf.areceive, and for workers with async handlers"
 
 CANCEL_SECONDS = 1.0
-"""How long it may take to ask the server to cancel a statement."""
+"""Time limit for asking the server to cancel a statement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A connection as the application's library has it, and the psycopg connection below it."""
+    """A connection of the application's library, and the psycopg connection below it."""
 
     connection: Any
     raw: psycopg.Connection[Any]
     begin: Callable[[], AbstractContextManager[Any]]
     lock_seconds: float = Bounds().lock_seconds
-    """How long to wait for a lock on saf's tables."""
+    """Longest wait for a lock on saf's tables."""
     always: str = ""
-    """A statement with which each transaction begins; or none."""
+    """Statement that begins each transaction; empty for none."""
     own: str = ""
-    """The statement that restores saf's own settings after handlers; see `saf.receiving.own`."""
+    """Statement that restores saf's own settings after handlers; see `saf.receiving.own`."""
 
     @contextmanager
     def transaction(self, *, claims: bool = True, plans_once: bool = False) -> Iterator[None]:
         """Run the block in a transaction, which commits at its end or is rolled back.
 
-        One that ``claims`` is READ COMMITTED, whatever the connection's default. If it also
-        ``plans_once``, it goes on with a block `planned_once`, which shares a round trip with it.
+        With ``claims``, the transaction is READ COMMITTED, whatever the connection's default. With
+        ``plans_once`` too, enter `planned_once` next: its settings are sent in the same round trip.
 
         Raises:
-            UsageError: it would not be a transaction of its own.
-            Unavailable: something that it needs was locked for too long.
+            UsageError: a transaction is already open, or the connection is in autocommit mode.
+            Unavailable: a table was locked for too long.
         """
         if self._status() != TransactionStatus.IDLE:
             raise UsageError("a transaction is open on this connection: receive begins its own")
@@ -78,7 +78,7 @@ class Link:
             first = [claim.begin(self.lock_seconds)] * claims + [self.always] * bool(self.always)
             first += [claim.REMEMBER, claim.PLAN_ONCE] * plans_once
             if first:
-                with self.locking(None):  # the server has the bound
+                with self.locking(None):  # the server enforces the bound
                     self.raw.execute("; ".join(first))
             if claims and self._status() != TransactionStatus.INTRANS:
                 raise UsageError(
@@ -89,7 +89,7 @@ class Link:
 
     @contextmanager
     def planned_once(self) -> Iterator[None]:
-        """Run a block whose statements are planned once; the application's are not, after it."""
+        """Plan a block's statements once; afterwards, restore the application's own settings."""
         yield
         self.raw.execute(claim.AS_BEFORE)
 
@@ -97,10 +97,10 @@ class Link:
     def locking(self, seconds: float | None) -> Iterator[None]:
         """Run a block that is one statement, which may have to wait for a lock.
 
-        It is canceled after so many seconds; None: the server has been told how long it may take.
+        The statement is canceled after ``seconds``. None: the server already has a time limit.
 
         Raises:
-            Unavailable: the lock was not given in time.
+            Unavailable: the lock was not granted in time.
         """
         what = f"database {self.raw.info.dbname!r}"
         try:
@@ -116,7 +116,7 @@ class Link:
             raise Unavailable(what, reason, hangs=True) from error
 
     def reads_committed(self) -> bool:
-        """Whether transactions are READ COMMITTED by default."""
+        """Return whether transactions are READ COMMITTED by default."""
         if self.raw.isolation_level not in (None, IsolationLevel.READ_COMMITTED):
             return False
         return fetch(self.raw, "SHOW default_transaction_isolation") == [("read committed",)]
@@ -134,7 +134,7 @@ def connected(engine: Engine | AsyncEngine) -> Iterator[Link]:
     """Open a connection to receive on.
 
     Raises:
-        UsageError: ``engine`` is none of the things that give a connection.
+        UsageError: ``engine`` does not provide a connection.
         Unavailable: the database does not answer.
     """
     if isinstance(engine, (str, Dsn)):
@@ -171,7 +171,7 @@ def connected(engine: Engine | AsyncEngine) -> Iterator[Link]:
 
 @contextmanager
 def as_it_was(raw: psycopg.Connection[Any]) -> Iterator[None]:
-    """Restore at the end how the connection prepares statements, because it is given back."""
+    """Restore the connection's prepare threshold at the end, because its owner gets it back."""
     before = raw.prepare_threshold
     try:
         yield

@@ -1,20 +1,20 @@
-"""The loop that feeds handlers: deliveries, one after the other, until it is told to stop.
+"""The loop that feeds handlers: it handles deliveries one after the other until it is stopped.
 
-A `Loop` handles them: a `saf.Worker`, `saf.Processors` or a `saf.routing_service`. A handler works
-on the delivery's connection (`saf.receiving.savepoints`). If it raises, its own work is undone, the
-message is set aside with the error, and the rest of the delivery goes on (`saf.receiving.retries`
-says what happens to the message). The failure is logged as a warning, and as an error once the
+A `Loop` is a `saf.Worker`, `saf.Processors` or a `saf.routing_service`. A handler works on the
+delivery's connection (`saf.receiving.savepoints`). If a handler raises, its own work is undone, its
+message is set aside with the error, and the rest of the delivery continues (`saf.receiving.retries`
+describes what happens to the message). The failure is logged as a warning, and as an error once the
 message is a dead letter (`saf.receiving.failures`).
 
-A message whose type has no handler waits, in the lane of its key, until a worker comes that has one
-(`saf.setaside.unhandled`); the log says so once for each type, of the first hundreds. With
-``unhandled="dead"`` it becomes a dead letter.
+A message whose type has no handler waits in the lane of its key until a worker with a handler comes
+(`saf.setaside.unhandled`); the log reports each type once, up to some hundred types. With
+``unhandled="dead"`` the message becomes a dead letter.
 
-A loop that finds nothing polls less and less often, until it waits
+A loop that finds no messages polls less and less often, until it waits
 `saf.receiving.receive.LONGEST_PAUSE_SECONDS` between polls; or it listens for notifications
 (`saf.receiving.notify`). After `stop`, SIGTERM or SIGINT, each thread finishes the message in hand,
-commits what it has done and puts the rest back; `saf.receiving.stopping` says what happens if that
-takes too long. While a database does not answer, it tries again for as long as it takes.
+commits its work and puts the rest back; `saf.receiving.stopping` describes what happens if that
+takes too long. While a database does not answer, the loop keeps trying without a time limit.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ RECONNECT_SECONDS = 2.0
 WAIT_SECONDS = 60.0
 
 OfUnhandled = Literal["wait", "dead"]
-"""What becomes of a message without a handler."""
+"""Treatment of a message without a handler."""
 
 log = Log("saf.worker")
 
 
 class Loop(ABC):
-    """Handles the messages of one subscription in some threads, each with its own connection.
+    """Handle the messages of one subscription in threads, each with its own connection.
 
     Raises:
-        UsageError: a number is out of range, or there are no keys to verify with.
+        UsageError: a number is out of range, or keys to verify with are missing.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class Loop(ABC):
         self.listen = listen
         self.unhandled: OfUnhandled = unhandled
         self.trust = Trust.of(keys, required=require_signed)
-        """Which messages it takes; None: all, unverified."""
+        """Verification rules for messages; None: take all messages, unverified."""
         self.signer = signer
         self.summary = Summary()
-        """What this worker has done so far."""
+        """The results of this worker so far."""
         self._stopping = Stopping(stop_timeout)
         self._failed: list[Exception] = []
 
     @property
     def stop_timeout(self) -> float:
-        """How many seconds the message in hand may take after the worker was told to stop."""
+        """Seconds that the message in hand may take after the worker was told to stop."""
         return self._stopping.seconds
 
     @stop_timeout.setter
@@ -115,23 +115,25 @@ class Loop(ABC):
         self._stopping.seconds = seconds
 
     def run(self, *, drain: bool = False) -> int:
-        """Handle messages until stopped; return how many were handled.
+        """Handle messages until stopped; return the number of handled messages.
 
-        In the main thread, the first SIGTERM or SIGINT stops in order; a second one stops at once.
+        In the main thread, the first SIGTERM or SIGINT stops in order; a second one stops
+        immediately.
 
         Args:
-            drain: stop by itself when nothing is there and due any more. Only one thread works.
+            drain: stop once no message is due. Only one thread works.
 
         Raises:
-            ConfigurationError: there is no such subscription.
-            UsageError: there is no handler, or the engine cannot be received from.
-            Refused: the database does not let this login in.
+            ConfigurationError: the subscription does not exist.
+            UsageError: no handler is registered, or the engine cannot be received from.
+            Refused: the database denies this login access.
             StopTimeout: the message in hand took longer than ``stop_timeout``.
             Unavailable: a drain's database does not answer.
         """
         self._check()
         with self._equipped():
-            # daemon threads, because a second signal must end the process at once, whatever they do
+            # daemon threads, because a second signal must end the process immediately, whatever
+            # they do
             self._stopping.run(
                 threading.Thread(
                     target=self._drain if drain else self._work,
@@ -150,11 +152,11 @@ class Loop(ABC):
         self._stopping.tell()
 
     def drain(self) -> int:
-        """Handle what is there and due now, in this thread; return how many were handled."""
+        """Handle the messages that are due now, in this thread; return the number handled."""
         return sum(delivery.handled for delivery in self.deliveries())
 
     def deliveries(self) -> Iterator[Delivery[Any]]:
-        """Handle what is there and due now, in this thread; give each delivery after its commit."""
+        """Handle the messages that are due now, in this thread; yield deliveries once committed."""
         self._check()
         try:
             with (
@@ -171,18 +173,18 @@ class Loop(ABC):
 
     @abstractmethod
     def _check(self) -> None:
-        """Raise a `UsageError` if there is no handler."""
+        """Raise a `UsageError` if no handler is registered."""
 
     @abstractmethod
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
         """Handle a delivery, which is not empty."""
 
     def _types(self) -> Collection[str | None] | None:
-        """The types of messages that there are handlers for; None: all."""
+        """Return the message types that have handlers; None: all."""
         return None
 
     def _taken(self) -> Collection[str | None] | None:
-        """The types of messages that are taken from lanes that wait for a handler; None: all."""
+        """Return the message types to take from lanes that wait for a handler; None: all."""
         return None if self.unhandled == "dead" else self._types()
 
     def _work(self) -> None:
@@ -196,8 +198,9 @@ class Loop(ABC):
             except (UsageError, Refused) as error:
                 self._failed.append(error)
                 self.stop()
-            except BaseException as error:  # a handler may raise what is meant to end a process
-                # whatever went wrong, the transaction is gone: what was in hand comes again
+            except BaseException as error:  # a handler may raise an error meant to end a process
+                # whatever went wrong, the transaction is gone: the messages in hand are delivered
+                # again
                 said = exception(error)
                 if isinstance(error, (SafError, psycopg.Error)):
                     del said["stack"]
@@ -211,15 +214,14 @@ class Loop(ABC):
         except Exception as error:
             self._failed.append(error)
         except BaseException as error:
-            # a SystemExit would end the process as if all was well
+            # a SystemExit would end the process as if nothing had failed
             self._failed.append(Unexpected(f"subscription {self.subscription!r}", error))
 
     def _equipped(self) -> AbstractContextManager[None]:
-        """Have what handlers need, for as long as a block runs."""
+        """Provide what handlers need while a block runs."""
         return nullcontext()
 
     def _connected(self) -> AbstractContextManager[Link]:
-        """Open a connection to receive on."""
         return connected(self.engine)
 
     @contextmanager
@@ -240,7 +242,7 @@ class Loop(ABC):
             receiver.forget()
 
     def _deliver(self, receiver: Receiver, wait_seconds: float) -> Delivery[Any]:
-        """Handle one delivery and return it; it is empty if there was nothing."""
+        """Handle one delivery and return it; it is empty if no message was found."""
         raw = receiver.link.raw
         began = None
         handled, aside = 0, SetAside()
@@ -259,12 +261,12 @@ class Loop(ABC):
             if began is not None:
                 observe(RECEIVE_SECONDS, perf_counter() - began, subscription=self.subscription)
         finally:
-            # what was set aside without being handed out has committed, whatever has failed since
+            # messages set aside without being handed out are committed, whatever has failed since
             self._count(handled, aside + receiver.unseen())
         return delivery
 
     def _count(self, handled: int, aside: SetAside) -> None:
-        """Count what has become of messages."""
+        """Count messages by their results."""
         self.summary.add(handled, aside)
         for outcome, messages in (
             ("handled", handled),
@@ -281,9 +283,9 @@ class Loop(ABC):
         message: Received,
         known: Iterable[str | None],
     ) -> None:
-        """Set a message aside that has no handler: it waits for one, or is a dead letter.
+        """Set aside a message without a handler: it waits for one, or becomes a dead letter.
 
-        A message of saf itself, such as the end of a dialog, has its effect instead.
+        A message of saf itself, such as the end of a dialog, takes effect instead.
         """
         effect = hook().by_itself(message)
         if effect is not None:
@@ -312,7 +314,7 @@ class Loop(ABC):
     ) -> bool:
         """Handle a message by a call; if that fails, set it aside and return False.
 
-        The call may be made again, because another one failed: see `saf.receiving.savepoints`.
+        The call may be repeated because another call failed: see `saf.receiving.savepoints`.
         """
         self._stopping.in_hand[threading.get_ident()] = [message]
         return work.do(self._piece(delivery, work, message, call))
@@ -338,9 +340,10 @@ class Loop(ABC):
         message: Received,
         error: Exception,
     ) -> None:
-        """Set a message aside whose handling has raised; but not before an earlier one of its key.
+        """Set aside a message whose handling has raised, unless an earlier one of its key was.
 
-        That one may have failed as it was handled again: then this message waits behind it.
+        The earlier one may have failed when it was handled again: then this message waits behind
+        it.
         """
         if delivery.is_behind(message):
             return
@@ -354,5 +357,5 @@ class Loop(ABC):
         delivery.park(message, error)
 
     def _undone(self, message: Received) -> None:
-        """Note that what was done for a message is undone; it is handled again, or set aside."""
-        del message  # nothing is remembered of it
+        """Note that a message's work is undone; the message is handled again, or set aside."""
+        del message  # a plain loop keeps no state per message

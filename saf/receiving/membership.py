@@ -1,8 +1,8 @@
-"""A member whose lease a thread renews for as long as the process lives and the database answers.
+"""A member whose lease a thread renews while the process lives and the database answers.
 
 The thread has a connection of its own, because a delivery may take longer than a third of the
-lease. The member ends with the session that has joined, so this must be a real session and not one
-that a pooler lends.
+lease. The member ends with the session that has joined, so this must be a real session, not one
+lent by a pooler.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from saf.receiving.link import Engine
 
 LEAVE_SECONDS = 5.0
-"""How long a member waits to free its shards by itself: for somebody's lock, for one."""
+"""Time limit for a leaving member to free its shards, e.g. while another session locks them."""
 
 log = Log("saf.membership")
 
@@ -41,9 +41,9 @@ class Membership:
     def __init__(self, engine: Engine, subscription_id: int, lease_seconds: float) -> None:
         self.member = Member(subscription_id=subscription_id, lease_seconds=lease_seconds)
         self.lost = False
-        """Set when the lease could not be renewed: other members take the shards over."""
+        """True if the lease could not be renewed: other members take over the shards."""
         self._leaving = threading.Event()
-        # only our own transactions run on it, and they are in vain once the lease is over
+        # only saf's own transactions run here, and they are useless once the lease is over
         with ExitStack() as stack:
             self._link = replace(stack.enter_context(connected(engine)), always=_for(lease_seconds))
             with self._link.transaction(claims=False):
@@ -56,11 +56,11 @@ class Membership:
     def enter(
         self, using: Callable[[psycopg.Connection[Any]], AbstractContextManager[None]]
     ) -> None:
-        """Let somebody know the connection that this member ends with, until it leaves."""
+        """Enter a context with this member's connection, until the member leaves."""
         self._open.enter_context(using(self._link.raw))
 
     def leave(self) -> None:
-        """Free the shards. If that takes long, they become free by the end of the session."""
+        """Free the shards. If that takes too long, the end of the session frees them."""
         self._leaving.set()
         self._thread.join(self.member.lease_seconds)
         link = replace(self._link, always=_for(min(LEAVE_SECONDS, self.member.lease_seconds)))
@@ -80,5 +80,5 @@ class Membership:
 
 
 def _for(seconds: float) -> str:
-    """What each transaction begins with whose statements may take so long."""
+    """Return the statements that begin a transaction and limit each later statement's time."""
     return f"{BEGIN}; SET LOCAL statement_timeout = {max(1, round(seconds * 1000))}"

@@ -1,13 +1,13 @@
-"""Notifications: a receiver learns of new messages at once, instead of when it polls next.
+"""Notifications: a receiver learns of new messages immediately, instead of at its next poll.
 
-Both ends are optional: an inbox notifies if `switch` has turned its trigger on, once for each
-statement that stores messages; a receiver listens if it is told to. What becomes due later
-(``deliver_at``, another attempt) is found by polling in any case.
+Both ends are optional. An inbox notifies, once for each statement that stores messages, if `switch`
+has enabled its trigger. A receiver listens if it is told to. Messages that become due later
+(``deliver_at``, another attempt) are found by polling in any case.
 
 The cost: PostgreSQL lets transactions that notify commit only one after the other, in the whole
 database, and wakes each listening session each time. This is little for the chunks of a forwarder,
 but not for applications that fill an inbox one row at a time. LISTEN needs a session of its own,
-not one of a pooler.
+not a pooler's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from saf.database.poolers import refuse_pooler
 from saf.errors import ConfigurationError
 
 TICK_SECONDS = 0.2
-"""Longest time until a receiver that listens notices that it must stop, in seconds."""
+"""Longest time until a listening receiver notices that it must stop, in seconds."""
 
 LISTEN, UNLISTEN = "LISTEN saf_inbox", "UNLISTEN saf_inbox"
 
@@ -38,12 +38,12 @@ WHERE tgrelid = 'saf.inbox'::regclass AND tgname = 'inbox_notify'
 
 
 def switch(connection: psycopg.Connection[Any], on: bool) -> None:
-    """Turn the inbox's notifications on or off; waits for transactions that are filling it."""
+    """Turn the inbox's notifications on or off; waits for transactions that fill the inbox."""
     connection.execute(SWITCH[on])
 
 
 def listen(connection: psycopg.Connection[Any]) -> None:
-    """Let the inbox wake this session, from the commit on.
+    """Make the inbox wake this session, from the next commit on.
 
     Raises:
         ConfigurationError: the inbox does not notify, or the connection goes through a pooler.
@@ -59,20 +59,20 @@ def listen(connection: psycopg.Connection[Any]) -> None:
 
 
 def listen_if_it_notifies(connection: psycopg.Connection[Any]) -> bool:
-    """Let the inbox wake this session, if it notifies anybody; return whether it does."""
+    """Make the inbox wake this session if it notifies; return whether it does."""
     ((on,),) = fetch(connection, IS_ON)
     connection.execute(LISTEN if on else UNLISTEN)
     return bool(on)
 
 
 def forget(connection: psycopg.Connection[Any]) -> None:
-    """Forget what has come so far, before a look for messages: else psycopg keeps all of it."""
+    """Discard received notifications before looking for messages: psycopg would keep them all."""
     for _ in connection.notifies(timeout=0):
         pass
 
 
 def wait(connection: psycopg.Connection[Any], seconds: float, stopping: Event) -> None:
-    """Wait outside of a transaction for a notification, for so long, or until told to stop."""
+    """Wait outside a transaction for a notification, for ``seconds`` or until told to stop."""
     until = time.monotonic() + seconds
     while not stopping.is_set() and (left := until - time.monotonic()) > 0:
         if list(connection.notifies(timeout=min(left, TICK_SECONDS), stop_after=1)):

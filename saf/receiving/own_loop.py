@@ -1,10 +1,10 @@
-"""The event loop of the process's own, in which async handlers run where no application has one.
+"""The process's own event loop, which runs async handlers if the application has none.
 
-All workers of a process share it, for as long as one of them lives: what handlers keep, such as the
-connections of a pool, belongs to the event loop in which it was made, and a worker may run again.
+All workers of a process share it while at least one worker lives: objects that handlers keep, such
+as a pool's connections, belong to the event loop that created them, and a worker may run again.
 
-The end of the process waits for nothing that handlers have begun and that cannot be cancelled: not
-for what blocks the event loop, and not for calls in threads, as of `asyncio.to_thread`.
+The end of the process does not wait for work of handlers that cannot be cancelled: neither for
+calls that block the event loop, nor for calls in threads, such as `asyncio.to_thread`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import ParamSpec, TypeVar
 from saf.database.background import Background
 
 END_SECONDS = 1.0
-"""How long an event loop may take to answer, and to end."""
+"""Time limit for an event loop to answer, and to end."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,7 +32,7 @@ _shared: weakref.ref[OwnLoop] | None = None
 
 
 def own_loop() -> OwnLoop:
-    """Return the event loop of this process's own, and start it if there is none that answers."""
+    """Return this process's own event loop; start one if none answers."""
     global _shared  # noqa: PLW0603 one for the process
     with _turn:
         mine = None if _shared is None else _shared()
@@ -43,7 +43,7 @@ def own_loop() -> OwnLoop:
 
 
 class OwnLoop:
-    """An event loop in a thread of its own, until nobody refers to this or the process ends."""
+    """An event loop in its own thread, until this object is unreferenced or the process ends."""
 
     def __init__(self) -> None:
         started: Future[asyncio.AbstractEventLoop] = Future()
@@ -54,12 +54,12 @@ class OwnLoop:
         self._thread.start()
         self.loop = started.result()
         end = weakref.finalize(self, _end, self.loop, self._thread)
-        # by its own hand, to be earlier than what the process has registered before
+        # registered here, to run before everything that the process has registered earlier
         end.atexit = False
         atexit.register(end)
 
     def answers(self) -> bool:
-        """Whether its thread is there, which no fork has, and nothing blocks it."""
+        """Return whether the thread lives, which it does not in a fork, and nothing blocks it."""
         answered = threading.Event()
         if not self._thread.is_alive():
             return False
@@ -68,10 +68,10 @@ class OwnLoop:
 
 
 class Detached(ThreadPoolExecutor):
-    """Threads for calls that may hang: nobody waits for their ends."""
+    """Threads for calls that may hang: the process does not wait for them."""
 
     def __init__(self) -> None:
-        threads = min(32, (os.cpu_count() or 1) + 4)  # as many as asyncio has by default
+        threads = min(32, (os.cpu_count() or 1) + 4)  # asyncio's default
         super().__init__(threads)
         self._background = Background(threads, "saf handlers' calls")
 
@@ -80,12 +80,12 @@ class Detached(ThreadPoolExecutor):
         return self._background.submit(partial(fn, *args, **kwargs))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002 the executor's form
-        """Let the threads end after what they have in hand."""
+        """Let the threads end after their current calls."""
         self._background.dismiss()
 
 
 def _run(started: Future[asyncio.AbstractEventLoop]) -> None:
-    with asyncio.Runner() as runner:  # cancels at its end what is left
+    with asyncio.Runner() as runner:  # cancels the remaining tasks at its end
         loop = runner.get_loop()
         loop.set_default_executor(Detached())
         started.set_result(loop)

@@ -1,34 +1,34 @@
-"""Prefetching: messages of a shard are read ahead of their deliveries.
+"""Prefetching: a receiver reads messages of a shard ahead of their deliveries.
 
-To claim shards, to look what is new in them and to read costs the same for one message as for a
-thousand. So while there is a backlog, a receiver reads ahead, as kernels do with files: after each
-delivery that was full, more. It opens the batches of some shards, reads them, and lets them go.
-Nothing is locked, and nobody is kept from anything.
+Claiming shards, looking for new messages and reading cost the same for one message as for a
+thousand. So while a backlog exists, a receiver reads ahead, as kernels do with files: after each
+full delivery, more. It opens the batches of some shards, reads them, and releases the shards.
+Nothing stays locked, and no other receiver is blocked.
 
-What was read stays true, because a batch never changes. What may change is how far the shard is. So
-a delivery of prefetched messages begins with one statement, `TAKE`, which compares and sets: it
-moves the cursor past the messages if it is still where they begin, in the same batch, of the same
-owner, and nobody has it locked. Otherwise it does nothing, and what was prefetched of this shard is
-forgotten. Of two receivers that have prefetched the same messages, one delivers them.
+The messages read stay valid, because a batch never changes. The shard's position may change. So a
+delivery of prefetched messages begins with one statement, `TAKE`, which compares and sets: it moves
+the cursor past the messages if the cursor is still at their beginning, in the same batch, with the
+same owner, and not locked. Otherwise `TAKE` does nothing, and the shard's prefetched messages are
+discarded. If two receivers have prefetched the same messages, only one delivers them.
 
-    take       move the position past the messages, if it is where it was
+    take       move the position past the messages, if it is unchanged
     …          the consumer's work
-    settle     what was set aside, and the batch if it is complete
+    settle     write the messages set aside, and close the batch if it is complete
     commit
 
 The position is written first and not last, so the transaction's id is in the row's xmax while the
-messages are handled: a receiver that dies is noticed, as `saf.receiving.claim` says.
+messages are handled. That makes a receiver's death visible, as `saf.receiving.claim` explains.
 
-*What is not prefetched.* Messages that are delayed, expired or too large to read end what is
-prefetched of a shard; `TAKE` looks at the clock again for those that expire. A shard in which keys
-or delayed messages wait, or whose last delivery failed, is claimed instead, for as many messages as
-would have been prefetched; `TAKE` looks again whether any wait. Lanes are made by whoever has the
-shard in hand, from messages that move the position or from lanes that are there; or by a person,
-who retries a dead letter.
+*Exceptions.* Messages that are delayed, expired or too large to read end a shard's prefetch; `TAKE`
+checks the clock again for messages that expire. A shard in which keys or delayed messages wait, or
+whose last delivery failed, is claimed instead, for as many messages as would have been prefetched;
+`TAKE` checks again whether any wait. New lanes come from two sources: the transaction that has the
+shard in hand, out of messages that move the position or out of existing lanes; and an operator who
+retries a dead letter.
 
-A receiver goes on with a shard that it has begun, because to open the first batch of a deep one
-means to look through it; after `STAY_SECONDS` it gives the shard up, so that others have a turn.
-Memory is bounded by a number of messages and of bytes.
+A receiver continues with a shard that it has begun, because opening the first batch of a deep
+backlog means searching through it. After `STAY_SECONDS` it gives the shard up, so that other shards
+have a turn. Memory is bounded by a number of messages and of bytes.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from saf.receiving.reading import FATE_AT
 EXPIRES_AT = READ.index("expires_at")
 
 FEWEST, MOST = 1024, 4096
-"""How many messages are prefetched at most, if deliveries are of one message, or of many."""
+"""Maximum number of prefetched messages, for deliveries of one message and for large deliveries."""
 MOST_BYTES = 8 << 20
-"""The bodies of what is prefetched have at most so many bytes, and one more body."""
+"""Maximum size of all prefetched bodies together, in bytes; the last body may exceed it."""
 STAY_SECONDS = 1.0
-"""How long a receiver stays with the shards that it has prefetched of."""
+"""Seconds for which a receiver stays with the shards that it prefetches from."""
 DELIVERIES = 16
-"""For how many deliveries of any size messages are prefetched, between these two numbers."""
+"""Number of deliveries to prefetch messages for, between `FEWEST` and `MOST` messages."""
 GROWTH = 4
-"""How many times as many messages are prefetched as before, if there were as many."""
+"""Factor by which prefetching grows after each full read."""
 
-# All that a delivery needs, so it must be quick: found by its key, then by its place. It locks
-# before it writes, to pass by what others have in hand. That the last delivery failed is seen only
-# before the lock.
+# A delivery needs only this statement, so it must be quick: it finds rows by key, then by place. It
+# locks before it writes, to skip rows that others have in hand. A failure of the last delivery is
+# visible only before the lock.
 TAKE = """
 WITH n AS MATERIALIZED (
     SELECT f.ctid AS place, m.position
@@ -95,19 +95,19 @@ TAKE_SOME = TAKE.format(
 
 @dataclass(kw_only=True)
 class Prefetched:
-    """What was read of one shard, and not delivered yet."""
+    """Messages read from one shard and not delivered yet."""
 
     shard: Shard
-    """Its cursor before the first of the messages."""
+    """The shard's cursor before the first message."""
     rows: list[tuple[Any, ...]]
-    """The messages, as they were read. None at all, if the shard is claimed instead."""
+    """The messages, as they were read. Empty if the shard is claimed instead."""
     whole: bool
-    """Whether the batch ends with them."""
+    """True if the batch ends with these messages."""
     messages: int
-    """How many messages may still be delivered before another shard has its turn."""
+    """Number of messages to deliver before another shard has its turn."""
 
     def next(self, limit: int) -> Next:
-        """Move the cursor past the first messages, up to a number, and return them."""
+        """Move the cursor past the first ``limit`` messages and return them."""
         shard, rows = self.shard, self.rows[:limit]
         before = shard.shard, shard.batch, shard.epoch, shard.position
         shard.position = rows[-1][ID]
@@ -129,65 +129,65 @@ class Next(NamedTuple):
 
     @property
     def params(self) -> tuple[Any, ...]:
-        """What `TAKE` compares, and what it sets."""
+        """Values that `TAKE` compares and sets."""
         expires = [row[EXPIRES_AT] for row in self.rows if row[EXPIRES_AT] is not None]
         return *self.before, self.position, min(expires) if expires else None
 
     @property
     def goes_on(self) -> bool:
-        """Whether more was prefetched of the shard, and all came about as it was meant."""
+        """True if the shard has more prefetched messages, and its position is as planned."""
         return bool(self.prefetched.rows) and self.prefetched.shard.position == self.position
 
 
 class Prefetch:
-    """What a receiver has prefetched."""
+    """Prefetched messages of a receiver."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        """The most messages in one delivery."""
+        """Maximum number of messages in one delivery."""
         self._most = max(limit, min(max(FEWEST, DELIVERIES * limit), MOST))
         self._ahead = 0
-        """How many messages to read ahead next."""
+        """Number of messages to read ahead next."""
         self._stay: int | None = None
-        """The shard to read more of, which has a batch open."""
+        """Shard to read more from, which has an open batch."""
         self._shards: deque[Prefetched] = deque()
-        """In the order in which they have their turns."""
+        """In the order of their turns."""
         self._per_shard = MOST
-        """About how many messages a shard has, by what was read last."""
+        """Approximate number of messages per shard, by the last read."""
         self._delivered = 0
-        """How many messages were delivered since they were read."""
+        """Number of messages delivered since they were read."""
         self._until = 0.0
-        # of the transaction that is open
+        # state of the open transaction
         self._read: list[Prefetched] = []
         self._taken: list[Next] = []
         self._claimed: Prefetched | None = None
 
     @property
     def goes_on(self) -> bool:
-        """Whether it has shards, or reads again now."""
+        """True if shards are prefetched, or the next read is due."""
         return bool(self._shards) or self._ahead > 0
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next messages are known, so that they can be taken."""
+        """True if the next messages are known and can be taken."""
         return bool(self._shards and self._shards[0].rows)
 
     @property
     def is_used_up(self) -> bool:
-        """Whether to `read` now, because the messages that were prefetched have all been taken."""
+        """True if it is time to `read`, because all prefetched messages were taken."""
         return not self._shards and self._ahead > 0
 
     @property
     def batch(self) -> int:
-        """How many messages a batch should have at least, so that it can be prefetched at once."""
-        return self._most // 2  # a batch ends with a transaction, so it has more
+        """Minimum number of messages in a batch, so that one read can prefetch it."""
+        return self._most // 2  # a batch has more, because it ends with a transaction
 
     def stop(self) -> None:
-        """Prefetch nothing any more."""
+        """Stop prefetching."""
         self._ahead = self._most = 0
 
     def stay_with(self, hand: Hand) -> None:
-        """Go on with what a claim has left of its shards."""
+        """Continue with the messages that a claim has left in its shards."""
         more = [number for number, shard in hand.shards.items() if shard.open is not None]
         self._begin_to_stay(more[0] if more else None)
 
@@ -195,15 +195,15 @@ class Prefetch:
         self._stay, self._until = shard, time.monotonic() + STAY_SECONDS
 
     def age(self) -> None:
-        """Give up the shards after a while, so that the others have a turn."""
+        """Give up the shards after a while, so that other shards have a turn."""
         if self._shards and time.monotonic() > self._until:
             self._shards.clear()
             self._stay, self._ahead = None, min(self._delivered, self._most)
 
     def read(self, raw: psycopg.Connection[Any], reader: Reader) -> None:
-        """Open the batches of some shards, and read them. Call it in a transaction of its own."""
+        """Open the batches of some shards and read them. Call it in a transaction of its own."""
         asked, self._ahead = self._ahead, 0
-        # nothing has been done with what it opens, so there is no need to wait for the disk
+        # no work depends on the opened batches yet, so do not wait for the disk
         raw.execute(f"SET LOCAL synchronous_commit = off; {claim.PLAN_ONCE}")
         hand, wanted = None, 1
         if self._stay is not None and time.monotonic() < self._until:
@@ -254,9 +254,9 @@ class Prefetch:
             )
 
     def take(self, raw: psycopg.Connection[Any], reader: Reader) -> Hand | None:
-        """Take the next messages in hand, as far as nobody else has; None if there are none.
+        """Take the next messages in hand, unless others have them; None if none are left.
 
-        Call it in a transaction, and `committed` after that.
+        Call it in a transaction, and call `committed` after that.
         """
         self._taken.clear()
         chosen: list[Next] = []
@@ -268,7 +268,7 @@ class Prefetch:
         marked = claim.is_marked(raw)
         found = _take(raw, reader, chosen)
         if len(found) < len(chosen):
-            # who reads less ahead meets others less often
+            # a receiver that reads less ahead collides less often
             self._ahead //= GROWTH
             self._stay = None
         if not found:
@@ -289,18 +289,18 @@ class Prefetch:
         return hand
 
     def turn(self) -> int | None:
-        """The shard that has its turn and is claimed, because its messages are not known."""
+        """Return the shard whose turn it is, to be claimed because its messages are unknown."""
         self._claimed = self._shards.popleft() if self._shards else None
         return self._claimed.shard.shard if self._claimed else None
 
     def rolled_back(self) -> None:
-        """Forget what was read, taken or claimed in a transaction that is gone."""
+        """Forget everything read, taken or claimed in a transaction that was rolled back."""
         self._read.clear()
         self._taken.clear()
         self._claimed = None
 
     def committed(self, messages: int) -> None:
-        """Go on after a commit, with which so many messages were delivered."""
+        """Continue after a commit that delivered ``messages`` messages."""
         self._delivered += messages
         if self._read:
             self._shards.extend(self._read)
@@ -321,7 +321,7 @@ class Prefetch:
 
 
 def _take(raw: psycopg.Connection[Any], reader: Reader, some: list[Next]) -> dict[int, str]:
-    """Move the cursors past messages; return the shards of which that was done."""
+    """Move the cursors past messages; return the moved shards with the transaction's id."""
     names = ("shard", "batch", "epoch", "was", "position", "expires_at")
     params: dict[str, Any] = {"subscription_id": reader.subscription_id, "owner": reader.owner}
     if len(some) == 1:

@@ -1,15 +1,15 @@
-"""A processor: a class that an application writes, and that has one instance per key.
+"""A processor: a class written by the application, with one instance per key.
 
     class OrderTotals(saf.Processor):
         def activate(self, connection):
-            self.total = …                           # what is known of self.key
+            self.total = …                           # load the state of self.key
 
         @saf.handles("OrderPlaced")
         def placed(self, message, connection):
             self.total += message.json()["total"]
             connection.execute(…)
 
-`saf.receiving.processors` calls the instances, and says what it promises about them.
+`saf.receiving.processors` calls the instances, and lists the guarantees for them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MARK = "_saf_handles"
 
 
 def handles(*message_types: str) -> Callable[[H], H]:
-    """Mark a method as the handler of some message types; of all others, if none is named.
+    """Mark a method as the handler of message types; without types, of all other types.
 
     The method is called with the message and the delivery's connection.
 
     Raises:
-        UsageError: it was written without parentheses.
+        UsageError: the decorator was written without parentheses.
     """
     if any(map(callable, message_types)):
         raise UsageError("write @saf.handles(), with parentheses")
@@ -48,19 +48,19 @@ def handles(*message_types: str) -> Callable[[H], H]:
 class Processor:
     """Handles the messages of one key. Subclasses have methods marked by `handles`.
 
-    ``connection`` is the delivery's, of the kind that was given to `saf.Processors`: write on it,
-    but neither commit nor roll it back. If a call raises, what it has written is undone.
+    ``connection`` is the delivery's, of the kind given to `saf.Processors`: write on it, but
+    neither commit nor roll back. If a call raises, its writes are undone.
 
     Raises:
-        UsageError: when a subclass is defined: two of its methods handle one type, a method does
-            not take (message, connection), or one is async.
+        UsageError: raised when a subclass is defined: two of its methods handle one type, a method
+            does not take (message, connection), or a method is async.
     """
 
     key: str
-    """The messages' key; of a message without a key, its id as text. Set before `activate`."""
+    """Key of the messages; for a message without a key, its id as text. Set before `activate`."""
 
     handlers: ClassVar[dict[str | None, Handler]] = {}
-    """The methods that `handles` has marked, by message type."""
+    """Methods marked by `handles`, by message type."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -78,22 +78,22 @@ class Processor:
                 raise UsageError(f"{named(method)} is async: only handlers of saf.Worker may be")
 
     def activate(self, connection: Any) -> None:
-        """Load what is known of the key. Called before the first message, in its transaction.
+        """Load the state of the key. Called before the first message, in its transaction.
 
         If it raises, that message has failed.
         """
 
     def passivate(self, connection: Any) -> None:
-        """Save what is to be kept. Called before an instance goes in order.
+        """Save the state to keep. Called before an instance is removed in order.
 
-        An instance goes when it is idle, when there are too many, when its shard moves, and at
-        shutdown. If this raises, the error is logged, and the instance goes all the same.
+        An instance is removed when it is idle, when there are too many, when its shard moves, and
+        at shutdown. If this raises, the error is logged, and the instance is removed all the same.
         """
 
     def output(self, connection: Any) -> None:
-        """Do what is to be done on a schedule. Called as long as the instance is live.
+        """Do scheduled work. Called repeatedly while the instance is live.
 
         If it raises, the error is logged and the instance is thrown away. Its transaction may still
-        fail after it returns, so what it does outside of the database may be done twice. A call
-        that was missed while the process was busy or down is not made up for.
+        fail after it returns, so its effects outside the database may happen twice. A call that was
+        missed while the process was busy or down is skipped.
         """

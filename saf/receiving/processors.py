@@ -1,29 +1,29 @@
-"""Processors: an instance per key, which handles its key's messages and may remember them.
+"""Processors: one instance per key, which handles its key's messages and may keep state in memory.
 
     runner = saf.Processors(engine, "billing", OrderTotals)      # see saf.receiving.processor
     runner.run()                      # or, from a shell: saf worker module:runner
 
-The idea is Dempsy's message processor. Any number of processes share the keys: each is a member of
-the subscription, owns its fair share of the shards (`saf.log.shards`) and gets only the messages of
-these. When a member comes or goes, as few shards as possible move; instances in all other shards
-stay where they are.
+The idea is Dempsy's message processor. Any number of processes share the keys: each process is a
+member of the subscription, owns its fair share of the shards (`saf.log.shards`) and gets only their
+messages. When a member joins or leaves, as few shards as possible move; instances in all other
+shards stay where they are.
 
-What is promised:
+Guarantees:
 
 - *One at a time.* An instance is called only in a transaction that has found the owner and epoch of
-  its shard unchanged, and that holds the cursor's row until it ends. So two members never write for
+  its shard unchanged, and that locks the cursor's row until it ends. So two members never write for
   a key at the same time. A member that was taken over while it slept writes nothing when it wakes:
-  its instances are thrown away, and nothing is called on them.
-- *In order, exactly once.* What an instance writes on ``connection`` commits together with the
+  its instances are thrown away without being called.
+- *In order, exactly once.* An instance's writes on ``connection`` commit together with the
   position, as with any receiver.
 - *Memory is never ahead of the database.* When a call raises, its instance is thrown away, and so
-  are those whose work is undone with it (`saf.receiving.savepoints`). When a transaction does not
-  commit, all instances that were called in it are thrown away. The next message of the key
-  activates a new instance, from what was committed.
+  are instances whose work is undone with it (`saf.receiving.savepoints`). When a transaction does
+  not commit, all instances that were called in it are thrown away. The next message of the key
+  activates a new instance from the committed state.
 
-Not promised is that an instance is told before it goes. `Processor.passivate` is called when an
-instance goes in order, but a process that is killed or taken over calls nothing. So a handler must
-write what must not be lost in its own transaction; memory is only a cache of that.
+An instance may be removed without being called. `Processor.passivate` is called when an instance is
+removed in order, but a process that is killed or taken over calls nothing. So a handler must write
+everything that must not be lost in its own transaction; memory is only a cache.
 
 A message without a key has an instance of its own, which is passivated in the same transaction.
 """
@@ -61,45 +61,45 @@ if TYPE_CHECKING:
     from saf.signing.signer import Signer
 
 LOOK_SECONDS = 1.0
-"""How often a member looks whether others have come or gone, in seconds."""
+"""Interval at which a member checks whether others have joined or left, in seconds."""
 
 # A member that hangs in a transaction would keep its shards from the others beyond its lease
 NO_LONGER = "SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"
 
-# Short until `balance` has its locks: from then on, only the shards that move wait (PATIENTLY)
+# Short until `balance` has its locks: from then on, only the moving shards wait (PATIENTLY)
 BRIEFLY = "SET LOCAL lock_timeout = '200ms'"
 PATIENTLY = "SET LOCAL lock_timeout TO DEFAULT"
 
 
 class Processors(Loop):
-    """Handles the messages of one subscription by instances of a class, one for each key.
+    """Handle the messages of one subscription by instances of a class, one for each key.
 
     Args:
-        engine: as for `saf.receive`. Two connections from it are used for as long as this runs;
-            they must not go through a pooler.
-        subscription: whose messages to handle. While it has processors, nobody else may receive
-            from it.
+        engine: as for `saf.receive`. Running uses two of its connections, which must not go through
+            a pooler.
+        subscription: the subscription to receive from. While it has processors, no other receiver
+            may use it.
         processor: the class; instances are made without arguments.
-        max_messages: the most messages in one transaction; also the most instances on which
-            `Processor.passivate` or `Processor.output` is called in one.
-        max_instances: how many instances stay live between deliveries; of more, those that were
-            used least recently are passivated.
-        idle_seconds: an instance is passivated after so long without a message.
-        output_seconds: how often `Processor.output` is called on each live instance.
-        lease_seconds: a process that hangs for so long is taken over by others. A call that does
-            not ask the database for so long counts as hanging, and its transaction is ended.
-        policy: what happens to messages whose handling fails.
-        listen: be notified of what arrives; see `saf.receiving.notify`.
-        stop_timeout: how many seconds the messages in hand, and `Processor.passivate` of all live
+        max_messages: maximum number of messages in one transaction, and of instances on which one
+            transaction calls `Processor.passivate` or `Processor.output`.
+        max_instances: maximum number of instances that stay live between deliveries; beyond it, the
+            least recently used instances are passivated.
+        idle_seconds: time without a message after which an instance is passivated.
+        output_seconds: interval at which `Processor.output` is called on each live instance.
+        lease_seconds: time after which a hanging process is taken over by others. A call that sends
+            no statement for this time counts as hanging, and its transaction is ended.
+        policy: how to treat messages whose handling fails.
+        listen: be notified of new messages; see `saf.receiving.notify`.
+        stop_timeout: seconds that the messages in hand, and `Processor.passivate` of all live
             instances, may take after SIGTERM, SIGINT or `stop`; then `run` raises `StopTimeout`.
-        unhandled: what becomes of a message whose type has no handler: "wait" until processors have
+        unhandled: treatment of a message whose type has no handler: "wait" until processors have
             one, or "dead", a dead letter.
-        require_signed: hand no message to a handler that is not signed by one of the ``keys``.
+        require_signed: hand only messages that are signed with one of the ``keys`` to handlers.
         keys: the keys that senders sign with; as for `saf.receive`.
-        signer: signs what handlers say on the dialogs of their messages.
+        signer: signs what handlers send on the dialogs of their messages.
 
     Raises:
-        UsageError: a number is out of range, or there are no keys to verify with.
+        UsageError: a number is out of range, or keys to verify with are missing.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Processors(Loop):
         self._membership: Membership | None = None
 
     def deliveries(self) -> Iterator[Delivery[Any]]:
-        """As a loop's, and leave at the end."""
+        """Handle messages as `Loop.deliveries` does, and leave at the end."""
         try:
             yield from super().deliveries()
         finally:
@@ -235,7 +235,7 @@ class Processors(Loop):
     # Between deliveries
 
     def _be_member(self, receiver: Receiver) -> None:
-        """Join, or join again if forgotten. From time to time, take up shards or pass them on."""
+        """Join, or rejoin if forgotten. Periodically take over shards or pass them on."""
         if self._membership is not None and self._membership.lost:
             self._leave()
         if self._membership is None:
@@ -262,7 +262,7 @@ class Processors(Loop):
             self._be_member(receiver)
 
     def _pass_on(self, link: Link, shards: Sequence[int]) -> None:
-        """Passivate the instances in shards that go, in the transaction that lets the shards go."""
+        """Passivate the instances of leaving shards, in the transaction that frees the shards."""
         link.raw.execute(PATIENTLY)
         gone = set(shards)
         ones = [one for one in self._live if one.shard in gone]
@@ -283,9 +283,9 @@ class Processors(Loop):
         self._visit(receiver.link, self._live.next_due(self.max_messages), "output")
 
     def _visit(self, link: Link, ones: Sequence[Instance], what: str) -> None:
-        """Call a method of some instances, in one transaction that holds their shards.
+        """Call a method of these instances, in one transaction that holds their shards.
 
-        Instances in shards that have been lost are thrown away; all are, if it does not commit.
+        Instances of lost shards are thrown away; if the transaction does not commit, all are.
         """
         if not ones or getattr(self.processor, what) is getattr(Processor, what):
             return
@@ -324,7 +324,7 @@ class Processors(Loop):
         return True
 
     def _until_next_duty(self) -> float:
-        """How many seconds this member may wait for a delivery, until its next duty."""
+        """Return the seconds until this member's next duty: the longest wait for a delivery."""
         if self._live.due:
             return 0.0
         duties = [self._look_at]
@@ -333,7 +333,7 @@ class Processors(Loop):
         return max(0.0, min(duties) - time.monotonic())
 
     def _leave(self) -> None:
-        """Free the shards. Instances that are still live are not told."""
+        """Free the shards. Instances that are still live are not called."""
         self._live.clear()
         membership, self._membership = self._membership, None
         if membership is not None:

@@ -1,11 +1,11 @@
-"""What a receiver has read and not given to its handlers, because it was told to stop.
+"""Messages that a receiver has read and not given to its handlers, because it was told to stop.
 
-It is put back as if it had not been read: each shard goes back to the first of these messages, and
-a message that was read from a lane stays in it. No attempt is counted.
+They are put back as if they had not been read: each shard goes back to the first of these messages,
+and a message that was read from a lane stays in the lane. No attempt is counted.
 
-A shard cannot go back behind a message that is complete: batch handlers may have had later ones of
+A shard cannot go back behind a completed message: batch handlers may have handled later messages of
 other keys. And messages of dialogs have arrived at their ends, which reading them again does not
-undo. Such messages are set aside in the lanes of their keys instead, and are due at once.
+undo. Such messages are set aside in the lanes of their keys instead, and are due immediately.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from saf.received import Received
 from saf.receiving.hand import Hand
 
 WHY = "its receiver was told to stop"
-"""Why such a message waits in a lane."""
+"""Reason shown for a message that waits in a lane after it was put back."""
 
 
 class PutBack:
-    """The messages of one delivery that were not given."""
+    """Messages of one delivery that were not given to handlers."""
 
     def __init__(self) -> None:
         self._messages: dict[Received, None] = {}
         self._in_lanes: set[Received] = set()
-        """Those that are set aside instead."""
+        """Messages that are set aside in lanes instead."""
         self._again: dict[int, int] = {}
-        """For each shard that goes back: the id of the first message that is read again."""
+        """First message id to read again, by shard that goes back."""
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -36,18 +36,18 @@ class PutBack:
         return message in self._messages
 
     def add(self, message: Received) -> None:
-        """Put back one more message."""
+        """Put back a message."""
         self._messages[message] = None
 
     def reopen(
         self, hand: Hand, messages: Sequence[Received], complete: Iterable[Received]
     ) -> list[Received]:
-        """Let shards go back; return the messages, in order, that must be set aside instead.
+        """Move shards back; return the messages, in order, that must be set aside instead.
 
         Args:
             hand: the shards.
             messages: the messages of the delivery, in order.
-            complete: those of them that are handled or set aside.
+            complete: the messages of the delivery that are handled or set aside.
         """
         back = [one for one in messages if one in self._messages]
         if hand.spoken:
@@ -71,7 +71,7 @@ class PutBack:
         return aside
 
     def stays(self, one: Received) -> bool:
-        """Whether nothing becomes of a message that was read: it will be read again."""
+        """Return whether a message stays where it was read from, and will be read again."""
         if one.parked_id is not None:
             return one in self._messages and one not in self._in_lanes
         again = self._again.get(one.shard)

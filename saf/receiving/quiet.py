@@ -1,21 +1,21 @@
-"""Quiet: an idle receiver asks, by one statement, whether anything is new since it found nothing.
+"""Quiet: an idle receiver asks, by one statement, whether anything changed since it found nothing.
 
-To look for something to claim is many questions: for each shard, whether it has rows that its own
-cursor does not know, in each slot of the inbox. But a receiver that found nothing a moment ago
-needs to know only what has changed since a snapshot that it took before. `ASK` says that, of all
-shards at once:
+A search for messages to claim asks many questions: for each shard, whether it has rows unknown to
+its own cursor, in each slot of the inbox. But a receiver that found nothing a moment ago needs only
+the changes since an earlier snapshot. `ASK` returns them for all shards together:
 
-- whether there are rows that are not visible in that snapshot;
+- whether rows exist that are not visible in that snapshot;
 - whether a lane of the subscription has become due, or waits for a handler that this receiver has;
-- whether somebody has left a batch open, or has died with a shard in hand;
-- how many shards this receiver may claim, and their epochs, which tell that owners have changed.
+- whether a receiver has left a batch open, or has died with a shard in hand;
+- how many shards this receiver may claim, and the sum of their epochs, which shows that owners have
+  changed.
 
-If nothing has changed, there is still nothing to claim. Now and then the receiver looks itself all
-the same (`SURE_SECONDS`), for a cursor that a person has set back.
+If nothing has changed, there is still nothing to claim. From time to time the receiver searches all
+the same (`SURE_SECONDS`), because an operator may have set a cursor back.
 
-On a server where nobody writes, even that is not asked. As long as no transaction that has written
-anything ends, the server's snapshot stays the same, and only time can bring something: a lane that
-becomes due.
+On a server without writes, even `ASK` is skipped. While no transaction that has written ends, the
+server's snapshot stays the same, and only the passage of time can bring work: a lane that becomes
+due.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
 
 SURE_SECONDS = 5.0
-"""How long a receiver relies on what has not changed, in seconds."""
+"""Time for which a receiver relies on an unchanged answer, in seconds."""
 
 SNAPSHOT = "SELECT pg_current_snapshot()::text"
 
@@ -76,26 +76,26 @@ FROM (
 
 
 class Quiet:
-    """What a receiver knows of the last time that it found nothing."""
+    """A receiver's knowledge since it last found nothing."""
 
     def __init__(self) -> None:
         self._known: tuple[Any, ...] | None = None
-        """The snapshot, the shards and their epochs when there was nothing."""
+        """Snapshot, shard count and epochs when nothing was found."""
         self._until = 0.0
         self._asked: tuple[Any, ...] | None = None
         self._untouched = ""
-        """The snapshot before a look that found nothing, if nothing becomes due by itself. One in
-        which only `ASK` was asked does not count: a cursor may have been set back before."""
+        """Snapshot before a search that found nothing, if time alone makes nothing due. A snapshot
+        followed by `ASK` only does not count: a cursor may have been set back before it."""
         self._becomes_due = False
 
     def is_certain(self, raw: psycopg.Connection[Any]) -> bool:
-        """Whether nobody has written anything at all since there was nothing; one statement."""
+        """Return whether nothing at all was written since nothing was found; one statement."""
         return self._untouched != "" and fetch(raw, SNAPSHOT) == [(self._untouched,)]
 
     def lasts(self, raw: psycopg.Connection[Any], reader: Reader) -> bool:
-        """Whether there is still nothing. Call it in a transaction of its own.
+        """Return whether there is still nothing. Call it in a transaction of its own.
 
-        Otherwise look, and say so by `nothing` if there is nothing.
+        If not, search, and call `nothing` if the search finds nothing.
         """
         raw.execute(PLAN_ONCE)
         seen, *free = self._known or (None, None, None)
@@ -105,8 +105,8 @@ class Quiet:
         return not changed and now == free and time.monotonic() < self._until
 
     def nothing(self) -> None:
-        """Note that a look found nothing, neither to claim nor to try alone."""
-        # what was asked before that look; nothing, if it was the first
+        """Note that a search found nothing, neither to claim nor to try alone."""
+        # the answer before that search; none before the first
         self._known, self._asked = self._asked, None
         self._untouched = self._known[0] if self._known and not self._becomes_due else ""
         self._until = time.monotonic() + SURE_SECONDS

@@ -1,11 +1,11 @@
-"""Reading: the next messages of the shards in hand, in order, and what each of them is.
+"""Reading: the next messages of the shards in hand, in order, and the fate of each.
 
-*Deep backlogs.* Rows are ordered by id, but only (shard, txid) is indexed, so a read sorts what is
-left of a shard's batch. A batch need not reach up to now: it may end at a transaction id X if every
-message of the shard from X on has a higher id than every message before X (a clean cut). That is
-as if the snapshot had been taken earlier, and the order by id is kept. A deep shard is searched
-once for such cuts (``cuts``). Its batches are then opened from one cut to the next, up to the
-snapshot for which the cuts were found (``until``).
+*Deep backlogs.* Rows are ordered by id, but only (shard, txid) is indexed, so a read sorts the rest
+of a shard's batch. A batch need not reach up to now: it may end at a transaction id X if every
+message of the shard from X on has a higher id than every message before X (a clean cut). Such a
+batch equals one whose snapshot was taken earlier, and keeps the order by id. A deep shard is
+searched once for such cuts (``cuts``). Its batches are then opened from one cut to the next, up to
+the snapshot for which the cuts were found (``until``).
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from saf.receiving.hand import EXPIRED, LATE, NOW, SPOKEN, UNREAD, Hand, Reader,
 from saf.setaside.lane import Kind
 
 CUT_ROWS, CUTS = 250, 64
-"""A batch of a deep backlog holds at least the first number of messages; the second is how many
-cuts are found ahead."""
+"""Minimum number of messages in a batch of a deep backlog, and number of cuts found ahead."""
 
 IN_HAND = newest("unnest(%(shards)s::smallint[])")
 
 FATE_AT = len(READ)
-"""Where a row that was read has the message's fate."""
+"""Index of the message's fate in a row that was read."""
 
 FATE = f"""
 CASE WHEN NOT readable THEN {UNREAD}
@@ -40,7 +39,7 @@ CASE WHEN NOT readable THEN {UNREAD}
      WHEN from_initiator IS NOT NULL THEN {SPOKEN} ELSE {NOW} END
 """
 
-# UNION ALL, as in saf.log.cursor: what was in progress at ``done``, and what began after it
+# UNION ALL, as in saf.log.cursor: rows of transactions in progress at ``done``, and of later ones
 SINCE = """
     SELECT * FROM saf.inbox i WHERE i.shard = c.shard AND i.txid >= pg_snapshot_xmax(c.done)
     UNION ALL
@@ -51,13 +50,13 @@ IN_BATCH = """
 txid < pg_snapshot_xmax({open}) AND pg_visible_in_snapshot(txid, {open})
 AND (%(service)s::text IS NULL OR to_service = %(service)s)
 """
-# The database copies a fragment's body to where it waits: see saf.dialogs.assembly
+# The database copies a fragment's body to its place: see saf.dialogs.assembly
 BODY = f"""
 CASE WHEN from_initiator IS NOT NULL AND sequence IS NOT NULL AND %(converses)s
           AND headers -> '{FRAGMENT}' IS NOT NULL
      THEN ''::bytea WHEN readable THEN body END
 """
-# Of a batch that a dispatcher has left open, endpoints have answered messages beyond the position
+# In a batch that a dispatcher has left open, endpoints have answered messages beyond the position
 READ_LOG = f"""
 SELECT m.* FROM unnest(%(shards)s::smallint[], %(open)s::pg_snapshot[]) AS h (shard, open)
 JOIN {IN_HAND} AS c USING (shard)
@@ -87,9 +86,8 @@ SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM (
 ORDER BY deliver_at, id
 """
 
-# A shard with fewer messages than a batch is not looked through.
-# For each transaction: does every message before it have a lower id than all messages from it on,
-# and how many messages are before it?
+# A shard with fewer messages than a batch is not searched. For each transaction: does every message
+# before it have a lower id than all messages from it on, and how many messages are before it?
 FIND_CUTS = f"""
 SELECT shard, array_agg(txid::text ORDER BY txid) FROM (
     SELECT shard, min(txid) AS txid FROM (
@@ -119,7 +117,7 @@ def find_cuts(
     now: str,
     rows: int,
 ) -> None:
-    """Find where batches of at least so many messages may end, up to a snapshot."""
+    """Find where batches of at least ``rows`` messages may end, up to a snapshot."""
     params = {
         "subscription_id": reader.subscription_id,
         "service": reader.service,
@@ -168,10 +166,10 @@ def read_log(
     limit: int,
     most_bytes: int | None = None,
 ) -> tuple[list[tuple[Any, ...]], set[int]]:
-    """Read the next messages of shards, and return the shards that have no more.
+    """Read the next messages of shards; return them with the shards that have no more.
 
     Messages come shard by shard, each in order. The columns are those of `saf.received.READ`, the
-    fate, and others. With ``most_bytes``, no message comes after so many bytes of bodies.
+    fate, and others. With ``most_bytes``, reading stops once the bodies reach that size.
     """
     params = {
         "subscription_id": hand.reader.subscription_id,
@@ -188,16 +186,16 @@ def read_log(
     refuse_doubled(connection, rows)
     if len(rows) < limit and (most_bytes is None or not rows or rows[-1][-1] < most_bytes):
         return rows, set(shards)
-    # the last shard read may have more messages, and those after it were not looked at
+    # the last shard read may have more messages, and the shards after it were not read
     seen = dict.fromkeys(row[SHARD] for row in rows)
     return rows, set(list(seen)[:-1])
 
 
 def refuse_doubled(connection: psycopg.Connection[Any], rows: Sequence[tuple[Any, ...]]) -> None:
-    """Refuse rows with the same id: a position could not tell one from the other.
+    """Refuse rows with the same id: a position could not tell them apart.
 
     Raises:
-        Restored: a backup was restored over what was there, or the sequence was set back.
+        Restored: a backup was restored over existing rows, or the sequence was set back.
     """
     ids = [row[ID] for row in rows]
     if len({*ids}) < len(ids):
@@ -207,5 +205,5 @@ def refuse_doubled(connection: psycopg.Connection[Any], rows: Sequence[tuple[Any
 
 
 def _order(message: Received) -> tuple[bool, int]:
-    """A sort key: delayed messages come first, as they were read; the others come by id."""
+    """Return a sort key: delayed messages come first, as they were read; the others by id."""
     return (True, message.id) if message.parked_id is None else (False, 0)

@@ -4,16 +4,16 @@
         for message in delivery:
             delivery.connection.execute(…)
 
-The position commits together with what the block writes on ``delivery.connection``: both or
-neither, whatever fails. An exception in the block rolls everything back and is raised. The messages
-then come again, the first of them alone, until the one that fails by itself is a dead letter (see
+The position commits together with the block's writes on ``delivery.connection``: both or neither,
+whatever fails. An exception in the block rolls everything back and is raised. The messages are then
+delivered again, the first alone, until the message at fault is a dead letter (see
 `saf.receiving.retries`).
 
-Any number of receivers, in any number of processes, share the work: a key is in one hand at a
-time, and in order. Work in the block runs in READ COMMITTED. Other databases, files and calls to
-other systems are not part of the transaction, so what is done there is done at least once.
+Any number of receivers, in any number of processes, share the work: a key is in one hand at a time,
+and in order. Work in the block runs in READ COMMITTED. Other databases, files and calls to other
+systems are not part of the transaction, so such work happens at least once.
 
-`saf.receiving.link` says what ``engine`` may be.
+`saf.receiving.link` lists the possible values of ``engine``.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ LONGEST_PAUSE_SECONDS = 0.5
 """Longest pause between polls that find nothing, in seconds; see `saf.log.pauses`."""
 
 LOOK_SECONDS = 0.25
-"""How often a receiver that has messages looks for what is to be tried alone, in seconds."""
+"""Interval at which a busy receiver checks for messages to try alone, in seconds."""
 
 BROKER = "SELECT broker_id FROM saf.broker"
 
 LISTENING_PAUSE_SECONDS = 5.0
-"""Longest pause of a receiver that is notified: it must still find what has become due."""
+"""Longest pause of a listening receiver, which must still find messages that become due."""
 
 _met: WeakSet[psycopg.Connection[Any]] = WeakSet()
-"""Connections whose inbox was found healthy at the first contact."""
+"""Connections whose inbox was found healthy at first contact."""
 
 
 @contextmanager
@@ -81,23 +81,24 @@ def receive(
     keys: Mapping[str, Key] | None = None,
     signer: Signer | None = None,
 ) -> Iterator[Delivery[Any]]:
-    """Receive messages of a subscription, as many as there are up to ``max_messages``.
+    """Receive the available messages of a subscription, up to ``max_messages``.
 
     Args:
         engine: where the inbox and the consumer's tables are; see `saf.receiving.link`.
-        subscription: whose messages to receive; each service has a subscription of its own name.
+        subscription: the subscription to receive from; each service has a subscription of its own
+            name.
         max_messages: the most messages in one delivery, which is one transaction.
         wait_seconds: how long to wait for the first message; after that, the delivery is empty.
-        policy: what happens to messages whose handling fails.
-        require_signed: hand out no message that is not signed by one of the ``keys``.
+        policy: how to treat messages whose handling fails.
+        require_signed: hand out only messages that are signed with one of the ``keys``.
         keys: the keys that senders sign with, by their names, or a `Keys`; see docs/security.md.
-        signer: signs what is said on the dialogs of the messages.
+        signer: signs what the receiver sends on the messages' dialogs.
 
     Raises:
-        ConfigurationError: there is no such subscription.
-        UsageError: processors read this subscription, or there are no keys to verify with.
+        ConfigurationError: the subscription does not exist.
+        UsageError: processors read this subscription, or keys to verify with are missing.
         SchemaMissing, SchemaMismatch, Restored: the database cannot be read from.
-        Unavailable: the database does not answer, or a table of saf stays locked for too long.
+        Unavailable: the database does not answer, or one of saf's tables stays locked for too long.
     """
     with (
         one_delivery(
@@ -126,7 +127,7 @@ def one_delivery(
     signer: Signer | None,
     stopping: Event | None = None,
 ) -> Iterator[Delivery[Any]]:
-    """Give one delivery, on a link that is opened for it; an empty one on a stop. See `receive`."""
+    """Yield one delivery, on a link opened for it; an empty one on a stop. See `receive`."""
     if max_messages < 1:
         raise UsageError(f"max_messages: {max_messages} is less than 1")
     with connecting as link:
@@ -145,9 +146,9 @@ def one_delivery(
 
 
 class Receiver(Trying):
-    """Gives deliveries on one connection, one after the other.
+    """Yields deliveries on one connection, one after the other.
 
-    Raises what `receive` raises.
+    Raises the errors of `receive`.
     """
 
     def __init__(
@@ -174,14 +175,14 @@ class Receiver(Trying):
             self._prefetch.stop()
         self._quiet = Quiet()
         self._look_at = 0.0
-        """When to look next whether there is anything to be tried alone."""
+        """Time of the next check for messages to try alone."""
         with unavailable_if_lost(f"database {link.raw.info.dbname!r}"), link.transaction():
             pooled = is_pooled(link.raw)
             if pooled:
                 link.raw.prepare_threshold = None
                 self._prefetch.stop()
             check_schema(link.raw)
-            first = link.raw not in _met  # of a pool, it may have received before
+            first = link.raw not in _met  # a pooled connection may have received before
             health.refuse(link.raw, "inbox" if first else None, reader=f"inbox/{subscription}")
             _met.add(link.raw)
             found = services.subscription(link.raw, subscription)
@@ -209,16 +210,16 @@ class Receiver(Trying):
     def delivery(  # noqa: PLR0912, PLR0915 - a context manager yields in one place or the other, not in two
         self, wait_seconds: float = 0.0, stopping: Event | None = None
     ) -> Iterator[Delivery[Any]]:
-        """Give the next messages, or an empty delivery after ``wait_seconds`` or on a stop."""
+        """Yield the next messages, or an empty delivery after ``wait_seconds`` or on a stop."""
         stopping = stopping or Event()
         until = time.monotonic() + wait_seconds
-        # half of the time, first what has failed before: so neither kind holds the other up
+        # half of the time, begin with earlier failures: so neither kind delays the other
         careful_first, vain = _toss(), False
         begun = False
         if self.listens:
             notify.forget(self.link.raw)
         while True:
-            if begun and stopping.is_set():  # all that was found so far was set aside
+            if begun and stopping.is_set():  # everything found so far was set aside
                 with self.link.transaction():
                     yield self._delivery(None)
                 return
@@ -266,20 +267,20 @@ class Receiver(Trying):
                         return
                     vain = False
             except BaseException as error:
-                # rolled back: what was in hand comes again, more carefully
+                # rolled back: the messages in hand are delivered again, more carefully
                 careful_first, self._look_at = True, 0.0
                 self._prefetch.rolled_back()
                 if not isinstance(error, NotReceived):
                     raise
 
     def _steps(self) -> tuple[bool, bool]:
-        """Whether to look for what is to be tried alone; and whether anything is to be claimed."""
+        """Return whether to check for messages to try alone, and whether to claim shards."""
         self._prefetch.age()
         looks = not self._prefetch.goes_on or time.monotonic() >= self._look_at
         return looks, looks or not self._prefetch.is_ready
 
     def _handed(self, hand: Hand | None) -> Delivery[Any] | None:
-        """Make a delivery of what is in hand, if anything is."""
+        """Make a delivery of the messages in hand, if any."""
         if hand is None:
             return None
         with receiving():
@@ -287,7 +288,7 @@ class Receiver(Trying):
 
     @contextmanager
     def _settled(self, delivery: Delivery[Any]) -> Iterator[None]:
-        """Run the block in which a delivery is handled, unless it is empty; then settle it."""
+        """Run the block that handles a delivery, unless the delivery is empty; then settle it."""
         if delivery:
             fail_point("receive_read")
         yield
@@ -299,13 +300,13 @@ class Receiver(Trying):
         fail_point("receive_settled")
 
     def _look(self) -> bool:
-        """Look whether there is anything to be tried alone; if not, not again for a while."""
+        """Return whether anything is to be tried alone; if not, do not check again for a while."""
         troubled = retries.troubled(self.link.raw, self.reader)
         self._look_at = 0.0 if troubled else time.monotonic() + LOOK_SECONDS
         return troubled
 
     def _wait(self, until: float, stopping: Event) -> bool:
-        """Pause until there may be something, each time longer; False if the time is over."""
+        """Pause until messages may have arrived, each time longer; False if the time is over."""
         longest = LISTENING_PAUSE_SECONDS if self.listens else LONGEST_PAUSE_SECONDS
         while (left := until - time.monotonic()) > 0:
             pause = min(self._pauses.next(longest), left)
@@ -331,23 +332,23 @@ class Receiver(Trying):
             return self._quiet.lasts(link.raw, self.reader)
 
     def unseen(self) -> SetAside:
-        """How many messages that it did not hand out it has set aside since it was asked last."""
+        """Return the counts of messages set aside without being handed out, since the last call."""
         unseen, self._unseen = self._unseen, SetAside()
         return unseen
 
     def forget(self) -> None:
-        """Stop listening, because the connection may go back to a pool; or close it."""
+        """Stop listening, because the connection may go back to a pool; close it if that fails."""
         if not self.listens or self.link.raw.closed:
             return
         try:
             with self.link.transaction():
                 self.link.raw.execute(notify.UNLISTEN)
         except Exception:
-            # whatever keeps it from being used; what has gone wrong before is for the caller
+            # for any reason; earlier errors are raised to the caller
             self.link.raw.close()
 
     def _read_ahead(self) -> None:
-        """Prefetch messages; what fails because of one of them is for `_claim` to deal with."""
+        """Prefetch messages; if a message makes this fail, `_claim` isolates the message."""
         if not self.link.reads_committed():
             self._prefetch.stop()
             return
@@ -355,7 +356,7 @@ class Receiver(Trying):
             self._prefetch.read(self.link.raw, self.reader)
 
     def _next(self) -> Hand | None:
-        """Take the next messages in hand, as they were prefetched or from the inbox."""
+        """Take the next messages in hand, from the prefetched ones or from the inbox."""
         if self._prefetch.is_used_up:
             self._read_ahead()
             return None
@@ -365,7 +366,7 @@ class Receiver(Trying):
             return self._prefetch.take(self.link.raw, self.reader)
 
     def _claim(self) -> Hand | None:
-        """Take the next messages of shards that nobody has in hand."""
+        """Take the next messages of shards that no receiver has in hand."""
         raw = self.link.raw
         only, batch = self._prefetch.turn(), self._prefetch.batch
         hand = claim.claim(raw, self.reader, self.max_messages, only, batch)

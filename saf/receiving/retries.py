@@ -1,23 +1,23 @@
 """Keys that wait for a receiver, and messages that are tried again with more care.
 
 A message whose handling fails is copied to saf.parked, into the lane of its key (see
-`saf.setaside.lane`). Later messages of the key park behind it; other keys go on. When the lane's
-time has come, its first message is tried again, *alone*: in a transaction of its own, so that only
-this message can be to blame. After `Policy.max_attempts` attempts it is a dead letter.
+`saf.setaside.lane`). Later messages of the key park behind it; other keys continue. When the lane
+is due, its first message is tried again, *alone*: in a transaction of its own, so that only this
+message can be the cause of a failure. After `Policy.max_attempts` attempts it is a dead letter.
 
 An attempt is counted before it is made, in a transaction that has committed by then (`count`). So
 an attempt that ends the process counts like one that raises, and a message that kills every
 receiver becomes a dead letter like any other.
 
 A message that has not been tried alone yet is found by its shard. A cursor whose last delivery did
-not come to its end (see `saf.receiving.claim`) is handed out alone as well, with an ``allowance``
-of one message at first, which doubles with each success. That first message is parked and counted
-before it is tried.
+not complete (see `saf.receiving.claim`) is handed out alone as well, with an ``allowance`` of one
+message at first, which doubles with each success. That first message is parked and counted before
+it is tried.
 
-A message that no handler takes is not tried at all: its lane waits for a receiver that handles its
-type (`saf.setaside.unhandled`), and only such a receiver chooses it.
+A message without a handler is not tried at all: its lane waits for a receiver that handles its type
+(`saf.setaside.unhandled`), and only such a receiver chooses it.
 
-Only the receiver that has the shard in hand writes any of this.
+Only the receiver that has the shard in hand writes any of these rows.
 """
 
 from __future__ import annotations
@@ -46,21 +46,22 @@ from saf.setaside.unhandled import FOR_ALL, awaited, possible
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What happens to a message whose handling fails.
+    """Treatment of a message whose handling fails.
 
     Raises:
-        ValueError: a number is out of range, or ``permanent`` has what is no exception.
+        ValueError: a number is out of range, or ``permanent`` contains a value that is not an
+            exception class.
     """
 
     max_attempts: int = 5
-    """After so many attempts, a message is a dead letter."""
+    """Number of attempts after which a message is a dead letter."""
     first_wait_seconds: float = FIRST_WAIT_SECONDS
-    """Wait before the second attempt, in seconds; it doubles before each further one."""
+    """Wait before the second attempt, in seconds; it doubles before each later attempt."""
     longest_wait_seconds: float = LONGEST_WAIT_SECONDS
     permanent: tuple[type[Exception], ...] = ()
     """Exceptions after which no further attempt is made."""
     block: bool = False
-    """Whether the later messages of a key wait until a person has decided about its dead letter."""
+    """True if later messages of a key wait until an operator decides about its dead letter."""
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1 or self.first_wait_seconds < 0 or self.longest_wait_seconds < 0:
@@ -71,11 +72,11 @@ class Policy:
             raise ValueError(f"permanent: expected a tuple of exceptions, got {self.permanent!r}")
 
     def wait_seconds(self, attempts: int) -> float:
-        """How many seconds to wait after so many attempts."""
+        """Return the seconds to wait after ``attempts`` attempts."""
         return wait_seconds(attempts, self.first_wait_seconds, self.longest_wait_seconds)
 
     def gives_up(self, attempts: int, error: BaseException | str) -> bool:
-        """Whether no further attempt follows, after so many of which the last ended so.
+        """Return whether attempt number ``attempts``, which ended with ``error``, was the last one.
 
         >>> Policy(max_attempts=2).gives_up(1, "no"), Policy(max_attempts=2).gives_up(2, "no")
         (False, True)
@@ -85,18 +86,18 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Suspect:
-    """Something to try alone: a lane, or a shard whose last delivery failed."""
+    """A subject to try alone: a lane, or a shard whose last delivery failed."""
 
     shard: int
     lane: str | None
-    """The lane of its key, as `saf.received.Received.lane` gives it."""
+    """Lane of the key, as in `saf.received.Received.lane`."""
     attempts: int = 1
 
 
 MINE = f"ARRAY(SELECT c.shard FROM {NEWEST} AS c WHERE owner IS NOT DISTINCT FROM %(owner)s)"
 HANDLED = awaited(shards=MINE)
 
-# Only of shards that this reader may claim
+# Only shards that this reader may claim
 TROUBLED = f"""
 SELECT EXISTS (SELECT FROM saf.backoff b
                WHERE b.subscription_id = %(subscription_id)s AND b.next_attempt_at <= now()
@@ -131,7 +132,7 @@ UPDATE saf.backoff SET attempts = %(attempts)s,
        next_attempt_at = clock_timestamp() + make_interval(secs => %(wait)s), {FOR_ALL}
 WHERE {THIS_LANE}
 """
-# By nobody who has the lane in hand: the number says that nobody has counted another one since
+# Runs without the lane in hand: the number shows that no other attempt was counted since
 UNCOUNT = f"""
 UPDATE saf.backoff SET attempts = attempts - 1, next_attempt_at = clock_timestamp()
 WHERE {THIS_LANE} AND attempts = %(attempts)s
@@ -166,15 +167,15 @@ FROM unnest(%(parked_ids)s::bigint[], %(kinds)s::text[], %(subjects)s::text[])
 WHERE p.parked_id = m.parked_id AND (p.kind, p.subject) <> (m.kind, m.subject)
 """
 
-# Uses the index parked_later, where the first entry of a lane is this one, however many messages
-# wait. LIMIT, because without it the planner may join the whole lane to see whether it has any.
+# Uses the index parked_later, whose first entry for a lane is this one, however many messages wait.
+# LIMIT, because without it the planner may join the whole lane to find whether it has any.
 FIRST_LATE = f"""
 SELECT deliver_at FROM saf.parked p
 WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.LATER}'
   AND p.subject = {{of}}.subject
 ORDER BY deliver_at LIMIT 1
 """
-# Writes when the first message of each lane is due; a lane without messages is deleted
+# Writes the due time of each lane's first message; a lane without messages is deleted
 TIME_LATE = f"""
 INSERT INTO saf.backoff (subscription_id, destination, kind, subject, next_attempt_at, error)
 SELECT %(subscription_id)s, '', '{Kind.LATER}', s.subject, first.deliver_at, 'deliver_at'
@@ -192,33 +193,33 @@ WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Ki
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """How a key's lane goes on waiting."""
+    """How a key's lane continues to wait."""
 
     lane: str
     shard: int
     attempts: int
     error: str
     wait: float | None = None
-    """Seconds to wait; None to wait for something else than time: a person, or a handler."""
+    """Seconds to wait; None to wait for an operator or a handler."""
     awaits_handler: bool = False
     message_type: str | None = None
-    """The type that it waits for a handler of."""
+    """Message type whose handler the lane waits for."""
 
 
 def troubled(connection: psycopg.Connection[Any], reader: Reader) -> bool:
-    """Whether there may be anything to try alone now."""
+    """Return whether there may be anything to try alone now."""
     ((there,),) = fetch(connection, TROUBLED, params_of(reader))
     return bool(there)
 
 
 def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | None:
-    """Choose something that is due to be tried alone, if there is any. Locks nothing."""
+    """Choose a suspect that is due to be tried alone, if any. Locks nothing."""
     found = fetch(connection, CHOOSE, params_of(reader))
     return Suspect(shard=found[0][0], lane=found[0][1]) if found else None
 
 
 def params_of(reader: Reader) -> dict[str, Any]:
-    """The parameters for the statements that say which lanes a reader may try."""
+    """Return the parameters of the statements that find the lanes a reader may try."""
     return {
         "subscription_id": reader.subscription_id,
         "owner": reader.owner,
@@ -229,7 +230,7 @@ def params_of(reader: Reader) -> dict[str, Any]:
 def attempts(
     connection: psycopg.Connection[Any], reader: Reader, lane: str
 ) -> tuple[int, str] | None:
-    """How often a lane's first message was tried, and its last error; None if nothing waits."""
+    """Return the attempts at a lane's first message, and its last error; None if nothing waits."""
     params = {"subscription_id": reader.subscription_id, "lane": lane}
     found = fetch(connection, ATTEMPTS, params)
     return (found[0][0], found[0][1]) if found else None
@@ -238,7 +239,7 @@ def attempts(
 def count(
     connection: psycopg.Connection[Any], reader: Reader, lane: str, number: int, policy: Policy
 ) -> None:
-    """Count an attempt that is about to be made, and set the time of the one after it."""
+    """Count an attempt that is about to be made, and set the time of the next one."""
     params = {"subscription_id": reader.subscription_id, "lane": lane}
     connection.execute(COUNT, params | {"attempts": number, "wait": policy.wait_seconds(number)})
 
@@ -259,7 +260,7 @@ def read_lane(
 
 
 def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str, Waiting]) -> None:
-    """Let keys wait in their lanes."""
+    """Make keys wait in their lanes."""
     if lanes:
         columns: dict[str, Any] = {
             column.name: [getattr(one, column.name) for one in lanes.values()]
@@ -269,13 +270,13 @@ def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str
 
 
 def move(connection: psycopg.Connection[Any], parked: Sequence[tuple[int, Lane]]) -> None:
-    """Move parked messages into lanes; each is given by its id in saf.parked."""
+    """Move parked messages, given by their ids in saf.parked, into lanes."""
     ids, there = zip(*parked, strict=True)
     connection.execute(MOVE_TO_KEYS, {"parked_ids": list(ids), **given(there)})
 
 
 def time_late(connection: psycopg.Connection[Any], reader: Reader, shards: Sequence[int]) -> None:
-    """Write when the delayed messages of shards are due, after some have come or gone."""
+    """Write the due times of shards' delayed messages, after some were added or removed."""
     if shards:
         params = {
             "subscription_id": reader.subscription_id,

@@ -1,10 +1,10 @@
-"""Savepoints: pieces of work in one transaction, each of which is undone if it raises.
+"""Savepoints: pieces of work in one transaction; a piece that raises is undone.
 
-To set a savepoint costs a round trip to the database, which for a handler that does little is most
-of what it costs. So pieces that are over within `SHARE_SECONDS` share a savepoint. If one of them
-raises, the database is taken back to before the first of them, and the others are done again, each
-with a savepoint of its own: what they did is there once, and what the failed piece did is not. If
-one of the others fails this time, those that must not be done before it are not done again.
+Setting a savepoint costs a round trip to the database, which for a small handler is most of its
+cost. So pieces that complete within `SHARE_SECONDS` share a savepoint. If a piece raises, the
+database goes back to before the first piece, and the others are repeated, each with its own
+savepoint: their work is present once, and the failed piece's is not. If another piece fails this
+time, pieces that may not run without it are not repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 SHARE_SECONDS = 0.01
-"""For how long pieces share a savepoint: about as long as it may take to do them again."""
+"""Time for which pieces share a savepoint: roughly the time needed to repeat them."""
 
 SAVEPOINT = "SAVEPOINT saf"
 NEXT = "RELEASE SAVEPOINT saf; SAVEPOINT saf"
@@ -29,30 +29,30 @@ RELEASE = "RELEASE SAVEPOINT saf"
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A piece of work that can be done again."""
+    """A piece of work that can be repeated."""
 
     do: Callable[[], object]
     failed: Callable[[Exception], None]
     """Called after the piece has raised, and its work is undone."""
     undone: Callable[[], None]
-    """Called after its work was undone, because it raised or because another one did."""
+    """Called after the piece's work was undone, because this piece or another one raised."""
     may_go_on: Callable[[], bool]
-    """Asked before it is done again: whether none has failed that it must not be done before."""
+    """Called before the piece is repeated: False if a piece that it depends on has failed."""
 
 
 class Savepoints:
     """Pieces of work in one transaction.
 
-    After them runs ``own``, a statement that restores saf's own settings; see `saf.receiving.own`.
+    ``own``, a statement that restores saf's own settings, runs after them; see `saf.receiving.own`.
     """
 
     def __init__(self, raw: psycopg.Connection[Any], own: str = "") -> None:
         self.raw = raw
         self.own = own
         self._done: list[Piece] = []
-        """The pieces that were done since the savepoint."""
+        """Pieces done since the savepoint."""
         self._clean = True
-        """Whether nothing was done since the savepoint."""
+        """True if nothing was done since the savepoint."""
         self._since = 0.0
 
     def __enter__(self) -> Savepoints:
@@ -61,20 +61,19 @@ class Savepoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            # released here and not by the commit, because what is written next is outside of the
-            # pieces
+            # released here and not by the commit, because later writes are outside the pieces
             last = f"{RELEASE}; {self.own}" if self.own else RELEASE
             self.raw.execute(last.encode())
 
     def as_saf(self, do: Callable[[psycopg.Connection[Any]], object]) -> None:
-        """Do what is saf's own between pieces of the application's."""
+        """Do saf's own work between pieces of the application's."""
         if self.own:
             self.raw.execute(self.own.encode())
         do(self.raw)
 
     @contextmanager
     def piece(self) -> Iterator[None]:
-        """Run the block; if it raises, undo its work. The transaction goes on."""
+        """Run the block; if it raises, undo its work. The transaction continues."""
         self._begin(alone=True)
         try:
             yield
@@ -85,9 +84,9 @@ class Savepoints:
             raise
 
     def do(self, piece: Piece, *, alone: bool = False) -> bool:
-        """Do a piece of work; return whether it did not raise.
+        """Do a piece of work; return False if it raised.
 
-        The pieces that share a savepoint with one that raises are done again first.
+        In that case, the pieces that shared a savepoint with it are repeated first.
         """
         self._begin(alone=alone)
         try:
@@ -112,9 +111,9 @@ class Savepoints:
         do: Callable[[], object],
         failed: Callable[[Exception], object],
     ) -> None:
-        """Do pieces of work at the same time by one call, which raises if one of them does.
+        """Do pieces of work at the same time by one call, which raises if any piece does.
 
-        Then ``failed`` is called with the error, and the pieces are done again one by one.
+        If it raises, ``failed`` is called with the error, and the pieces are repeated one by one.
         """
         self._begin(alone=True)
         try:

@@ -1,11 +1,11 @@
-"""Stopping: how long a receiver that was told to stop may take.
+"""Stopping: the time limit for a receiver that was told to stop.
 
-The first SIGTERM or SIGINT, or a call of `Loop.stop`, lets each thread finish the message in hand.
-What it has done is committed, and the other messages of its delivery are put back. A thread that
-has not come to its end after ``stop_timeout`` seconds is not waited for any longer: its connection
-is cut, so that its delivery is rolled back whatever it does afterwards, and `StopTimeout` says so.
+The first SIGTERM or SIGINT, or a call of `Loop.stop`, makes each thread finish the message in hand.
+Its work is committed, and the other messages of its delivery are put back. A thread that has not
+ended after ``stop_timeout`` seconds is abandoned: its connection is cut, so that its delivery is
+rolled back whatever it does afterwards, and `StopTimeout` is raised.
 
-The delivery comes again as after a kill: the first message of a shard alone, with this attempt
+The delivery is repeated as after a kill: the first message of a shard alone, with this attempt
 counted.
 """
 
@@ -25,14 +25,14 @@ from saf.received import Received
 from saf.signals import stop_on_signals
 
 STOP_SECONDS = 25.0
-"""The default: what stops a service, such as Kubernetes, kills it after 30 seconds by default."""
+"""Default time limit; Kubernetes, for example, kills a service after 30 seconds by default."""
 
 CANCEL_SECONDS = 1.0
-"""How long the server may take to cancel what runs in connections that are cut."""
+"""Time limit for the server to cancel the statements of connections that are cut."""
 
 
 class Stopping:
-    """Whether a receiver was told to stop, when, and what it has in hand."""
+    """State of a receiver's stop: whether it was told, its deadline, and the messages in hand."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -40,27 +40,27 @@ class Stopping:
         self._until: float | None = None
         self._open: set[psycopg.Connection[Any]] = set()
         self.in_hand: dict[int, Sequence[Received]] = {}
-        """The messages in hand by thread, if it has any: more than one if handlers wait."""
+        """Messages in hand, by thread: more than one if handlers are async."""
 
     def tell(self) -> None:
-        """Tell it to stop; the first time counts. From any thread, or from a signal's handler."""
+        """Tell the receiver to stop; the first call counts. From any thread or signal handler."""
         if self._until is None:
             self._until = time.monotonic() + self.seconds
         self.told.set()
 
     def hurry(self, seconds: float) -> None:
-        """Let what is in hand take so long at most, from now on."""
+        """Limit the time for the messages in hand to ``seconds`` from now."""
         until = time.monotonic() + seconds
         self._until = until if self._until is None else min(self._until, until)
 
     def begin_anew(self) -> None:
-        """Forget that it was told to stop."""
+        """Forget the stop request."""
         self._until = None
         self.told.clear()
 
     @contextmanager
     def using(self, connection: psycopg.Connection[Any]) -> Iterator[None]:
-        """Note that this connection is used meanwhile: it is cut if that takes too long."""
+        """Note that a block uses this connection, which is cut if the block takes too long."""
         self._open.add(connection)
         try:
             yield
@@ -69,10 +69,10 @@ class Stopping:
             self.in_hand.pop(threading.get_ident(), None)
 
     def run(self, threads: Iterable[threading.Thread]) -> None:
-        """Start threads and wait for their ends; SIGTERM and SIGINT tell them to stop.
+        """Start threads and wait until they end; SIGTERM and SIGINT tell them to stop.
 
         Raises:
-            StopTimeout: they were told, and have not come to their ends in time.
+            StopTimeout: the threads were told to stop, and have not ended in time.
         """
         threads = list(threads)
         with stop_on_signals(self.tell):
@@ -94,7 +94,7 @@ class Stopping:
         for connection in cut:
             with suppress(psycopg.Error, OSError):
                 shut([connection.fileno()])
-        # no commit can follow any more; a statement that runs there would hold its locks to its end
+        # no commit can follow; a statement still running would hold its locks to its end
         until = time.monotonic() + CANCEL_SECONDS
         for connection in cut:
             with suppress(psycopg.Error, OSError):

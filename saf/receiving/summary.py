@@ -1,4 +1,4 @@
-"""What a worker has done: how many messages it has handled, parked and buried."""
+"""Results of a worker: counts of messages handled, parked and buried."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 from saf.errors import SafError, Unavailable
 
 FOR_A_PERSON, FOR_LATER = SafError.exit_code, Unavailable.exit_code
-"""Exit codes of a run that has left messages for a person, or for a later run."""
+"""Exit codes of a run that has left messages for an operator, or for a later run."""
 
 
 MOST_TYPES = 200
-"""How many types without a handler are remembered by name: whoever sends may make up more."""
+"""Maximum number of unhandled types remembered by name: senders may make up any number."""
 
 
 class SetAside(NamedTuple):
@@ -35,7 +35,7 @@ class SetAside(NamedTuple):
 
 @dataclass(kw_only=True)
 class Summary:
-    """Counts of messages. Threads may add to it.
+    """Counts of messages. Safe for several threads.
 
     >>> print(Summary(handled=1))
     handled 1 message
@@ -45,24 +45,24 @@ class Summary:
 
     handled: int = 0
     parked: int = 0
-    """Messages set aside: they wait for a handler or a further attempt, or behind one that does."""
+    """Messages set aside: they wait for a handler, a further attempt, or an earlier message."""
     buried: int = 0
     """Messages that have become dead letters."""
     without_handler: set[str | None] = field(default_factory=set)
-    """The types of messages that had no handler, `MOST_TYPES` of them at most."""
+    """Message types without a handler, at most `MOST_TYPES`."""
     others_without_handler: int = 0
-    """How many messages had no handler, and are of none of these types."""
+    """Number of messages without a handler whose types are not in `without_handler`."""
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, handled: int, aside: SetAside) -> None:
-        """Count messages that were handled, and others that were set aside."""
+        """Count messages that were handled, and messages that were set aside."""
         with self._counting:
             self.handled += handled
             self.parked += aside.parked
             self.buried += aside.buried
 
     def lacks_handler(self, message_type: str | None) -> bool:
-        """Note that a type has no handler; return whether that is new, and worth a word."""
+        """Note that a type has no handler; return whether it is new and should be logged."""
         with self._counting:
             if message_type in self.without_handler:
                 return False
@@ -74,9 +74,9 @@ class Summary:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a run that handles what is there.
+        """Exit code of a run that handles the messages that are due.
 
-        1 if there are new dead letters, or messages that no handler takes; otherwise 75 if messages
+        1 if there are new dead letters, or messages without a handler; otherwise 75 if messages
         wait for another attempt; otherwise 0.
         """
         if self.buried or self.without_handler:

@@ -1,6 +1,6 @@
-"""Watching: how long handlers take, and in which traces.
+"""Watching: durations and traces of handlers.
 
-Where this process keeps neither metrics nor traces, nothing is added.
+Processes that keep neither metrics nor traces skip this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from saf.tracing.spans import processing
 def watched(
     call: Callable[[], Any], subscription: str, messages: Sequence[Received], *, waits: bool = False
 ) -> Callable[[], Any]:
-    """Return a call of a handler that is timed and traced; ``waits`` says whether it is async."""
+    """Return a handler's call, timed and traced. ``waits``: the handler is async."""
     if not counting() and not carried.on():
         return call
     if waits:

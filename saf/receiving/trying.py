@@ -1,9 +1,9 @@
-"""Trying alone: what a receiver does about messages whose delivery failed before.
+"""Trying alone: how a receiver treats messages whose delivery failed before.
 
 It chooses a lane or a shard that is due, counts the attempt in a transaction of its own, and only
-then hands the messages out: so an attempt that kills its process has been counted. What is wrong
-with a message that cannot even be handed out is that message's fault, and no other's.
-`saf.receiving.retries` says which attempts there are.
+then hands the messages out: so an attempt that kills its process has been counted. An error that
+keeps a message from being handed out is blamed on that message only. `saf.receiving.retries`
+describes the attempts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NotReceived(Exception):
 
 @contextmanager
 def receiving() -> Iterator[None]:
-    """Run a block before messages are handed out, and raise `NotReceived` if one is at fault."""
+    """Run a block before messages are handed out; raise `NotReceived` if one is at fault."""
     try:
         yield
     except Exception as error:
@@ -44,7 +44,7 @@ def receiving() -> Iterator[None]:
 
 
 class Trying:
-    """The part of a receiver that tries alone what has failed before."""
+    """The part of a receiver that tries failed messages alone."""
 
     link: Link
     reader: Reader
@@ -52,11 +52,11 @@ class Trying:
     max_messages: int
     _verifier: Verifier | None
     _unseen: SetAside
-    """How many messages were set aside that were not handed out."""
+    """Counts of messages set aside without being handed out."""
 
     @contextmanager
     def _transaction(self, *, claims: bool = True, plans_once: bool = False) -> Iterator[None]:
-        """Run a block in a transaction; what it sets aside counts only if it commits."""
+        """Run a block in a transaction; messages it sets aside are counted only if it commits."""
         before = self._unseen
         try:
             with self.link.transaction(claims=claims, plans_once=plans_once):
@@ -66,9 +66,9 @@ class Trying:
             raise
 
     def _count(self) -> Suspect | None:
-        """Choose what to try alone, and count the attempt, in a transaction of its own.
+        """Choose a suspect to try alone, and count the attempt, in a transaction of its own.
 
-        None if there is nothing to try, or somebody else has it in hand.
+        None if nothing is suspect, or another receiver has it in hand.
         """
         raw, reader = self.link.raw, self.reader
         with self._transaction():
@@ -79,7 +79,7 @@ class Trying:
             if hand is None:
                 return None
             if suspect.lane is None or suspect.shard in hand.failed:
-                # what this transaction writes replaces the trace of a delivery that failed
+                # this transaction's writes replace the trace of the failed delivery
                 return self._count_shard(hand, Suspect(shard=suspect.shard, lane=None))
             known = retries.attempts(raw, reader, suspect.lane)
             if known is None:
@@ -137,9 +137,10 @@ class Trying:
 
     @contextmanager
     def _alone(self, hand: Hand) -> Iterator[None]:
-        """Run a block that is about one message, and blame that message for what the block raises.
+        """Run a block about one message, and blame that message for any error.
 
-        The message becomes a dead letter, and its neighbours go on; see `saf.setaside.isolation`.
+        The message becomes a dead letter, and its neighbours continue; see
+        `saf.setaside.isolation`.
         """
         try:
             with self.link.raw.transaction():
@@ -152,7 +153,7 @@ class Trying:
 
     @contextmanager
     def _tried(self, suspect: Suspect) -> Iterator[Delivery[Any]]:
-        """Give a delivery of a suspect alone. If its block fails, note the error afterwards."""
+        """Yield a delivery of a suspect alone. If its block fails, note the error afterwards."""
         raw = self.link.raw
         try:
             with self._transaction():
@@ -183,7 +184,7 @@ class Trying:
             raise
 
     def _note(self, suspect: Suspect, error: Exception) -> None:
-        """Store the error of a failed attempt; after the last one, make a dead letter at once."""
+        """Store the error of a failed attempt; after the last one, make a dead letter."""
         raw = self.link.raw
         with self._transaction():
             hand = claim.claim_shard(raw, self.reader, suspect.shard, 1)
@@ -209,7 +210,7 @@ class Trying:
     def _read_lane(
         self, hand: Hand, suspect: Suspect, number: int, limit: int | None = None
     ) -> Delivery[Any]:
-        """Read what waits in a lane tried ``number`` times; if that failed, its first only."""
+        """Read the messages of a lane tried ``number`` times; after a failure, only the first."""
         raw, lane = self.link.raw, suspect.lane or ""
         known = retries.attempts(raw, self.reader, lane)
         if known is None or known[0] != number:

@@ -1,13 +1,13 @@
-"""Verifying: which messages of a hand must not be handed out, and what becomes of these.
+"""Verifying: messages of a hand that must not be handed out, and their dead letters.
 
-Each becomes a dead letter whose reason is one of `saf.signing.verifier`, and the log warns of it.
-It is as if it had not come: it holds nothing of its key up, not even if the policy says ``block``,
-and it does nothing to the dialog that it says it belongs to. Whoever has made it up must not be
-able to stop anything by it. A dialog waits for the number that was refused, and goes on once `saf
-dead retry` brings that message again and its key is known by then.
+The dead letter's reason is one of `saf.signing.verifier`'s, and the log shows a warning. A refused
+message has no other effect: it blocks no messages of its key, even if the policy says ``block``,
+and it does nothing to the dialog that it claims to belong to. A forger must not be able to stop
+anything with it. A dialog waits for the number that was refused, and continues once `saf dead
+retry` delivers that message again and its signing key is known.
 
 Messages that wait behind others of their key are verified like all others, because parts of large
-bodies are set aside meanwhile. What has expired or cannot be read is not handed out in any case.
+bodies are set aside in that time. Expired and unreadable messages are not handed out in any case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Refused = dict[Received, Refusal]
 
 
 def refused(raw: psycopg.Connection[Any], hand: Hand, verifier: Verifier) -> Refused:
-    """Verify the messages in hand, and note who has signed them; return those that are refused."""
+    """Verify the messages in hand and note their signers; return the refused messages."""
     found: Refused = {}
     hashes = hook().body_hashes(raw, hand.reader, hand.messages) if hand.spoken else {}
     for message in hand.messages:

@@ -1,4 +1,4 @@
-"""Workers: they call a handler for each message, chosen by the message's type.
+"""Workers: a worker calls a handler for each message, chosen by the message's type.
 
     worker = saf.Worker(engine, "billing")
 
@@ -8,24 +8,24 @@
 
     worker.run()                      # or, from a shell: saf worker module:worker
 
-A `saf.receiving.loop` calls the handlers. A batch handler gets all messages of its type in a
-delivery at once, in one savepoint, which is several times quicker; if it raises, it gets its
+A `saf.receiving.loop` calls the handlers. A batch handler gets all of a delivery's messages of its
+type in one call, in one savepoint, which is several times quicker; if it raises, it gets its
 messages again one by one. The messages of a key stay in order across types: a batch ends where a
 message for another handler follows for one of its keys.
 
-Each thread has a connection, and takes deliveries of its own. An idle thread asks twice a second,
-by a query that writes nothing.
+Each thread has its own connection and its own deliveries. An idle thread asks twice a second, by a
+query that writes nothing.
 
-A message without a handler waits for a worker that has one, and the later ones of its key wait
+A message without a handler waits for a worker that has one, and the later messages of its key wait
 behind it. So old and new workers may run side by side while a new type is introduced.
 ``@worker.handler()`` is for all types that have no handler of their own.
 
-*Handlers that wait.* The handlers of a worker may be ``async def``. They run in one event loop,
-that of `Worker.arun` or else `saf.receiving.own_loop`'s, and get a connection of asyncio. With
-``concurrency``, so many of them wait at the same time in one delivery, each for a message of
-another key. They share the delivery's transaction, so if one of them raises, what the others did is
-undone as well, and they are called again one by one. Dialogs may be related, so only one of their
-messages is handled at a time.
+*Async handlers.* The handlers of a worker may be ``async def``. They run in one event loop, that of
+`Worker.arun` or else `saf.receiving.own_loop`'s, and get an asyncio connection. Up to
+``concurrency`` handlers run at the same time in one delivery, each for a message of another key.
+They share the delivery's transaction, so if one raises, the others' work is undone as well, and all
+are called again one by one. Dialogs may be related, so only one dialog message is handled at a
+time.
 """
 
 from __future__ import annotations
@@ -65,28 +65,29 @@ H = TypeVar("H", bound=Callable[..., object])
 
 
 class Worker(Loop):
-    """Handles the messages of one subscription.
+    """Handle the messages of one subscription.
 
     Args:
         engine: as for `saf.receive`, or for `saf.areceive` if handlers are async; each thread takes
             one connection from it.
-        subscription: whose messages to handle; each service has a subscription of its own name.
-        max_messages: the most messages in one transaction.
-        threads: how many deliveries this process handles at a time.
-        concurrency: how many async handlers run at the same time in one delivery, for messages of
-            different keys.
-        policy: what happens to messages whose handling fails.
-        listen: be notified of what arrives; see `saf.receiving.notify`.
-        stop_timeout: how many seconds the messages in hand may take after SIGTERM, SIGINT or
-            `stop`; then they are rolled back, and `run` raises `StopTimeout`.
-        unhandled: what becomes of a message whose type has no handler: "wait" until a worker has
-            one, or "dead", a dead letter.
-        require_signed: hand no message to a handler that is not signed by one of the ``keys``.
+        subscription: the subscription to receive from; each service has a subscription of its own
+            name.
+        max_messages: maximum number of messages in one transaction.
+        threads: number of deliveries that this process handles at a time.
+        concurrency: maximum number of async handlers that run at the same time in one delivery, for
+            messages of different keys.
+        policy: how to treat messages whose handling fails.
+        listen: be notified of new messages; see `saf.receiving.notify`.
+        stop_timeout: seconds that the messages in hand may take after SIGTERM, SIGINT or `stop`;
+            then they are rolled back, and `run` raises `StopTimeout`.
+        unhandled: treatment of a message whose type has no handler: "wait" until a worker has one,
+            or "dead", a dead letter.
+        require_signed: hand only messages that are signed with one of the ``keys`` to handlers.
         keys: the keys that senders sign with; as for `saf.receive`.
-        signer: signs what handlers say on the dialogs of their messages.
+        signer: signs what handlers send on the dialogs of their messages.
 
     Raises:
-        UsageError: a number is out of range, or there are no keys to verify with.
+        UsageError: a number is out of range, or keys to verify with are missing.
     """
 
     def __init__(
@@ -123,16 +124,16 @@ class Worker(Loop):
         self.concurrency = concurrency
         self._handlers = Handlers()
         self._event_loop: EventLoop | None = None
-        """Where async handlers run, while this worker runs."""
+        """Event loop of async handlers, while this worker runs."""
         self._own_loop: OwnLoop | None = None
-        """The event loop that this worker has run in without an application's, to keep it."""
+        """Reference that keeps the process's own event loop alive after this worker has used it."""
 
     async def arun(self, *, drain: bool = False) -> int:
         """Run as `run` does, with handlers in the event loop of this task.
 
-        If the task is cancelled, the worker stops in order, and then this raises CancelledError.
-        If it is cancelled again meanwhile, this raises at once. Its handlers are cancelled, too,
-        and their deliveries are rolled back. Signals are left to the application.
+        If the task is cancelled, the worker stops in order, and then this raises CancelledError. If
+        the task is cancelled again before that, this raises immediately; the handlers are cancelled
+        too, and their deliveries are rolled back. Signals are left to the application.
 
         Raises:
             ConfigurationError, UsageError, Refused, StopTimeout, Unavailable: as `run`.
@@ -147,21 +148,22 @@ class Worker(Loop):
         except asyncio.CancelledError:
             self.stop()
             await asyncio.wait([running])
-            running.result()  # raises what went wrong as it stopped
+            running.result()  # raises an error of the stop
             raise
         finally:
             loop.cancel()
             if running.cancel():
-                # the event loop may end now, without which there is no way back for some
+                # the event loop may end now, and some threads cannot return without it
                 self._stopping.hurry(END_SECONDS)
 
     def handler(self, message_type: str | None = None) -> Callable[[H], H]:
-        """Register a function of (message, connection) for a type; None is for all other types.
+        """Register a function of (message, connection) for a type; None: for all other types.
 
-        It may be async, if all of the worker's handlers are.
+        The function may be async if all of the worker's handlers are.
 
         Raises:
-            UsageError: the type has a handler, or the function does not take these arguments.
+            UsageError: the type already has a handler, or the function does not take these
+                arguments.
         """
         return self._register(message_type, batch=False)
 
@@ -179,7 +181,7 @@ class Worker(Loop):
             )
 
     def _run_in(self, loop: EventLoop, *, drain: bool) -> int:
-        """Run with async handlers in this event loop, for as long as any thread may call one."""
+        """Run with async handlers in this event loop while any thread may call one."""
         if self._handlers.are_async:
             self._event_loop = loop
         try:
@@ -228,7 +230,7 @@ class Worker(Loop):
         handler: Registered,
         messages: list[Received],
     ) -> bool:
-        """Handle a run of messages by one call; False if it has failed and is undone."""
+        """Handle a run of messages by one call; False if the call failed and is undone."""
         still = list(delivery.still(messages))
         if not still:
             return True
@@ -247,7 +249,7 @@ class Worker(Loop):
     def _singles(
         self, delivery: Delivery[Any], work: Savepoints, messages: Iterable[Received]
     ) -> None:
-        """Handle messages by a call each, as many at the same time as there may be."""
+        """Handle messages by a call each, up to ``concurrency`` at the same time."""
         if self.concurrency == 1:
             for message in messages:
                 self._single(delivery, work, message)
@@ -279,7 +281,7 @@ class Worker(Loop):
     def _together(
         self, delivery: Delivery[Any], work: Savepoints, messages: Sequence[Received]
     ) -> None:
-        """Handle messages of different keys, which have handlers, at the same time."""
+        """Handle messages of different keys, which all have handlers, at the same time."""
         calls, pieces = [], []
         for message in messages:
             handler = self._handlers.of(message)
@@ -303,7 +305,6 @@ class Worker(Loop):
         error: Exception,
         **fields: object,
     ) -> None:
-        """Log why the handling of several messages was undone."""
         log.warning(
             event,
             subscription=self.subscription,
@@ -320,7 +321,8 @@ class Worker(Loop):
             for call in calls:
                 call()
         elif loop is None:
-            # gone without this thread, whose delivery must be undone: so this is no Exception
+            # the loop is gone, and this delivery must be undone: a CancelledError, which is no
+            # Exception
             raise asyncio.CancelledError
         else:
             loop.call(calls)
