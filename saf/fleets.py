@@ -5,7 +5,7 @@
     databases = "tenant_*"                        query = "SELECT name, dsn FROM shops WHERE live"
 
 *By pattern*: databases on the server at ``dsn`` whose names match and that have the schema saf.
-saf connects to each of them by ``dsn`` with the database's name. *By query*: one row per database,
+saf connects to each by ``dsn`` with the database's name. *By query*: one row per database,
 with its name and its own dsn. That dsn is used unchanged: it inherits no password, and no variables
 are replaced. The query runs in a read-only transaction.
 

@@ -275,7 +275,7 @@ def _stored_size(headers: str) -> int:
     True
     """
     if len(headers) * 60 < MAX_HEADERS:
-        return len(headers)  # an upper bound: no character takes more than 50 bytes
+        return len(headers)  # within the limit: no character grows to more than 50 bytes
     return len(headers) + sum(map(int, EXPONENT.findall(headers)))
 
 
