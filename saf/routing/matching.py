@@ -160,7 +160,7 @@ class Routes:
 
     @cached_property
     def matches_of_unknown(self) -> Mapping[Named, Match]:
-        """Matches for messages to any other broker: like `matches`, but without topics' copies.
+        """Matches for messages to any other broker: like `matches`, without topics that fan out.
 
         At most one of several destinations is the broker, and the others would reject their copies.
         """
