@@ -44,7 +44,7 @@ class Store:
         with self._lock:
             values, names = self._series(metric, labels)
             before = values.get(names, 0.0)
-            assert not isinstance(before, Tally)  # noqa: S101 - a histogram is observed
+            assert not isinstance(before, Tally)  # noqa: S101 - histograms use observe
             values[names] = before + amount
 
     def observe(self, metric: Metric, value: float | Tally, labels: dict[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 Entries that the plan does not name are reported and stay. With ``prune``, they are removed, except
 for message types and contracts, which dialogs rely on. All changes of a broker are one transaction:
-they happen completely or not at all, and only if the difference is still the one that was shown.
+they happen completely or not at all, and only if the difference is still as shown.
 """
 
 from __future__ import annotations

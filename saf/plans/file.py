@@ -13,8 +13,8 @@
     [brokers.shop.grants]
     shop_app = ["writer"]
 
-A table that a broker does not have here is left as it is. One that is empty (``routes = []``) says
-that there are none. Unknown names are refused, as in saf.toml.
+A table that is missing here is left unchanged at its broker. An empty table (``routes = []``) means
+that the broker should have no entries. Unknown names are rejected, as in saf.toml.
 """
 
 from __future__ import annotations

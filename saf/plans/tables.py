@@ -9,7 +9,7 @@
     [[brokers.shop.routes]]                           rows
     service = "billing"
 
-All of them become *values* by *key*; the key is a tuple that identifies an entry. `TABLES` is in
+All become *values* by *key*; the key is a tuple that identifies an entry. `TABLES` is in
 the
 order of creation; entries are removed in the reverse order.
 """

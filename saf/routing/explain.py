@@ -37,7 +37,7 @@ class Explanation:
 
     @property
     def destinations(self) -> tuple[str, ...]:
-        """Destinations of the message: for a topic all of them, otherwise one of them."""
+        """Destinations of the message: all for a topic, otherwise one."""
         return tuple(v.route.route.destination for v in self.verdicts if v.takes)
 
     @property

@@ -105,7 +105,7 @@ def remove_router(connection: psycopg.Connection[Any], service: str) -> None:
     """Remove a router: its service is an ordinary service again.
 
     Raises:
-        ConfigurationError: there is no such router.
+        ConfigurationError: the router does not exist.
     """
     _change(connection, REMOVE, service)
 
@@ -120,7 +120,7 @@ def enable_router(
     """Enable or disable a router; for a declared router, by a row that stands in for it.
 
     Raises:
-        ConfigurationError: there is no such router.
+        ConfigurationError: the router does not exist.
     """
     with connection.transaction():
         for one in declared.routers:

@@ -1,4 +1,4 @@
-"""Routes: how they are configured, and what is frozen with a batch.
+"""Routes: their configuration, and the version that is frozen with a batch.
 
 Routes, topics and routers are rows of the source broker. They may also be declared in saf.toml, for
 all brokers of the file. A row stands in for a declared route of the same service, broker and
@@ -157,7 +157,7 @@ class Configuration:
 
     @property
     def in_force(self) -> Routes:
-        """Routes in force now; with the default destination only if there is no wildcard route."""
+        """Routes in force now; with the default destination only without a wildcard route."""
         routes = [one.route for one in self.routes if one.in_force(self.now)]
         if any(route.specificity == 0 for route in routes):
             routes = [route for route in routes if not route.fallback]
@@ -371,7 +371,7 @@ def remove_topic(connection: psycopg.Connection[Any], name: str) -> None:
     """Make a topic an ordinary service again.
 
     Raises:
-        ConfigurationError: there is no such topic.
+        ConfigurationError: the topic does not exist.
     """
     if not fetch(connection, REMOVE_TOPIC, {"name": name}):
         there = ", ".join(map(repr, topics(connection))) or "none"

@@ -76,9 +76,7 @@ def signing(algorithm: Algorithm, material: str | bytes) -> Sign:
     check_algorithm(algorithm)
     if algorithm == HMAC:
         secret = _secret(material)
-        return lambda signed: _digest(
-            secret, signed
-        )  # not a partial, whose repr would show the secret
+        return lambda signed: _digest(secret, signed)  # a partial would show its secret
     private: Any = _ed25519(material, "private")
     sign: Sign = private.sign
     return sign

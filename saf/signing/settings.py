@@ -104,7 +104,7 @@ class Signing(_Table):
         """Return the keys that a receiver verifies with.
 
         Raises:
-            UsageError: there are no keys, or one is invalid.
+            UsageError: keys are missing, or one is invalid.
         """
         if not self.keys:
             raise UsageError("to verify, there is a table [signing.keys.NAME] for each key")

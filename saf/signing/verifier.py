@@ -60,7 +60,7 @@ class Keys(Mapping[str, Key]):
             been sent to before a router redirected it here.
 
     Raises:
-        UsageError: there are no keys, or a value is not a `Key`.
+        UsageError: keys are missing, or a value is not a `Key`.
     """
 
     def __init__(self, keys: Mapping[str, Key], *, redirected_from: Collection[str] = ()) -> None:
