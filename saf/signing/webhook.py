@@ -76,7 +76,7 @@ def verify(
     Args:
         headers: the request's headers; names are compared without case.
         body: the body, exactly as received.
-        secrets: one or several, any of which may have signed.
+        secrets: one or several secrets; any may have signed.
         tolerance_seconds: largest difference between the sender's clock and this one.
         now: seconds since 1970. Default: this machine's clock.
 
