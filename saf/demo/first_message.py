@@ -1,7 +1,7 @@
 """The first message: sent, forwarded and received, to show that two databases are connected.
 
 This process forwards it, because Spark would take longer to start than everything else takes. It is
-sent only where nobody could mistake it for an own message: from an empty outbox to a broker without
+sent only where nobody could mistake it for a real message: from an empty outbox to a broker without
 services. A temporary subscription receives it.
 """
 

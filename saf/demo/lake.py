@@ -38,7 +38,7 @@ COLUMNS = (
 MICRO_BATCHES = 12
 """Approximate number of micro-batches for all flights, if the stream keeps up with the senders."""
 KILLED_AT = 3
-"""The driver is killed when this fraction (one in …) of the messages is in the table."""
+"""The driver is killed when one in `KILLED_AT` messages is in the table."""
 LOOK_SECONDS, END_SECONDS = 0.2, 60.0
 DELAYS = "SELECT coalesce(sum(delay_minutes), 0) FROM flight"
 

@@ -1,8 +1,8 @@
 """The demo's two applications: a shop that orders, and a warehouse that delivers.
 
 Each has its own database, with its service in it. Between them is a MOM store with the service
-trade, a router that forwards. Only this router knows which warehouse has what, and passes on the
-messages of both.
+trade, a router that forwards. It alone knows which warehouse has what, and it passes on all
+messages.
 
 `begin` sends the shop's first messages. Handlers send all others, in the transactions in which they
 receive. Read them as a script of four talks: an order that is delivered in parts, one that is
