@@ -1,4 +1,4 @@
-"""Assets: what has arrived at a destination."""
+"""Assets for messages that arrive at a destination."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from saf.setaside.waiting import Lanes, Waiting, parked, place_at, retry_now
 from saf.ui.site import LIVE, Visit
 
 ROWS = 25
-"""Lanes to show per broker, those with most messages first; more for a single broker."""
+"""Lanes to show per broker, those that block most first; more for a single broker."""
 ROWS_OF_ONE = 50
 MOST = 10_000
 """Most messages of a lane to count."""
