@@ -1,4 +1,4 @@
-"""Many tenants: a database for each, one forwarder and one service for all of them.
+"""Many tenants: a database for each, and one forwarder and one service for all.
 
     export SERVER_DSN=postgresql://localhost/postgres STORE_DSN=postgresql://localhost/store
     saf migrate --dsn "$STORE_DSN"

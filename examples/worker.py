@@ -2,7 +2,7 @@
 
     export STORE_DSN=postgresql://localhost/store        # `saf migrate --dsn "$STORE_DSN"` was run
     saf service create billing                           # once; it lives in that database
-    saf worker worker:billing                            # any number of them share the work
+    saf worker worker:billing                            # any number of workers share the work
 
 Each message is handled exactly once, and an order's messages in order: the handler's work and the
 mark that the message is handled are one transaction. A handler that raises is retried later, and

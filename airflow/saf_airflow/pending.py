@@ -73,7 +73,7 @@ class SafPendingTrigger(BaseEventTrigger):
             await asyncio.sleep(self.again_seconds if found else self.poll_seconds)
 
     async def _found(self) -> dict[str, list[str]]:
-        """Return the brokers that have messages of each state; empty if there are no messages."""
+        """Return the brokers that have messages of each state; empty without any messages."""
         found: dict[str, list[str]] = {}
         for state in STATES:
             try:

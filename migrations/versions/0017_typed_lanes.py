@@ -6,7 +6,7 @@ because other databases have them, too.
 
 One name was ambiguous: a service that is itself called x@<uuid>, and x at that broker. Its messages
 show which of the two they belong to, and the lane is split accordingly. The service x@<uuid> then
-gets new marks. So if it has parked messages of which the destination has stored some, but the
+gets new marks. So if the destination has stored some of its parked messages, but the
 acknowledgement was lost, these messages arrive twice. Nothing is lost, and no other messages are
 affected.
 
@@ -118,7 +118,7 @@ COMMENT ON COLUMN saf.watermark.lane IS
 COMMENT ON COLUMN saf.acknowledged.lane IS 'as in saf.watermark there';
 """
 
-# Runs as the owner of the tables, whoever inserts: only this function writes the keys.
+# Runs as the owner of the tables for every inserting role: nothing else writes the keys.
 ONE_EACH = """
 CREATE TABLE saf.{table}_key ({columns}, PRIMARY KEY ({key}));
 COMMENT ON TABLE saf.{table}_key IS

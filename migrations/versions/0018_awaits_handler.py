@@ -1,4 +1,4 @@
-"""Columns for the message type of which a lane awaits a handler.
+"""Columns for the message type whose handler a lane awaits.
 
 Before, the time of the next attempt encoded the type. These lanes become due, up and down: a
 receiver that does not handle the first message lets the lane wait again.
