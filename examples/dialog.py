@@ -10,8 +10,7 @@
     saf worker dialog:shop                               # the shop receives it and ends, too
 
 Each database has both roles: a broker whose outbox is forwarded, and a store that others deliver
-to.
-The two files are the complete saf.toml of each side.
+to. The two files are the complete saf.toml of each side.
 """
 
 from __future__ import annotations

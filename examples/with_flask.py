@@ -46,8 +46,7 @@ def place() -> tuple[Response, int]:
     order = request.get_json()
     try:
         # the block is one transaction, so commit here and not in a hook after the response: a
-        # client
-        # that gets a 201 knows that the message is committed, too
+        # client that gets a 201 knows that the message is committed, too
         with database().transaction():
             database().execute(INSERT, [order["number"], order["total"]])
             outbox.send(

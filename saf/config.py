@@ -192,8 +192,7 @@ class Router(_Table):
     expression: str
     """The classifier: Spark SQL or ``module:function``."""
     once_per: Literal["message", "key"] = "message"
-    """Unit that is classified once: a message or a key. A conversation is always classified
-    once."""
+    """Unit that is classified once: a message or a key. A conversation always is."""
     mode: Literal["redirect", "forward"] = "redirect"
     """Redirect at the source, or forward by a routing service."""
     comment: str | None = None
@@ -256,8 +255,7 @@ class Forwarder(_Table):
     max_sessions: Connections = 200
     """Sources that one run stays connected to. With more sources, it connects to them in turn."""
     attempts: Attempts = 3
-    """Attempts per chunk while a destination does not answer, before the run gives up on the
-    destination."""
+    """Attempts per chunk at an unavailable destination, before the run gives up on it."""
     max_rejected: Rejections = 10
     """Consecutive rejected messages after which a destination gets no more, until an operator runs
     `saf parked retry-now`."""
@@ -323,8 +321,7 @@ class Ui(_Table):
     redact_headers: tuple[str, ...] = REDACTED
     """Patterns (``*``, ``?``) for the names of headers whose values are hidden."""
     redact_paths: tuple[str, ...] = ()
-    """JSON paths, such as `$.card.number` or `$..password`, of the values to hide in JSON
-    bodies."""
+    """JSON paths, such as `$.card.number` or `$..password`, of values to hide in JSON bodies."""
     trace_url: str | None = None
     """URL of a trace, with the placeholder `{trace_id}`. Messages that have a trace link to it."""
 

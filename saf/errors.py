@@ -1,7 +1,7 @@
 """All errors that saf raises on purpose.
 
     SafError
-    ├── UsageError                the request is invalid: fix the call, the file or the database
+    ├── UsageError                this cannot be done: fix the call, the file or the database
     │   ├── ConfigurationError    saf.toml, an option or an environment variable
     │   │   └── EndpointRemoved   an endpoint is no longer stored in its broker as it was
     │   ├── TookTooLong           an answer took longer than the caller allows
@@ -442,7 +442,7 @@ class Unavailable(SafError):
         self.hangs = hangs
 
     def of(self, what: str) -> Unavailable:
-        """Return the same error with the database's name in saf.toml."""
+        """Return the same error with the configured name of the database."""
         renamed = Unavailable(what, self.reason)
         renamed.hangs = self.hangs
         return renamed
@@ -461,7 +461,7 @@ class DiskFull(Unavailable):
         )
 
     def of(self, what: str) -> DiskFull:
-        """Return the same error with the database's name in saf.toml."""
+        """Return the same error with the configured name of the database."""
         return DiskFull(what, self.reason)
 
 
@@ -484,7 +484,7 @@ class Refused(Unavailable):
         self.cure = cure
 
     def of(self, what: str) -> Refused:
-        """Return the same error with the database's name in saf.toml."""
+        """Return the same error with the configured name of the database."""
         return Refused(what, self.reason, self.cure)
 
 

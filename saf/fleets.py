@@ -115,7 +115,7 @@ def _matching(fleet: Fleet, databases: Iterable[str]) -> list[tuple[object, ...]
 def _queried(
     name: str, fleet: Fleet, connection: psycopg.Connection[tuple[object, ...]]
 ) -> list[tuple[object, ...]]:
-    assert fleet.query is not None  # noqa: S101 - the caller has checked
+    assert fleet.query is not None  # noqa: S101 - one of the two is set
     try:
         rows = fetch(connection, fleet.query.encode())
     except psycopg.OperationalError:

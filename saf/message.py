@@ -22,8 +22,7 @@ EMPTY = "is empty; where there is none, say None, in SQL NULL"
 MAX_NAME = 255
 """Longest service or message type, in bytes of UTF-8."""
 MAX_KEY = 1024
-"""Longest key, in bytes of UTF-8. Keys are indexed, and an index entry is limited to 2,704
-bytes."""
+"""Longest key, in bytes of UTF-8. Keys are indexed, and an index entry has at most 2,704."""
 MAX_HEADERS = 1024 * 1024
 """Largest headers, in bytes of JSON text. Large content belongs in the body."""
 DEFAULT_MAX_BYTES = 64 * 1024 * 1024

@@ -104,8 +104,7 @@ class Outbox:
             service: the named endpoint that the message is for, up to 255 bytes of UTF-8.
             body: bytes, str, or any value that has a JSON form (`saf.sending.encoding`). Its
                 content type goes into the headers, unless they already have one.
-            key: messages with the same key stay in order (e.g. an order's number); up to 1024
-            bytes.
+            key: messages with the same key stay in order, e.g. an order's number; up to 1024 bytes.
             headers: JSON values by name; names are compared without case.
             message_type: the type of the body, for dispatch at the consumer.
             deliver_at: earliest time of delivery; a datetime with a time zone. Only an inbox holds
@@ -172,8 +171,7 @@ class Outbox:
         They are one statement, and from 100 messages on a COPY, where `saf.sending.bulk` can; large
         messages are split into as few statements as PostgreSQL's protocol allows. All messages are
         checked before the first is written. Raises the errors of `send`; an `InvalidMessage` names
-        the
-        message at fault, as in ``messages[3].key``.
+        the message at fault, as in ``messages[3].key``.
         """
         rows = self._encoded(messages)
         transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)

@@ -145,8 +145,7 @@ class Received:
 
     @property
     def first_sequence(self) -> int | None:
-        """The message's number in its dialog; for a message in fragments, that of the first
-        fragment."""
+        """The message's number in its dialog; with fragments, the number of the first fragment."""
         return self.sequence
 
     def open(self) -> io.BufferedIOBase:
@@ -231,7 +230,7 @@ class Received:
         self._signed_by = key_id
 
     def may_say(self, header: str) -> bool:
-        """Return False if the headers certainly lack ``header``, without decoding them."""
+        """Return whether the headers may contain ``header``; False is certain. Decodes nothing."""
         headers = self._row[_HEADERS]
         return headers is not None and header in headers
 

@@ -247,8 +247,7 @@ class RoutingService(Loop):
 
 
 def _without_signature(message: Received) -> dict[str, Any]:
-    """Return the headers to send on. The new message has another id, so the signature is
-    omitted."""
+    """Return the headers to send on, without the signature, because the new id differs."""
     return {name: one for name, one in message.exact_headers.items() if name != SIGNATURE}
 
 
@@ -266,8 +265,7 @@ def _begins(message: Received) -> bool:
 
 
 def _as_begun(message: Received) -> dict[str, Any]:
-    """Return the whole message, to classify it; without its body if that is too large for
-    memory."""
+    """Return the whole message, to classify it; without a body that is too large for memory."""
     return message.stored() | {
         "to_broker": None,  # it was addressed to this broker
         "sequence": message.first_sequence,
@@ -288,7 +286,7 @@ def _hops(message: Received) -> int:
 def _go_on(
     raw: psycopg.Connection[Any], delivery: Delivery[Any], message: Received, to: Resolved | None
 ) -> None:
-    """Pass a message on in its second dialog, which the first message begins."""
+    """Pass a message on in its second dialog; begin that dialog for the first message."""
     dialog = message.dialog
     assert dialog is not None  # noqa: S101 - the caller has checked
     passed = message.message_type in (END, ERROR, TIMER)

@@ -759,8 +759,7 @@ def _identified(metadata: sa.MetaData) -> None:
 
 
 def _one_each(metadata: sa.MetaData, name: str, *columns: str) -> sa.Table:
-    """Return a table of the keys of a table that has the batch in its key; migrations add
-    triggers."""
+    """Return the table of keys for a table with the batch in its key; migrations add triggers."""
     keys = [column.split() for column in columns]
     types = {"integer": sa.Integer, "smallint": sa.SmallInteger, "uuid": pg.UUID, "text": sa.Text}
     return sa.Table(

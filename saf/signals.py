@@ -13,8 +13,7 @@ BOTH = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call ``stop`` at the first SIGTERM or SIGINT; the second one, of either kind, ends the
-    process.
+    """Call ``stop`` at the first SIGTERM or SIGINT; a second signal ends the process.
 
     Only the main thread can handle signals; in other threads this does nothing.
     """

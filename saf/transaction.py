@@ -269,7 +269,7 @@ class _Psycopg(OnPsycopg):
         psycopg.Cursor(self.connection).execute(statement, params, prepare=self.prepare)
 
     def fetch(self, statement: str, params: Mapping[str, Any] | None = None) -> Rows:
-        # an own cursor, because the caller's row factory may turn a row into anything
+        # a separate cursor, because the caller's row factory may turn a row into anything
         with psycopg.Cursor(self.connection, row_factory=tuple_row) as cursor:
             return cursor.execute(statement, params, prepare=self.prepare).fetchall()
 

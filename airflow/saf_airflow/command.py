@@ -3,8 +3,7 @@
 It starts in a separate session, so that it can be ended together with its child processes: Spark's
 JVM and workers. It gets the environment of Airflow's process, from which saf.toml takes its
 ``${NAME}``. Airflow's own Python settings (`PYTHONPATH`, a virtual environment) are removed,
-because
-they are for another interpreter.
+because they are for another interpreter.
 
 Exit codes are listed in docs/operations.md of saf. Running a command again is always safe.
 """

@@ -135,8 +135,7 @@ def prove(application: Dsn, mom: Dsn, airport: str | None = None) -> Proof:
 
 
 def prove_received(application: Dsn, messages: Iterable[Received]) -> Proof:
-    """Compare an application's outbox with the contents of a queue, in the application's
-    database."""
+    """Compare an application's outbox with a queue's messages, in the application's database."""
     outbox = sql.SQL(OUTBOX).format()
     with application.connect(role="proof") as sender, application.connect(role="proof") as receiver:
         receiver.execute(RECEIVED)

@@ -85,8 +85,7 @@ def settings(
 
     The environment is ignored, because it may name brokers unrelated to the demo. With routing, a
     classifier sends each flight to the store with the name of its origin; without, all flights go
-    to
-    one store.
+    to one store.
     """
     brokers = {"flights": Broker(dsn=application)}
     if not routing:

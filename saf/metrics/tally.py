@@ -28,8 +28,7 @@ class Tally:
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
-        """Number of values in each step, up to its bound and above the previous; the last step is
-        open."""
+        """Number of values in each step, from the previous bound to its own; the last is open."""
         self.sum = 0.0
 
     @property

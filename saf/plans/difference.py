@@ -66,8 +66,7 @@ class Difference:
     only_senders: bool
     """True if the broker gets its first rules for senders, so that each sender needs a rule."""
     any_sender: bool
-    """True if the broker loses its last rule for senders, so that any writer sends as any
-    service."""
+    """True if the broker loses its last rule for senders: any writer then sends as any service."""
 
 
 def difference(

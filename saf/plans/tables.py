@@ -9,9 +9,8 @@
     [[brokers.shop.routes]]                           rows
     service = "billing"
 
-All become *values* by *key*; the key is a tuple that identifies an entry. `TABLES` is in
-the
-order of creation; entries are removed in the reverse order.
+All become *values* by *key*; the key is a tuple that identifies an entry. `TABLES` is in the order
+of creation; entries are removed in the reverse order.
 """
 
 from __future__ import annotations

@@ -101,8 +101,7 @@ class Router:
     expression: str
     """The classifier: Spark SQL, or ``module:function``."""
     once_per: str = MESSAGE
-    """Unit that is classified: each message, or the first of each key. A conversation always
-    once."""
+    """Unit that is classified: each message, or a key's first. A conversation always once."""
     problem: str | None = None
     """Reason why the classifier cannot be used, so that the router's messages wait."""
 
@@ -145,8 +144,7 @@ class Routes:
 
     @cached_property
     def matches_of_known(self) -> Mapping[Named, Match]:
-        """Matches for messages to brokers that destinations are known to be: by service, or for
-        any."""
+        """Matches for messages to brokers that destinations are known to be: by service, or any."""
         matches: dict[Named, Match] = {}
         for broker in sorted(set(self.brokers.values())):
             there = [name for name in sorted(self.brokers) if self.brokers[name] == broker]

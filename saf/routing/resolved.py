@@ -54,8 +54,7 @@ ON CONFLICT DO NOTHING
 def resolved(
     connection: psycopg.Connection[Any], router: str, keys: Collection[str]
 ) -> dict[str, Resolved]:
-    """Return stored resolutions of keys or conversations, and note their use. Needs a
-    transaction."""
+    """Return stored resolutions of keys or conversations; note their use. Needs a transaction."""
     params = {"router": router, "keys": list(keys), "noted": NOTED_SECONDS}
     rows = fetch(connection, RESOLVED, params)
     if unnoted := [key for key, *_, old in rows if old]:

@@ -133,8 +133,7 @@ def choose(
 
 
 def forget(connection: psycopg.Connection[Any], retention_seconds: float) -> int:
-    """Forget choices and resolutions unused for the retention, and at least two days; return how
-    many."""
+    """Forget choices and resolutions unused for max(retention, two days); return how many."""
     # one use may not have been noted
     seconds = max(retention_seconds, 2 * NOTED_SECONDS) + NOTED_SECONDS
     params = {"seconds": seconds, "noted": NOTED_SECONDS}

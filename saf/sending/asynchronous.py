@@ -55,7 +55,7 @@ class _AsyncPsycopg(OnPsycopg):
         await cursor.execute(statement, params, prepare=self.prepare)
 
     async def fetch(self, statement: str) -> Rows:
-        # an own cursor, because the caller's row factory may turn a row into anything
+        # a separate cursor, because the caller's row factory may turn a row into anything
         async with psycopg.AsyncCursor(self.connection, row_factory=tuple_row) as cursor:
             await cursor.execute(statement, prepare=self.prepare)
             return await cursor.fetchall()

@@ -34,8 +34,7 @@ COPY = f"COPY saf.outbox ({', '.join(SENT)}) FROM STDIN"
 
 
 def copied(transaction: Transaction, rows: Sequence[Row]) -> bool:
-    """Store rows in order by COPY in the caller's transaction; return False if COPY is not
-    possible."""
+    """Store rows in order by COPY in the caller's transaction; False if COPY is not possible."""
     connection = transaction.below
     if connection is None or len(rows) < MANY:
         return False
@@ -45,7 +44,7 @@ def copied(transaction: Transaction, rows: Sequence[Row]) -> bool:
     ((forbidden,),) = transaction.fetch(FORBIDDEN)
     if forbidden:
         return False
-    # an own cursor, because the caller's may be in use
+    # a separate cursor, because the caller's may be in use
     with psycopg.Cursor(connection) as cursor, cursor.copy(COPY) as copy:
         for row in backslashes.in_rows(connection, rows):
             copy.write_row(row)

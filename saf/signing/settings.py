@@ -122,7 +122,7 @@ class Signing(_Table):
 def _material(text: SecretStr | None, file: Path | None, setting: str) -> str | bytes:
     if text is not None:
         return text.get_secret_value()
-    assert file is not None  # noqa: S101 - a validator has checked
+    assert file is not None  # noqa: S101 - one of the two is set
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:

@@ -103,8 +103,7 @@ class Trust:
 
     @classmethod
     def of(cls, keys: Mapping[str, Key] | None, *, required: bool) -> Trust | None:
-        """Return the trust that a receiver's arguments define; None: accept all messages
-        unverified."""
+        """Return the trust that a receiver's arguments define; None: accept messages unverified."""
         if keys is None and required:
             raise UsageError(
                 "require_signed needs the keys that senders sign with: keys={'shop': saf.Key(…)}, "
@@ -128,8 +127,7 @@ class _Refused(Exception):
 
 
 class _Unproven(_Refused):
-    """The sender of a message is unknown, which is a reason to refuse it only if it must be
-    signed."""
+    """The sender of a message is unknown: a reason to refuse it only if it must be signed."""
 
 
 class Verifier:

@@ -16,8 +16,7 @@ compared with it). Whether a message in an open batch of the outbox has expired 
 at which the batch was opened. That time does not move, and neither does the message's
 ``expires_at``: a batch that is read again has the same messages. A signed message with
 ``deliver_at`` or ``expires_at`` is refused if time passes while it waits, because it was signed
-with
-other times.
+with other times.
 """
 
 from __future__ import annotations
@@ -80,9 +79,8 @@ class Clock:
 
         Args:
             days, hours, minutes, seconds: the time that passes, in total; must be positive.
-            columns: further columns of the application's tables to move: ``"orders.due_at"``, with
-            a
-                schema in front if needed. Each database must have them.
+            columns: columns of the application's tables to move, too, e.g. ``"orders.due_at"``,
+                with a schema in front if needed. Each database must have them.
 
         Raises:
             UsageError: time would not go forward, or a column is named without its table.

@@ -88,8 +88,7 @@ class Drain:
         """Forward pending messages and let workers handle them, repeatedly, until nothing is due.
 
         Args:
-            workers: workers that handle messages; their engines must lead to this drain's
-            databases.
+            workers: workers that handle messages, with engines for this drain's databases.
             to: destination. None: the same database; or another database; or several databases by
                 the names in rows of saf.route, the first being the default.
             errors: "park" to continue after failures, without failing at the end.

@@ -5,8 +5,7 @@
     process SUBSCRIPTION    a message that is handled, in its sender's trace; with links instead if
                             one call handles several messages
     dispatch ENDPOINT       a request of a dispatcher, in its message's trace, which continues at
-    the
-                            endpoint; with links instead if it has several messages
+                            the endpoint; with links instead if it has several messages
 
 Names and attributes follow OpenTelemetry's semantic conventions for messaging, as of `SCHEMA`;
 attributes that they do not define begin with ``saf.``. Only recorded spans have links, to at most

@@ -1,8 +1,7 @@
 """Access: identifies visitors and decides about their rights.
 
 *By token.* The owner of ``[ui] token`` may view, and of ``operate_token`` operate. A login creates
-a
-session with a new random id, whatever cookie the browser had before. The cookie contains nothing
+a session with a new random id, whatever cookie the browser had before. The cookie contains nothing
 else; it is HttpOnly and SameSite=Lax. Over https it is also Secure, and its name has a prefix that
 keeps other hosts, and sites without https, from setting it. After too many wrong tokens, an address
 is ignored for a while (`saf.ui.attempts`).

@@ -3,8 +3,7 @@
 A page is a function of a visit. It runs in a thread, because it queries databases. Visitors who are
 not logged in are redirected to the login, and afterwards to the page they wanted, within this
 dashboard only. Changes need a POST with the session's CSRF token, from the same origin, by a
-visitor
-who may operate. Logins, logouts, wrong tokens and refusals are logged; tokens are not.
+visitor who may operate. Logins, logouts, wrong tokens and refusals are logged; tokens are not.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ def application(settings: Settings, *, write: bool) -> ASGIApp:
 
 
 class _Guarded(Starlette):
-    """An application that adds security headers to every response, including unexpected
-    failures."""
+    """An application that adds security headers to every response, even to unexpected failures."""
 
     def build_middleware_stack(self) -> ASGIApp:
         return Guarded(super().build_middleware_stack())

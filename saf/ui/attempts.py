@@ -1,9 +1,8 @@
 """Attempts: how many wrong tokens are allowed before an address is ignored for a while.
 
 Wrong tokens are counted by their client's address; for IPv6, by the 64-bit network that one
-customer
-has. Behind a trusted reverse proxy, the address seen by the proxy counts. Memory is bounded: with
-very many addresses, the oldest are forgotten.
+customer has. Behind a trusted reverse proxy, the address seen by the proxy counts. Memory is
+bounded: with very many addresses, the oldest are forgotten.
 """
 
 from __future__ import annotations

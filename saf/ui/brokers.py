@@ -3,8 +3,7 @@
 The server bounds each query (role ``ui`` of `saf.database.bounds`), and a page waits at most
 `PATIENCE_SECONDS`. A broker that has not answered by then, or could not be connected to, is not
 queried again for `REST_SECONDS`: pages immediately show the reason. Its pending query continues,
-but
-nothing waits for it. Afterwards the broker is in doubt until it has answered
+but nothing waits for it. Afterwards the broker is in doubt until it has answered
 (`saf.operating.questions`).
 """
 

@@ -89,8 +89,7 @@ class Pulse:
         return self._over.is_set()
 
     def look(self) -> Beat:
-        """Return the last figures, and note that a page is open; wait only for the first
-        figures."""
+        """Return the last figures, and note that a page is open; wait only for the very first."""
         self._looked_at = time.monotonic()
         self._wanted.set()
         self.start()

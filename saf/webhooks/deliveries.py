@@ -4,13 +4,11 @@
 
 At the other installation this is a destination of kind ``https``, exactly once. Each chunk of
 messages goes to the code that stores at a broker by a dsn. Its marks drop repeats and fence an
-older
-owner in the storing transaction. `saf.destinations.https.wire` defines the protocol.
+older owner in the storing transaction. `saf.destinations.https.wire` defines the protocol.
 
 A request is accepted only with a current signature by one of the ``secrets``. The owner of a secret
 may deliver as the forwarder of any source, for any service; ``sources`` and ``services`` limit
-that.
-So give each partner a separate application. A source vouches only for its own senders
+that. So give each partner a separate application. A source vouches only for its own senders
 (`saf.webhooks.vouching`).
 
 Memory is bounded: at most ``at_once`` requests of ``max_bytes`` are processed at a time; further

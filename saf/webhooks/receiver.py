@@ -15,8 +15,7 @@ object is signed as a whole. Senders whose ids are not their webhook-ids, or not
 senders, need ``signed_ids=False``; then source and id identify an event.
 
     204    the event is stored, now or before
-    400    it is not a CloudEvents 1.0 event, its id is not the signed one, or no broker would store
-           it
+    400    it is not a CloudEvents 1.0 event, its id is not the signed one, or no broker takes it
     401    it is not signed by one of the secrets, or its time is out of range
     404    this broker has services, but not this one
     405    the request is not a POST
