@@ -169,9 +169,9 @@ class Outbox:
         """Send messages together; return their ids in order.
 
         They are one statement, and from 100 messages on a COPY, where `saf.sending.bulk` can; large
-        messages are split into as few statements as PostgreSQL's protocol allows. All messages are
-        checked before the first is written. Raises the errors of `send`; an `InvalidMessage` names
-        the message at fault, as in ``messages[3].key``.
+        messages are divided among as few statements as PostgreSQL's protocol allows. All messages
+        are checked before the first is written. Raises the errors of `send`; an `InvalidMessage`
+        names the message at fault, as in ``messages[3].key``.
         """
         rows = self._encoded(messages)
         transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)

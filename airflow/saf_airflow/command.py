@@ -155,7 +155,7 @@ def done(code: int, out: str, errors: str) -> Done:
 
 
 def end(pid: int, how: signal.Signals) -> None:
-    """Send a signal to a command and its child processes; ignore that they are gone."""
+    """Send a signal to a command and its child processes; do nothing if they are gone."""
     try:
         os.killpg(pid, how)
     except ProcessLookupError:

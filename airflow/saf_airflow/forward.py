@@ -1,7 +1,7 @@
 """The operator: one run of ``saf forward``.
 
 exit code    the task
-0            succeeds; is skipped if others already forward or, optionally, if nothing was pending
+0            succeeds; is skipped if others already forward or, optionally, if nothing has arrived
 75           is retried: a database does not answer; nothing is lost. Optionally, it succeeds if
              some messages have arrived
 2            fails immediately: an operator must fix the settings, a schema or a login

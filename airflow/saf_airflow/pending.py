@@ -26,7 +26,7 @@ class SafPendingTrigger(BaseEventTrigger):
 
     It fires again after ``again_seconds`` while there are such messages: a run of the forwarder
     retries parked messages, and the next run makes up for one that did not finish. The trigger
-    never ends by its own choice: it logs errors, and tries again.
+    never ends on its own: it logs errors, and tries again.
 
     Args:
         command: path of the command ``saf``.

@@ -178,7 +178,7 @@ class Site:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Block storing while the block runs."""
+        """Prevent any storing while the block runs."""
         script = (
             "import sys, psycopg\n"
             "with psycopg.connect(sys.argv[1]) as connection:\n"

@@ -24,7 +24,7 @@ DIGEST = (
 )
 STORED = DIGEST.format(service="to_service")
 
-# A sequence never returns the numbers of a transaction that rolls back.
+# A sequence never takes back numbers when a transaction rolls back.
 SENDER = """
 SELECT (SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('saf.outbox', 'id')), 0)
                - count(*) FROM saf.outbox) AS rolled_back,

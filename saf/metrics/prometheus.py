@@ -1,7 +1,7 @@
 """Prometheus: samples as a page, a file or a push. The only module that knows prometheus-client.
 
-Samples are taken again for each page. A separate thread serves pages. A file is written under a
-temporary name and renamed, so no reader sees a partial file.
+Samples are taken again for each page. A separate thread serves pages. A file is written beside its
+target and renamed, so no reader sees a partial file.
 """
 
 from __future__ import annotations

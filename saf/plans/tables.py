@@ -49,7 +49,7 @@ class Table:
     create: Callable[[Connection, Key, Values], object]
     """Creates an entry; in a table with ``changes``, also updates an existing one."""
     remove: Callable[[Connection, Key, bool], object] | None = None
-    """Removes an entry; the bool allows to discard its messages. None: entries are permanent."""
+    """Removes an entry; the bool allows discarding its messages. None: entries are permanent."""
     changes: bool = False
     key: tuple[str, ...] = ("name",)
     """Fields of the key; if the table has rows, the rows contain these fields."""

@@ -37,7 +37,7 @@ class Explanation:
 
     @property
     def destinations(self) -> tuple[str, ...]:
-        """Destinations of the message: all for a topic, otherwise one."""
+        """Destinations of the message. If several: all for a topic, otherwise only one."""
         return tuple(v.route.route.destination for v in self.verdicts if v.takes)
 
     @property

@@ -2,8 +2,8 @@
 
 COPY needs a psycopg connection beneath the caller's, and a role without active row-level security:
 with row-level security, PostgreSQL rejects COPY FROM. So a database in which `saf sender` has rules
-gets an INSERT instead. So do other drivers, asyncio, and few messages. Large messages are split
-into several INSERTs.
+gets an INSERT instead. So do other drivers, asyncio, and few messages. Many large messages take
+several INSERTs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def copied(transaction: Transaction, rows: Sequence[Row]) -> bool:
     if connection is None or len(rows) < MANY:
         return False
     if connection.pgconn.pipeline_status != PipelineStatus.OFF:
-        return False  # psycopg has no COPY in pipeline mode
+        return False  # COPY is impossible in pipeline mode
     # through the caller's library, which then knows that its transaction has begun
     ((forbidden,),) = transaction.fetch(FORBIDDEN)
     if forbidden:

@@ -1,10 +1,10 @@
 """Access: identifies visitors and decides about their rights.
 
-*By token.* The owner of ``[ui] token`` may view, and of ``operate_token`` operate. A login creates
-a session with a new random id, whatever cookie the browser had before. The cookie contains nothing
-else; it is HttpOnly and SameSite=Lax. Over https it is also Secure, and its name has a prefix that
-keeps other hosts, and sites without https, from setting it. After too many wrong tokens, an address
-is ignored for a while (`saf.ui.attempts`).
+*By token.* The holder of ``[ui] token`` may view, and the holder of ``operate_token`` may also
+operate. A login creates a session with a new random id, whatever cookie the browser had before. The
+cookie contains nothing else; it is HttpOnly and SameSite=Lax. Over https it is also Secure, and its
+name has a prefix that keeps other hosts, and sites without https, from setting it. After too many
+wrong tokens, an address is ignored for a while (`saf.ui.attempts`).
 
 *By a reverse proxy.* The proxy logs users in, and names them in the header ``[ui] user_header``.
 The header is trusted only from an address in ``[ui] proxies``, and ignored from elsewhere. Requests

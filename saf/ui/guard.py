@@ -1,7 +1,7 @@
 """The guard: adds headers to every response, and rejects unknown hosts.
 
-The headers restrict browsers to what the pages need. If a header names the visitor, then any page
-that makes a browser send requests acts as that visitor. A page from elsewhere can do so if its own
+The headers restrict browsers to what the pages need. Where a header names the visitor, anyone who
+makes a browser send a request acts as that visitor. A page from elsewhere can do this if its own
 name resolves to an address of this dashboard (DNS rebinding). But it cannot change the host name
 that the browser sends. So only requests for known hosts are answered.
 """
