@@ -245,7 +245,7 @@ class Forwarder(_Table):
     max_bytes: Bytes = DEFAULT_MAX_BYTES
     """Messages with a larger body become dead letters."""
     lease_seconds: Lease = 30.0
-    """How long a forwarder that died keeps its shards, in seconds."""
+    """Time for which a dead forwarder keeps its shards, in seconds."""
     interval_seconds: Seconds = 1.0
     """With --loop: the longest pause after an idle cycle or a problem, in seconds."""
     turn_seconds: Seconds = 2.0
@@ -270,7 +270,7 @@ class Forwarder(_Table):
 
 
 class Purge(_Table):
-    """When the old messages of a log are deleted, one slot at a time; see `saf.log.ring`."""
+    """Deletion of a log's old messages, one slot at a time; see `saf.log.ring`."""
 
     retention_seconds: Age = 7.0 * DAY
     """Minimum time that a message is kept, forwarded or not, in seconds."""

@@ -84,7 +84,7 @@ QUOTED = tuple(
 quote is hidden up to its last possible end, because a quoted value may look like the end."""
 
 NAMED = 10
-"""How many values one error names at most."""
+"""Most values that one error names."""
 
 
 REFILL = (

@@ -29,7 +29,7 @@ BOUNDED = f"""
 octet_length(to_service) <= {MAX_NAME} AND octet_length(key) <= {MAX_KEY}
 AND ({_RAW} <= {_SMALL} OR octet_length(CAST(headers AS text)) <= {MAX_HEADERS})
 """
-"""What a log accepts. Kept short, because PostgreSQL prepares it for each inserting statement."""
+"""CHECK on a log. Kept short, because PostgreSQL prepares it for each inserting statement."""
 
 SMALL_HEADERS = f"""
 pg_catalog.pg_column_size(headers OPERATOR(pg_catalog.||) '{{}}'::pg_catalog.jsonb)

@@ -253,7 +253,7 @@ class OnPsycopg:
 
     @property
     def prepare(self) -> bool | None:
-        """Whether to prepare statements under a name; None lets psycopg decide."""
+        """False to prepare no statement under a name; None lets psycopg decide."""
         return False if self.pooled else None
 
 

@@ -18,7 +18,7 @@ SECONDS = (
 MESSAGES = (1.0, 10.0, 100.0, 1_000.0, 10_000.0, 50_000.0, 100_000.0, 1_000_000.0)
 
 Origin = Literal["database", "forwarder", "worker", "dispatcher", "purge"]
-"""Who reports the metric: a broker's database, or a process that counts its own work."""
+"""Reporter of the metric: a broker's database, or a process that counts its own work."""
 
 
 @dataclass(frozen=True, kw_only=True)

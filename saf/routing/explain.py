@@ -25,7 +25,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Where a message would go with the next batch."""
+    """Explanation of where a message would go with the next batch."""
 
     service: str
     broker: str | None

@@ -33,7 +33,7 @@ from saf.errors import UsageError
 from saf.log.cursor import COMPLETE
 
 PATIENCE_SECONDS = 5.0
-"""How long senders are blocked while waiting for the forwarder to finish a service's messages."""
+"""Longest time that senders are blocked while the forwarder finishes a service's messages."""
 PAUSE_SECONDS = 0.05
 
 TRIGGER = "outbox_local_"

@@ -76,7 +76,7 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """Where messages go: by one route, by one of several that share, or by all of a topic's."""
+    """Routes of a message: one route, several that share, or all of a topic's."""
 
     routes: tuple[Route, ...]
     to_all: bool = False

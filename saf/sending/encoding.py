@@ -1,7 +1,7 @@
 """Bodies as JSON: forms for values that JSON does not know, and the path of a value without one.
 
     dataclass               an object of its fields
-    pydantic model          what its ``model_dump(mode="json")`` gives
+    pydantic model          the result of its ``model_dump(mode="json")``
     Enum                    its value
     Decimal                 text with all its digits: "19.90"
     UUID                    text

@@ -26,7 +26,7 @@ from saf.received import WITH_READABLE, Received, expressions
 from saf.testing.databases import Database
 
 SHOWN_MESSAGES, SHOWN_CHARACTERS = 5, 200
-"""How many messages a failed assertion shows at most, and how many characters of each value."""
+"""Most messages that a failed assertion shows, and most characters of each value."""
 
 SENT = f"""
 SELECT {expressions(source="NULL::uuid")} FROM (SELECT {WITH_READABLE} FROM saf.outbox) AS o

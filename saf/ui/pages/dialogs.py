@@ -57,7 +57,7 @@ class Arrow:
     message: Spoken
     sent: datetime | None
     stored: datetime | None
-    """When it was stored at the other end; None if it was not seen there."""
+    """Time of storing at the other end; None if it was not seen there."""
     to_right: bool
     to_itself: bool
     y: int
