@@ -4,13 +4,13 @@
     saf service create shop --broker shop --config dialog_shop.toml
     saf service create warehouse --broker warehouse --config dialog_warehouse.toml
     python dialog.py A-1 2                               # the shop asks
-    saf forward --config dialog_shop.toml                # and its side carries that over
-    saf worker dialog:warehouse                          # the warehouse answers, and ends
-    saf forward --config dialog_warehouse.toml           # and its side carries that back
-    saf worker dialog:shop                               # the shop hears it, and ends too
+    saf forward --config dialog_shop.toml                # and its side forwards the question
+    saf worker dialog:warehouse                          # the warehouse answers and ends
+    saf forward --config dialog_warehouse.toml           # and its side forwards the answer
+    saf worker dialog:shop                               # the shop receives it and ends, too
 
-Each database is both: a broker whose outbox is forwarded, and a store that others deliver to. The
-two files are the complete saf.toml of each side.
+Each database has both roles: a broker whose outbox is forwarded, and a store that others deliver
+to. The two files are the complete saf.toml of each side.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ warehouse = saf.Worker(os.environ["WAREHOUSE_DSN"], "warehouse")
 
 
 def ask(article: str, amount: int) -> None:
-    """Begin a dialog; an answer comes to the shop's worker, however much later."""
+    """Begin a dialog; the answer comes to the shop's worker, however much later."""
     with psycopg.connect(os.environ["SHOP_DSN"]) as connection:
         dialog = saf.begin_dialog(
             connection, from_service="shop", to_service="warehouse", lifetime=3600
@@ -43,7 +43,7 @@ def ask(article: str, amount: int) -> None:
 
 @warehouse.handler("order")
 def order(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
-    """Answer in the transaction in which the question was received."""
+    """Answer in the transaction that receives the question."""
     assert message.dialog is not None  # noqa: S101 - for the type checker
     wanted = message.json()
     if wanted["amount"] > IN_STOCK:
@@ -55,7 +55,7 @@ def order(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
 
 @shop.handler("delivery")
 def delivery(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
-    """Note what is on its way. What has no handler is answered by itself: an End by an End."""
+    """Record the delivery. Without a handler, an End is answered by an End automatically."""
     said = message.json()
     connection.execute(TABLE)
     connection.execute(INSERT, [said["article"], said["amount"]])

@@ -1,11 +1,11 @@
-"""A PostgreSQL to try things with, where there is none: from a wheel, without root, until Ctrl-C.
+"""A PostgreSQL server for experiments, installed from a wheel, without root, until Ctrl-C.
 
     python postgresql.py .try shop store > try.env &     # its data is in the folder .try
-    until [ -s try.env ]; do sleep 1; done               # it takes connections now
+    until [ -s try.env ]; do sleep 1; done               # it accepts connections now
     . ./try.env                                          # SHOP_DSN, SHOP_URL, STORE_DSN, STORE_URL
 
-For each database that it is told it prints how to connect, for psycopg and for SQLAlchemy, as a
-shell reads it. It puts psql into the PATH too. Everything is there again at the next start.
+For each given database, it prints connection settings for psycopg and for SQLAlchemy as shell
+commands. It also adds psql to PATH. The data is kept for the next start.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from saf.database import Dsn
 
 
 def url(database: Dsn) -> str:
-    """The same for SQLAlchemy."""
+    """Return the URL of a database for SQLAlchemy."""
     parts = database.parts
     return f"postgresql+psycopg://{parts['user']}@/{parts['dbname']}?host={parts['host']}"
 
 
 def main(folder: str, *databases: str) -> None:
-    """Run it, with these databases."""
+    """Run the server with these databases."""
     with EmbeddedServer(Path(folder) / "data") as server:
         lines = [f'export PATH="{programs(DEFAULT_VERSION)}:$PATH"']
         for name in databases:
@@ -38,6 +38,6 @@ def main(folder: str, *databases: str) -> None:
 
 
 if __name__ == "__main__":
-    # before the server starts, so that a signal meanwhile does not end this without it
+    # before the server starts, so that a signal during the start cannot end only this process
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     main(*sys.argv[1:])

@@ -1,15 +1,15 @@
-"""Many tenants: a database for each, one forwarder and one service for all of them.
+"""Many tenants: a database for each, and one forwarder and one service for all.
 
     export SERVER_DSN=postgresql://localhost/postgres STORE_DSN=postgresql://localhost/store
     saf migrate --dsn "$STORE_DSN"
     saf service create billing --config tenants.toml
     python tenants.py add acme                           # a database tenant_acme, migrated
     python tenants.py place acme A-1 90                  # an order of this tenant
-    saf forward --config tenants.toml                    # all tenants, those of tomorrow too
+    saf forward --config tenants.toml                    # all tenants, including future ones
     saf worker tenants:billing
 
 Each tenant is a broker of the fleet in tenants.toml: `saf status --config tenants.toml` lists it as
-tenants/tenant_acme. A database that is down, or has a deep backlog, holds up no other tenant.
+tenants/tenant_acme. A database that is down, or has a deep backlog, does not block other tenants.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INVOICE = "INSERT INTO invoice (tenant, number, total) VALUES (%s, %s, %s)"
 
 
 def dsn_of(tenant: str) -> str:
-    """Where a tenant's database is: on the same server."""
+    """Return the connection string of a tenant's database, on the same server."""
     return make_conninfo(os.environ["SERVER_DSN"], dbname=f"tenant_{tenant}")
 
 
@@ -48,7 +48,7 @@ def add(tenant: str) -> None:
 
 
 def place(tenant: str, number: str, total: str) -> None:
-    """Place an order of a tenant; keys of two tenants may be the same, and mean two orders."""
+    """Place a tenant's order; equal numbers of two tenants mean two different orders."""
     with psycopg.connect(dsn_of(tenant)) as connection:
         connection.execute(ORDERS)
         connection.execute(ORDER, [number, total])
@@ -64,7 +64,7 @@ def place(tenant: str, number: str, total: str) -> None:
 
 @billing.handler("OrderPlaced")
 def placed(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
-    """Write the invoice of an order, of whichever tenant."""
+    """Write the invoice of an order, for any tenant."""
     order = message.json()
     connection.execute(INVOICES)
     connection.execute(INVOICE, [message.headers["tenant"], order["order"], order["total"]])

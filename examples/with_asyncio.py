@@ -1,10 +1,9 @@
-"""Orders and their messages under asyncio, with psycopg and nothing else; several at a time.
+"""Orders and their messages under asyncio, with only psycopg; several at a time.
 
     export SHOP_DSN=postgresql://localhost/shop          # `saf migrate --dsn "$SHOP_DSN"` was run
     python with_asyncio.py A-1=90 A-2=70
 
-For each order, either both are committed, or neither; `saf forward` takes the messages on from
-there.
+For each order, both are committed, or neither; `saf forward` then forwards the messages.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ INSERT = "INSERT INTO orders (number, total) VALUES (%s, %s)"
 
 
 async def place(number: str, total: int) -> None:
-    """Place an order; the service billing will hear of it."""
+    """Place an order, with a message to the service billing."""
     # the block is one transaction: it commits at its end, and rolls back if it raises
     async with await psycopg.AsyncConnection.connect(os.environ["SHOP_DSN"]) as connection:
         await connection.execute(INSERT, [number, total])
@@ -32,13 +31,13 @@ async def place(number: str, total: int) -> None:
             connection,
             "billing",
             {"order": number, "total": total},
-            key=number,  # what is sent of this order stays in order
+            key=number,  # messages about this order stay in order
             message_type="OrderPlaced",
         )
 
 
 async def main(orders: list[str]) -> None:
-    """Place them all at the same time."""
+    """Place all orders concurrently."""
     async with await psycopg.AsyncConnection.connect(os.environ["SHOP_DSN"]) as connection:
         await connection.execute(TABLE)
     async with asyncio.TaskGroup() as tasks:

@@ -5,7 +5,7 @@
     python with_django.py migrate_orders
     python with_django.py place A-1 90
 
-In an application of yours, only `place` matters: `transaction.atomic()` is the transaction.
+In a real application, only `place` matters: `transaction.atomic()` is the transaction.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Order(models.Model):  # type: ignore[misc] # Django has no types
     total = models.IntegerField()
 
     class Meta:
-        """Where it is kept."""
+        """Table of the model."""
 
         app_label = "shop"
         db_table = "orders"
 
 
 def place(number: str, total: int) -> None:
-    """Place an order; the service billing will hear of it."""
+    """Place an order, with a message to the service billing."""
     with transaction.atomic():
         Order.objects.create(number=number, total=total)
         body = {"order": number, "total": total}

@@ -30,7 +30,7 @@ INSERT = sa.text("INSERT INTO orders (number, total) VALUES (:number, :total)")
 
 
 class Order(BaseModel):
-    """What is posted."""
+    """The request's body."""
 
     number: str
     total: int
@@ -38,7 +38,7 @@ class Order(BaseModel):
 
 @asynccontextmanager
 async def life(_: FastAPI) -> AsyncIterator[None]:
-    """The table is there before the first request, and no connection is left after the last."""
+    """Create the table before the first request; close all connections after the last."""
     async with engine.begin() as connection:
         await connection.execute(TABLE)
     yield
@@ -50,9 +50,9 @@ app = FastAPI(lifespan=life)
 
 @app.post("/orders", status_code=201)
 async def place(order: Order) -> Order:
-    """Place an order; the service billing will hear of it."""
+    """Place an order, with a message to the service billing."""
     try:
-        # one transaction: whoever gets a 201 knows that the message is committed too
+        # one transaction: a client that gets a 201 knows that the message is committed, too
         async with sessions.begin() as session:
             await session.execute(INSERT, order.model_dump())
             await outbox.asend(

@@ -25,28 +25,28 @@ INSERT = "INSERT INTO orders (number, total) VALUES (%s, %s)"
 
 
 def database() -> psycopg.Connection[Any]:
-    """The connection of this request; a larger application takes it from a pool."""
+    """Return this request's connection; a larger application takes it from a pool."""
     if "database" not in g:
         g.database = psycopg.connect(os.environ["SHOP_DSN"])
         with g.database.transaction():
             g.database.execute(TABLE)
-    return g.database  # type: ignore[no-any-return] # Flask's g has anything
+    return g.database  # type: ignore[no-any-return] # Flask's g has no types
 
 
 @app.teardown_appcontext
 def close(_: BaseException | None) -> None:
-    """Give the connection back; what was not committed is rolled back."""
+    """Close the connection; uncommitted work is rolled back."""
     if "database" in g:
         g.pop("database").close()
 
 
 @app.post("/orders")
 def place() -> tuple[Response, int]:
-    """Place an order; the service billing will hear of it."""
+    """Place an order, with a message to the service billing."""
     order = request.get_json()
     try:
-        # the block is one transaction, so commit here and not in a hook after the response: who
-        # gets a 201 knows that the message is committed too
+        # the block is one transaction, so commit here and not in a hook after the response: a
+        # client that gets a 201 knows that the message is committed, too
         with database().transaction():
             database().execute(INSERT, [order["number"], order["total"]])
             outbox.send(

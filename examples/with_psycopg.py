@@ -1,9 +1,9 @@
-"""An order and its message in one transaction, with psycopg and nothing else.
+"""An order and its message in one transaction, with only psycopg.
 
     export SHOP_DSN=postgresql://localhost/shop          # `saf migrate --dsn "$SHOP_DSN"` was run
     python with_psycopg.py A-1 90
 
-Either both are committed, or neither; `saf forward` takes the message on from there.
+Both are committed, or neither; `saf forward` then forwards the message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INSERT = "INSERT INTO orders (number, total) VALUES (%s, %s)"
 
 
 def place(number: str, total: int) -> None:
-    """Place an order; the service billing will hear of it."""
+    """Place an order, with a message to the service billing."""
     # the block is one transaction: it commits at its end, and rolls back if it raises
     with psycopg.connect(os.environ["SHOP_DSN"]) as connection:
         connection.execute(TABLE)
@@ -31,7 +31,7 @@ def place(number: str, total: int) -> None:
             connection,
             "billing",
             {"order": number, "total": total},
-            key=number,  # what is sent of this order stays in order
+            key=number,  # messages about this order stay in order
             message_type="OrderPlaced",
         )
 

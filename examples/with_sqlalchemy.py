@@ -16,7 +16,7 @@ import saf
 
 
 class Base(DeclarativeBase):
-    """The shop's tables; saf's own are in the schema saf, and no business of them."""
+    """The shop's tables. saf's own tables are separate, in the schema saf."""
 
 
 class Order(Base):
@@ -31,7 +31,7 @@ outbox = saf.Outbox()
 
 
 def place(session: Session, number: str, total: int) -> None:
-    """Place an order; the service billing will hear of it, if the caller commits."""
+    """Place an order, with a message to the service billing, if the caller commits."""
     session.add(Order(number=number, total=total))
     body = {"order": number, "total": total}
     outbox.send(session, "billing", body, key=number, message_type="OrderPlaced")

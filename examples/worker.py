@@ -2,11 +2,11 @@
 
     export STORE_DSN=postgresql://localhost/store        # `saf migrate --dsn "$STORE_DSN"` was run
     saf service create billing                           # once; it lives in that database
-    saf worker worker:billing                            # any number of them share the work
+    saf worker worker:billing                            # any number of workers share the work
 
-Each message is handled exactly once, and those of an order in order: the handler's work and the
-note that the message is handled are one transaction. A handler that raises is tried again later,
-and the messages of its order wait for it; those of others do not.
+Each message is handled exactly once, and an order's messages in order: the handler's work and the
+mark that the message is handled are one transaction. A handler that raises is retried later, and
+the messages of its order wait; those of other orders do not.
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
 """Forward pending outbox messages once a minute, from Airflow 2.9 or later, or 3.
 
-One file, and nothing to install where Airflow is. With Airflow 3, the package in airflow/ does
-more: results and assets for other DAGs, and a DAG that starts when something is pending;
-docs/airflow.md says which to pick.
+This is a single file, and needs no package beside Airflow. With Airflow 3, the package in airflow/
+does more: results and assets for other DAGs, and a DAG that starts when messages are pending;
+docs/airflow.md compares the two.
 
 Copy this file into the DAGs folder. On the workers, ``saf-outbox[forwarder]`` is installed in
-/opt/saf (or say otherwise in SAF_COMMAND), and the configuration is /etc/saf/saf.toml (SAF_CONFIG),
-whose ``${NAME}`` come from the worker's environment.
+/opt/saf (or set SAF_COMMAND), and the configuration is /etc/saf/saf.toml (or set SAF_CONFIG), whose
+``${NAME}`` come from the worker's environment.
 
-What the exit codes do here (docs/operations.md has them for other schedulers):
-
-    0    success; also if messages wait for a route or a service, which no further run helps
-    75   a database does not answer; nothing is lost. Tried again twice, 30 seconds later each time,
-         and then the next run of the schedule goes on. No longer pauses: a run that waits holds up
-         the messages of everybody else
-    2    a person has to mend the settings, a schema or a login: fails at once
-    1    fails after the same tries
+Exit codes and their effects here (docs/operations.md has them for other schedulers):
+    0    success; also if messages wait for a route or a service, which another run cannot help
+    75   a database does not answer; nothing is lost. Retried twice, after 30 seconds each; then
+         the schedule's next run continues. The pauses are short because a waiting run holds up
+         all other messages
+    2    an operator must fix the settings, a schema or a login: fails immediately
+    1    fails after the same retries
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ USAGE = 2  # an exit code of `saf forward`
 
 
 class Forward(BashOperator):  # type: ignore[misc] # Airflow is not installed here
-    """A BashOperator that does not try again what another try cannot mend."""
+    """A BashOperator that does not retry errors that only an operator can fix."""
 
     def execute(self, context: Mapping[str, Any]) -> Any:
         """Run the command."""
@@ -60,13 +59,13 @@ with DAG(
     schedule=timedelta(minutes=1),
     start_date=datetime(2026, 1, 1, tzinfo=timezone.utc),  # noqa: UP017 - Airflow may run on an older Python
     catchup=False,
-    # runs that overlap would share the work, but a second one has nothing to win
+    # overlapping runs would share the work, but a second run gains nothing
     max_active_runs=1,
     tags=["saf"],
 ):
     Forward(
         task_id="forward",
-        # exec: the signal that ends a task goes to the forwarder, which finishes the chunk in hand
+        # exec: the signal that ends a task reaches the forwarder, which finishes the chunk in hand
         bash_command=(
             'export SAF_CONFIG="${SAF_CONFIG:-/etc/saf/saf.toml}"; '
             'exec "${SAF_COMMAND:-/opt/saf/bin/saf}" forward --json'

@@ -1,4 +1,4 @@
-"""Alembic's environment: the saf schema keeps its own version table, beside the application's."""
+"""Alembic's environment: the saf schema has its own version table, apart from the application's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASKED = context.get_x_argument(as_dictionary=True)
 
 
 def dsn() -> Dsn:
-    """Where to migrate: `saf migrate` passes it; the alembic command takes SAF_DSN or -x dsn=…."""
+    """Return the database to migrate: from `saf migrate`; for alembic, from SAF_DSN or -x dsn=…."""
     text = context.config.attributes.get("dsn") or ASKED.get("dsn") or os.environ.get("SAF_DSN")
     if not text:
         raise ConfigurationError(
@@ -28,13 +28,13 @@ def dsn() -> Dsn:
 
 
 def shards() -> int | None:
-    """How many shards to create: `saf migrate --shards` passes it; alembic takes -x shards=…."""
+    """Return the number of shards: from `saf migrate --shards`; for alembic, from -x shards=…."""
     asked = context.config.attributes.get("shards") or ASKED.get("shards")
     return None if asked is None else checked_shards(asked)
 
 
 def offline() -> None:
-    """Print the SQL for someone else to run."""
+    """Print the SQL without running it."""
     context.config.attributes["shards"] = shards() or DEFAULT_SHARDS
     context.configure(
         dialect_name="postgresql",
@@ -48,13 +48,13 @@ def offline() -> None:
 
 
 def online() -> None:
-    """Migrate in one transaction; two at once wait for each other."""
+    """Migrate in one transaction; concurrent migrations wait for each other."""
     engine = dsn().engine(role="migrate", poolclass=sa.pool.NullPool)
     with engine.connect() as connection, connection.begin():
         connection.execute(
             sa.text("SELECT pg_advisory_xact_lock(hashtextextended('saf migrate', 0))")
         )
-        # asked first, because IF NOT EXISTS wants the right to create even where it is there
+        # checked first, because IF NOT EXISTS needs the right to create even if the schema exists
         if not connection.scalar(sa.text(f"SELECT to_regnamespace('{SCHEMA}')")):
             connection.execute(sa.text(f"CREATE SCHEMA {SCHEMA}"))
         context.config.attributes["shards"] = settle(connection, shards())
@@ -69,5 +69,5 @@ try:
     else:
         online()
 except SafError as error:
-    # the alembic command prints this one as a sentence, others as a traceback
+    # the alembic command prints a CommandError as a sentence, other errors as a traceback
     raise CommandError(str(error)) from error

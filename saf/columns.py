@@ -1,4 +1,4 @@
-"""The columns of a message, defined once: for PostgreSQL, Arrow, Spark, and who may set them.
+"""The columns of a message, defined once for PostgreSQL, Arrow and Spark, with who may set them.
 
 Every table that holds messages has these columns, in this order. All code that reads, moves, sends
 or describes messages takes its list from here. This module imports nothing, because an application
@@ -16,15 +16,15 @@ class Column:
 
     name: str
     type: str
-    """Its type in PostgreSQL."""
+    """Type in PostgreSQL."""
     sent: bool = False
-    """Whether an `Outbox` sets it; a dialog or the server sets the others."""
+    """True if an `Outbox` sets the column; a dialog or the server sets the others."""
     needed: bool = False
-    """Whether it is never NULL."""
+    """True if the column is NOT NULL."""
     default: str | None = None
-    """SQL for the value that the server sets by default."""
+    """SQL of the server's default."""
     seldom: bool = False
-    """Whether a message outside of dialogs, for any time and any broker, leaves it empty."""
+    """True if plain messages leave it NULL: outside of dialogs, for any time and any broker."""
 
 
 MESSAGE = (
@@ -45,9 +45,9 @@ MESSAGE = (
 )
 
 COLUMNS = tuple(column.name for column in MESSAGE)
-"""The names of the columns."""
+"""Names of all columns, in order."""
 SENT = {column.name: column.type for column in MESSAGE if column.sent}
-"""The columns that an `Outbox` sets, each with its type in PostgreSQL."""
+"""Columns that an `Outbox` sets, with their PostgreSQL types."""
 SELDOM = tuple(column.name for column in MESSAGE if column.seldom)
 UUIDS = tuple(column.name for column in MESSAGE if column.type == "uuid")
 JSON = tuple(column.name for column in MESSAGE if column.type == "jsonb")
@@ -59,8 +59,8 @@ IN_TABLES = {
     "source": "uuid",
     "received_at": "timestamptz",
 }
-"""The columns of messages in tables of Spark and of the lakehouse, by their types in PostgreSQL:
-those of an inbox; an outbox lacks the last two."""
+"""Columns of messages in Spark and lakehouse tables, with their PostgreSQL types.
+These are the columns of an inbox; an outbox lacks the last two."""
 
 SPARK = {
     "smallint": "int",
@@ -72,6 +72,6 @@ SPARK = {
     "bytea": "binary",
     "timestamptz": "timestamp",
 }
-"""Spark's names for PostgreSQL's types; a type that is not here is text in Spark."""
+"""Spark types by PostgreSQL type. Types that are missing here become strings."""
 EXPRESSED = {column.name: SPARK[column.type] for column in MESSAGE}
-"""The columns that SQL expressions of classifiers see, with their types in Spark."""
+"""Columns that a classifier's SQL expression can use, with their Spark types."""

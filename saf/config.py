@@ -1,6 +1,6 @@
 """saf.toml: which brokers to forward from, where to, and how.
 
-    [brokers.shop]                       # a source; the table's name is for people
+    [brokers.shop]                       # a source; the table's name is for humans
     dsn = "postgresql://saf_forwarder@db1/shop?password=${SHOP_PASSWORD}"
 
     [destinations.mom]                   # of the kind "postgresql"; see `saf.destinations.kinds`
@@ -16,19 +16,19 @@
     [endpoints.billing]                  # where `saf dispatch` sends what services have received
     url = "https://billing.example.com/hooks"
 
-Many sources of a kind need not be written down; see `saf.fleets`:
+Fleets list many similar sources; see `saf.fleets`:
 
     [fleets.tenants]                     # brokers tenants/tenant_1, tenants/tenant_2, …
     dsn = "postgresql://saf_forwarder@db2/postgres?password=${TENANTS_PASSWORD}"
     databases = "tenant_*"
 
-An application that signs, or verifies, reads one table of it: see `saf.signing.settings`.
+Applications that sign or verify read one table only: see `saf.signing.settings`.
 
 ``${NAME}`` is replaced by the environment variable, so that secrets stay out of the file. In a dsn,
-it stands for the value of one parameter and is taken as it is: no character of a password has a
-special meaning, and none is percent-encoded. Only at the beginning of a dsn is it a part of the
-text. Environment variables also override single settings: ``SAF_FORWARDER__CHUNK_ROWS=10000``.
-Unknown names are refused; the error names the nearest known one.
+the variable is the literal value of one parameter: no character of a password is special, and
+nothing is percent-encoded. At the beginning of a dsn, the variable is part of the dsn's text.
+Environment variables also override single settings: ``SAF_FORWARDER__CHUNK_ROWS=10000``.
+Unknown names are rejected; the error suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ ENCODING = "utf-8-sig"
 """The encoding of TOML files in any locale: UTF-8, with or without a byte order mark."""
 DAY = 86400
 LONGEST = 100
-"""How many characters of a wrong value an error quotes."""
+"""Length, in characters, at which an error cuts a wrong value."""
 TOKEN_LENGTH = 16
+"""Minimum length of a token, so that nobody guesses it."""
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-"""How many characters a token has at least: nobody guesses it."""
 TRACE_ID = "{trace_id}"
-"""What stands for the id of a trace in an address."""
+"""Placeholder for a trace id in a URL."""
 REDACTED = ("authorization", "cookie", "*token*", "*secret*", "*password*", "*api*key*")
 LONGEST_BOUND = 1e6
-"""The values of a bound, in seconds; the server's timeouts end at 24 days."""
+"""Largest bound, in seconds; the server's timeouts end at 24 days."""
 
 
 def _printable(name: str) -> str:
@@ -122,24 +122,24 @@ class Broker(_Table):
     """A database whose outbox is forwarded."""
 
     dsn: DsnField
-    """Where it is."""
+    """Connection string."""
     max_connections: SourceConnections | None = None
-    """The most connections that one run opens to it; by default, forwarder.max_connections."""
+    """Most connections that one run opens to the broker. Default: forwarder.max_connections."""
 
 
 class Fleet(_Table):
-    """Any number of databases whose outboxes are forwarded; see `saf.fleets`."""
+    """A set of databases whose outboxes are forwarded; see `saf.fleets`."""
 
     dsn: DsnField
-    """Where to ask for the list of databases."""
+    """Connection string of the database that lists the members."""
     databases: str | None = Field(default=None, min_length=1)
-    """A pattern (``*``, ``?``, ``[abc]``) for the names of databases on this server."""
+    """Pattern (``*``, ``?``, ``[abc]``) for the names of databases on this server."""
     query: str | None = Field(default=None, min_length=1)
-    """A query for two columns, name and dsn; instead of a pattern."""
+    """Query that returns two columns, name and dsn; an alternative to the pattern."""
     refresh_seconds: Seconds = 60.0
-    """With --loop: how often to ask, in seconds."""
+    """With --loop: how often to list the members again, in seconds."""
     max_connections: SourceConnections | None = None
-    """For each of the brokers: the most connections that one run opens to it."""
+    """Most connections that one run opens to each of the brokers."""
 
     @pydantic.model_validator(mode="after")
     def _one_way_to_list(self) -> Fleet:
@@ -149,23 +149,23 @@ class Fleet(_Table):
 
 
 class Route(_Table):
-    """Which messages go where; see `saf.routing.matching`."""
+    """Route of messages to a destination; see `saf.routing.matching`."""
 
     service: Name | None = None
-    """The service that messages are for; by default, any."""
+    """Service that messages are addressed to. Default: any."""
     broker: UUID | None = None
-    """The broker_id that messages are addressed to; by default, any."""
+    """broker_id that messages are addressed to. Default: any."""
     destination: str
-    """Where they go: the name of a table [destinations.NAME]."""
+    """Name of a table [destinations.NAME]."""
     quality: Quality | None = None
-    """The quality of service; by default, the destination's."""
+    """Quality of service. Default: the destination's."""
     expires_at: pydantic.AwareDatetime | None = None
-    """From then on the route does not count; by default, it always does."""
+    """Time from which the route is ignored. Default: never."""
     comment: str | None = None
-    """For people."""
+    """Free text for operators."""
 
     def as_configured(self) -> Configured:
-        """This route as `saf.routing.routes` describes it."""
+        """Return this route as `saf.routing.routes` describes it."""
         leads = Leads(
             service=self.service,
             broker=str(self.broker) if self.broker else None,
@@ -181,25 +181,25 @@ class Topic(_Table):
     """A service whose messages go to every destination that a route leads to."""
 
     comment: str | None = None
-    """For people."""
+    """Free text for operators."""
 
 
 class Router(_Table):
     """A service that stands for others; see `saf.routing.routers`."""
 
     kind: Literal["sql", "arrow", "python"]
-    """What the classifier is: Spark SQL, a function of a batch, or a function of one message."""
+    """Kind of classifier: Spark SQL, a function of a batch, or a function of one message."""
     expression: str
-    """The classifier: Spark SQL, or ``module:function``."""
+    """The classifier: Spark SQL or ``module:function``."""
     once_per: Literal["message", "key"] = "message"
-    """What is classified once: a message or a key; a conversation always is."""
+    """Unit that is classified once: a message or a key. A conversation always is."""
     mode: Literal["redirect", "forward"] = "redirect"
-    """Whether it redirects at the source, or forwards by a routing service."""
+    """Redirect at the source, or forward by a routing service."""
     comment: str | None = None
-    """For people."""
+    """Free text for operators."""
 
     def as_configured(self, service: str) -> ConfiguredRouter:
-        """This router as `saf.routing.routes` describes it."""
+        """Return this router as `saf.routing.routes` describes it."""
         router = Stands(
             service=service, kind=self.kind, expression=self.expression, once_per=self.once_per
         )
@@ -209,17 +209,17 @@ class Router(_Table):
 
 
 class Transform(_Table):
-    """What is done with a service's messages before they are sent; see docs/transforms.md."""
+    """Function that changes a service's messages before they are sent; see docs/transforms.md."""
 
     service: Name
-    """The service that the messages are sent to; it may be a router."""
+    """Service that the messages are addressed to; may be a router."""
     function: str
-    """The function, ``module:function``: it takes a DataFrame of messages and returns one."""
+    """The function, ``module:function``: takes and returns a DataFrame of messages."""
     deterministic: bool = True
-    """Whether it always makes the same of a message. What another one has made is written at the
-    source before it is sent."""
+    """True if equal messages always give equal results. Results of a non-deterministic function are
+    written at the source before they are sent."""
     comment: str | None = None
-    """For people."""
+    """Free text for operators."""
 
     @pydantic.field_validator("function")
     @classmethod
@@ -234,10 +234,10 @@ P = TypeVar("P", Broker, Fleet)
 
 
 class Forwarder(_Table):
-    """How the forwarder works."""
+    """Settings of the forwarder."""
 
     default_destination: str | None = None
-    """The destination of messages that no route matches."""
+    """Destination of messages that no route matches."""
     chunk_rows: Rows = 50_000
     """Messages per transaction at a destination."""
     chunk_bytes: Bytes = 32 * 1024 * 1024
@@ -245,47 +245,47 @@ class Forwarder(_Table):
     max_bytes: Bytes = DEFAULT_MAX_BYTES
     """Messages with a larger body become dead letters."""
     lease_seconds: Lease = 30.0
-    """How long a forwarder that died keeps its shards, in seconds."""
+    """Time for which a dead forwarder keeps its shards, in seconds."""
     interval_seconds: Seconds = 1.0
-    """With --loop: the longest pause while nothing is found, or after a problem, in seconds."""
+    """With --loop: the longest pause after an idle cycle or a problem, in seconds."""
     turn_seconds: Seconds = 2.0
-    """How long deep backlogs go on at least before they stop for another that waits, in seconds."""
+    """Minimum time for a deep backlog before it yields to another waiting one, in seconds."""
     max_connections: SourceConnections | None = None
-    """The most connections that one run opens to a source; by default, what its tasks need."""
+    """Most connections that one run opens to a source. Default: as many as its tasks need."""
     max_sessions: Connections = 200
-    """How many sources one run stays connected to; if there are more, it connects in turn."""
+    """Sources that one run stays connected to. With more sources, it connects to them in turn."""
     attempts: Attempts = 3
-    """Attempts per chunk while a destination does not answer, before the run gives up on it."""
+    """Attempts per chunk at an unavailable destination, before the run gives up on it."""
     max_rejected: Rejections = 10
-    """Messages that a destination rejects in a row before it gets no more, until an operator says
+    """Consecutive rejected messages after which a destination gets no more, until an operator runs
     `saf parked retry-now`."""
     use_spark: Literal["auto", "always"] = "auto"
-    """Whether Spark does all work, or only what is more than little."""
+    """Use Spark for all work, or only for large amounts."""
     master: str = "local[*]"
-    """Spark's master; under spark-submit, its own --master wins."""
+    """Spark's master. The --master of spark-submit takes precedence."""
     tasks: Connections | None = None
-    """Parallel tasks; by default, as many as Spark has cores."""
+    """Parallel tasks. Default: the number of Spark's cores."""
     spark: dict[str, str] = Field(default_factory=dict)
-    """More Spark settings, by their full names."""
+    """Further Spark settings by their full names."""
 
 
 class Purge(_Table):
-    """When the old messages of a log are deleted, a slot at a time; see `saf.log.ring`."""
+    """Deletion of a log's old messages, one slot at a time; see `saf.log.ring`."""
 
     retention_seconds: Age = 7.0 * DAY
-    """How long a message is kept at least, forwarded or not, in seconds."""
+    """Minimum time that a message is kept, forwarded or not, in seconds."""
     rotate_after_seconds: Seconds = float(DAY)
-    """The age of its oldest message at which a slot is left for the next one, in seconds."""
+    """Age of a slot's oldest message at which the log moves to the next slot, in seconds."""
     archive: Annotated[str, AfterValidator(_archive)] | None = None
-    """Where the messages of each slot are kept before they are deleted: a folder, as Parquet, or a
+    """Archive for the messages of a slot before they are deleted: a folder of Parquet files, or a
     table such as `delta:/srv/lake/archive`."""
 
 
 class Dispatch(_Table):
-    """How endpoints that are stored in brokers are dispatched; see `saf.dispatch.stored`."""
+    """Settings for endpoints that are stored in brokers; see `saf.dispatch.stored`."""
 
     networks: tuple[Network, ...] = ()
-    """Networks that such an endpoint may be in, besides the public internet."""
+    """Networks, besides the public internet, where such an endpoint may be."""
 
 
 def _is_host(text: str) -> str:
@@ -299,31 +299,31 @@ Host = Annotated[str, AfterValidator(_is_host)]
 
 
 class Ui(_Table):
-    """How `saf ui` shows brokers, and to whom; see docs/ui.md."""
+    """Settings of `saf ui`, the dashboard; see docs/ui.md."""
 
     token: SecretStr | None = None
-    """Whoever knows it may look at everything; as `${NAME}`."""
+    """Token that grants viewing everything; as `${NAME}`."""
     operate_token: SecretStr | None = None
-    """Whoever knows it may also act; as `${NAME}`."""
+    """Token that also grants operating; as `${NAME}`."""
     user_header: str | None = Field(default=None, min_length=1)
-    """The header in which a reverse proxy names the user that it has logged in."""
+    """Header in which a reverse proxy names the logged-in user."""
     proxies: tuple[Network, ...] = ("127.0.0.0/8", "::1/128")
-    """Networks of the reverse proxies that are believed what they say in headers."""
+    """Networks of the reverse proxies whose headers are trusted."""
     hosts: tuple[Host, ...] = ()
-    """With `user_header`: the names by which browsers, or the proxy, may ask for it, besides
-    localhost and addresses."""
+    """With `user_header`: host names accepted in requests from browsers or the proxy, besides
+    localhost and IP addresses."""
     operators: tuple[str, ...] = ()
-    """The users of the reverse proxy who may also act; "*" for all."""
+    """Users of the reverse proxy who may also operate; "*" for all."""
     session_seconds: Seconds = 8 * 3600.0
-    """How long a login by token lasts, in seconds."""
+    """Lifetime of a login by token, in seconds."""
     bodies: bool = False
-    """Whether the bodies of messages may be seen."""
+    """Show the bodies of messages."""
     redact_headers: tuple[str, ...] = REDACTED
     """Patterns (``*``, ``?``) for the names of headers whose values are hidden."""
     redact_paths: tuple[str, ...] = ()
-    """JSON paths, such as `$.card.number` or `$..password`, of what is hidden in JSON bodies."""
+    """JSON paths, such as `$.card.number` or `$..password`, of values to hide in JSON bodies."""
     trace_url: str | None = None
-    """Where traces are shown, with `{trace_id}` in it: messages that have a trace link to it."""
+    """URL of a trace, with the placeholder `{trace_id}`. Messages that have a trace link to it."""
 
     @pydantic.field_validator("token", "operate_token")
     @classmethod
@@ -345,7 +345,7 @@ class Ui(_Table):
 
 
 class Waits(_Table):
-    """The bounds: how long anything is waited for; see `saf.database.bounds`."""
+    """Bounds on how long saf waits; see `saf.database.bounds`."""
 
     network_seconds: float = Field(default=Bounds.network_seconds, ge=1, le=LONGEST_BOUND)
     lock_seconds: float = Field(default=Bounds.lock_seconds, gt=0, le=LONGEST_BOUND)
@@ -355,7 +355,7 @@ class Waits(_Table):
 
 
 class _Sources(BaseSettings):
-    """Where settings come from."""
+    """Base of settings that read the environment and a file, in this order."""
 
     @classmethod
     def settings_customise_sources(
@@ -366,12 +366,12 @@ class _Sources(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the same
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the same
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The environment wins over the file."""
+        """Let the environment take precedence over the file."""
         return env_settings, init_settings
 
 
 class Settings(_Sources):
-    """Everything in saf.toml."""
+    """All tables of saf.toml."""
 
     model_config = SettingsConfigDict(
         extra="forbid", frozen=True, env_prefix="SAF_", env_nested_delimiter="__"
@@ -503,7 +503,7 @@ class Settings(_Sources):
         return self
 
     def inbox_of(self, endpoint: Endpoint) -> Dsn:
-        """The database whose inbox has the messages of an endpoint."""
+        """Return the database whose inbox has the messages of an endpoint."""
         places = (
             (self.destinations[endpoint.broker],) if endpoint.broker else self.destinations.values()
         )
@@ -511,7 +511,7 @@ class Settings(_Sources):
 
     @property
     def declared(self) -> Declared:
-        """The routes, topics and routers of the file, for every source broker."""
+        """Routes, topics and routers of the file, which apply to every source broker."""
         return Declared(
             routes=tuple(route.as_configured() for route in self.routes),
             topics=frozenset(self.topics),
@@ -520,7 +520,7 @@ class Settings(_Sources):
 
 
 class _OnlySigning(_Sources):
-    """The table [signing] alone."""
+    """Only the table [signing]."""
 
     model_config = SettingsConfigDict(
         extra="ignore", frozen=True, env_prefix="SAF_", env_nested_delimiter="__"
@@ -534,21 +534,21 @@ def _bounds(info: pydantic.ValidationInfo) -> Bounds:
 
 
 def load(path: Path | None = None, *, delivers: bool = True) -> Settings:
-    """Read and check a saf.toml: by default $SAF_CONFIG, or the one in the current folder.
+    """Read and check a saf.toml. Default: $SAF_CONFIG, or saf.toml in the current folder.
 
-    ``delivers``: whether it must name a destination; who only reads logs, or sends, needs none.
+    ``delivers``: require a destination. Callers that only read logs, or send, need none.
 
     Raises:
-        ConfigurationError: it names the file, the setting and the value at fault.
+        ConfigurationError: names the file, the setting and the value at fault.
     """
     return _anew(lambda: _read(_file(path), delivers=delivers))
 
 
 def load_signer(path: Path | None = None) -> Signer:
-    """Make the signer that ``[signing]`` of a saf.toml describes, which needs no other table.
+    """Return the signer that ``[signing]`` of a saf.toml describes; no other table is needed.
 
     Raises:
-        ConfigurationError: it names the file, the setting and the value at fault; no secret.
+        ConfigurationError: names the file, the setting and the value at fault, but no secret.
         MissingExtra: Ed25519 needs a package that is not installed.
     """
     others = {"keys", "redirected_from"}
@@ -556,10 +556,10 @@ def load_signer(path: Path | None = None) -> Signer:
 
 
 def load_keys(path: Path | None = None) -> Keys:
-    """Read the keys of ``[signing.keys.NAME]`` of a saf.toml, which needs no other table.
+    """Read the keys of ``[signing.keys.NAME]`` of a saf.toml; no other table is needed.
 
     Raises:
-        ConfigurationError: it names the file, the setting and the value at fault; no secret.
+        ConfigurationError: names the file, the setting and the value at fault, but no secret.
         MissingExtra: Ed25519 needs a package that is not installed.
     """
     others = {"key_id", "algorithm", "secret", "secret_file"}
@@ -571,9 +571,9 @@ def _file(path: Path | None) -> Path:
 
 
 def _anew(read: Callable[[], S]) -> S:
-    """Read something; raise an error anew, without the frames below.
+    """Call ``read``; raise its errors again without the frames below.
 
-    Their variables hold passwords, and some tools log those.
+    Variables in those frames hold passwords, and some tools log them.
     """
     try:
         return read()
@@ -584,10 +584,10 @@ def _anew(read: Callable[[], S]) -> S:
 
 
 def with_options(table: T, **options: object) -> T:
-    """Return a table of settings with the options that a command line has given; None: not given.
+    """Return a copy of settings with command-line options applied; None means not given.
 
     Raises:
-        ConfigurationError: it names the setting and the value at fault.
+        ConfigurationError: names the setting and the value at fault.
     """
     given = {name: value for name, value in options.items() if value is not None}
     try:
@@ -615,7 +615,7 @@ def _tables(path: Path) -> dict[str, Any]:
 
 def _read(path: Path, *, delivers: bool) -> Settings:
     tables = _tables(path)
-    # who reads all of it does not sign: the secrets of [signing] need not be there
+    # readers of the whole file do not sign, so the secrets of [signing] may be missing
     signing = {name: tables[name] for name in ("signing",) if name in tables}
     rest = {name: table for name, table in tables.items() if name not in signing}
     if delivers and not tables.get("destinations"):
@@ -626,7 +626,7 @@ def _read(path: Path, *, delivers: bool) -> Settings:
 
 
 def _read_signing(path: Path, make: Callable[[Signing], S], others: Collection[str]) -> S:
-    """Make something of the table, without the settings that are for the ``others``."""
+    """Make an object from [signing], ignoring the settings in ``others``."""
     tables = _tables(path)
     table = tables.get("signing", {})
     if isinstance(table, dict):
@@ -642,14 +642,14 @@ def _read_signing(path: Path, make: Callable[[Signing], S], others: Collection[s
 
 
 def _checked(path: Path, tables: Mapping[str, Any], make: Callable[[], S]) -> S:
-    """Make settings of tables; the error says which of them is wrong."""
+    """Call ``make``; if it fails, raise an error that names the setting at fault."""
     try:
         return make()
     except pydantic.ValidationError as error:
         problems = [_explain(problem, tables) for problem in error.errors()]
         raise ConfigurationError(f"{path}: " + "; ".join(problems)) from None
     except SettingsError as error:
-        # about an environment variable; only the error's cause says its value
+        # about an environment variable; only the error's cause contains the value
         raise ConfigurationError(f"{path}: {error}") from None
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from None
@@ -681,8 +681,8 @@ def _expand(value: Any, where: tuple[str, ...]) -> Any:
     refuse_unescaped(value)
     try:
         parts = conninfo_to_dict(value)
-    except (psycopg.ProgrammingError, ValueError):  # a password's % is no UTF-8, say
-        return value  # it is refused later as a dsn, without what the environment holds
+    except (psycopg.ProgrammingError, ValueError):  # e.g. a password's % is not UTF-8
+        return value  # rejected later as a dsn, without values from the environment
     return make_conninfo("", **{name: replaced(str(part)) for name, part in parts.items()})
 
 
@@ -690,7 +690,7 @@ def _explain(problem: Any, tables: Mapping[str, Any] = MappingProxyType({})) -> 
     where = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
         *table, name = where
-        known = [one for one in _known(table, tables) if one != name]  # a variable said the kind
+        known = [one for one in _known(table, tables) if one != name]  # a variable set the kind
         return f"unknown setting {'.'.join(where)}{did_you_mean(name, known)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"].startswith(("int", "float", "literal", "bool")) and where[-1] != "dsn":
@@ -723,6 +723,6 @@ def _known(table: list[str], tables: Mapping[str, Any]) -> list[str]:
 
 
 def did_you_mean(name: str, known: Any) -> str:
-    """Name the nearest of the known names in words; an empty text if none is near."""
+    """Suggest the nearest known name in words; return an empty text if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,26 +1,26 @@
-"""Every error that saf raises on purpose.
+"""All errors that saf raises on purpose.
 
     SafError
-    ├── UsageError                this cannot be done: mend the call, the file or the database
+    ├── UsageError                this cannot be done: fix the call, the file or the database
     │   ├── ConfigurationError    saf.toml, an option or an environment variable
     │   │   └── EndpointRemoved   an endpoint is no longer stored in its broker as it was
-    │   ├── TookTooLong           an answer took longer than whoever asked has allowed
+    │   ├── TookTooLong           an answer took longer than the caller allows
     │   ├── InvalidMessage        a message that no broker would store
     │   ├── AutocommitError       a send that would not be part of the caller's transaction
     │   ├── MissingExtra          an optional dependency is not installed
-    │   ├── NotThisStream         a stream's subscription and its checkpoint are not of one another
-    │   ├── CannotReadBack        what a destination holds cannot be read
-    │   ├── MemberMissing         a member of a fleet that was met before is not listed
+    │   ├── NotThisStream         a stream's subscription and its checkpoint do not match
+    │   ├── CannotReadBack        the contents of a destination cannot be read
+    │   ├── MemberMissing         a fleet no longer lists a member known before
     │   ├── SameBroker            two databases have one broker_id
     │   ├── Braked                a destination has rejected too many messages in a row
-    │   ├── DialogError           something is wrong with a dialog, or with what was asked of it
-    │   │   ├── NoSuchService     a dialog is to begin from a service that does not live here
-    │   │   ├── NoSuchContract    … under a contract that is not known here
+    │   ├── DialogError           a dialog is at fault, or the request to it
+    │   │   ├── NoSuchService     the service that begins a dialog does not live here
+    │   │   ├── NoSuchContract    the contract is not known here
     │   │   ├── DialogNotFound    no conversation has this handle
-    │   │   ├── DialogElsewhere   its handle is of another database
-    │   │   ├── DialogEnded       this end or the other one has ended, or there was an error
-    │   │   ├── DialogExpired     its lifetime is over
-    │   │   └── ContractViolation a message that the contract does not allow
+    │   │   ├── DialogElsewhere   the handle belongs to another database
+    │   │   ├── DialogEnded       one of the two ends has ended, or the dialog failed
+    │   │   ├── DialogExpired     the dialog's lifetime is over
+    │   │   └── ContractViolation the contract does not allow the message
     │   │       ├── TypeNotInContract
     │   │       ├── WrongDirection
     │   │       └── SchemaViolation
@@ -28,32 +28,32 @@
     │       ├── SchemaMissing     no ``saf`` schema: run ``saf migrate``
     │       ├── SchemaMismatch    older or newer than this library
     │       ├── RowsGone          saf's own rows were deleted, or never copied
-    │       └── Restored          of another cluster, or of an older state: run ``saf rebase``
-    ├── StopTimeout               a worker was told to stop, and its message in hand took too long
+    │       └── Restored          from another cluster or an older state: run ``saf rebase``
+    ├── StopTimeout               a worker did not finish in time after a stop request
     ├── Unavailable               a service does not answer: nothing is lost, try again later
     │   ├── DiskFull              the server's disk is full: nothing is lost, free space
-    │   ├── Faulty                a destination's client raised something that blames no message
-    │   └── Refused               … or does not let this login in: nothing is lost, mend it
-    ├── Unexpected                an unknown failure of one broker: the others go on
-    ├── PurgedMeanwhile           a purge has taken what a read was to give: read again
-    ├── JobFailed                 a Spark job failed, such as when a worker was killed: tried again
-    ├── SparkGone                 Spark itself has ended: the next run goes on
-    ├── UnknownService            a destination does not know services that are addressed
-    ├── AnotherBroker             a destination is not the broker that messages are addressed to
+    │   ├── Faulty                a destination's client failed; no message is to blame
+    │   └── Refused               a service rejects this login: nothing is lost, fix it
+    ├── Unexpected                an unknown failure of one broker: the others continue
+    ├── PurgedMeanwhile           a purge has taken rows of a planned read: read again
+    ├── JobFailed                 a Spark job failed, e.g. a worker was killed; it is retried
+    ├── SparkGone                 Spark itself has ended: the next run continues
+    ├── UnknownService            a destination does not know the addressed services
+    ├── AnotherBroker             messages are addressed to another broker
     ├── NoDialogs                 a destination takes no messages of dialogs
     ├── Unroutable                no route and no default destination for a service
     ├── Rejected                  a destination does not accept a message
-    ├── UnreadableBody            a received body is not what its content type says
+    ├── UnreadableBody            a received body does not match its content type
     ├── UnreadableHeaders         Python cannot read the received headers
-    ├── NotVerified               a webhook was not signed as it should be
+    ├── NotVerified               a webhook's signature is wrong or too old
     ├── Ahead                     a destination knows more of a source than the source itself
     ├── Behind                    a destination knows less of a source than it has acknowledged
-    ├── StagedLost                some of what a job of Spark is to send is not there any more
+    ├── StagedLost                messages that a Spark job has staged are gone
     ├── StreamSetBack             a database knows less of a stream than the stream's checkpoint
-    ├── StreamTakenOver           a newer query of Spark reads with a stream's subscription
+    ├── StreamTakenOver           a newer Spark query reads with a stream's subscription
     └── Fenced                    another owner has taken over: stop writing
 
-The text of an error names the value at fault and the way out, and never holds a password. Programs
+An error's text names the value at fault and the next step, and never contains a password. Programs
 tell errors apart by class, and find the value at fault in the attributes.
 """
 
@@ -68,7 +68,7 @@ from typing import Any
 from uuid import UUID
 
 HIDDEN = "••••••"
-"""What stands for a value that nobody is shown."""
+"""Placeholder for a hidden value."""
 
 QUOTED = tuple(
     re.compile(pattern, flags)
@@ -80,11 +80,11 @@ QUOTED = tuple(
         (r"(\binput_value=).*(, input_type=)", 0),
     )
 )
-"""Where PostgreSQL and pydantic quote a row, a key, a column or a value in an error. What follows
-is hidden up to the last possible end, because a quoted value may look like the end."""
+"""Places where PostgreSQL and pydantic quote a row, a key, a column or a value in an error. The
+quote is hidden up to its last possible end, because a quoted value may look like the end."""
 
 NAMED = 10
-"""How many of possibly many values one error names."""
+"""Most values that one error names."""
 
 
 REFILL = (
@@ -92,28 +92,28 @@ REFILL = (
     "matters, as in a test, DROP SCHEMA saf CASCADE and run `saf migrate`; and let what empties "
     "tables leave out schema saf"
 )
-"""The way out where saf's own rows are gone."""
+"""Next step where saf's own rows are gone."""
 
 
 class SafError(Exception):
-    """Anything that saf raises on purpose.
+    """Base of all errors that saf raises on purpose.
 
-    ``stored``: what a destination that keeps no marks has stored of a chunk although it raised
-    this, as a table of Arrow; None if it has stored nothing, or nobody knows.
+    ``stored``: rows of a chunk that a destination without marks has stored although it raised this
+    error, as an Arrow table; None if it has stored nothing, or if that is unknown.
     """
 
     exit_code = 1
     needs_operator = False
-    """Whether no later attempt succeeds before an operator has changed something."""
+    """True if no retry succeeds before an operator has changed something."""
     stored: Any = None
 
     def __str__(self) -> str:
-        """The text, without what a library has quoted of a message."""
+        """Return the text, without message data that a library has quoted."""
         return masked(super().__str__())
 
 
 class UsageError(SafError):
-    """What was asked cannot be done as it stands; trying again will not help."""
+    """The request cannot be fulfilled as it stands; a retry will not help."""
 
     exit_code = 2
     needs_operator = True
@@ -124,7 +124,7 @@ class ConfigurationError(UsageError):
 
 
 class EndpointRemoved(ConfigurationError):
-    """An endpoint was removed from its broker, or is another one of its name by now."""
+    """An endpoint was removed from its broker, or another endpoint has its name now."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -134,18 +134,18 @@ class EndpointRemoved(ConfigurationError):
 
 
 class MayNotPurge(UsageError):
-    """A role has not the rights of a purger, which a forwarder need not have."""
+    """The role lacks the purger grant, which a forwarder does not need."""
 
 
 class TookTooLong(UsageError):
-    """An answer took longer than whoever asked has allowed: ask for less, or allow more."""
+    """An answer took longer than the caller allows: ask for less, or allow more."""
 
 
 class InvalidMessage(UsageError, ValueError):
     """A message that no broker would store.
 
     ``field`` names the argument at fault, ``path`` leads to the value in it, and ``item`` is the
-    number of the message, if there are many.
+    number of the message among several.
     """
 
     def __init__(
@@ -158,12 +158,12 @@ class InvalidMessage(UsageError, ValueError):
         self.item = item
 
     def of_item(self, number: int) -> InvalidMessage:
-        """Return the same error of one of many messages."""
+        """Return the same error for one of several messages."""
         return InvalidMessage(self.field, self.problem, path=self.path, item=number)
 
 
 class AutocommitError(UsageError):
-    """The connection commits each statement by itself, so the message would not be atomic."""
+    """The connection commits each statement separately, so the message would not be atomic."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -184,7 +184,7 @@ class MissingExtra(UsageError):
 
 
 class CannotReadBack(UsageError):
-    """What a destination holds cannot be read, so nobody knows what it lacks."""
+    """A destination's contents cannot be read, so its missing messages are unknown."""
 
     def __init__(self, destination: str, why: str) -> None:
         super().__init__(f"destination {destination!r} is not compared: {why}")
@@ -195,7 +195,7 @@ class CannotReadBack(UsageError):
 class Braked(UsageError):
     """A destination has rejected too many messages in a row, so it gets no more.
 
-    An operator finds out why, and lets it be tried again.
+    An operator fixes the cause and runs `saf parked retry-now`.
     """
 
     def __init__(self, destination: str, messages: int, reason: str) -> None:
@@ -209,7 +209,7 @@ class Braked(UsageError):
 
 
 class SameBroker(UsageError):
-    """Two databases have one broker_id: one is a copy of the other."""
+    """Two databases have the same broker_id: one is a copy of the other."""
 
     def __init__(self, copy: str, original: str, broker_id: UUID) -> None:
         super().__init__(
@@ -224,7 +224,7 @@ class SameBroker(UsageError):
 
 
 class MemberMissing(UsageError):
-    """A member of a fleet was forwarded before, and its fleet does not list it any more."""
+    """A member of a fleet was forwarded before, and its fleet no longer lists it."""
 
     def __init__(self, fleet: str, member: str, *, closed: bool) -> None:
         why = (
@@ -241,11 +241,11 @@ class MemberMissing(UsageError):
 
 
 class DialogError(UsageError):
-    """Something is wrong with a dialog, or with what was asked of it."""
+    """A dialog is at fault, or the request to it."""
 
 
 class NoSuchService(DialogError):
-    """A dialog is to begin from a service that does not live at this broker."""
+    """The service that is to begin a dialog does not live at this broker."""
 
     def __init__(self, service: str, database: str) -> None:
         super().__init__(
@@ -291,7 +291,7 @@ class DialogElsewhere(DialogError):
 
 
 class DialogEnded(DialogError):
-    """Nothing more can be sent on the dialog. ``state`` is that of this end."""
+    """Nothing more can be sent on the dialog. ``state`` is the state of this end."""
 
     def __init__(self, handle: UUID, state: str, error: str | None) -> None:
         why = {
@@ -332,7 +332,7 @@ class TypeNotInContract(ContractViolation):
 
 
 class WrongDirection(ContractViolation):
-    """The other end sends messages of this type."""
+    """Only the other end sends messages of this type."""
 
     def __init__(self, message_type: str, contract: str, sent_by: str) -> None:
         super().__init__(
@@ -343,7 +343,7 @@ class WrongDirection(ContractViolation):
 
 
 class SchemaViolation(ContractViolation):
-    """A body is not what its message type requires. ``path`` leads to the value at fault."""
+    """A body does not match its message type. ``path`` leads to the value at fault."""
 
     def __init__(self, message_type: str, path: str, problem: str) -> None:
         super().__init__(f"message type {message_type!r}: at {path}: {problem}")
@@ -366,7 +366,7 @@ class SchemaMissing(SchemaError):
 
 
 class SchemaMismatch(SchemaError):
-    """The ``saf`` schema is at a revision that this library was not written for."""
+    """The ``saf`` schema has a revision that this library does not support."""
 
     def __init__(self, database: str, found: str, expected: str) -> None:
         older = found < expected
@@ -392,7 +392,7 @@ class RowsGone(SchemaError):
 
 
 class Restored(SchemaError):
-    """The database was restored, so the transaction ids in its rows mean nothing here."""
+    """The database was restored, so the transaction ids in its rows are invalid here."""
 
     def __init__(self, database: str, where: str = "", why: Sequence[str] = ()) -> None:
         reasons = "; ".join(why) or (
@@ -409,7 +409,7 @@ class Restored(SchemaError):
 
 
 class StopTimeout(SafError):
-    """A worker was told to stop, and did not come to its end in time. Nothing is lost."""
+    """A worker did not finish in time after a stop request. Nothing is lost."""
 
     exit_code = 75
 
@@ -426,12 +426,12 @@ class StopTimeout(SafError):
 
 
 class Unavailable(SafError):
-    """A database does not answer. Nothing is lost: the next run goes on where this one stopped.
+    """A database does not answer. Nothing is lost: the next run continues where this one stopped.
 
-    ``hangs``: the server is there, but does not answer in time, so to ask again at once is no use.
+    ``hangs``: the server exists but does not answer in time, so an immediate retry does not help.
     """
 
-    exit_code = 75  # EX_TEMPFAIL of sysexits.h: cron and Airflow try again
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: cron and Airflow retry
 
     def __init__(self, what: str, reason: str, *, hangs: bool = False) -> None:
         if hangs:
@@ -442,14 +442,14 @@ class Unavailable(SafError):
         self.hangs = hangs
 
     def of(self, what: str) -> Unavailable:
-        """Return the same error with the name by which people know the database."""
+        """Return the same error with the configured name of the database."""
         renamed = Unavailable(what, self.reason)
         renamed.hangs = self.hangs
         return renamed
 
 
 class DiskFull(Unavailable):
-    """The disk of a server is full. Nothing is lost: delivery continues when there is space."""
+    """A server's disk is full. Nothing is lost: delivery continues when space is free."""
 
     needs_operator = True
 
@@ -461,19 +461,19 @@ class DiskFull(Unavailable):
         )
 
     def of(self, what: str) -> DiskFull:
-        """Return the same error with the name by which people know the database."""
+        """Return the same error with the configured name of the database."""
         return DiskFull(what, self.reason)
 
 
 class Faulty(Unavailable):
-    """A destination raised something other than an error of its protocol.
+    """A destination raised an error outside of its protocol.
 
-    That says nothing of a message, so none is to blame.
+    Such an error tells nothing about a message, so no message is to blame.
     """
 
 
 class Refused(Unavailable):
-    """A server does not let this login in. Nothing is lost, but a person has to mend something."""
+    """A server rejects this login. Nothing is lost, but an operator has to fix it."""
 
     exit_code = 2
     needs_operator = True
@@ -484,12 +484,12 @@ class Refused(Unavailable):
         self.cure = cure
 
     def of(self, what: str) -> Refused:
-        """Return the same error with the name by which people know the database."""
+        """Return the same error with the configured name of the database."""
         return Refused(what, self.reason, self.cure)
 
 
 class Unexpected(SafError):
-    """An unknown failure. It concerns one broker only, and the others go on."""
+    """An unknown failure. It concerns one broker only, and the others continue."""
 
     def __init__(self, what: str, error: BaseException) -> None:
         said = " ".join(str(error).split()) or "no more is known"
@@ -500,7 +500,7 @@ class Unexpected(SafError):
 
 
 class PurgedMeanwhile(SafError):
-    """A purge has taken a slot of a log since a read of it was planned. Nothing less is given."""
+    """A purge has emptied a slot since a read was planned. No partial result is returned."""
 
     exit_code = 75
 
@@ -514,7 +514,7 @@ class PurgedMeanwhile(SafError):
 
 
 class JobFailed(SafError):
-    """A Spark job failed. Its batches stay open; the next cycle, or run, goes on with them."""
+    """A Spark job failed. Its batches stay open; the next cycle, or run, continues with them."""
 
     exit_code = 75
 
@@ -527,7 +527,7 @@ class JobFailed(SafError):
 
 
 class SparkGone(SafError):
-    """Spark has ended while there was work. The next run goes on where this one stopped."""
+    """Spark ended before the work was done. The next run continues where this one stopped."""
 
     exit_code = 75
 
@@ -545,9 +545,9 @@ class SparkGone(SafError):
 
 
 class UnknownService(SafError):
-    """A destination does not know a service that is addressed there; nothing was stored.
+    """A destination does not know an addressed service. Nothing was stored.
 
-    ``rows`` are the messages that were not stored, including those for services that it knows.
+    ``rows`` are the messages that were not stored, including those for known services.
     """
 
     exit_code = 75
@@ -570,9 +570,9 @@ class UnknownService(SafError):
 
 
 class AnotherBroker(SafError):
-    """A destination is not the broker that messages are addressed to; nothing was stored.
+    """Messages are addressed to another broker than this destination. Nothing was stored.
 
-    ``rows`` are the messages that were not stored, including those that are for it.
+    ``rows`` are the messages that were not stored, including those for this broker.
     """
 
     exit_code = 75
@@ -589,7 +589,7 @@ class AnotherBroker(SafError):
 
 
 class NoDialogs(SafError):
-    """A destination takes no messages of dialogs: no other end could live there."""
+    """A destination takes no messages of dialogs, because no other end could live there."""
 
     exit_code = 75
     needs_operator = True
@@ -605,9 +605,9 @@ class NoDialogs(SafError):
 
 
 class Unroutable(SafError):
-    """No route leads from a message's service, and its broker if it names one, to a destination.
+    """No route leads from a message's service, and its broker if set, to a destination.
 
-    ``elsewhere`` has the destinations that routes lead to, each with the broker that it really is.
+    ``elsewhere`` has the destinations that routes lead to, each with its actual broker.
     """
 
     exit_code = 75
@@ -646,7 +646,7 @@ class Rejected(SafError):
 
 
 class UnreadableBody(SafError, ValueError):
-    """A received body is not what its content type says."""
+    """A received body does not match its content type."""
 
     def __init__(self, message_id: UUID, content_type: str | None, problem: str) -> None:
         super().__init__(
@@ -657,7 +657,7 @@ class UnreadableBody(SafError, ValueError):
 
 
 class UnreadableHeaders(SafError, ValueError):
-    """Received headers are JSON that Python cannot read: too deep, or with too long a number."""
+    """Python cannot parse the received headers: JSON too deep, or a number too long."""
 
     def __init__(self, message_id: UUID, problem: str) -> None:
         super().__init__(f"the headers of message {message_id} cannot be read: {problem}")
@@ -665,7 +665,7 @@ class UnreadableHeaders(SafError, ValueError):
 
 
 class NotVerified(SafError):
-    """A webhook is not from who it should be from, or is too old."""
+    """A webhook has no valid signature of the expected sender, or is too old."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"the webhook is not accepted: {why}")
@@ -673,7 +673,7 @@ class NotVerified(SafError):
 
 
 class Ahead(SafError):
-    """A destination has stored messages that its source does not know to have sent."""
+    """A destination has stored messages that its source does not know about."""
 
     exit_code = 2
     needs_operator = True
@@ -718,7 +718,7 @@ class Behind(SafError):
 
 
 class StagedLost(SafError):
-    """Some of what a job of Spark has staged is not there any more, so nothing of it was sent."""
+    """Some messages that a Spark job has staged are gone, so nothing was sent."""
 
     exit_code = 75
 
@@ -753,7 +753,7 @@ class StreamSetBack(SafError):
 
 
 class StreamTakenOver(SafError):
-    """Another query has begun with the same subscription, so this one may commit no more."""
+    """A newer query uses the same subscription, so this query may not commit any more."""
 
     def __init__(self, what: str, name: str) -> None:
         super().__init__(
@@ -777,9 +777,10 @@ class Fenced(SafError):
 
 
 def masked(text: str) -> str:
-    """Return an error's text without what a library has quoted of a message in it.
+    """Return an error's text without message data that a library has quoted.
 
-    Whatever logs, prints or keeps an error goes through this: the errors of saf by themselves.
+    All code that logs, prints or stores an error calls this function; saf's own errors call it in
+    ``__str__``.
 
     >>> masked("DETAIL:  Failing row contains (1, billing, secret).")
     'DETAIL:  Failing row contains (••••••).'
@@ -794,7 +795,7 @@ def masked(text: str) -> str:
 
 
 def in_words(shards: Iterable[int]) -> str:
-    """Shards in words for people.
+    """Return shards in words for humans.
 
     >>> in_words([5]), in_words(range(64))
     ('shard 5', 'shards 0-63')
@@ -804,7 +805,7 @@ def in_words(shards: Iterable[int]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Rising numbers as short ranges.
+    """Return rising numbers as short ranges.
 
     >>> ranges([0, 1, 2, 3, 7, 9, 10]), ranges([])
     ('0-3, 7, 9-10', '')

@@ -1,4 +1,4 @@
-"""Named places where tests can make a process die, to see what survives it.
+"""Named places where tests can kill a process, to see what survives.
 
 The seven steps of store-and-forward, in order:
 
@@ -11,12 +11,12 @@ wait for a route: resolved, chosen, transformed, unrouted_expired, routed
 
 and those of a receiver: receive_read, receive_handled, receive_settled, receive_committed, and
 attempt_counted, which comes before a failed message is tried alone. A dispatcher has
-dispatch_answered, after each answer, and dispatch_marking and dispatch_marked, before and after it
-commits marks. A purge has archive_written, before what is archived counts, and archived, before the
-messages leave their log.
+dispatch_answered, after each answer, and dispatch_marking and dispatch_marked, before and after
+committing marks. A purge has archive_written, before an archived slot is recorded, and archived,
+before the messages leave their log.
 
 ``SAF_FAILPOINT=mom_commit`` kills the process group there with SIGKILL; ``mom_commit:3`` does so
-the third time that this process comes by. If it is not set, a point costs one comparison per chunk.
+the third time that the process reaches the point. If unset, a point costs one comparison per chunk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _action: Callable[[], None] = die
 
 
 def arm(point: str, action: Callable[[], None] = die) -> None:
-    """Choose where this process dies: ``NAME`` or ``NAME:TIMES``; empty for nowhere."""
+    """Set where this process dies: ``NAME`` or ``NAME:TIMES``; an empty text disarms it."""
     global _armed, _left, _action  # noqa: PLW0603 - one per process, as SAF_FAILPOINT promises
     _armed, _, times = point.partition(":")
     _left = int(times or 1)
@@ -45,7 +45,7 @@ def arm(point: str, action: Callable[[], None] = die) -> None:
 
 
 def fail_point(name: str) -> None:
-    """Die here if this is the point that the process is armed with."""
+    """Die here if the process is armed with this point."""
     if name != _armed:
         return
     global _left  # noqa: PLW0603 - counts down per process

@@ -4,15 +4,15 @@
     dsn = "postgresql://saf_forwarder@db2/postgres"         dsn = "postgresql://saf_forwarder@control/tenancy"
     databases = "tenant_*"                        query = "SELECT name, dsn FROM shops WHERE live"
 
-*By pattern*: the databases on the server at ``dsn`` whose names match and that have the schema saf.
-Each is reached by ``dsn`` with its name. *By query*: one row for each database, with its name and
-its own dsn. This dsn is used as it is: it inherits no password, and nothing in it is replaced. The
-query runs in a transaction that may only read.
+*By pattern*: databases on the server at ``dsn`` whose names match and that have the schema saf.
+saf connects to each by ``dsn`` with the database's name. *By query*: one row per database,
+with its name and its own dsn. That dsn is used unchanged: it inherits no password, and no variables
+are replaced. The query runs in a read-only transaction.
 
-Each is a broker named FLEET/NAME. A row that is no broker is a problem of its own, and the others
-go on. The problem names the row only by its number, because a password may be anywhere in it. A
-forwarder asks again every ``refresh_seconds``: new brokers are forwarded from then on, those that
-have gone are left alone, and while nobody answers everything stays as it was.
+Each member is a broker named FLEET/NAME. A row that is not a broker is reported as a problem, and
+the others continue. The problem names the row only by its number, because a password may be
+anywhere in the row. A forwarder lists the members again every ``refresh_seconds``: it starts to
+forward new brokers and leaves alone those that are gone. If the listing fails, nothing changes.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ SELECT datname, datallowconn FROM pg_catalog.pg_database WHERE NOT datistemplate
 
 COLUMNS = 2
 OF_THE_QUERY = "42"
-"""A class of SQLSTATE whose messages are about the query, and never quote what it has read."""
+"""SQLSTATE class whose messages are about the query, and never quote data that it has read."""
 
 
 class Candidate(Broker):
-    """A database whose name a pattern matches. Only a connection tells whether it is a broker."""
+    """A database whose name matches the pattern. Only a connection tells whether it is a broker."""
 
 
 @dataclass(kw_only=True)
 class Listing:
-    """The brokers of fleets by name, and the problems with others."""
+    """Brokers of fleets by name, and problems with other rows."""
 
     brokers: dict[str, Broker] = field(default_factory=dict)
     problems: list[tuple[str, SafError]] = field(default_factory=list)
-    """The problems, each with the name of its fleet."""
+    """Problems, each with the name of its fleet."""
     closed: set[str] = field(default_factory=set)
     """Members whose databases allow no connections."""
     unlisted: set[str] = field(default_factory=set)
@@ -57,10 +57,10 @@ class Listing:
 
 
 def ask(name: str, fleet: Fleet) -> Listing:
-    """List who belongs to a fleet now. Connects, and only reads.
+    """List the current members of a fleet. Connects, and only reads.
 
     Raises:
-        Unavailable, ConfigurationError: the list cannot be had.
+        Unavailable, ConfigurationError: the members cannot be listed.
     """
     with (
         unavailable_if_lost(f"fleet {name!r}"),
@@ -80,7 +80,7 @@ def ask(name: str, fleet: Fleet) -> Listing:
 
 
 def ask_all(fleets: Mapping[str, Fleet]) -> Listing:
-    """List who belongs to any of the fleets; a fleet that cannot be listed is a problem."""
+    """List the current members of all fleets; report a fleet that cannot be listed as a problem."""
     found = Listing()
     for name, fleet in fleets.items():
         try:
@@ -96,7 +96,7 @@ def ask_all(fleets: Mapping[str, Fleet]) -> Listing:
 
 
 def memory(settings: Settings) -> Memory | None:
-    """Return what remembers the members of fleets; None if no destination is a broker."""
+    """Return the store's memory of fleet members; None if no destination is a broker."""
     first = settings.forwarder.default_destination
     for name in sorted(settings.destinations, key=lambda one: one != first):
         if dsn := settings.destinations[name].broker():
@@ -115,7 +115,7 @@ def _matching(fleet: Fleet, databases: Iterable[str]) -> list[tuple[object, ...]
 def _queried(
     name: str, fleet: Fleet, connection: psycopg.Connection[tuple[object, ...]]
 ) -> list[tuple[object, ...]]:
-    assert fleet.query is not None  # noqa: S101 - one of the two is there
+    assert fleet.query is not None  # noqa: S101 - one of the two is set
     try:
         rows = fetch(connection, fleet.query.encode())
     except psycopg.OperationalError:

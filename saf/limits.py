@@ -1,13 +1,13 @@
-"""The limits of a message's size, as SQL: for the schema, and for those who read a log.
+"""Limits on the size of a message, as SQL: for the schema, and for readers of a log.
 
 Sizes are in bytes, because indexes, COPY and memory have limits in bytes. Headers are measured as
-text, which is how they travel: ``1e100000`` takes 12 bytes in a jsonb, and 100,001 as text.
+text, the form in which they travel: ``1e100000`` takes 12 bytes as jsonb, and 100,001 as text.
 
-`BOUNDED` is a CHECK on both logs. It refuses, in any language and at the time of sending, what does
-not fit in an index and what grows on its way; `saf.message.encode` refuses more. A log may hold
-rows that are older than the constraint, so whoever reads a log checks `READABLE` too. That costs
-little for a common row, and never makes a long text of a hostile one. A row that is not readable is
-never fetched: it becomes a dead letter inside the database.
+`BOUNDED` is a CHECK on both logs. At the time of sending, and for senders in any language, it
+rejects what does not fit in an index or would grow too large on its way; `saf.message.encode`
+rejects more. A log may hold rows that are older than the constraint, so readers also check
+`READABLE`. That check is cheap for a common row, and never makes a long text of a hostile one. An
+unreadable row is never fetched: it becomes a dead letter inside the database.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from __future__ import annotations
 from saf.message import MAX_BODY, MAX_HEADERS, MAX_KEY, MAX_NAME
 
 LONG_NAMES = 64 * 1024
-"""The most bytes that names and key have together, in a row that can be read."""
+"""Most bytes that names and key may have together in a readable row."""
 
-# Its size when uncompressed, however it is stored
+# Uncompressed size of the headers, however they are stored
 _RAW = "pg_column_size(headers || '{}')"
 
 # A jsonb stores a number in 16 bytes that may become 147,456 characters as text. So headers up to
-# _SMALL are within the limit whatever they hold, and headers above _LARGE are not, because text of
-# at most MAX_HEADERS never takes so much.
+# _SMALL are always within the limit. Headers above _LARGE never are, because text of at most
+# MAX_HEADERS never takes that much.
 _SMALL, _LARGE = 96, 8 * MAX_HEADERS
 
 BOUNDED = f"""
 octet_length(to_service) <= {MAX_NAME} AND octet_length(key) <= {MAX_KEY}
 AND ({_RAW} <= {_SMALL} OR octet_length(CAST(headers AS text)) <= {MAX_HEADERS})
 """
-"""What a log accepts. Kept short, because PostgreSQL prepares it for each inserting statement."""
+"""CHECK on a log. Kept short, because PostgreSQL prepares it for each inserting statement."""
 
 SMALL_HEADERS = f"""
 pg_catalog.pg_column_size(headers OPERATOR(pg_catalog.||) '{{}}'::pg_catalog.jsonb)
            OPERATOR(pg_catalog.<=) {_SMALL}
 """.strip()
-"""SQL: whether headers are so small that they are within the limit, whatever the search_path is."""
+"""SQL: true for headers so small that they are within the limit, whatever the search_path."""
 
 NAMES_READABLE = f"""
 octet_length(to_service) + coalesce(octet_length(key), 0) + coalesce(octet_length(from_service), 0)
 + coalesce(octet_length(message_type), 0) <= {LONG_NAMES}
 """
 
-# A lower bound of the characters, as a power of ten, computed without making a text
+# A lower bound of the number of characters, as a power of ten, computed without making a text
 _LENGTH = f"""
 scale(CAST(n AS numeric)) + CASE {
     " ".join(
@@ -51,7 +51,7 @@ scale(CAST(n AS numeric)) + CASE {
     )
 } ELSE 1 END
 """
-# Headers of up to 2 kB that are stored as they are, up to 18 MB of text, cost two look-ups
+# Uncompressed headers of up to 2 kB, which may be up to 18 MB as text, cost only two look-ups
 HEADERS_READABLE = f"""
 CASE WHEN headers IS NULL THEN true
      WHEN pg_column_size(headers) <= 2048 AND pg_column_compression(headers) IS NULL THEN true
@@ -64,7 +64,7 @@ CASE WHEN headers IS NULL THEN true
 
 
 def body_readable(max_bytes: int = MAX_BODY) -> str:
-    """SQL: whether a body has at most ``max_bytes``; see `saf.message.MAX_BODY`."""
+    """SQL: true for a body of at most ``max_bytes``; see `saf.message.MAX_BODY`."""
     return f"octet_length(body) <= {int(max_bytes)}"
 
 
@@ -72,10 +72,10 @@ KEPT = """
 (SELECT convalidated FROM pg_catalog.pg_constraint
  WHERE conrelid = 'saf.{log}'::regclass AND conname = '{log}_bounded')
 """
-"""SQL: whether the constraint holds for all rows of a log, so that no row needs to be checked."""
+"""SQL: true if the constraint holds for all rows of a log, so that no row needs a check."""
 
 READABLE = f"({NAMES_READABLE}) AND ({HEADERS_READABLE}) AND {body_readable()}"
-"""SQL: whether a row can be fetched, for someone to look at it."""
+"""SQL: true for a row that can be fetched and shown."""
 
 WHY_NOT = f"""
 CASE WHEN octet_length(body) > %(max_bytes)s
@@ -83,4 +83,4 @@ CASE WHEN octet_length(body) > %(max_bytes)s
      WHEN NOT ({NAMES_READABLE}) THEN 'names and key have more than {LONG_NAMES} bytes'
      ELSE 'the headers have more than {MAX_HEADERS} bytes as text' END
 """
-"""SQL: why a row cannot be fetched; ``setting`` names what limits the size of a body."""
+"""SQL: the reason why a row cannot be fetched; ``setting`` names the limit on a body's size."""

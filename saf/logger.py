@@ -1,4 +1,4 @@
-"""The log, which saf writes by structlog for the people who run it.
+"""Log messages for operators, written with structlog.
 
 Importing structlog takes a quarter of the time of `import saf`, so it is imported only when there
 is something to log.
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Log:
-    """A structlog logger by its name: ``log.warning("event", detail=…)`` and so on."""
+    """A structlog logger of a given name: ``log.warning("event", detail=…)`` and so on."""
 
     def __init__(self, name: str) -> None:
         self._name = name

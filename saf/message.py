@@ -1,7 +1,7 @@
-"""A message that is about to be sent: it is checked and encoded here, without a database.
+"""A message to send: checked and encoded here, without a database.
 
-Every broker can store what `encode` accepts. What it refuses, it refuses with `InvalidMessage`
-before anything is written.
+Every broker can store what `encode` accepts. Anything else raises `InvalidMessage` before a row is
+written.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ EMPTY = "is empty; if it does not exist, pass None, in SQL NULL"
 MAX_NAME = 255
 """Longest service or message type, in bytes of UTF-8."""
 MAX_KEY = 1024
-"""Longest key, in bytes of UTF-8. Keys are indexed, and PostgreSQL's indexes take 2,704 bytes."""
+"""Longest key, in bytes of UTF-8. Keys are indexed, and an index entry has at most 2,704."""
 MAX_HEADERS = 1024 * 1024
-"""Most bytes that the headers may have as JSON text; large content belongs in the body."""
+"""Largest headers, in bytes of JSON text. Large content belongs in the body."""
 DEFAULT_MAX_BYTES = 64 * 1024 * 1024
 """Largest body that an `Outbox` accepts by default, in bytes."""
 MAX_BODY = 500 * 1024 * 1024
-"""Largest value of an Outbox's ``max_bytes``. A body written out as text takes twice its size, and
-a row of PostgreSQL's protocol must have less than 1 GB."""
+"""Largest ``max_bytes`` of an Outbox. A body written out as text takes twice its size, and a row in
+PostgreSQL's protocol must be smaller than 1 GB."""
 
 FIRST_MOMENT, LAST_DAY = datetime.min.replace(tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
-"""The first time that a log takes, and the first that is too late for it."""
+"""The earliest time that a log takes, and the first one that is too late."""
 FIRST_DAY = datetime(1, 1, 2, tzinfo=UTC)
-"""The first time that a session in any time zone can read."""
+"""The earliest time that a session in any time zone can read."""
 OUT_OF_CALENDAR = "is before 0001-01-01 or after 9999-12-30, in UTC"
-"""What is wrong with any other time."""
+"""Problem with a time outside of that range."""
 
 CONTENT_TYPE = "content-type"
 RESERVED_HEADER = "saf-"
 """The prefix of the headers that saf writes itself; an application must not use it."""
 FRAGMENT, WHOLE = f"{RESERVED_HEADER}fragment", f"{RESERVED_HEADER}whole"
-"""Headers of a large body's fragments: on each fragment but the last, and on the last one."""
+"""Headers of a large body's fragments: on each fragment but the last, and on the last."""
 VERIFIED_FROM, CLAIMED_FROM = f"{RESERVED_HEADER}verified-from", f"{RESERVED_HEADER}claimed-from"
-"""Headers that say who has sent a message: whom its source has checked, and what a sender has made
-up under that name; see `saf.engine.vouching`."""
+"""Headers about the sender: the service that its source has verified, and a claim that a sender
+made under that name; see `saf.engine.vouching`."""
 SIGNATURE, LINEAGE = f"{RESERVED_HEADER}signature", f"{RESERVED_HEADER}lineage"
-"""The sender's signature (`saf.signing.signer`), and which incarnations of its broker an end of a
-dialog has had (`saf.dialogs.lineage`)."""
+"""The sender's signature (`saf.signing.signer`), and the incarnations of its broker that an end of
+a dialog has had (`saf.dialogs.lineage`)."""
 
 HEADERS = json.JSONEncoder(allow_nan=False).encode
 
 
 class Number(str):
-    """A number of JSON, by its digits: to read it may change it."""
+    """A JSON number kept as its digits, because parsing could change it."""
 
     __slots__ = ()
 
 
 def no_number(said: str) -> NoReturn:
-    """Refuse what Python takes for a number, and JSON does not know.
+    """Reject constants, such as NaN, that Python accepts as numbers and JSON does not define.
 
     Raises:
         ValueError: always.
@@ -69,17 +69,17 @@ def no_number(said: str) -> NoReturn:
 
 
 STRICT = json.JSONDecoder(parse_int=Number, parse_float=Number, parse_constant=no_number)
-"""Reads what is JSON, with numbers of any size, each a `Number`."""
+"""Decodes strict JSON, with numbers of any size, each a `Number`."""
 
 
 def as_json(value: Any, text: Callable[[str], str] = json.dumps) -> str:
-    """A value as JSON, and its numbers as they are written; ``text`` writes each text.
+    """Return a value as JSON, with each `Number` as it was written; ``text`` encodes strings.
 
     >>> as_json({"total": Number("1.50"), "note": "1.50"})
     '{"total": 1.50, "note": "1.50"}'
 
     Raises:
-        ValueError: a float has no form in JSON.
+        ValueError: a float has no JSON form.
     """
     match value:
         case Number():
@@ -95,16 +95,16 @@ def as_json(value: Any, text: Callable[[str], str] = json.dumps) -> str:
 
 
 class Exact(dict[str, Any]):
-    """Headers that were read by `STRICT`: they are written with the same numbers."""
+    """Headers that were read by `STRICT`, and are written with the same numbers."""
 
 
 EXPONENT = re.compile(r"\de[+-](\d{1,3})(?!\d)")
-"""Finds the exponent of a number as `json.dumps` writes it."""
+"""Matches the exponent of a number as `json.dumps` writes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message for `Outbox.send_many`; the fields are the arguments of `Outbox.send`."""
+    """A message for `Outbox.send_many`; the fields are the arguments of `Outbox.send`."""
 
     service: str
     body: object
@@ -118,7 +118,7 @@ class Message:
 
 
 class Row(NamedTuple):
-    """What `saf.outbox` stores of a message, in the column order of the INSERT."""
+    """Columns that `saf.outbox` stores of a message, in the order of the INSERT."""
 
     message_id: UUID
     from_service: str | None
@@ -141,10 +141,10 @@ def encode(
 ) -> Row:
     """Check a message and turn it into a row with a new random id.
 
-    The headers get the context in which it is sent, if there is any; see `saf.tracing.carried`.
+    The headers get the current trace context, if there is one; see `saf.tracing.carried`.
 
     Raises:
-        InvalidMessage: naming the field at fault.
+        InvalidMessage: names the field at fault.
     """
     check_text("service", message.service, MAX_NAME)
     if message.key is not None:
@@ -183,7 +183,7 @@ def encode(
 
 
 def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:
-    """Return the headers as JSON text, with the body's content type unless the caller gave one.
+    """Return the headers as JSON text, with the body's content type unless the caller set one.
 
     >>> encode_headers({"Content-Type": "application/json", "Trace": 7}, "text/plain")
     '{"content-type": "application/json", "Trace": 7}'
@@ -216,20 +216,20 @@ def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:
 
 
 def check_headers(headers: str) -> None:
-    """Refuse headers, as JSON text, that no broker would store.
+    """Reject headers, as JSON text, that no broker would store.
 
     Raises:
-        InvalidMessage: they are too large.
+        InvalidMessage: the headers are too large.
     """
     if (size := _stored_size(headers)) > MAX_HEADERS:
         raise InvalidMessage("headers", f"{size:,} bytes are more than {MAX_HEADERS:,}")
 
 
 def check_text(field: str, text: object, longest: int) -> None:
-    """Refuse what is no text, or none that a column of a log takes.
+    """Reject values that are not text, or that a column of a log cannot store.
 
     Raises:
-        InvalidMessage: naming the field.
+        InvalidMessage: names the field.
     """
     if not isinstance(text, str):
         raise InvalidMessage(field, f"expected str, got {type(text).__name__}")
@@ -248,7 +248,7 @@ def check_text(field: str, text: object, longest: int) -> None:
 
 
 def fits(text: str, longest: int) -> bool:
-    """Whether a text has at most ``longest`` bytes in UTF-8.
+    """Return whether a text has at most ``longest`` bytes in UTF-8.
 
     >>> fits("a" * 255, 255), fits("好" * 85, 255), fits("好" * 86, 255)
     (True, True, False)
@@ -259,7 +259,7 @@ def fits(text: str, longest: int) -> bool:
 
 
 def in_calendar(moment: datetime) -> bool:
-    """Whether a log takes a time, which has a zone; see `saf.log.checks.IN_CALENDAR`.
+    """Return whether a log takes a time, which has a time zone; see `saf.log.checks.IN_CALENDAR`.
 
     >>> in_calendar(datetime.min.replace(tzinfo=UTC)), in_calendar(datetime.max.replace(tzinfo=UTC))
     (True, False)
@@ -268,13 +268,13 @@ def in_calendar(moment: datetime) -> bool:
 
 
 def _stored_size(headers: str) -> int:
-    """The most bytes that headers can have as PostgreSQL writes them: 1e+300 with all its digits.
+    """Return an upper bound of the headers' size as PostgreSQL writes them, 1e+300 with all digits.
 
     >>> _stored_size("[1e+300, " * 5000) > MAX_HEADERS > _stored_size("[1, " * 5000)
     True
     """
     if len(headers) * 60 < MAX_HEADERS:
-        return len(headers)  # too large in any case: no character takes more than 50 bytes
+        return len(headers)  # within the limit: no character grows to more than 50 bytes
     return len(headers) + sum(map(int, EXPONENT.findall(headers)))
 
 

@@ -1,4 +1,4 @@
-"""The outbox: send a message as part of the caller's own transaction.
+"""The outbox: sends messages as part of the caller's own transaction.
 
     outbox = saf.Outbox()
     with Session(engine) as session, session.begin():
@@ -6,14 +6,14 @@
         outbox.send(session, "billing", {"order": order.number}, key=order.number)
 
 The message exists if and only if that transaction commits. The outbox never opens, commits or
-rolls back a transaction, and swallows no error: what the database refuses, the caller sees, and
-the business transaction fails with it.
+rolls back a transaction, and swallows no error: if the database rejects a message, the caller gets
+the error, and the business transaction fails.
 
 ``conn`` may be a SQLAlchemy Session or Connection (on any PostgreSQL driver), a psycopg connection
 or cursor, or Django's ``connection``. Under asyncio, ``await outbox.asend(conn, …)`` takes
 SQLAlchemy's AsyncSession and AsyncConnection, psycopg's AsyncConnection, and asyncpg's Connection.
 
-`saf.sending.encoding` says which bodies are accepted besides bytes, str and plain JSON.
+`saf.sending.encoding` lists the bodies that are accepted besides bytes, str and plain JSON.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class Outbox:
     """Sends messages in the caller's transaction.
 
     Args:
-        max_bytes: largest body accepted.
-        from_service: the sender's service name, unless a message says otherwise.
-        allow_autocommit: also send on a connection that commits by itself.
-        encoder: the application's own forms of values in JSON; see `saf.sending.encoding`.
-        signer: signs each message, so that a target can refuse what was altered; see
+        max_bytes: largest accepted body.
+        from_service: the sender's service name, unless a message sets its own.
+        allow_autocommit: also send on a connection in autocommit.
+        encoder: the application's own JSON forms of values; see `saf.sending.encoding`.
+        signer: signs each message, so that a target can reject altered messages; see
             docs/security.md.
 
     Raises:
-        InvalidMessage: ``from_service`` is no name that a service can have.
+        InvalidMessage: ``from_service`` is not a valid service name.
 
-    One Outbox serves a whole process and all its threads. It remembers which databases it has
-    checked the schema of, so only the first send on each costs an extra query.
+    One Outbox serves a whole process and all its threads. It remembers the databases whose schema
+    it has checked, so only the first send on each costs an extra query.
     """
 
     def __init__(
@@ -100,22 +100,22 @@ class Outbox:
         """Send one message to ``service`` and return its id.
 
         Args:
-            conn: the caller's connection, with the transaction that the message is part of.
+            conn: the caller's connection, in the transaction that the message is part of.
             service: the named endpoint that the message is for, up to 255 bytes of UTF-8.
-            body: bytes, str, or anything that has a form in JSON (`saf.sending.encoding`). Its
-                content type goes into the headers, unless they say one.
-            key: what must stay in order together (an order's number); up to 1024 bytes.
+            body: bytes, str, or any value that has a JSON form (`saf.sending.encoding`). Its
+                content type goes into the headers, unless they already have one.
+            key: messages with the same key stay in order, e.g. an order's number; up to 1024 bytes.
             headers: JSON values by name; names are compared without case.
-            message_type: what the body is, for the consumer's dispatch.
-            deliver_at: no consumer gets the message before this time; a datetime with a time zone.
-                Only an inbox holds it: other destinations, such as Kafka, get it at once.
-            expires_at: the message is of no use after this time; a datetime with a time zone.
-            to_broker: the one broker that it is for, where several host the service.
+            message_type: the type of the body, for dispatch at the consumer.
+            deliver_at: earliest time of delivery; a datetime with a time zone. Only an inbox holds
+                messages back: other destinations, such as Kafka, get them immediately.
+            expires_at: time after which the message is useless; a datetime with a time zone.
+            to_broker: the broker that the message is for, where several host the service.
             from_service: the sender's service name.
 
         Raises:
             InvalidMessage: the message cannot be stored; raised before anything is written.
-            AutocommitError: the connection would commit the message by itself.
+            AutocommitError: the connection would commit the message separately.
             SchemaMissing, SchemaMismatch: the database is not a broker of this version.
             ConfigurationError: the role may not send.
             UsageError: ``conn`` is not a connection to PostgreSQL, or it is closed.
@@ -166,12 +166,12 @@ class Outbox:
         return row.message_id
 
     def send_many(self, conn: Conn, messages: Iterable[Message]) -> list[UUID]:
-        """Send messages at once; return their ids in order.
+        """Send messages together; return their ids in order.
 
         They are one statement, and from 100 messages on a COPY, where `saf.sending.bulk` can; large
-        ones are as few statements as PostgreSQL's protocol takes. All are checked before the first
-        is written. Raises what `send` raises; an `InvalidMessage` names the message at fault, as in
-        ``messages[3].key``.
+        messages are divided among as few statements as PostgreSQL's protocol allows. All messages
+        are checked before the first is written. Raises the errors of `send`; an `InvalidMessage`
+        names the message at fault, as in ``messages[3].key``.
         """
         rows = self._encoded(messages)
         transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)
@@ -206,7 +206,6 @@ class Outbox:
         return rows
 
     def _row(self, message: Message) -> Row:
-        """Check, encode and sign a message."""
         row = encode(message, self.max_bytes, self._encode)
         if self.from_service is not None and row.from_service is None:
             row = row._replace(from_service=self.from_service)

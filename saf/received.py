@@ -1,4 +1,4 @@
-"""A message as a consumer gets it. Headers and body are decoded only when they are asked for."""
+"""A message as a consumer gets it. Headers and body are decoded only on demand."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from saf.dialogs.dialog import Dialog
 
 FIRST_MOMENT = "timestamptz '0001-01-02 00:00:00+00'"
-"""SQL: the earliest time that Python can read in every time zone of a session."""
+"""SQL: the earliest time that Python can read in every session time zone."""
 
 # Each column in the form that is cheapest to fetch. A value that is too large is fetched as NULL,
-# and so is the body of its row. Whether a row is ``readable`` is worked out once. Where a session's
-# zone is west of UTC, the first day of year 1 begins before Python's calendar.
+# and so is the body of its row. ``readable`` is computed once per row. In a session whose zone is
+# west of UTC, the first day of year 1 begins before Python's calendar.
 _CHEAP = {
     "message_id": "uuid_send(message_id)",
     "headers": f"CASE WHEN readable OR {HEADERS_READABLE} THEN headers::text END",
@@ -40,7 +40,7 @@ _CHEAP = {
 }
 
 READ = ("id", "shard", *COLUMNS, "source")
-"""What each row holds, in this order, and after it what the reader adds."""
+"""Columns of each row, in this order; readers append their own."""
 
 
 WITH_READABLE = f"*, {READABLE} AS readable"
@@ -48,7 +48,7 @@ WITH_READABLE = f"*, {READABLE} AS readable"
 
 
 def expressions(**others: str) -> str:
-    """The columns for a SELECT from `WITH_READABLE`; ``others`` replaces some of them."""
+    """Return the columns for a SELECT from `WITH_READABLE`; ``others`` replaces some of them."""
     return ", ".join({**_CHEAP, **others}.get(column, column) for column in READ)
 
 
@@ -67,7 +67,7 @@ def _field(column: str, what: str) -> Any:
 
 
 class Headers(dict[str, Any]):
-    """Headers by name, whatever the case of their letters.
+    """Headers by name, compared without case.
 
     >>> headers = Headers({"Trace-Id": 7})
     >>> headers["trace-id"], headers.get("TRACE-ID"), "trace" in headers
@@ -84,11 +84,11 @@ class Headers(dict[str, Any]):
         return dict.__contains__(self, self._named(name))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a header; ``default`` if it is not there."""
+        """Return the value of a header; ``default`` if it is missing."""
         return dict.get(self, self._named(name), default)
 
     def _named(self, name: object) -> Any:
-        """The name as it is written here."""
+        """Return the name as it is written here."""
         if not isinstance(name, str) or dict.__contains__(self, name):
             return name
         return next((one for one in self if one.lower() == name.lower()), name)
@@ -96,7 +96,7 @@ class Headers(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedFrom:
-    """A sender that was checked, where the message was written, by that broker's rules."""
+    """A sender that its own broker's rules have checked when the message was written."""
 
     broker: UUID
     """The broker_id."""
@@ -104,7 +104,7 @@ class VerifiedFrom:
 
 
 class Received:
-    """One message of a delivery. Read only."""
+    """One message of a delivery. Read-only."""
 
     __slots__ = ("_dialog", "_row", "_signed_by", "attempt", "parked_id")
 
@@ -113,9 +113,9 @@ class Received:
     ) -> None:
         self._row = row
         self.parked_id = parked_id
-        """The id of its row in saf.parked, if it has been set aside before."""
+        """Id of its row in saf.parked, if it has been set aside before."""
         self.attempt = attempt
-        """How often it has been handed out, this time included."""
+        """Number of times that it has been handed out, including this time."""
 
     id: int = _field("id", "Its place in the inbox: rises with each message of a key.")
     shard: int = _field("shard", "Where its key falls.")
@@ -134,28 +134,28 @@ class Received:
 
     @property
     def body(self) -> bytes:
-        """The body's bytes as they were sent; see `text` and `json` to decode them."""
+        """The body's bytes as sent; see `text` and `json` to decode them."""
         body: bytes = self._row[_BODY]
         return body
 
     @property
     def size(self) -> int:
-        """How many bytes the body has."""
+        """Size of the body, in bytes."""
         return len(self._row[_BODY])
 
     @property
     def first_sequence(self) -> int | None:
-        """The message's number in its dialog; for a message in fragments, that of the first one."""
+        """The message's number in its dialog; with fragments, the number of the first fragment."""
         return self.sequence
 
     def open(self) -> io.BufferedIOBase:
-        """The body as a file, from its beginning; for a body that is too large for memory."""
+        """Open the body as a file, at its beginning; for bodies that are too large for memory."""
         return io.BytesIO(self.body)
 
     @property
     def dialog(self) -> Dialog | None:
         """This end of the message's dialog, to reply on; None if it belongs to no dialog."""
-        # set only when it is asked for, because most messages belong to no dialog
+        # set only on demand, because most messages belong to no dialog
         return getattr(self, "_dialog", None)
 
     def belongs_to(self, dialog: Dialog) -> None:
@@ -172,17 +172,17 @@ class Received:
         """The headers as JSON values by name; names are compared without case.
 
         Raises:
-            UnreadableHeaders: too deeply nested for Python, or with too long a number.
+            UnreadableHeaders: nested too deeply for Python, or with too long a number.
         """
         said = self._read(json.loads)
         return Headers(said) if isinstance(said, dict) else said
 
     @property
     def exact_headers(self) -> Exact:
-        """The headers to send them on: each number is a `saf.message.Number`.
+        """The headers, ready to be sent on: each number is a `saf.message.Number`.
 
         Raises:
-            UnreadableHeaders: too deeply nested for Python, or no JSON object.
+            UnreadableHeaders: nested too deeply for Python, or not a JSON object.
         """
         said = self._read(STRICT.decode)
         if not isinstance(said, dict):
@@ -198,15 +198,15 @@ class Received:
 
     @property
     def verified_from(self) -> VerifiedFrom | None:
-        """Who has sent it, as its source has checked; None if nobody has.
+        """The sender, as verified by its source; None if it was not verified.
 
         Raises:
-            UnreadableHeaders: as `headers`.
+            UnreadableHeaders: as for `headers`.
         """
         if not self.may_say(VERIFIED_FROM):
             return None
         headers = self.headers
-        # exactly this name: a sender may have written it in other letters
+        # exactly this name: a sender may have written it in other case
         match dict.get(headers, VERIFIED_FROM) if isinstance(headers, dict) else None:
             case {"broker": str(broker), "service": str(service)}:
                 return VerifiedFrom(broker=UUID(broker), service=service)
@@ -221,16 +221,16 @@ class Received:
 
     @property
     def signed_by(self) -> str | None:
-        """The key that has signed it, as its receiver has verified; None if it did not verify."""
+        """The key whose signature its receiver has verified; None if none was verified."""
         # set only where signatures are verified
         return getattr(self, "_signed_by", None)
 
     def is_signed_by(self, key_id: str | None) -> None:
-        """Set which key has signed this message."""
+        """Set the key that has signed this message."""
         self._signed_by = key_id
 
     def may_say(self, header: str) -> bool:
-        """Whether the headers may hold this one; False is certain. Decodes nothing to find out."""
+        """Return whether the headers may contain ``header``; False is certain. Decodes nothing."""
         headers = self._row[_HEADERS]
         return headers is not None and header in headers
 
@@ -244,10 +244,10 @@ class Received:
         return said if isinstance(said, str) else None
 
     def text(self) -> str:
-        """The body as text.
+        """Return the body as text.
 
         Raises:
-            UnreadableBody: it is not UTF-8.
+            UnreadableBody: the body is not UTF-8.
         """
         try:
             return self.body.decode()
@@ -255,10 +255,10 @@ class Received:
             raise UnreadableBody(self.message_id, self.content_type, str(error)) from None
 
     def json(self) -> Any:
-        """The body, decoded from JSON.
+        """Return the body, decoded from JSON.
 
         Raises:
-            UnreadableBody: it is not JSON.
+            UnreadableBody: the body is not JSON.
         """
         try:
             return json.loads(self.body)
@@ -267,12 +267,12 @@ class Received:
 
     @property
     def lane(self) -> str:
-        """The subject of its lane: its key. A message without a key has a lane of its own."""
+        """Subject of its lane: its key. A message without a key has its own lane."""
         key = self._row[_KEY]
         return str(self.message_id) if key is None else key
 
     def stored(self) -> dict[str, Any]:
-        """The message's columns by name, to store it elsewhere."""
+        """Return the message's columns by name, to store them elsewhere."""
         return dict(zip(READ, self._row, strict=False)) | {"message_id": self.message_id}
 
     def __repr__(self) -> str:

@@ -2,25 +2,25 @@
 
     RoutingService(engine, "departures").run()        # or: saf router serve departures
 
-Messages for the router come to its broker by a route, like those of any service. Here they are
-classified and sent on in the transaction in which they are received: exactly once, and in order,
-whatever fails. Any number of replicas share the work, as all receivers do.
+Messages for the router reach its broker by a route, like those of any service. Here they are
+classified and sent on in the transaction that receives them: exactly once and in order, whatever
+fails. Any number of replicas share the work, as all receivers do.
 
-- A message of no dialog is sent on unchanged to the service that it is for, with an id that is
-  computed from its own: the same message always gets the same new id. So a signature ends here;
-  with a signer, what is sent on has that one's.
-- The first message of a dialog begins a second dialog, from the router to that service. All that is
-  said in one of the two, replies, Ends and Errors too, is passed on in the other
+- A message outside of a dialog is sent on unchanged to the resolved service, with an id computed
+  from its own: the same message always gets the same new id. So a signature ends here; if the
+  service has a signer, it signs the messages that are sent on.
+- The first message of a dialog begins a second dialog, from the router to the resolved service. All
+  messages of either dialog, including replies, Ends and Errors, are passed on in the other
   (`saf.dialogs.passing`).
-- A message that cannot be resolved is a dead letter with the reason. If it begins a dialog, the
-  dialog ends with an error, which its initiator gets.
-- A message that has come by more than `MAX_HOPS` routing services is refused in the same way.
+- A message that cannot be resolved becomes a dead letter with the reason. If it begins a dialog,
+  the dialog ends with an error, which its initiator gets.
+- A message that has come by more than `MAX_HOPS` routing services is treated in the same way.
 
-The router, and which services routes lead to, are read with each delivery, so a change counts from
-the next delivery on. A mistake in the deployment stops the service instead: the router does not
+The router, and the services that routes lead to, are read with each delivery, so a change takes
+effect at the next delivery. A deployment mistake stops the service instead: the router does not
 exist, or its function cannot be imported. Then nothing has been received.
 
-It needs Arrow, as the forwarder does, but no Spark.
+Needs Arrow, as the forwarder does, but not Spark.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from saf.signing.signer import Signer
 
 HOPS = "saf-hops"
-"""The header that counts the routing services that a message has come by."""
+"""Header that counts the routing services that a message has come by."""
 
 SENT_ON = {
     **{name: type_ for name, type_ in SENT.items() if name != "deliver_at"},
@@ -80,16 +80,16 @@ SEND_ON = f"INSERT INTO saf.outbox ({', '.join(SENT_ON)}) SELECT * FROM unnest({
 
 @dataclass(frozen=True, kw_only=True)
 class InTransaction:
-    """Reads and writes what was resolved, in a transaction that goes on."""
+    """Reads and writes resolutions in an open transaction."""
 
     connection: psycopg.Connection[Any]
 
     def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
-        """Return what is remembered of these keys."""
+        """Return the stored resolutions of these keys."""
         return resolved(self.connection, router, keys)
 
     def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:
-        """Remember new resolutions; return what counts for these keys from now on."""
+        """Store new resolutions; return those that count for these keys from now on."""
         return keep(self.connection, router, new)
 
 
@@ -98,18 +98,18 @@ class RoutingService(Loop):
 
     Args:
         engine: the broker where the router's service lives; as for `saf.receive`.
-        router: the router's name, which is also that of its service and its subscription.
-        default_destination: where this broker's forwarder sends what no route matches.
-        declared: what saf.toml says, if it declares routes or routers.
-        max_messages: the most messages in one transaction.
-        threads: how many deliveries this process handles at a time.
-        policy: what happens to messages that cannot be sent on.
-        listen: be notified of what arrives; see `saf.receiving.notify`.
-        stop_timeout: how many seconds the messages in hand may take after SIGTERM, SIGINT or
-            `stop`; then they are rolled back, and `run` raises `StopTimeout`.
-        require_signed: send nothing on that is not signed by one of the ``keys``.
+        router: the router's name, which is also the name of its service and its subscription.
+        default_destination: where this broker's forwarder sends messages that no route matches.
+        declared: routes, topics and routers of saf.toml, if it declares any.
+        max_messages: most messages in one transaction.
+        threads: deliveries that this process handles at a time.
+        policy: treatment of messages that cannot be sent on.
+        listen: be notified when messages arrive; see `saf.receiving.notify`.
+        stop_timeout: seconds that the messages in hand may take after SIGTERM, SIGINT or `stop`;
+            then they are rolled back, and `run` raises `StopTimeout`.
+        require_signed: send on only messages that are signed by one of the ``keys``.
         keys: the keys that senders sign with; as for `saf.receive`.
-        signer: signs what is sent on; a signature that a message has come with is not sent on.
+        signer: signs messages that are sent on. The original signature is never sent on.
 
     Raises:
         UsageError: a number is out of range, or there are no keys to verify with.
@@ -152,7 +152,7 @@ class RoutingService(Loop):
             self._resolver(link.raw)
 
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
-        # what is sent on keeps the context that it has come with
+        # messages that are sent on keep their original trace context
         with processing(self.subscription, delivery):
             self._route(delivery, work)
 
@@ -182,7 +182,7 @@ class RoutingService(Loop):
     def _resolve(
         self, raw: psycopg.Connection[Any], messages: list[Received], errors: dict[int, str]
     ) -> dict[int, Resolved]:
-        """Resolve messages, by their ids; put into ``errors`` why a message cannot be resolved."""
+        """Return the resolutions of messages by id; add the reasons of failures to ``errors``."""
         if not messages:
             return {}
         rows = as_table(map(_as_begun, messages))
@@ -199,7 +199,7 @@ class RoutingService(Loop):
         }
 
     def _resolver(self, raw: psycopg.Connection[Any]) -> Resolver:
-        """Make the resolver for this router, as it is configured now."""
+        """Return the resolver for this router, as it is configured now."""
         there = configuration(raw, self.default_destination, self.declared)
         router = router_that_forwards(there, self.subscription)
         if router is None:
@@ -224,7 +224,7 @@ class RoutingService(Loop):
     def _send_on(
         self, raw: psycopg.Connection[Any], messages: list[Received], found: Mapping[int, Resolved]
     ) -> None:
-        """Send messages of no dialog, in their order, to the services that they are for."""
+        """Send messages without dialog, in their order, to the services they were resolved to."""
         rows = [
             one.stored()
             | {
@@ -247,12 +247,12 @@ class RoutingService(Loop):
 
 
 def _without_signature(message: Received) -> dict[str, Any]:
-    """The headers to send on: what is sent on has another id, so the signature is not its own."""
+    """Return the headers to send on, without the signature, because the new id differs."""
     return {name: one for name, one in message.exact_headers.items() if name != SIGNATURE}
 
 
 def _signed(signer: Signer, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The headers of a message that is sent on, with a signature of its own."""
+    """Return the headers of a message that is sent on, with a new signature."""
     sent = Row(**{name: row[name] for name in Row._fields} | {"deliver_at": None})
     conversation_id = row["conversation_id"] and str(row["conversation_id"])
     signed = signer.sign(sent, conversation_id=conversation_id, sequence=row["sequence"])
@@ -260,12 +260,12 @@ def _signed(signer: Signer, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _begins(message: Received) -> bool:
-    """Whether a message is to be classified: it is of no dialog, or the first of one."""
+    """Return whether a message needs classification: it has no dialog, or is the first of one."""
     return message.dialog is None or bool(message.from_initiator and message.first_sequence == 1)
 
 
 def _as_begun(message: Received) -> dict[str, Any]:
-    """The whole message, to classify it; without its body if that is too large for memory."""
+    """Return the whole message, to classify it; without a body that is too large for memory."""
     return message.stored() | {
         "to_broker": None,  # it was addressed to this broker
         "sequence": message.first_sequence,
@@ -274,21 +274,21 @@ def _as_begun(message: Received) -> dict[str, Any]:
 
 
 def _hops(message: Received) -> int:
-    """How many routing services a message has come by, this one included."""
+    """Return the number of routing services that a message has come by, including this one."""
     try:
         before = message.exact_headers[HOPS]
     except (UnreadableHeaders, LookupError):
         before = None
-    # any sender may have written it: a negative number, or one too long for Python
+    # any sender may have written this: a negative number, or one too long for Python
     return (int(before[:9]) if isinstance(before, Number) and before.isdecimal() else 0) + 1
 
 
 def _go_on(
     raw: psycopg.Connection[Any], delivery: Delivery[Any], message: Received, to: Resolved | None
 ) -> None:
-    """Pass a message on in its second dialog, which is begun if this is the first message."""
+    """Pass a message on in its second dialog; begin that dialog for the first message."""
     dialog = message.dialog
-    assert dialog is not None  # noqa: S101 - the caller's to see to
+    assert dialog is not None  # noqa: S101 - the caller has checked
     passed = message.message_type in (END, ERROR, TIMER)
     if to is not None:
         passed = pass_on(
@@ -297,6 +297,6 @@ def _go_on(
     elif other := partner(raw, dialog):
         passed = pass_on(raw, message, dialog, other)
     elif message.message_type in (END, ERROR):
-        end_too(dialog, raw)  # its second dialog's end may have been handled before
+        end_too(dialog, raw)  # the end of its second dialog may have been handled before
     if not passed:
         delivery.drop(message, Reason.ENDED)

@@ -1,10 +1,10 @@
 """The tables of a broker, defined once.
 
-Everything is in the PostgreSQL schema ``saf``. The Alembic migrations create exactly what
+All tables are in the PostgreSQL schema ``saf``. The Alembic migrations create exactly what
 `build_metadata` describes; a test compares the two in the catalogs.
 
-Both logs are rings: they are partitioned by ``(id / SLOT_ROWS) % SLOTS``, so ids walk through the
-slots by themselves, no DDL happens at run time, and TRUNCATE removes the old rows of a whole slot.
+Both logs are rings, partitioned by ``(id / SLOT_ROWS) % SLOTS``: ids walk through the slots without
+any DDL at run time, and TRUNCATE removes the old rows of a whole slot.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ CLASSIFIERS = ("sql", "arrow", "python")
 
 
 class Snapshot(sa.types.UserDefinedType[str]):
-    """``pg_snapshot``: which transactions were complete at one moment."""
+    """``pg_snapshot``: the transactions that were complete at one moment."""
 
     cache_ok = True
 
     def get_col_spec(self, **_: object) -> str:
-        """The type's name in DDL."""
+        """Return the type's name in DDL."""
         return "pg_snapshot"
 
 
@@ -49,7 +49,7 @@ class Xid8(sa.types.UserDefinedType[int]):
     cache_ok = True
 
     def get_col_spec(self, **_: object) -> str:
-        """The type's name in DDL."""
+        """Return the type's name in DDL."""
         return "xid8"
 
 
@@ -59,7 +59,7 @@ AND (subject = '' OR kind IN ('service', 'route', 'found_route', 'key', 'later',
 AND (broker = '{NO_BROKER}' OR kind IN ('route', 'found_route'))
 """
 
-# What waits for a handler has no time to wait for, so nothing takes it for due
+# A lane that waits for a handler has no next attempt, so it is never taken for due
 AWAITS = f"""
 CASE WHEN awaits_handler
      THEN kind = '{Kind.KEY}' AND shard IS NOT NULL AND next_attempt_at = '{BLOCKED}'
@@ -81,7 +81,7 @@ COLLATED = {"key": sa.Text(collation="C")}
 
 
 def message_columns() -> list[sa.Column[Any]]:
-    """The columns of a message, which are the same in every table that holds messages."""
+    """Return the columns of a message, which are the same in every table that holds messages."""
     return [
         sa.Column(
             column.name,
@@ -118,7 +118,7 @@ def _log(
             for what, check in checks.items()
         ),
         sa.Index(f"{name}_shard_txid", "shard", "txid"),
-        # % is doubled, because SQLAlchemy hands this part to the driver as it is
+        # % is doubled, because SQLAlchemy passes this part to the driver unchanged
         postgresql_partition_by=f"LIST (((id / {SLOT_ROWS}) %% {SLOTS}))",
         comment=comment,
     )
@@ -126,7 +126,7 @@ def _log(
         sa.event.listen(
             table,
             "after_create",
-            sa.DDL(  # type: ignore[no-untyped-call] # SQLAlchemy has left this one untyped
+            sa.DDL(  # type: ignore[no-untyped-call] # SQLAlchemy leaves this untyped
                 f"CREATE TABLE {SCHEMA}.{name}_{slot} "
                 f"PARTITION OF {SCHEMA}.{name} FOR VALUES IN ({slot})"
             ),
@@ -135,7 +135,7 @@ def _log(
 
 
 def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
-    """All tables of a broker whose logs have ``shards`` shards."""
+    """Return all tables of a broker whose logs have ``shards`` shards."""
     metadata = sa.MetaData(schema=SCHEMA)
     now = sa.text("now()")
     moment = sa.DateTime(timezone=True)
@@ -336,7 +336,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             server_default=now,
             comment="give or take a day; what nobody uses is forgotten",
         ),
-        # the key comes first, because it alone tells nearly all rows apart
+        # the key comes first, because it alone distinguishes nearly all rows
         sa.UniqueConstraint(
             "key",
             "service",
@@ -525,7 +525,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             comment="of the shard's own lane: when the source had last set aside messages of the "
             "shard; NULL if it had not",
         ),
-        # the batch for the same reason as in saf.cursor
+        # batch is in the key for the same reason as in saf.cursor
         sa.PrimaryKeyConstraint("source", "shard", "lane", "batch"),
         postgresql_with={"fillfactor": "40"},
         comment="the last (batch, position) stored here of one source shard: what makes "
@@ -652,7 +652,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             "next_attempt_at",
             postgresql_where=sa.text("shard IS NOT NULL"),
         ),
-        # over a digest, because rows of an index are bounded and types that others write are not
+        # over a digest, because index rows are bounded and message types from other writers are not
         sa.Index(
             "backoff_awaits_handler",
             "subscription_id",
@@ -717,7 +717,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
         ),
         sa.CheckConstraint("reason <> '' AND messages > 0", name="dropped_counted"),
-        # only the owner of the shard counts here, so nobody waits for a row
+        # only the shard's owner counts here, so no writer waits for a row lock
         postgresql_with={"fillfactor": "60"},
         comment="how many messages a subscription took without handing them on, and why",
     )
@@ -743,9 +743,10 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
 
 
 def _identified(metadata: sa.MetaData) -> None:
-    """Let whole rows identify themselves where no primary key does, in case they are published.
+    """Identify rows by all columns in tables without a primary key, in case they are published.
 
-    The logs have no identity: their rows are not updated, and an index would cost each send.
+    The logs have no replica identity: their rows are not updated, and an index would slow each
+    send.
     """
     for table in metadata.tables.values():
         if not len(table.primary_key) and table.name not in ("outbox", "inbox"):
@@ -758,7 +759,7 @@ def _identified(metadata: sa.MetaData) -> None:
 
 
 def _one_each(metadata: sa.MetaData, name: str, *columns: str) -> sa.Table:
-    """A table of the keys of one that has the batch in its key; migrations make its triggers."""
+    """Return the table of keys for a table with the batch in its key; migrations add triggers."""
     keys = [column.split() for column in columns]
     types = {"integer": sa.Integer, "smallint": sa.SmallInteger, "uuid": pg.UUID, "text": sa.Text}
     return sa.Table(
@@ -780,7 +781,7 @@ def _acknowledged(metadata: sa.MetaData) -> sa.Table:
         sa.Column("batch", sa.BigInteger),
         sa.Column("position", sa.BigInteger, nullable=False),
         sa.Column("opened_at", sa.DateTime(timezone=True)),
-        # the batch for the same reason as in saf.cursor
+        # batch is in the key for the same reason as in saf.cursor
         sa.PrimaryKeyConstraint("destination", "lane", "shard", "batch"),
         postgresql_with={"fillfactor": "40"},
         comment="the last that each destination has said to have stored of a shard: one that has "

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as requests to stop: work in hand is finished, and no more is taken."""
+"""SIGTERM and SIGINT as stop requests: work in hand is finished, and no more is taken."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ BOTH = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let the first SIGTERM or SIGINT call ``stop``; a second one, of either, ends the process.
+    """Call ``stop`` at the first SIGTERM or SIGINT; a second signal ends the process.
 
-    Only the main thread may handle signals; in another one nothing changes.
+    Only the main thread can handle signals; in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -31,5 +31,5 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            # Python does not know a handler that was not set from Python
+            # Python reports no handler if it was not set from Python
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,13 +1,13 @@
-"""The caller's transaction, whichever library it is from.
+"""The caller's transaction, from any supported library.
 
 ``conn`` may be a SQLAlchemy Session or Connection (on any PostgreSQL driver), a psycopg connection
 or cursor, or Django's ``connection``. Nothing here opens, commits or rolls back a transaction.
 Connections under asyncio are in `saf.sending.asynchronous`.
 
-A Session may have several engines, and then a connection to each. Only one of them has the rows
-that a message belongs to, and each commits by itself. So the transaction of a Session that sends
-has one connection, or is committed in two phases. Anything else is refused, also later in the
-transaction. A caller who passes the connection itself has chosen it.
+A Session may have several engines, and then a connection to each. Only one of these connections
+has the rows that a message belongs to, and each commits separately. So the transaction of a Session
+that sends must have one connection, or be committed in two phases. Anything else is rejected, also
+later in the transaction. A caller that passes the connection itself has made the choice.
 
 Statements have psycopg's named parameters, each in a CAST, so that every driver understands them.
 """
@@ -61,27 +61,27 @@ THE_CONNECTION = (
     "session.connection(bind_arguments={'mapper': Order}) or "
     "session.connection(bind_arguments={'bind': engine})"
 )
-"""The way out for a Session that has several engines."""
-# A table's size needs no right on the table: a sender may not read saf.broker. It is 0 after a
-# TRUNCATE, and in a copy of the schema alone.
+"""Advice for a Session that has several engines."""
+# Reading a table's size needs no right on the table: a sender may not read saf.broker. The size is
+# 0 after a TRUNCATE, and in a copy of the schema alone.
 WHO_AND_WHERE = """SELECT current_database(), pg_backend_pid(),
        coalesce(sum(pg_relation_size(c.oid)), 1) = 0
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = 'saf' AND c.relname = 'broker'
 """
 SENDER_ALLOWED = "sender_allowed"
-"""The constraint that a server names if no rule of saf.sender allows a message."""
+"""Constraint that a server names if no rule of saf.sender allows a message."""
 
 
 class Known(Protocol):
-    """What a connection says of itself, without asking its server."""
+    """Properties of a connection that are known without asking its server."""
 
     pooled: bool
-    """Whether a pooler may be in between, so that no statement is prepared under a name."""
+    """True if a pooler may be in between, so that no statement is prepared under a name."""
 
     @property
     def user(self) -> str | None:
-        """The role that has logged in; None if the driver does not say."""
+        """The role that has logged in; None if the driver does not tell."""
         ...
 
     @property
@@ -91,20 +91,20 @@ class Known(Protocol):
 
     @property
     def process(self) -> int | None:
-        """The id of the server's process, as the client was told; None: the client was not told."""
+        """Id of the server's process, as reported to the client; None if it was not reported."""
         ...
 
     def commits_by_itself(self) -> bool:
-        """Whether each statement would be a transaction of its own."""
+        """Return whether each statement would be a transaction of its own."""
         ...
 
 
 class Transaction(Known, Protocol):
-    """What saf needs of the caller's connection."""
+    """Operations that saf needs on the caller's connection."""
 
     @property
     def below(self) -> psycopg.Connection[Any] | None:
-        """The connection of psycopg that it is, or stands on; None for other drivers."""
+        """The psycopg connection itself, or beneath it; None for other drivers."""
         ...
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
@@ -117,13 +117,13 @@ class Transaction(Known, Protocol):
 
 
 class Entrance:
-    """Takes a caller's connection and gives its `Transaction`.
+    """Turns a caller's connection into its `Transaction`.
 
-    It remembers which databases it has checked the schema of, so only the first transaction of
-    each costs extra queries.
+    It remembers the databases whose schema it has checked, so only the first transaction of each
+    costs extra queries.
 
     Args:
-        duty: the kind of role that may do what follows, for `saf grant --role`.
+        duty: the kind of role that may do the work, for `saf grant --role`.
     """
 
     def __init__(self, duty: str = "dialog") -> None:
@@ -135,9 +135,9 @@ class Entrance:
         """Return the caller's transaction.
 
         Raises:
-            AutocommitError: the connection would commit each statement by itself.
+            AutocommitError: the connection would commit each statement separately.
             SchemaMissing, SchemaMismatch: the database is not a broker of this version.
-            ConfigurationError: the role may not do this.
+            ConfigurationError: the role lacks a right.
             UsageError: ``conn`` is not a connection, or it is closed.
         """
         transaction = _transaction(conn)
@@ -150,15 +150,15 @@ class Entrance:
         return transaction
 
     def known(self, database: object) -> bool | None:
-        """Whether a pooler is in between; None if the database has not been checked."""
+        """Return whether a pooler is in between; None if the database has not been checked."""
         return self._checked.get(database)
 
     def check(self, transaction: Known) -> Generator[str, Rows, bool]:
         """Check a database by the rows of the queries that this yields; return as `known`.
 
-        Whoever calls it runs the queries, in its own way: at once, or under asyncio.
+        The caller runs the queries in its own way: synchronously, or under asyncio.
         """
-        # asks first whether the table exists: a failed query would abort the caller's transaction
+        # first ask whether the table exists: a failed query would abort the caller's transaction
         ((exists,),) = yield HAS_SCHEMA
         ((name, process, is_empty),) = yield WHO_AND_WHERE
         found = (yield SCHEMA_REVISION) if exists else []
@@ -183,10 +183,10 @@ class Entrance:
                 return bool(end.value)
 
     def refuse_without_right(self, error: Exception, transaction: Known) -> None:
-        """Raise what helps, if the database has raised an error because a right is missing.
+        """Raise a helpful error if the database has failed because a right is missing.
 
         Raises:
-            ConfigurationError: with the command that grants it.
+            ConfigurationError: names the command that grants the right.
         """
         cause = getattr(error, "orig", None) or error
         state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
@@ -204,8 +204,8 @@ class Entrance:
 
 
 def _sender_refused(cause: BaseException) -> str | None:
-    """What the server says if no rule of saf.sender allows a message; else None."""
-    # SQLAlchemy has an error of its own around asyncpg's
+    """Return the server's text if no rule of saf.sender allows a message; else None."""
+    # SQLAlchemy wraps asyncpg's error in its own
     for error in (cause, cause.__cause__):
         said: Any = getattr(error, "diag", error)
         if getattr(said, "constraint_name", None) == SENDER_ALLOWED:
@@ -220,7 +220,7 @@ enter = Entrance()
 
 
 class OnPsycopg:
-    """What a psycopg connection says of itself, asynchronous or not."""
+    """The `Known` properties of a psycopg connection, asynchronous or not."""
 
     def __init__(self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
         if connection.closed:
@@ -235,7 +235,7 @@ class OnPsycopg:
 
     @property
     def process(self) -> int | None:
-        """The id of the server's process, as the client was told."""
+        """Id of the server's process, as reported to the client."""
         return self.connection.info.backend_pid
 
     @property
@@ -245,7 +245,7 @@ class OnPsycopg:
         return (info.host, info.port, info.dbname)
 
     def commits_by_itself(self) -> bool:
-        """Whether each statement would be a transaction of its own."""
+        """Return whether each statement would be a transaction of its own."""
         return (
             self.connection.autocommit
             and self.connection.info.transaction_status == TransactionStatus.IDLE
@@ -253,7 +253,7 @@ class OnPsycopg:
 
     @property
     def prepare(self) -> bool | None:
-        """Whether to prepare statements under a name; None: let psycopg decide."""
+        """False to prepare no statement under a name; None lets psycopg decide."""
         return False if self.pooled else None
 
 
@@ -269,7 +269,7 @@ class _Psycopg(OnPsycopg):
         psycopg.Cursor(self.connection).execute(statement, params, prepare=self.prepare)
 
     def fetch(self, statement: str, params: Mapping[str, Any] | None = None) -> Rows:
-        # a cursor of our own, because the caller's row factory may turn a row into anything
+        # a separate cursor, because the caller's row factory may turn a row into anything
         with psycopg.Cursor(self.connection, row_factory=tuple_row) as cursor:
             return cursor.execute(statement, params, prepare=self.prepare).fetchall()
 
@@ -319,7 +319,7 @@ class _SQLAlchemy:
 
     @property
     def _psycopg(self) -> psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None:
-        """The psycopg connection below; None for other drivers, which the caller sets up."""
+        """The psycopg connection beneath; None for other drivers, which the caller configures."""
         raw = self.connection.connection.driver_connection
         return raw if isinstance(raw, (psycopg.Connection, psycopg.AsyncConnection)) else None
 
@@ -329,11 +329,11 @@ class _SQLAlchemy:
 
 
 _sent_on: weakref.WeakKeyDictionary[SessionTransaction, sa.Connection] = weakref.WeakKeyDictionary()
-"""The connection of each Session's transaction that has sent: it may have no other one."""
+"""The connection of each Session's transaction that has sent; a second connection is rejected."""
 
 
 def _only_connection(session: Session) -> sa.Connection:
-    """Return the connection of a Session's transaction, and let it have no second one."""
+    """Return the connection of a Session's transaction, and forbid a second one."""
     from sqlalchemy.exc import UnboundExecutionError
 
     try:
@@ -360,7 +360,7 @@ def _watch_sessions() -> None:
 
 
 def _refuse_second(session: Session, _: SessionTransaction, connection: sa.Connection) -> None:
-    """Raise, before anything is committed, if a transaction that has sent uses another engine."""
+    """Raise, before any commit, if a transaction that has sent uses another engine."""
     transaction = session.get_transaction()
     sent_on = None if transaction is None else _sent_on.get(transaction)
     if sent_on is not None and sent_on is not connection:
@@ -381,9 +381,9 @@ _texts: dict[str, sa.TextClause] = {}
 
 
 def _text(statement: str) -> sa.TextClause:
-    """Turn ``statement`` into one with SQLAlchemy's parameters, parsed once per process."""
+    """Convert ``statement`` to SQLAlchemy's parameters, parsed once per process."""
     if statement not in _texts:
-        import sqlalchemy as sa  # only where the caller uses it already
+        import sqlalchemy as sa  # only where the caller already uses it
 
         _texts[statement] = sa.text(re.sub(r"%\((\w+)\)s", r":\1", statement))
     return _texts[statement]
@@ -394,7 +394,7 @@ def _transaction(conn: object) -> Transaction:
         return _Psycopg(conn)
     if isinstance(conn, psycopg.Cursor):
         return _Psycopg(conn.connection)
-    # whoever hands over a Session has imported SQLAlchemy; others need not pay for the import
+    # a caller that passes a Session has imported SQLAlchemy; others need not pay for the import
     if "sqlalchemy" in sys.modules:
         import sqlalchemy as sa
         import sqlalchemy.orm
@@ -418,7 +418,7 @@ def _transaction(conn: object) -> Transaction:
 
 
 def _of_django(conn: object) -> psycopg.Connection[Any] | None:
-    """The psycopg connection below one of Django; None if it is not Django's."""
+    """Return the psycopg connection beneath a Django connection; None if it is not Django's."""
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.utils.connection import ConnectionProxy
 
@@ -438,7 +438,7 @@ def _of_django(conn: object) -> psycopg.Connection[Any] | None:
 
 
 def is_asynchronous(conn: object) -> bool:
-    """Whether a connection is one of asyncio."""
+    """Return whether a connection is for asyncio."""
     if isinstance(conn, (psycopg.AsyncConnection, psycopg.AsyncCursor)):
         return True
     if is_asyncpg(conn):
@@ -451,8 +451,8 @@ def is_asynchronous(conn: object) -> bool:
 
 
 def is_asyncpg(conn: object) -> bool:
-    """Whether a connection is one of asyncpg, or one that its pool lends."""
-    # whoever hands over a connection has imported its driver
+    """Return whether a connection is asyncpg's, or a proxy from its pool."""
+    # a caller that passes a connection has imported its driver
     if "asyncpg" not in sys.modules:
         return False
     import asyncpg
@@ -462,7 +462,7 @@ def is_asyncpg(conn: object) -> bool:
 
 
 def closed() -> UsageError:
-    """The error for a connection that is closed."""
+    """Return the error for a closed connection."""
     return UsageError(
         "this connection is closed, so nothing was sent: send before it is closed, inside of the "
         "transaction, or open another one"
@@ -470,7 +470,7 @@ def closed() -> UsageError:
 
 
 def described(conn: object) -> str:
-    """A thing by its class, for an error."""
+    """Return the name of an object's class, for an error."""
     return f"{type(conn).__module__}.{type(conn).__qualname__}"
 
 

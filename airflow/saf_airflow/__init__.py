@@ -1,11 +1,11 @@
 """saf from Airflow: an operator, a trigger and a sensor that run the command ``saf``.
 
-    SafForwardOperator    forwards what is pending, once
-    SafPendingTrigger     starts a DAG when something is pending, by an AssetWatcher
-    SafForwardedSensor    waits until everything that was sent before a time has been forwarded
+    SafForwardOperator    forwards pending messages once
+    SafPendingTrigger     starts a DAG when messages are pending, by an AssetWatcher
+    SafForwardedSensor    waits until all messages sent before a time have been forwarded
 
-The command runs in an environment of its own: neither saf nor pyspark is installed beside Airflow,
-and Airflow is not installed beside saf. `saf_airflow.command` says how it is run.
+The command runs in a separate environment: neither saf nor pyspark is installed beside Airflow, and
+Airflow is not installed beside saf. `saf_airflow.command` describes how it runs.
 """
 
 from __future__ import annotations

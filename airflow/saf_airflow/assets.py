@@ -1,4 +1,4 @@
-"""Assets: what has arrived at a destination."""
+"""Assets for messages that arrive at a destination."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from airflow.sdk import Asset
 
 
 def destination(name: str, service: str | None = None) -> Asset:
-    """The asset ``saf://NAME``: it has an event for each run that has brought messages there.
+    """Return the asset ``saf://NAME``, with an event for each run that has brought messages there.
 
-    With a service, ``saf://NAME/SERVICE``: for each run that has brought messages for it. What a
-    URI cannot have is quoted.
+    With a service, return ``saf://NAME/SERVICE``, with an event for each run that has brought
+    messages for that service. Characters that a URI does not allow are quoted.
     """
     words = [name] if service is None else [name, service]
     uri = "saf://" + "/".join(quote(word, safe="") for word in words)

@@ -1,11 +1,11 @@
-"""The command ``saf``, in an environment of its own, with its configuration.
+"""The command ``saf``, in a separate environment, with its configuration.
 
-It is started in a session of its own, so that it can be ended with all that it has started: Spark's
+It starts in a separate session, so that it can be ended together with its child processes: Spark's
 JVM and workers. It gets the environment of Airflow's process, from which saf.toml takes its
-``${NAME}``; what Airflow itself has put there for Python (`PYTHONPATH`, a virtual environment) is
-left out, because it is for another interpreter.
+``${NAME}``. Airflow's own Python settings (`PYTHONPATH`, a virtual environment) are removed,
+because they are for another interpreter.
 
-What the exit code says is in docs/operations.md of saf. It is never wrong to run a command again.
+Exit codes are listed in docs/operations.md of saf. Running a command again is always safe.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from typing import Any
 NOT_FOR_SAF = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 TRY_AGAIN, MEND = 75, 2
-"""Exit codes: a database does not answer; a person has to mend something."""
+"""Exit codes: a database does not answer; an operator must fix something."""
 
 LAST_LINES = 5
-"""How many lines of what the command has said an error repeats."""
+"""Lines of the command's output that an error repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """How the command has ended."""
+    """Result of a command."""
 
     code: int
     said: dict[str, Any]
-    """Its last line on standard output, which is JSON; empty if it has printed none."""
+    """Last line on standard output, parsed as JSON; empty if nothing was printed."""
     errors: str
-    """The last lines on standard error."""
+    """Last lines on standard error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saf:
-    """Where the command is, and what it is given."""
+    """Location of the command, with its configuration."""
 
     command: str = "/opt/saf/bin/saf"
     config: str | None = None
-    """saf.toml; None: ``$SAF_CONFIG`` or what is in the folder of the process."""
+    """Path of saf.toml; None: ``$SAF_CONFIG``, or saf.toml in the process's folder."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """More variables, such as the dsns that saf.toml names."""
+    """Further variables, such as the dsns that saf.toml refers to."""
 
     @classmethod
     def of_connection(cls, connection_id: str) -> Saf:
-        """What a connection of Airflow says in its extra: ``command``, ``config``, ``environment``.
+        """Read ``command``, ``config`` and ``environment`` from the extra of an Airflow connection.
 
         Raises:
-            ValueError: it says something else.
+            ValueError: the extra has other fields.
         """
         from airflow.sdk import BaseHook
 
@@ -69,7 +69,7 @@ class Saf:
         return cls(**extra)
 
     def line(self, *arguments: str) -> list[str]:
-        """The words of a command."""
+        """Return the words of a command line."""
         configured = ["--config", self.config] if self.config else []
         return [self.command, *arguments, *configured]
 
@@ -77,9 +77,9 @@ class Saf:
         """Start a command.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the command cannot be started.
         """
-        return subprocess.Popen(  # noqa: S603 - whoever writes the DAG says which command
+        return subprocess.Popen(  # noqa: S603 - the DAG's author chooses the command
             self.line(*arguments),
             env=self._environment(),
             stdin=subprocess.DEVNULL,
@@ -91,11 +91,11 @@ class Saf:
         )
 
     async def ask(self, *arguments: str, seconds: float = 120.0) -> Done:
-        """Run a command that only asks, without holding up the event loop.
+        """Run a read-only command without blocking the event loop.
 
         Raises:
-            OSError: it cannot be started.
-            TimeoutError: it did not end, and was killed.
+            OSError: the command cannot be started.
+            TimeoutError: the command did not end, and was killed.
         """
         process = await asyncio.create_subprocess_exec(
             *self.line(*arguments),
@@ -107,7 +107,7 @@ class Saf:
         )
         try:
             out, err = await asyncio.wait_for(process.communicate(), seconds)
-        except asyncio.TimeoutError:  # noqa: UP041 - in Python 3.10 it is no TimeoutError yet
+        except asyncio.TimeoutError:  # noqa: UP041 - not yet a TimeoutError in Python 3.10
             raise TimeoutError(f"it has not ended within {seconds:g} s") from None
         finally:
             if process.returncode is None:
@@ -123,11 +123,11 @@ class Saf:
 
 
 def finish(process: subprocess.Popen[str], say: Callable[[str], None]) -> Done:
-    """Wait for the end of a command; say each line of its standard error as it comes."""
+    """Wait for the end of a command; pass on each line of its standard error immediately."""
     lines: list[str] = []
 
     def listen() -> None:
-        assert process.stderr is not None  # noqa: S101 - it was started with a pipe
+        assert process.stderr is not None  # noqa: S101 - started with a pipe
         for line in process.stderr:
             say(line.rstrip())
             lines.append(line)
@@ -143,7 +143,7 @@ def finish(process: subprocess.Popen[str], say: Callable[[str], None]) -> Done:
 
 
 def done(code: int, out: str, errors: str) -> Done:
-    """How a command has ended, by what it has printed."""
+    """Return the result of a command from its output."""
     said: Any = {}
     if out.strip():
         try:
@@ -155,7 +155,7 @@ def done(code: int, out: str, errors: str) -> Done:
 
 
 def end(pid: int, how: signal.Signals) -> None:
-    """Send a signal to a command and all that it has started; nothing if they are gone."""
+    """Send a signal to a command and its child processes; do nothing if they are gone."""
     try:
         os.killpg(pid, how)
     except ProcessLookupError:

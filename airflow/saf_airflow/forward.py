@@ -1,11 +1,11 @@
 """The operator: one run of ``saf forward``.
 
 exit code    the task
-0            succeeds; is skipped if others forward already or, if you say so, nothing was there
-75           is tried again: a database does not answer; nothing is lost. If you say so, it succeeds
-             nevertheless where something has arrived
-2            fails at once: a person has to mend the settings, a schema or a login
-others       are tried again
+0            succeeds; is skipped if others already forward or, optionally, if nothing has arrived
+75           is retried: a database does not answer; nothing is lost. Optionally, it succeeds if
+             some messages have arrived
+2            fails immediately: an operator must fix the settings, a schema or a login
+others       are retried
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
 STOP_SECONDS = 4.0
-"""Less than what Airflow's supervisor waits between its SIGTERM and its SIGKILL: 5 s."""
+"""Less than the 5 s that Airflow's supervisor waits between its SIGTERM and its SIGKILL."""
 
 LEVELS = ("debug", "info", "warning", "error")
 
 
 class SafForwardOperator(BaseOperator):
-    """Forwards what is pending in all outboxes of a saf.toml, and ends.
+    """Forwards pending messages in all outboxes of a saf.toml once.
 
-    It returns what ``saf forward --json`` says, such as ``forwarded``, ``parked`` and
-    ``by_service``. What the command logs, how far it is among it, is in the task's log, line by
-    line as it comes. The assets ``saf://DESTINATION`` and ``saf://DESTINATION/SERVICE`` of what has
-    arrived get an event each, with the count as its extra (`saf_airflow.destination`). A try that
-    fails gives none: Airflow takes events from tasks that succeed.
+    It returns the JSON of ``saf forward --json``, with ``forwarded``, ``parked``, ``by_service``
+    and more. The command's log, including its progress, appears in the task's log line by line.
+    The assets ``saf://DESTINATION`` and ``saf://DESTINATION/SERVICE`` of arrived messages get an
+    event each, with the count as its extra (`saf_airflow.destination`). A failed try creates no
+    events, because Airflow takes events only from tasks that succeed.
 
-    A task that is killed, or takes longer than its ``execution_timeout``, ends the command with all
-    that it has started: by SIGTERM, so that it finishes the chunk in hand, and after
-    ``stop_seconds`` by SIGKILL. Nothing is lost in either case. If its process is killed by
-    SIGKILL, the command goes on to its end.
+    A task that is killed, or exceeds its ``execution_timeout``, ends the command with its child
+    processes: by SIGTERM, so that the command finishes the chunk in hand, and after
+    ``stop_seconds`` by SIGKILL. Nothing is lost in either case. If Airflow kills the task's process
+    by SIGKILL, the command continues to its end.
 
     Args:
-        saf: where the command is, and its configuration.
-        saf_conn_id: a connection of Airflow that says so; instead of ``saf``.
-        arguments: more arguments of ``saf forward``, such as ``--spark``, ``always``.
-        skip_if_nothing: skip the task, and what comes after it, if nothing has arrived.
-        succeed_in_part: succeed, and give events, if something has arrived although a database does
-            not answer: what depends on one destination need not wait for another one. What is left
-            is for the next run.
+        saf: the location of the command, with its configuration.
+        saf_conn_id: an Airflow connection with these settings; an alternative to ``saf``.
+        arguments: further arguments of ``saf forward``, such as ``--spark``, ``always``.
+        skip_if_nothing: skip the task and its downstream tasks if nothing has arrived.
+        succeed_in_part: succeed, with events, if messages have arrived although a database does not
+            answer: tasks for one destination need not wait for another destination. The next run
+            forwards the remaining messages.
         asset_alias: the alias by which assets get their events; None: no events.
-        stop_seconds: how long the chunk in hand may take when the task is ended; Airflow kills the
-            task's process after 5 s.
+        stop_seconds: time for the chunk in hand when the task is ended; Airflow kills the task's
+            process after 5 s.
     """
 
     template_fields: Sequence[str] = ("arguments",)
@@ -91,7 +91,7 @@ class SafForwardOperator(BaseOperator):
         self._process: subprocess.Popen[str] | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Forward, and say what was forwarded."""
+        """Run the command and return its JSON."""
         saf = found(self.saf, self.saf_conn_id)
         try:
             self._process = saf.start(
@@ -112,7 +112,7 @@ class SafForwardOperator(BaseOperator):
         return done.said
 
     def on_kill(self) -> None:
-        """End the command, and all that it has started."""
+        """End the command with its child processes."""
         process = self._process
         if process is None:
             return
@@ -147,7 +147,7 @@ class SafForwardOperator(BaseOperator):
             raise AirflowSkipException("nothing has arrived anywhere")
 
     def _tell(self, context: Context, by_service: Mapping[str, Mapping[str, int]]) -> None:
-        """Give the assets of what has arrived their events."""
+        """Create events for the assets of arrived messages."""
         if self.asset_alias is None:
             return
         events = context["outlet_events"][AssetAlias(self.asset_alias)]
@@ -157,7 +157,7 @@ class SafForwardOperator(BaseOperator):
                 events.add(destination(name, service), extra={"messages": messages})
 
     def _say(self, line: str) -> None:
-        """A line of the command's log, in that of the task; the command's is one of JSON each."""
+        """Copy a line of the command's log, in JSON, to the task's log at the same level."""
         try:
             event = json.loads(line)
             level = event.pop("log_level", "info") if isinstance(event, dict) else "info"
@@ -169,13 +169,13 @@ class SafForwardOperator(BaseOperator):
 
 
 def reasons(done: Done) -> str:
-    """What went wrong, and what messages wait for, each once; by the JSON, or else by the log."""
+    """Return errors and reasons for waiting, each once; from the JSON, or else from the log."""
     said = [*done.said.get("problems", ()), *done.said.get("waiting", ())]
     return "; ".join(dict.fromkeys(str(one["error"]) for one in said)) or done.errors
 
 
 def found(saf: Saf | None, connection_id: str | None) -> Saf:
-    """The command that is meant: by itself, by a connection, or where it is by default."""
+    """Return the given command, a connection's, or the default."""
     if connection_id is None:
         return saf or Saf()
     try:

@@ -1,7 +1,7 @@
-"""The sensor: waits until everything that was sent before a time has been forwarded.
+"""The sensor: waits until all messages sent before a time have been forwarded.
 
-It asks ``saf outbox forwarded``, and succeeds once nothing that is older is pending or parked.
-What came later is not waited for.
+It runs ``saf outbox forwarded``, and succeeds once no older message is pending or parked. Later
+messages do not matter.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ FORWARDED, WAITS, DEAD, BROKEN = "forwarded", "waits", "dead", "broken"
 
 
 class SafForwardedSensor(BaseSensorOperator):
-    """Waits until everything that was sent before a time has been forwarded.
+    """Waits until all messages sent before a time have been forwarded.
 
-    It fails at once if the configuration is broken, or if a message has become a dead letter, which
-    will not be forwarded before a person has decided.
+    It fails immediately if the configuration is broken, or if a message has become a dead letter,
+    which is not forwarded before an operator decides.
 
     Args:
-        until: the time; by default, when the run of the DAG was due.
-        since: messages from before it do not count; by default, all do.
+        until: the time. Default: the scheduled time of the DAG's run.
+        since: ignore messages from before this time. Default: all count.
         service: only messages for this service.
         broker: only this broker, or fleet, of saf.toml.
-        allow_dead: let dead letters count as forwarded.
-        saf: where the command is, and its configuration.
-        saf_conn_id: a connection of Airflow that says so; instead of ``saf``.
-        deferrable: wait in the triggerer, without a worker's slot.
+        allow_dead: count dead letters as forwarded.
+        saf: the location of the command, with its configuration.
+        saf_conn_id: an Airflow connection with these settings; an alternative to ``saf``.
+        deferrable: wait in the triggerer, without occupying a worker slot.
     """
 
     template_fields: Sequence[str] = ("until", "since", "service", "broker")
@@ -95,7 +95,7 @@ class SafForwardedSensor(BaseSensorOperator):
         context: Context,  # noqa: ARG002 - Airflow's signature
         event: Mapping[str, str],
     ) -> None:
-        """Go on where the triggerer has ended."""
+        """Continue after the triggerer has finished."""
         if not self._judged(event["state"], event["said"]):
             raise AirflowFailException(f"the trigger has ended too early: {dict(event)}")
 
@@ -125,7 +125,7 @@ class SafForwardedSensor(BaseSensorOperator):
 
 
 class SafForwardedTrigger(BaseTrigger):
-    """Fires once, when there is nothing more to wait for; see `SafForwardedSensor`."""
+    """Fires once, when the wait is over; see `SafForwardedSensor`."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class SafForwardedTrigger(BaseTrigger):
         self.poll_seconds = poll_seconds
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
-        """What makes the same trigger elsewhere."""
+        """Return the arguments that recreate this trigger elsewhere."""
         return (
             f"{__name__}.{type(self).__qualname__}",
             {
@@ -155,7 +155,7 @@ class SafForwardedTrigger(BaseTrigger):
         )
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        """Ask until it is so."""
+        """Run the command repeatedly until the wait is over."""
         while True:
             state, said = await asked(self.saf, self.question)
             if state != WAITS:
@@ -165,17 +165,17 @@ class SafForwardedTrigger(BaseTrigger):
 
 
 async def asked(saf: Saf, question: Sequence[str], **options: float) -> tuple[str, str]:
-    """Ask the command once: a state, and what to tell people."""
+    """Run the command once; return a state, and a text for humans."""
     try:
         return answer(await saf.ask(*question, **options))
-    except TimeoutError as error:  # an OSError, too
+    except TimeoutError as error:  # also an OSError
         return WAITS, f"{saf.command} does not answer: {error}"
     except OSError as error:
         return BROKEN, f"{saf.command} cannot be started: {error}"
 
 
 def answer(done: Done) -> tuple[str, str]:
-    """What the command has answered: a state, and what to tell people."""
+    """Return the command's answer as a state, and a text for humans."""
     brokers = done.said.get("brokers", [])
     if done.code == 0 and brokers:
         return FORWARDED, ""

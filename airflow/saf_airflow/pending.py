@@ -1,11 +1,11 @@
-"""The trigger: starts a DAG when something is pending.
+"""The trigger: starts a DAG when messages are pending.
 
     watcher = AssetWatcher(name="saf", trigger=SafPendingTrigger(config="/etc/saf/saf.toml"))
     waiting = Asset("saf_pending", watchers=[watcher])
 
     with DAG("saf_forward", schedule=[waiting], max_active_runs=1): …
 
-It asks ``saf outbox list``, which reads little however deep a backlog is.
+It runs ``saf outbox list``, which reads little even with a deep backlog.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ STATES = ("pending", "parked")
 
 
 class SafPendingTrigger(BaseEventTrigger):
-    """Fires when an outbox has a message that is pending or parked.
+    """Fires when an outbox has a pending or parked message.
 
-    It fires again after ``again_seconds`` for as long as there is one: parked messages are tried
-    again by a run of the forwarder, and a run that did not come to its end is made good by the next
-    one. It never ends by itself: what goes wrong is logged, and asked again.
+    It fires again after ``again_seconds`` while there are such messages: a run of the forwarder
+    retries parked messages, and the next run makes up for one that did not finish. The trigger
+    never ends on its own: it logs errors, and tries again.
 
     Args:
-        command: where the command ``saf`` is.
+        command: path of the command ``saf``.
         config: its saf.toml.
-        environment: more variables for it.
-        poll_seconds: how often it asks while there is nothing.
-        again_seconds: how long it pauses after it has fired.
+        environment: further variables for the command.
+        poll_seconds: interval of polling while nothing is pending.
+        again_seconds: pause after firing.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SafPendingTrigger(BaseEventTrigger):
         self.again_seconds = again_seconds
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
-        """What makes the same trigger elsewhere."""
+        """Return the arguments that recreate this trigger elsewhere."""
         return (
             f"{__name__}.{type(self).__qualname__}",
             {
@@ -64,7 +64,7 @@ class SafPendingTrigger(BaseEventTrigger):
         )
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        """Ask, and fire."""
+        """Poll, and fire."""
         while True:
             found = await self._found()
             if found:
@@ -72,7 +72,7 @@ class SafPendingTrigger(BaseEventTrigger):
             await asyncio.sleep(self.again_seconds if found else self.poll_seconds)
 
     async def _found(self) -> dict[str, list[str]]:
-        """The brokers that have messages of each state; empty if none has any."""
+        """Return the brokers that have messages of each state; empty without any messages."""
         found: dict[str, list[str]] = {}
         for state in STATES:
             try:
@@ -80,7 +80,7 @@ class SafPendingTrigger(BaseEventTrigger):
                     "outbox", "list", "--state", state, "--limit", "1", "--json"
                 )
             except (OSError, TimeoutError) as error:
-                self.log.error(  # noqa: TRY400 - whoever reads it needs no traceback
+                self.log.error(  # noqa: TRY400 - readers need no traceback
                     "%s cannot be asked: %s", self.saf.command, error
                 )
                 return {}

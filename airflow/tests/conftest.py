@@ -1,7 +1,7 @@
 """A real Airflow on SQLite, and two real databases that the command saf knows.
 
-saf is that of the repository's own environment (`make install`), or `SAF_COMMAND`: never of this
-one, where Airflow is.
+The command saf is that of the repository's environment (`make install`), or `SAF_COMMAND`, never of
+this environment, where Airflow is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AIRFLOW = Path(sys.executable).with_name("airflow")
 
 
 def until(condition: Callable[[], Any], seconds: float = 120) -> None:
-    """Wait until something is so."""
+    """Wait until a condition is true."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds, "it never came to that"
@@ -37,7 +37,7 @@ def until(condition: Callable[[], Any], seconds: float = 120) -> None:
 
 
 def saf(*words: object) -> None:
-    """Run the command, which must succeed."""
+    """Run the command; fail if it fails."""
     command = [str(one) for one in (SAF, *words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -45,8 +45,8 @@ def saf(*words: object) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[dict[str, str]]:
-    """A PostgreSQL; what the environment of its clients has."""
-    # not in pytest's folder, which is for one user: as root, the server runs as another
+    """Run a PostgreSQL server; yield the environment for its clients."""
+    # not in pytest's folder, which is private to one user: as root, the server runs as another user
     with tempfile.TemporaryDirectory(prefix="saf-airflow-") as made:
         folder = Path(made)
         folder.chmod(0o755)
@@ -54,7 +54,7 @@ def server() -> Iterator[dict[str, str]]:
 
 
 def serving(folder: Path) -> Iterator[dict[str, str]]:
-    """A PostgreSQL whose data is in a folder, until it is not asked for any more."""
+    """Run a PostgreSQL server with its data in a folder; yield the environment for its clients."""
     out = folder / "env"
     with (
         out.open("w") as file,
@@ -94,7 +94,7 @@ class Site:
         }
 
     def sql(self, dsn: str, *statements: str) -> list[list[Any]]:
-        """Run statements; return the rows of the last one."""
+        """Run statements; return the rows of the last statement."""
         script = (
             "import json, sys, psycopg\n"
             "with psycopg.connect(sys.argv[1], autocommit=True) as connection:\n"
@@ -118,7 +118,7 @@ class Site:
         return int(self.sql(self.mom, "SELECT count(*) FROM saf.inbox")[0][0])
 
     def dag(self, name: str, body: str) -> None:
-        """A file with one DAG, whose body is indented by nothing."""
+        """Write a file with one DAG; ``body`` is not indented."""
         text = "\n".join(f"    {line}" for line in body.strip().splitlines())
         head = (
             "from datetime import datetime, timedelta\n"
@@ -131,7 +131,7 @@ class Site:
         (self.folder / "dags" / f"{name}.py").write_text(head + text + "\n")
 
     def start(self, name: str) -> subprocess.Popen[str]:
-        """Start ``airflow dags test``, in a process group of its own."""
+        """Start ``airflow dags test``, in its own process group."""
         return subprocess.Popen(
             [AIRFLOW, "dags", "test", name],
             env=self.environment,
@@ -150,7 +150,7 @@ class Site:
                 process.kill()
 
     def states(self, dag: str) -> Mapping[str, tuple[str, int]]:
-        """The states of the tasks of the last run, and how often each was tried."""
+        """Return the states of the last run's tasks, and the number of tries of each."""
         done = subprocess.run(
             [sys.executable, "-c", STATES, dag],
             env=self.environment,
@@ -162,13 +162,13 @@ class Site:
         return {task: (state, tries) for task, (state, tries) in found.items()}
 
     def forwarders(self) -> list[int]:
-        """The processes that forward here."""
+        """Return the process ids of the forwarders of this site."""
         words = f"saf forward --json .*--config {self.config}"
         done = subprocess.run(["pgrep", "-f", words], capture_output=True, text=True, check=False)
         return [int(pid) for pid in done.stdout.split()]
 
     def blocked(self) -> bool:
-        """Whether a forwarder waits for a lock of the store."""
+        """Return whether a forwarder waits for a lock of the store."""
         rows = self.sql(
             self.mom,
             "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' "
@@ -178,7 +178,7 @@ class Site:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nothing can be stored while the block runs."""
+        """Prevent any storing while the block runs."""
         script = (
             "import sys, psycopg\n"
             "with psycopg.connect(sys.argv[1]) as connection:\n"
@@ -200,7 +200,7 @@ class Site:
                 process.communicate("", timeout=60)
 
     def asset_events(self) -> list[tuple[str, Any]]:
-        """The events of assets, in their order."""
+        """Return the events of assets, in order."""
         done = subprocess.run(
             [sys.executable, "-c", EVENTS],
             env=self.environment,
@@ -234,7 +234,7 @@ with create_session() as session:
 
 @pytest.fixture(scope="session")
 def airflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The SQLite of an Airflow, migrated once."""
+    """Return the SQLite file of an Airflow, migrated once."""
     home = tmp_path_factory.mktemp("airflow")
     env = {**os.environ, "AIRFLOW_HOME": str(home), "AIRFLOW__CORE__LOAD_EXAMPLES": "false"}
     subprocess.run([AIRFLOW, "db", "migrate"], env=env, check=True, capture_output=True)
@@ -247,7 +247,7 @@ def site(server: Mapping[str, str], airflow_database: Path, tmp_path: Path) -> S
 
 
 def new_site(server: Mapping[str, str], airflow_database: Path, folder: Path) -> Site:
-    """Databases without any message, and an Airflow without DAGs."""
+    """Create databases without messages, and an Airflow without DAGs."""
     (folder / "dags").mkdir()
     (folder / "airflow").mkdir()
     (folder / "airflow" / "airflow.db").write_bytes(airflow_database.read_bytes())

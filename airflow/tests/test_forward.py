@@ -39,7 +39,7 @@ def test_what_is_pending_is_forwarded_and_the_next_task_gets_the_json(site: Site
 
 
 def test_a_run_that_finds_nothing_succeeds_without_an_event_or_is_skipped(site: Site) -> None:
-    """What a run had stored when it was killed is something to the next one."""
+    """Messages that a killed run has stored count as arrived in the next run."""
     site.dag("nothing", forward())
     site.test("nothing")
     assert site.states("nothing")["forward"][0] == "success"
@@ -52,7 +52,7 @@ def test_a_run_that_finds_nothing_succeeds_without_an_event_or_is_skipped(site: 
     subprocess.run(
         [SAF, "forward", "--config", site.config],
         env={**site.environment, "SAF_FAILPOINT": "mom_commit"},
-        start_new_session=True,  # it kills its process group
+        start_new_session=True,  # the failpoint kills its process group
         check=False,
     )
     assert site.stored() == 2

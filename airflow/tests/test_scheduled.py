@@ -19,7 +19,7 @@ import pytest
 from conftest import AIRFLOW, SAF, Site, new_site, saf, until
 
 SECONDS = 300.0
-"""How long a scheduler may take for anything."""
+"""Longest time for any step of a scheduler."""
 
 COMPONENTS = ("metadatabase", "scheduler", "triggerer", "dag_processor")
 
@@ -45,22 +45,22 @@ SafForwardedSensor(
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """An Airflow that runs, asked as its pages ask it."""
+    """A running Airflow, queried by the API that its pages use."""
 
     site: Site
     port: int
 
     def ask(self, path: str, method: str = "GET", body: Mapping[str, Any] | None = None) -> Any:
-        """Ask the API.
+        """Call the API.
 
         Raises:
-            OSError: it does not answer, or says no.
+            OSError: the API does not answer, or refuses.
         """
         token = self._json("/auth/token")["access_token"]
         return self._json(f"/api/v2/{path}", method, body, Authorization=f"Bearer {token}")
 
     def healthy(self) -> bool:
-        """Whether all of it runs."""
+        """Return whether all components are healthy."""
         try:
             said = self._json("/api/v2/monitor/health")
         except (URLError, ConnectionError):
@@ -68,11 +68,11 @@ class Running:
         return all(said[name]["status"] == "healthy" for name in COMPONENTS)
 
     def knows(self, dag: str) -> bool:
-        """Whether the file of a DAG has been read."""
+        """Return whether the file of a DAG has been read."""
         return any(one["dag_id"] == dag for one in self.ask("dags")["dags"])
 
     def go(self, dag: str) -> None:
-        """Let a DAG run when it is due."""
+        """Unpause a DAG."""
         until(lambda: self.knows(dag), SECONDS)
         self.ask(f"dags/{dag}", "PATCH", {"is_paused": False})
 
@@ -83,7 +83,7 @@ class Running:
         return run
 
     def state(self, dag: str, run: str, task: str) -> str | None:
-        """The state of a task."""
+        """Return the state of a task."""
         state: str | None = self.ask(f"dags/{dag}/dagRuns/{run}/taskInstances/{task}")["state"]
         return state
 
@@ -96,12 +96,12 @@ class Running:
             headers={"Content-Type": "application/json", **headers},
             method=method,
         )
-        with urlopen(request, timeout=60) as answer:  # noqa: S310 - of this machine
+        with urlopen(request, timeout=60) as answer:  # noqa: S310 - local
             return json.load(answer)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at."""
+    """Return unused ports."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports: list[int] = [one.getsockname()[1] for one in sockets]
     for one in sockets:
@@ -115,7 +115,7 @@ def airflow(
     airflow_database: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Running]:
-    """An Airflow that runs; afterwards, nothing of it does."""
+    """Run an Airflow; afterwards, none of its processes is left."""
     site = new_site(server, airflow_database, tmp_path_factory.mktemp("scheduled"))
     site.dag("sensor", SENSOR)
     site.dag("killed", "SafForwardOperator(task_id='forward', saf=SAF)")
@@ -162,7 +162,7 @@ def airflow(
 
 
 def group(number: int) -> list[str]:
-    """The processes of a group."""
+    """Return the processes of a group."""
     done = subprocess.run(["pgrep", "-g", str(number)], capture_output=True, text=True, check=False)
     return done.stdout.split()
 

@@ -108,7 +108,7 @@ def test_a_trigger_is_the_same_elsewhere(kind: type) -> None:
 
 
 def test_an_asset_that_the_trigger_watches_starts_a_dag(site: Site) -> None:
-    """The DAG is parsed with its watcher; the triggerer runs what the tests above run."""
+    """The DAG is parsed with its watcher; the triggerer runs the same code as the tests above."""
     (site.folder / "dags" / "watched.py").write_text(
         "from airflow.sdk import DAG, Asset, AssetWatcher\n"
         "from saf_airflow import *\n"

@@ -256,7 +256,7 @@ INSERT INTO saf.cursor (subscription_id, shard)
 SELECT subscription_id, generate_series(0, {shards} - 1) FROM saf.subscription;
 """
 
-# For people. The forwarder never asks a row for its state: the cursors know.
+# For humans. The forwarder never reads a row's state: the cursors have it.
 OUTBOX_STATUS = """
 CREATE VIEW saf.outbox_status AS
 SELECT o.id, o.shard, o.message_id, o.to_service, o.key, o.message_type, o.created_at,
@@ -282,7 +282,7 @@ COMMENT ON VIEW saf.outbox_status IS
 
 
 def upgrade() -> None:
-    number = context.config.attributes["shards"]  # settled by env.py
+    number = context.config.attributes["shards"]  # set by env.py
     op.execute(TABLES.format(shards=number))
     for log in ("outbox", "inbox"):
         for slot in range(SLOTS):

@@ -1,4 +1,4 @@
-"""Messages set aside: parked in lanes with a backoff, dead letters, what people did to them."""
+"""Messages set aside: parked in lanes with a backoff, dead letters, and operators' actions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESSAGE = """
     deliver_at TIMESTAMP WITH TIME ZONE,
     expires_at TIMESTAMP WITH TIME ZONE"""
 
-# Nothing has been written to the two tables at revision 0001
+# The two tables are always empty at revision 0001
 UP = f"""
 DROP VIEW saf.outbox_status;
 DROP TABLE saf.parked, saf.dead_letter;
@@ -113,7 +113,7 @@ ALTER TABLE saf.cursor ADD COLUMN opened_at TIMESTAMP WITH TIME ZONE;
 COMMENT ON COLUMN saf.cursor.opened_at IS 'by this clock messages of the batch expire';
 """
 
-# A row of the outbox is told from others by shard and id; the cursors know the rest.
+# Shard and id identify a row of the outbox; the cursors have the rest.
 OUTBOX_STATUS = """
 CREATE VIEW saf.outbox_status AS
 SELECT o.id, o.shard, o.message_id, o.to_service, o.key, o.message_type, o.created_at,
@@ -187,7 +187,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    # a downgrade would lose what waits in them
+    # a downgrade would lose the waiting messages
     op.execute(
         "DO $$ BEGIN IF EXISTS (SELECT FROM saf.parked) OR EXISTS (SELECT FROM saf.dead_letter) "
         "THEN RAISE EXCEPTION 'saf.parked or saf.dead_letter hold messages: deliver or discard "

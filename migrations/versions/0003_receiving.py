@@ -1,4 +1,4 @@
-"""Receiving: what a subscription reads, and the keys that wait for it."""
+"""Receiving: the service that a subscription reads, and the keys that wait for it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    # a subscription would read everybody's messages from now on
+    # a subscription would read all messages from now on
     op.execute(
         "DO $$ BEGIN IF EXISTS (SELECT FROM saf.subscription WHERE service IS NOT NULL) "
         "THEN RAISE EXCEPTION 'saf.subscription has subscriptions of services: remove them first'; "

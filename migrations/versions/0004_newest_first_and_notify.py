@@ -1,4 +1,4 @@
-"""Cursors and watermarks are found by their newest version; receivers may be notified."""
+"""Cursors and watermarks are found by their newest version; receivers can be notified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing: lifetimes and comments of routes, topics, and which route a key has chosen."""
+"""Routing: lifetimes and comments of routes, topics, and keys' choices of routes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    # an expired route would count again; messages in hand would go one way only
+    # an expired route would count again; messages in hand would take only one route
     op.execute(
         "DO $$ BEGIN IF EXISTS (SELECT FROM saf.route WHERE expires_at IS NOT NULL) "
         "OR EXISTS (SELECT FROM saf.topic) THEN RAISE EXCEPTION 'saf.route has routes that expire, "

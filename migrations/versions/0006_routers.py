@@ -1,4 +1,4 @@
-"""Routers: services that a classifier resolves, and what was resolved once."""
+"""Routers: services that a classifier resolves, with their remembered resolutions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    # what is addressed to a router would be sent to whom it is addressed
+    # messages for a router would be sent to the router's own service
     op.execute(
         "DO $$ BEGIN IF EXISTS (SELECT FROM saf.router) THEN RAISE EXCEPTION "
         "'saf.router has routers: remove them first'; END IF; END $$"

@@ -123,7 +123,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    # an older library would hand their messages out as any others
+    # an older library would hand out their messages like any others
     op.execute(
         "DO $$ BEGIN IF EXISTS (SELECT FROM saf.conversation WHERE state <> 'closed') "
         "THEN RAISE EXCEPTION 'saf.conversation has open conversations: let them end first'; "

@@ -31,7 +31,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    # an older forwarder would resolve at the source what is to be forwarded
+    # an older forwarder would resolve messages at the source that must be forwarded
     op.execute(
         "DO $$ BEGIN IF EXISTS (SELECT FROM saf.router WHERE mode = 'forward') "
         "THEN RAISE EXCEPTION 'saf.router has routers that forward: remove them first'; "

@@ -30,7 +30,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    # what has come counts as received, and would be missing
+    # stored fragments count as received, and would be missing
     op.execute(
         "DO $$ BEGIN IF EXISTS (SELECT FROM saf.fragment) "
         "THEN RAISE EXCEPTION 'saf.fragment has parts of messages: let them be received first'; "

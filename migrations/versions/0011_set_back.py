@@ -1,4 +1,4 @@
-"""What each side needs to notice that it, or the other one, was set back."""
+"""Marks by which each side notices that it, or the other side, was set back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from alembic import op
 revision = "0011"
 down_revision = "0010"
 
-# Marks that are there already are of a time in which sources did not remember them.
+# Existing marks are from a time in which sources did not remember them.
 UP = """
 CREATE TABLE saf.acknowledged (
     destination UUID NOT NULL,

@@ -1,4 +1,4 @@
-"""Lineages: which incarnation of its broker has said which numbers of an end of a dialog."""
+"""Lineages: which incarnation of its broker has sent which numbers of a dialog's end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which broker a destination is, as a batch was opened; and counts of what is dropped."""
+"""The identity of each destination when a batch was opened; and counts of dropped messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Bounds of a message, in bytes, on both logs.
 
-Rows that are there already may be larger, so the constraints are for new rows; where a log is
-empty, they are valid at once. Whoever reads a log asks for its older rows' sizes; see saf.limits.
+Existing rows may be larger, so the constraints apply to new rows. On an empty log, they are valid
+immediately. Readers of a log check the sizes of its older rows; see saf.limits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ octet_length(to_service) <= 255 AND octet_length(key) <= 1024
 AND (pg_column_size(headers || '{}') <= 96 OR octet_length(CAST(headers AS text)) <= 1048576)
 """
 
-# Not to read a log that is not empty while its table is locked
+# Avoids reading a non-empty log while its table is locked
 UP = """
 ALTER TABLE saf.{log} ADD CONSTRAINT {log}_bounded CHECK ({bounded}) NOT VALID;
 COMMENT ON CONSTRAINT {log}_bounded ON saf.{log} IS

@@ -1,4 +1,4 @@
-"""No row of a log says that it is of a transaction that there cannot be."""
+"""A CHECK rejects rows of a log with impossible transaction ids."""
 
 from __future__ import annotations
 

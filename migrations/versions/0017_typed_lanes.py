@@ -1,18 +1,18 @@
-"""Lanes in columns of their own, and one cursor and one watermark of each place.
+"""Lanes get separate columns, and each place has one cursor and one watermark.
 
-What a lane is stood in one text. It stands in ``kind``, ``subject`` and ``broker`` from here on, of
-saf.parked and saf.backoff. Marks (saf.watermark, saf.acknowledged) go on under the names that they
-have: other databases have them too.
+A lane was described by a single text. From now on, saf.parked and saf.backoff have the columns
+``kind``, ``subject`` and ``broker``. Marks (saf.watermark, saf.acknowledged) keep their names,
+because other databases have them, too.
 
-One name had two meanings: a service that is itself called x@<uuid>, and x at that broker. Its
-messages say which they are of, and the lane becomes the two that it was. The service x@<uuid> then
-has marks of its own, which begin anew. So if it has messages parked of which the destination has
-stored some without having been heard, these arrive twice; nothing is lost, and nothing else is
-concerned.
+One name was ambiguous: a service that is itself called x@<uuid>, and x at that broker. Its messages
+show which of the two they belong to, and the lane is split accordingly. The service x@<uuid> then
+gets new marks. So if the destination has stored some of its parked messages, but the
+acknowledgement was lost, these messages arrive twice. Nothing is lost, and no other messages are
+affected.
 
-A cursor's key has the batch as its last column, so that its newest version is found first; a unique
-index without it would have to look at every version each time that one is written. So the key
-proper is in a table that only a first row writes to.
+The batch is the last column of a cursor's key, so that its newest version is found first. A unique
+index without it would have to check every version on each write. So the actual key is in a separate
+table, to which only the first row writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ down_revision = "0016"
 
 NO_BROKER = "ffffffff-ffff-ffff-ffff-ffffffffffff"
 
-# What a lane's text means, for a message that says whom it is addressed to, or for none
+# Meaning of a lane's text, for a message with a given address, or without a message
 LANE_OF = f"""
 CREATE FUNCTION saf.lane_of(lane text, to_service text, to_broker uuid)
 RETURNS TABLE (kind text, subject text, broker uuid) LANGUAGE sql IMMUTABLE AS $$
@@ -50,7 +50,7 @@ RETURNS TABLE (kind text, subject text, broker uuid) LANGUAGE sql IMMUTABLE AS $
 $$;
 """
 
-# The columns of a lane. One that nothing is parked in any more says what it can.
+# The columns of a lane. For a lane without parked messages, they are derived from the text alone.
 UP = f"""
 ALTER TABLE saf.backoff DROP CONSTRAINT backoff_pkey;
 ALTER TABLE saf.backoff ADD COLUMN subject TEXT, ADD COLUMN broker UUID;
@@ -78,7 +78,7 @@ ALTER TABLE saf.backoff ALTER COLUMN subject SET DEFAULT '', ALTER COLUMN subjec
     ALTER COLUMN broker SET DEFAULT '{NO_BROKER}', ALTER COLUMN broker SET NOT NULL;
 """
 
-# NOT NULL is said again because PostgreSQL 18 names it after the column
+# NOT NULL is repeated because PostgreSQL 18 names it after the column
 OF_EACH = f"""
 ALTER TABLE saf.{{table}} RENAME COLUMN lane TO kind;
 ALTER TABLE saf.{{table}} ALTER COLUMN kind SET DEFAULT 'main', ALTER COLUMN kind DROP NOT NULL;
@@ -118,7 +118,7 @@ COMMENT ON COLUMN saf.watermark.lane IS
 COMMENT ON COLUMN saf.acknowledged.lane IS 'as in saf.watermark there';
 """
 
-# By the owner of the tables, whoever inserts: nobody else writes the keys.
+# Runs as the owner of the tables for every inserting role: nothing else writes the keys.
 ONE_EACH = """
 CREATE TABLE saf.{table}_key ({columns}, PRIMARY KEY ({key}));
 COMMENT ON TABLE saf.{table}_key IS
@@ -154,7 +154,7 @@ KEYS = {
     "watermark": {"source": "UUID", "shard": "SMALLINT", "lane": "TEXT"},
 }
 
-# Two lanes become the one that they were before: the sooner of their times holds.
+# Two lanes become one lane, as before: the earlier of their times applies.
 DOWN = f"""
 COMMENT ON COLUMN saf.acknowledged.lane IS NULL;
 COMMENT ON COLUMN saf.watermark.lane IS NULL;

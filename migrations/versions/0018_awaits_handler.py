@@ -1,7 +1,7 @@
-"""Columns say which type of message a lane waits for a handler of.
+"""Columns for the message type whose handler a lane awaits.
 
-The moment of its next attempt stood for the type. Such lanes are due, up and down: a receiver that
-does not handle the first message lets the lane wait again.
+Before, the time of the next attempt encoded the type. These lanes become due, up and down: a
+receiver that does not handle the first message lets the lane wait again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Who may send as whom: rules that the server enforces from the first one on.
 
-The policies are there from the beginning and do nothing: row-level security is enabled with the
-first rule of saf.sender, and disabled with the last one. So who makes no rule pays nothing. Reading
-is never restricted; that is what rights are for. The owner of the table is not restricted either.
+The policies exist from the beginning and do nothing: row-level security is enabled with the first
+rule of saf.sender, and disabled with the last one. So databases without rules pay nothing. Reading
+is never restricted by rules, but by grants. The owner of the table is not restricted either.
 
-The function reads the rules by the rights of the owner, because a sender reads nothing here. Whom
-it checks is an argument: inside of it, current_user is the owner. It raises instead of returning
-false, so that a plain INSERT from any language is told what is wrong, and by which constraint.
+The function reads the rules with the owner's rights, because a sender cannot read them. The role to
+check is an argument, because current_user is the owner inside of the function. The function raises
+instead of returning false, so that a plain INSERT in any language gets an explanation and the name
+of the constraint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dispatchers, and events that come by HTTP.
 
-What endpoints have answered out of order, how they are, and what went wrong; and which events are
-stored already.
+New tables hold endpoints' out-of-order answers, their state and their failures, and the events that
+are already stored.
 """
 
 from __future__ import annotations

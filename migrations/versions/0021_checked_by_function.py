@@ -1,7 +1,7 @@
-"""An outbox is checked by a function, which the server prepares once in a session.
+"""An outbox is checked by a function, which the server prepares once per session.
 
-Rows that are there already have passed the same checks, or are older than these. To know which, a
-log has to be read while its table is locked; a long one is not, up and down.
+Existing rows have passed the same checks, or are older than the checks. To find out, a log must be
+read while its table is locked; a long log is not read, up and down.
 """
 
 from __future__ import annotations

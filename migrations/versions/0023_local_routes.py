@@ -1,7 +1,7 @@
-"""Local routes: a trigger of a service's route stores in the inbox what was sent.
+"""Local routes: a trigger for a service's route stores sent messages in the inbox.
 
-The triggers themselves are made and removed with their routes. Going down removes them, and lets
-the messages go by the forwarder again: a route that was local leads to its destination as any.
+The triggers themselves are created and removed with their routes. A downgrade removes them, and the
+forwarder gets the messages again: a local route then leads to its destination like any other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The audit names the person that a program acted for, such as the dashboard."""
+"""The audit names the user for whom a program, such as the dashboard, has acted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A subscription says whether a stream reads it, which keeps a checkpoint of its own."""
+"""A subscription records whether a stream reads it, which keeps its own checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALTER TABLE saf.subscription
 COMMENT ON COLUMN saf.subscription.stream IS
     'read by a stream, whose checkpoint says how far it is; its cursors say what it has committed';
 """
-# Without the column, a forwarder or a receiver could take a stream's subscription for its own
+# Without the column, a forwarder or a receiver could use a stream's subscription
 DOWN = """
 DELETE FROM saf.subscription WHERE stream;
 ALTER TABLE saf.subscription DROP COLUMN stream

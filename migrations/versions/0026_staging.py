@@ -1,4 +1,4 @@
-"""Jobs of Spark send: their tasks stage messages, and one transaction moves them to the outbox."""
+"""Spark jobs send: their tasks stage messages, and one transaction moves them to the outbox."""
 
 from __future__ import annotations
 

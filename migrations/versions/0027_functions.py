@@ -1,4 +1,4 @@
-"""Functions that run with their owner's rights are for the owner's own triggers alone."""
+"""Functions that run with their owner's rights can be used only by the owner's own triggers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from alembic import op
 revision = "0027"
 down_revision = "0026"
 
-# Whoever may execute a function may make a trigger of it, also on a table of one's own. Those that
-# the owner has made need no such right.
+# A role that may execute a function can create a trigger with it, even on its own table. The
+# owner's existing triggers do not need this right.
 UP = "REVOKE ALL ON FUNCTION saf.cursor_is_one, saf.watermark_is_one FROM PUBLIC"
 DOWN = "GRANT EXECUTE ON FUNCTION saf.cursor_is_one, saf.watermark_is_one TO PUBLIC"
 

@@ -1,4 +1,4 @@
-"""An outbox's check looks first at what nearly all messages are, by an expression that is small."""
+"""An outbox's check first tests a small expression that holds for nearly all messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFUSE = "\n".join(
     f"         WHEN NOT ({check}) THEN 'outbox_{name}'" for name, check in CHECKS.items()
 )
 
-# What was the check is asked for the others
+# The former check, for the other messages
 EXAMINE = f"""
 CREATE OR REPLACE FUNCTION saf.{{name}}({ARGUMENTS}) RETURNS boolean
 LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE

@@ -1,4 +1,4 @@
-"""What transforms that are not deterministic have made of messages, before it is sent."""
+"""Results of transforms that are not deterministic, stored before they are sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An initiator knows the broker of its target, and takes no answers of another one."""
+"""An initiator knows the broker of its target, and accepts answers from no other broker."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is stored locally says of its sender what the forwarder would say.
+"""Messages stored locally get the same statement about their sender as forwarded ones.
 
-Every trigger of a local route calls the one function, so those that there are do it from now on.
+All triggers of local routes call the same function, so existing triggers do this from now on.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ END $$;
 DECLARED = """DECLARE
     source uuid;
 """
-# As `saf.engine.vouching`. A snapshot that was taken before the last rule was removed still shows
-# it, though nobody is checked any more. So unless each statement has a snapshot of its own, the row
-# is locked, which fails if it has changed since.
+# As in `saf.engine.vouching`. A snapshot from before the removal of the last rule still shows the
+# rule, although senders are no longer checked. So unless each statement has its own snapshot, the
+# row is locked, which fails if it has changed since.
 VOUCHED = """\
     IF NEW.from_service IS NOT NULL
        AND (NEW.headers IS NULL OR jsonb_typeof(NEW.headers) = 'object') THEN

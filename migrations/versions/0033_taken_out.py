@@ -1,4 +1,4 @@
-"""A source remembers of which batches people took messages out of lanes."""
+"""A source remembers from which batches operators took messages out of lanes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Each table whose rows are updated or deleted has a replica identity, in case it is published.
 
-A publication FOR ALL TABLES, as Debezium makes one, publishes saf's tables too. PostgreSQL then
-refuses each UPDATE and DELETE of a table that has neither a primary key nor another identity.
+A publication FOR ALL TABLES, as Debezium creates it, also publishes saf's tables. PostgreSQL then
+rejects each UPDATE and DELETE in a table that has neither a primary key nor another identity.
 
-The whole row stands for itself in three small tables that have no primary key, because their unique
-constraints have columns that may be NULL. The slots of the logs stay as they are: rows are inserted
-and slots truncated, and an index on the id would cost each send.
+In three small tables without a primary key, the whole row is the identity, because their unique
+constraints include columns that may be NULL. The slots of the logs stay unchanged: rows are only
+inserted and slots truncated, and an index on the id would slow each send.
 """
 
 from __future__ import annotations

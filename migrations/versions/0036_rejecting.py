@@ -1,4 +1,4 @@
-"""Count rejections in a row; remember lanes that need an operator, and the members of fleets."""
+"""Count consecutive rejections; remember lanes that need an operator, and members of fleets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ ALTER TABLE saf.backoff ADD COLUMN needs_operator BOOLEAN DEFAULT false NOT NULL
 COMMENT ON COLUMN saf.backoff.needs_operator IS
     'whether the last attempt failed for a reason that only an operator can remove';
 """
-# Without the count of rejections, nothing keeps a destination stopped
+# Without the count of rejections, no destination stays stopped
+
 DOWN = """
 UPDATE saf.backoff SET next_attempt_at = now()
 WHERE kind = 'main' AND next_attempt_at = '9999-01-01 00:00:00+00';

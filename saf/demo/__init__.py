@@ -1,4 +1,4 @@
-"""The demo: an example application, and the proof that nothing went wrong on the way.
+"""The demo: an example application, and the proof that no message went wrong on the way.
 
-`saf demo` runs it. Applications to read and to copy from are in the project's folder examples/.
+`saf demo` runs it. Example applications to copy from are in the project's folder examples/.
 """

@@ -1,4 +1,4 @@
-"""The demo's classifier: which airport's store a flight is for."""
+"""The demo's classifier: finds the airport whose store a flight is for."""
 
 from __future__ import annotations
 

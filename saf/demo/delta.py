@@ -1,4 +1,4 @@
-"""The demo's Delta table, and what is in it. It needs no server."""
+"""The demo's Delta table and its contents. It needs no server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from saf.errors import MissingExtra
 
 @contextmanager
 def serve(folder: Path) -> Iterator[Delta]:
-    """Give a table in a folder as a destination, with the flights' origins and distances."""
+    """Yield a table in a folder as a destination, with the flights' origins and distances."""
     try:
-        import deltalake  # noqa: F401 - to say so early
+        import deltalake  # noqa: F401 - fails early
     except ImportError:
         raise MissingExtra("delta", "a demo to a Delta table") from None
     folder.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ def serve(folder: Path) -> Iterator[Delta]:
 
 
 def received(settings: Delta) -> Iterator[Received]:
-    """Give all rows of the table, those of each key in its order; by the usual client."""
+    """Yield all rows of the table, each key's in order, read by the usual client."""
     from deltalake import DeltaTable
 
     return received_of(DeltaTable(settings.table).to_pyarrow_table(columns=[*COLUMNS]))

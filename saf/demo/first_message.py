@@ -1,8 +1,8 @@
 """The first message: sent, forwarded and received, to show that two databases are connected.
 
-It is forwarded in this process, for Spark takes longer to start than all else takes. It is only
-sent where nobody could mistake it for one of theirs: from an empty outbox to a broker without
-services. A subscription of its own receives it, and goes again.
+This process forwards it, because Spark would take longer to start than everything else takes. It is
+sent only where nobody could mistake it for a real message: from an empty outbox to a broker without
+services. A temporary subscription receives it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SENT = "SELECT EXISTS (SELECT FROM saf.outbox), EXISTS (SELECT FROM saf.route)"
 
 
 def reason_against(settings: Settings, source: str, store: str) -> str | None:
-    """Why no first message is to be sent; None if it may be.
+    """Return the reason not to send a first message; None if it may be sent.
 
     Raises:
-        MissingExtra: there is nothing to forward it with.
+        MissingExtra: the packages for forwarding are not installed.
     """
     if find_spec("adbc_driver_postgresql") is None or find_spec("pyarrow") is None:
         raise MissingExtra("forwarder", "forwarding it")
@@ -40,10 +40,10 @@ def reason_against(settings: Settings, source: str, store: str) -> str | None:
 
 
 def send_first(settings: Settings, source: str, store: str) -> float:
-    """Send, forward and receive one message; return how many seconds that took.
+    """Send, forward and receive one message; return the seconds that this took.
 
     Raises:
-        SafError: it has not arrived, and why.
+        SafError: the message has not arrived; the error has the reasons.
     """
     from saf.forwarding.forwarder import Forwarder
     from saf.forwarding.runner import InProcess
@@ -73,5 +73,5 @@ def send_first(settings: Settings, source: str, store: str) -> float:
 
 def _store(settings: Settings, name: str) -> Dsn:
     dsn = settings.destinations[name].broker()
-    assert dsn is not None  # noqa: S101 - `saf init` writes a destination that is one
+    assert dsn is not None  # noqa: S101 - `saf init` writes a broker as destination
     return dsn

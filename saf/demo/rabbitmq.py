@@ -1,4 +1,4 @@
-"""What the demo sends to a queue of a RabbitMQ server, and what is in it."""
+"""The demo's queue on a RabbitMQ server, and its contents."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ QUEUE = "flights"
 
 @contextmanager
 def serve(folder: Path) -> Iterator[Rabbitmq]:
-    """Give a server as a destination; what it holds is in the folder.
+    """Yield a server as a destination; its data is in the folder.
 
     Raises:
-        UsageError: there is no rabbitmq-server on this machine.
+        UsageError: this machine has no rabbitmq-server.
     """
     try:
         import pika
@@ -35,7 +35,7 @@ def serve(folder: Path) -> Iterator[Rabbitmq]:
 
 
 def received(settings: Rabbitmq) -> Iterator[Received]:
-    """Give all messages of the queue, in its order; they stay, as nobody acknowledges them."""
+    """Yield all messages of the queue, in order; they stay, because they are not acknowledged."""
     import pika
 
     ((host, port),) = settings.address.hosts

@@ -1,4 +1,4 @@
-"""The demo's RabbitMQ server, started where it is installed."""
+"""The demo's RabbitMQ server, if it is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from saf.demo.received import free_port
 from saf.errors import UsageError
 
 PROGRAM = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
-"""Where Debian's package has it; the one on the path becomes another user."""
+"""Path in Debian's package; the script on PATH switches to another user."""
 START_SECONDS = 120.0
 SETTINGS = """\
 listeners.tcp.1 = 127.0.0.1:{queues}
@@ -31,7 +31,7 @@ COOKIE = "saf-demo"
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """Where a server listens on this machine."""
+    """Local ports of a server."""
 
     streams: int
     queues: int
@@ -39,10 +39,10 @@ class Ports:
 
 @contextmanager
 def serve(folder: Path) -> Iterator[Ports]:
-    """Start a server; what it holds is in the folder.
+    """Start a server; its data is in the folder.
 
     Raises:
-        UsageError: there is no rabbitmq-server on this machine.
+        UsageError: this machine has no rabbitmq-server.
     """
     mapper = shutil.which("epmd")
     if not PROGRAM.exists() or mapper is None:
@@ -76,7 +76,7 @@ def serve(folder: Path) -> Iterator[Ports]:
             [mapper, "-port", mapped, "-address", "127.0.0.1"],
             stdout=log,
             stderr=log,
-            process_group=0,  # Ctrl-C is for this process, which then ends the server
+            process_group=0,  # Ctrl-C goes to this process, which then stops the server
         )
         process = subprocess.Popen(  # noqa: S603 - found on this machine
             [PROGRAM], env=env, stdout=log, stderr=log, process_group=0
@@ -93,10 +93,10 @@ def serve(folder: Path) -> Iterator[Ports]:
 
 
 def wait_for(port: int, process: subprocess.Popen[bytes] | None = None) -> None:
-    """Wait until a server listens there.
+    """Wait until a server listens on the port.
 
     Raises:
-        UsageError: it does not.
+        UsageError: the server does not start.
     """
     until = time.monotonic() + START_SECONDS
     while (process is None or process.poll() is None) and time.monotonic() < until:
@@ -107,7 +107,7 @@ def wait_for(port: int, process: subprocess.Popen[bytes] | None = None) -> None:
 
 
 def _stop(folder: Path) -> None:
-    """Stop a server of this folder that a killed demo has left."""
+    """Stop a server that a killed demo has left in this folder."""
     noted = folder / "pid"
     if not noted.exists():
         return

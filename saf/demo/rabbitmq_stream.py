@@ -1,4 +1,4 @@
-"""What the demo sends to streams of a RabbitMQ server, and what is in them."""
+"""The demo's streams on a RabbitMQ server, and their contents."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STREAM = "flights"
 
 @contextmanager
 def serve(folder: Path) -> Iterator[RabbitmqStream]:
-    """Give a server as a destination; what it holds is in the folder.
+    """Yield a server as a destination; its data is in the folder.
 
     Raises:
-        UsageError: there is no rabbitmq-server on this machine.
+        UsageError: this machine has no rabbitmq-server.
     """
     with rabbitmq_server.serve(folder) as ports:
         there = RabbitmqStream(server=f"rabbitmq-stream://127.0.0.1:{ports.streams}", topic=STREAM)
@@ -32,14 +32,14 @@ def serve(folder: Path) -> Iterator[RabbitmqStream]:
 
 
 def received(settings: RabbitmqStream) -> Iterator[Received]:
-    """Give all messages of the stream, in its order."""
+    """Yield all messages of the stream, in order."""
     with connected("rabbitmq_stream", settings) as link:
         for number, message in entries(link.connection, STREAM):
             yield received_of(number, *amqp.read(message))
 
 
 def _wait_for(there: RabbitmqStream) -> None:
-    """Wait until a server that was just started has its streams."""
+    """Wait until a new server has its streams."""
     until = time.monotonic() + rabbitmq_server.START_SECONDS
     while True:
         try:

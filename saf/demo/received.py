@@ -1,4 +1,4 @@
-"""What the demo receives from a queue, and where the queue's server listens."""
+"""Messages that the demo reads from a queue, and free ports for the queue's server."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from saf.demo.proof import Received
 
 OURS = ("saf-id", "saf-from", "saf-service", "saf-key", "saf-type")
-"""The headers that are columns of a message, in the order of `Received`."""
+"""Headers that become columns of a message, in the order of `Received`."""
 
 
 def received_of(number: int, said: Mapping[str, str], body: bytes) -> Received:
-    """Return a message as the proof compares it, from its headers and its body."""
+    """Return a message in the proof's form, from its headers and its body."""
     headers = {name: value for name, value in said.items() if not name.startswith("saf-")}
     message_id, from_service, to_service, key, message_type = (said.get(name) for name in OURS)
     return (
@@ -23,6 +23,6 @@ def received_of(number: int, said: Mapping[str, str], body: bytes) -> Received:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return an unused port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The demo's Redis server, started where it is installed, and what is in its streams."""
+"""The demo's Redis server, if it is installed, and the contents of its streams."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ AT_ONCE = 5_000
 
 @contextmanager
 def serve(folder: Path) -> Iterator[Redis]:
-    """Give a server as a destination; what it holds is in the folder.
+    """Yield a server as a destination; its data is in the folder.
 
     Raises:
-        UsageError: there is no redis-server on this machine.
+        UsageError: this machine has no redis-server.
     """
     program = shutil.which(PROGRAM)
     if program is None:
@@ -47,7 +47,7 @@ def serve(folder: Path) -> Iterator[Redis]:
             [program, *(part for name, value in given.items() for part in (f"--{name}", value))],
             stdout=log,
             stderr=log,
-            process_group=0,  # Ctrl-C is for this process, which then ends the server
+            process_group=0,  # Ctrl-C goes to this process, which then stops the server
         )
     try:
         _wait_for(redis.Redis(port=port), process)
@@ -58,7 +58,7 @@ def serve(folder: Path) -> Iterator[Redis]:
 
 
 def received(settings: Redis) -> Iterator[Received]:
-    """Give all messages of all streams, each stream in its order; by the usual client."""
+    """Yield all messages of all streams, each stream in order, read by the usual client."""
     import redis
 
     ((host, port),) = settings.address.hosts
@@ -92,7 +92,7 @@ def _wait_for(client: Any, process: subprocess.Popen[bytes]) -> None:
 
 
 def _stop(client: Any, folder: Path) -> None:
-    """Stop a server of this folder that a killed demo has left."""
+    """Stop a server that a killed demo has left in this folder."""
     import redis
 
     with suppress(redis.RedisError):

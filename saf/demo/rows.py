@@ -1,4 +1,4 @@
-"""What the demo receives from a table of a lakehouse: its rows."""
+"""Rows that the demo reads from a lakehouse table."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ COLUMNS = (
     *("id", "message_id", "from_service", "to_service", "key", "message_type"),
     *("headers", "body"),
 )
-"""The columns that are needed, in the order of `Received`."""
+"""Needed columns, in the order of `Received`."""
 PROMOTE: dict[str, ColumnType] = {"origin": "string", "distance": "double"}
-"""What flights have a column for."""
+"""Values of flights that get columns of their own."""
 
 
 def received_of(rows: pa.Table) -> Iterator[Received]:
-    """Give all rows, those of each key in its order."""
+    """Yield all rows, each key's in order."""
     import pyarrow.compute as pc
 
     for batch in rows.take(pc.sort_indices(rows["id"])).to_batches(max_chunksize=10_000):

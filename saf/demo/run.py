@@ -1,4 +1,4 @@
-"""The demo's processes: the application's writers, each in one of its own, and the forwarder."""
+"""The demo's processes: the application's writers, one process each, and the forwarder."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ CLASSIFIER = "saf.demo.classifier:by_origin"
 
 @dataclass(kw_only=True)
 class Written:
-    """What the writers did in this run."""
+    """Counts of the writers in this run."""
 
     flights: int = 0
     transactions: int = 0
     rolled_back: int = 0
-    """How many of the transactions rolled back."""
+    """Number of transactions that rolled back."""
 
 
 def write(dsn: Dsn, limit: int | None, report: Callable[[Written], None]) -> Written:
-    """Run the example application until all flights are recorded, reporting on the way.
+    """Run the example application until all flights are recorded, with progress reports.
 
     Raises:
-        SafError: a writer failed, having said why on stderr.
+        SafError: a writer failed, after printing the reason on stderr.
     """
     program = [sys.executable, "-P", "-m", "saf.demo.flights", f"--writers={WRITERS}"]
     if limit is not None:
         program.append(f"--limit={limit}")
-    # one pipe for all: a writer that outlives this process ends at its next line
+    # one pipe for all writers: a writer that outlives this process ends at its next line
     reading, writing = os.pipe()
     writers = [
         subprocess.Popen(  # noqa: S603 - our own program
@@ -51,7 +51,7 @@ def write(dsn: Dsn, limit: int | None, report: Callable[[Written], None]) -> Wri
             stdin=subprocess.DEVNULL,
             stdout=writing,
             env={**os.environ, "SAF_DSN": dsn.conninfo},
-            process_group=0,  # Ctrl-C is for this process, which then ends the writers
+            process_group=0,  # Ctrl-C goes to this process, which then stops the writers
         )
         for number in range(WRITERS)
     ]
@@ -81,11 +81,11 @@ def inboxes(stores: Mapping[str, Dsn]) -> dict[str, DestinationSettings]:
 def settings(
     application: Dsn, destinations: dict[str, DestinationSettings], *, routing: bool
 ) -> Settings:
-    """Return the forwarder's configuration, as a saf.toml would say it.
+    """Return the forwarder's configuration, as a saf.toml would define it.
 
-    The environment is left out, because it may name brokers that a demo has nothing to do with.
-    With routing, a classifier sends each flight to the store that has the name of its origin;
-    without, all flights go to one store.
+    The environment is ignored, because it may name brokers unrelated to the demo. With routing, a
+    classifier sends each flight to the store with the name of its origin; without, all flights go
+    to one store.
     """
     brokers = {"flights": Broker(dsn=application)}
     if not routing:

@@ -1,13 +1,12 @@
 """The demo's two applications: a shop that orders, and a warehouse that delivers.
 
-Each has a database of its own, with its service in it. Between them is a MOM store with the service
-trade, which is a router that forwards. It alone knows which warehouse has what, and passes on what
-the two say.
+Each has its own database, with its service in it. Between them is a MOM store with the service
+trade, a router that forwards. It alone knows which warehouse has what, and it passes on all
+messages.
 
-`begin` is what the shop says first. Handlers say all else, in the transactions in which they
-receive something. Read them as a script of four talks: an order that is delivered in parts, one
-that is refused, one that nobody answers in time, and a drawing of 20 MB that the warehouse
-acknowledges.
+`begin` sends the shop's first messages. Handlers send all others, in the transactions in which they
+receive. Read them as a script of four talks: an order that is delivered in parts, one that is
+refused, one that is not answered in time, and a drawing of 20 MB that the warehouse acknowledges.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from saf.routing.routers import add_router
 
 SHOP, TRADE, WAREHOUSE, CONTRACT = "shop", "trade", "warehouse", "ordering"
 NAME = "talk"
-"""The header that names the talk, because the dialog with the warehouse is another one."""
+"""Header that names the talk, because the dialog with the warehouse is a separate one."""
 DRAWING_BYTES = 20_000_000
 IN_STOCK, ON_THE_LORRY = 100, 4
 NEXT_LORRY_SECONDS, PATIENCE_SECONDS = 1.0, 10.0
@@ -44,26 +43,26 @@ TYPES: Mapping[str, Any] = {
 }
 
 Say = Callable[[str, str, str], None]
-"""Shows a line of the script: who, in which talk, says or receives what."""
+"""Shows a line of the script: the speaker, the talk, and the text sent or received."""
 
 
 @dataclass(kw_only=True)
 class Talk:
-    """One of the dialogs, and how it ought to end."""
+    """One of the dialogs, and how it should end."""
 
     name: str
     code: int | None = None
-    """The code of the error that the talk ends with at both ends; None if it ends in order."""
+    """Code of the error that ends the talk at both ends; None if it ends normally."""
     expected: Any = None
-    """All that the shop is told."""
+    """The complete answer that the shop should get."""
     told: Any = None
     conversations: dict[str, UUID] = field(default_factory=dict)
-    """The ids of two conversations, the shop's and the warehouse's, by the name of the end."""
+    """Ids of the two conversations, the shop's and the warehouse's, by the name of the end."""
 
 
 @dataclass(kw_only=True)
 class Trade:
-    """The talks of a run, and the two workers that go on with them."""
+    """The talks of a run, and the two workers that continue them."""
 
     say: Say
     talks: dict[str, Talk] = field(default_factory=dict)
@@ -91,7 +90,7 @@ class Trade:
         self.say(SHOP, "cupboard", f"can you build this? A drawing of {len(drawing):,} bytes")
 
     def warehouse(self, dsn: Dsn) -> saf.Worker:
-        """Return the worker of the warehouse, with what it does for each message."""
+        """Return the worker of the warehouse, with its handlers."""
         worker = saf.Worker(dsn, WAREHOUSE)
 
         @worker.handler("order")
@@ -124,7 +123,7 @@ class Trade:
         return worker
 
     def shop(self, dsn: Dsn) -> saf.Worker:
-        """Return the worker of the shop, with what it does for each message."""
+        """Return the worker of the shop, with its handlers."""
         worker = saf.Worker(dsn, SHOP)
 
         @worker.handler("delivery")
@@ -157,7 +156,7 @@ class Trade:
             _of(message).end(connection)
 
     def _deliver(self, message: saf.Received, connection: psycopg.Connection[Any]) -> None:
-        """Deliver as many pieces as a lorry takes; the rest come with the next one."""
+        """Deliver as many pieces as fit on a lorry; the next lorry brings the rest."""
         dialog = _of(message)
         left = saf.group_state(connection, dialog)["left"]
         amount = min(left, ON_THE_LORRY)
@@ -192,10 +191,10 @@ class Trade:
         self.say(SHOP, name, f"please send {wanted['amount']} {name}")
 
     def _talk(self, message: saf.Received) -> Talk:
-        """Return the talk of a message; a new one if it is of an earlier run that was killed."""
+        """Return the talk of a message; a new one if an earlier, killed run has begun it."""
         conversation_id, name = message.conversation_id, message.headers.get(NAME)
-        assert conversation_id is not None  # noqa: S101 - it is of a dialog
-        if name in self.talks:  # said by the shop, and so heard at the warehouse
+        assert conversation_id is not None  # noqa: S101 - it belongs to a dialog
+        if name in self.talks:  # sent by the shop, so received at the warehouse
             self.talks[name].conversations.setdefault(WAREHOUSE, conversation_id)
         known = (t for t in self.talks.values() if conversation_id in t.conversations.values())
         return next(known, Talk(name="earlier"))
@@ -208,7 +207,7 @@ class Trade:
 
 
 def prepare(dsn: Dsn, service: str) -> None:
-    """Prepare a database for a service that talks under the contract."""
+    """Prepare a database for a service that uses the contract."""
     with dsn.connect(role="demo", autocommit=True) as connection:
         create_service(connection, service)
         for name in TYPES:
@@ -221,10 +220,10 @@ def prepare(dsn: Dsn, service: str) -> None:
 
 
 def who_has_it(message: saf.Received) -> str | None:
-    """Classify the first message of a talk of trade: which service it is for."""
+    """Classify the first message of a talk: return the service that it is for."""
     return WAREHOUSE if message.message_type in ("order", "drawing") else None
 
 
 def _of(message: saf.Received) -> saf.Dialog:
-    assert message.dialog is not None  # noqa: S101 - the worker is of the service's own
+    assert message.dialog is not None  # noqa: S101 - the service gets only messages of dialogs
     return message.dialog

@@ -1,10 +1,10 @@
-"""The demo's webhooks: a receiver in a process of its own, and the dispatcher that sends to it.
+"""The demo's webhooks: a receiver in a separate process, and the dispatcher that sends to it.
 
     python -m saf.demo.webhooks FILE PAUSE_AFTER       (with SECRET set; it prints its port)
 
-The receiver verifies each signature, drops what it has received before, and adds a line to the file
-for each message before it answers. In the middle of a run it pauses: for some seconds, it answers
-that it is in maintenance. It ends with the process that has started it.
+The receiver verifies each signature, drops messages that it has already received, and before each
+answer adds a line to the file for the message. In the middle of a run, it pauses for some seconds
+and answers that it is in maintenance. It ends with its parent process.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from saf.message import CONTENT_TYPE
 from saf.receiving.inbox import inbox_status
 
 FLIGHTS = 20_000
-"""How many flights are sent, unless one says so."""
+"""Default number of flights to send."""
 
 SECRET = "whsec_" + "ZGVt" * 8
-"""What both sides of this demo know; it protects nothing."""
+"""Secret that both sides of this demo know; it protects nothing."""
 
 PAUSE_SECONDS = 3.0
 LOOK_SECONDS = 0.2
@@ -47,23 +47,23 @@ LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a run has sent."""
+    """Result of a run."""
 
     requests: int
-    """How many messages were accepted."""
+    """Number of accepted messages."""
     seconds: float
     paused: bool
-    """Whether the receiver has paused."""
+    """True if the receiver has paused."""
 
 
 def prepare(mom: Dsn) -> None:
-    """Let the service live at the MOM store, so that it has a subscription."""
+    """Create the service at the MOM store, so that it has a subscription."""
     with mom.connect(role="demo", autocommit=True) as connection:
         create_service(connection, SERVICE)
 
 
 def send(mom: Dsn, folder: Path) -> Result:
-    """Send everything in the inbox to a receiver that writes to a file in the folder.
+    """Send all messages of the inbox to a receiver that writes to a file in the folder.
 
     Raises:
         MissingExtra: aiohttp is not installed.
@@ -89,13 +89,13 @@ async def _until_nothing_is_left(dispatcher: Dispatcher, mom: Dsn) -> None:
 
 
 def left(mom: Dsn) -> int:
-    """How many messages are not received yet."""
+    """Return the number of messages that are not received yet."""
     with mom.connect(role="demo", autocommit=True) as connection:
         return sum(one.unread + one.parked for one in inbox_status(connection))
 
 
 def received(folder: Path) -> Iterator[Received]:
-    """Give all messages that the receiver has taken, in the order in which they came."""
+    """Yield all messages that the receiver has accepted, in the order in which they came."""
     with _file(folder).open() as lines:
         for number, line in enumerate(lines, start=1):
             got: dict[str, Any] = json.loads(line)
@@ -114,14 +114,14 @@ def _serve(folder: Path, *, pause_after: int) -> Iterator[str]:
     folder.mkdir(parents=True, exist_ok=True)
     with subprocess.Popen(  # noqa: S603 - our own program
         [sys.executable, "-P", "-m", "saf.demo.webhooks", _file(folder), str(pause_after)],
-        stdin=subprocess.PIPE,  # it ends when this process does
+        stdin=subprocess.PIPE,  # it ends with this process
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "SECRET": SECRET},
-        process_group=0,  # Ctrl-C is for this process, which then ends the receiver
+        process_group=0,  # Ctrl-C goes to this process, which then stops the receiver
     ) as process:
         try:
-            assert process.stdout is not None  # noqa: S101 - it is piped
+            assert process.stdout is not None  # noqa: S101 - a pipe
             port = process.stdout.readline().strip()
             if not port:
                 raise SafError("the receiver of webhooks does not start; its output is above")
@@ -131,7 +131,7 @@ def _serve(folder: Path, *, pause_after: int) -> Iterator[str]:
 
 
 class Receiver:
-    """Takes webhooks, and remembers which."""
+    """Accepts webhooks, and remembers their ids."""
 
     def __init__(self, file: Path, secret: str, pause_after: int) -> None:
         self._secret = secret
@@ -139,13 +139,14 @@ class Receiver:
         self._paused_until: float | None = None
         file.touch()
         whole = file.read_bytes().rpartition(b"\n")
-        os.truncate(file, len(whole[0] + whole[1]))  # a killed receiver has left a part of a line
+        os.truncate(file, len(whole[0] + whole[1]))  # remove a killed receiver's partial line
         self._seen = {json.loads(line)["id"] for line in file.read_text().splitlines()}
         self._first = len(self._seen)
         self._lines = file.open("a")
 
     def take(self, headers: dict[str, str], body: bytes) -> int:
-        """Take a request; return the status of the answer."""
+        """Process a request; return the status of the answer."""
+
         if self._pauses():
             return 503
         try:

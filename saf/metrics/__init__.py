@@ -1,7 +1,7 @@
-"""Metrics: what programs of saf count while they work, and how Prometheus gets it.
+"""Metrics: what saf's programs count, and how Prometheus gets the numbers.
 
 `declared` names every metric, with its unit and labels; docs/metrics.md is generated from it. Code
-that does something reports it to `process`, which forgets it unless somebody has switched it on;
-so nothing else here is imported by whoever sends, forwards or receives. `prometheus` alone knows
-prometheus-client. What the databases say of themselves is read by `saf.operating.figures`.
+reports events to `process`, which ignores them unless it is switched on; so code that sends,
+forwards or receives imports nothing else from here. Only `prometheus` depends on prometheus-client.
+`saf.operating.figures` reads the numbers of the databases.
 """

@@ -1,7 +1,7 @@
-"""Every metric of saf: its name, kind, unit and labels, and what it says.
+"""All metrics of saf, with name, kind, unit, labels and help text.
 
-Names follow Prometheus: a unit at the end, `_total` for what only rises. No label has a key, an id
-or a text that a sender chooses, but for the service, of which only the busiest are named.
+Names follow Prometheus: a unit at the end, `_total` for counters. No label contains a key, an id or
+a text that a sender chooses, except for the service, and only the busiest services are named.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SECONDS = (
 MESSAGES = (1.0, 10.0, 100.0, 1_000.0, 10_000.0, 50_000.0, 100_000.0, 1_000_000.0)
 
 Origin = Literal["database", "forwarder", "worker", "dispatcher", "purge"]
-"""Who knows it: a broker's database, or a process that counts what it does."""
+"""Reporter of the metric: a broker's database, or a process that counts its own work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +31,17 @@ class Metric:
     labels: tuple[str, ...]
     help: str
     bounds: tuple[float, ...] = ()
-    """Of a histogram: its steps."""
+    """For a histogram: its steps."""
 
     @property
     def unit(self) -> str:
-        """What a value of it counts."""
+        """Unit of a value."""
         name = self.name.removesuffix("_total")
         known = ("seconds", "messages", "slots", "shards")
         return next((unit for unit in known if name.endswith(f"_{unit}")), "")
 
     def tally(self) -> Tally:
-        """Return an empty tally of this histogram."""
+        """Return an empty tally for this histogram."""
         return Tally(self.bounds)
 
 
@@ -66,7 +66,7 @@ def _histogram(
     )
 
 
-# What the database of a broker says of itself
+# Reported by a broker's database
 
 UP = _gauge("saf_up", "broker", "Whether the broker has answered all questions: 1 or 0.")
 READ_SECONDS = _gauge("saf_read_seconds", "broker", "How long its answers took.")
@@ -165,7 +165,7 @@ DESTINATIONS = _gauge(
     "messages wait for it, and it has not failed since.",
 )
 
-# What a forwarder has done
+# Counted by a forwarder
 
 FORWARDED = _counter(
     "saf_forwarded_messages_total",
@@ -238,7 +238,7 @@ FENCED = _counter(
     "stopped.",
 )
 
-# What a worker or processors have done
+# Counted by a worker or by processors
 
 RECEIVED = _counter(
     "saf_received_messages_total",
@@ -265,7 +265,7 @@ FAILED_ATTEMPTS = _counter(
     "Attempts at a message whose handler has raised; `last` is true if it became a dead letter.",
 )
 
-# What a dispatcher has done
+# Counted by a dispatcher
 
 IN_FLIGHT = _gauge(
     "saf_dispatch_in_flight",
@@ -283,7 +283,7 @@ DISPATCH_SECONDS = _histogram(
     "saf_dispatch_seconds", "dispatcher", "endpoint", "Durations of requests."
 )
 
-# What a purge has done
+# Counted by a purge
 
 PURGED = _counter(
     "saf_purged_messages_total", "purge", "broker log", "Messages whose slots were emptied."
@@ -295,4 +295,4 @@ PURGED_SLOTS = _counter(
 METRICS: tuple[Metric, ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Metric)
 )
-"""All of them, in the order in which they are declared."""
+"""All metrics, in the order of their declaration."""

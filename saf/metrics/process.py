@@ -1,10 +1,10 @@
-"""What this process has done: counts that everybody may add to, and nobody keeps by default.
+"""Counts of this process: any code may add to them, and by default none are kept.
 
     count(FORWARDED, 100, broker="shop", destination="mom")
 
-does nothing until `switch_on` has made a `Store`; from then on, it adds to a number in memory. This
-is the only hook that the engine, receivers and dispatchers report by. They know no metrics library,
-and report per chunk, delivery or call of a handler, never per message on the bulk path.
+does nothing until `switch_on` has created a `Store`; from then on, it adds to a number in memory.
+This is the only hook by which the engine, receivers and dispatchers report. They know no metrics
+library, and report per chunk, delivery or handler call, never per message on the bulk path.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from saf.metrics.declared import Metric
 from saf.metrics.tally import Tally
 
 MOST_SERIES = 1000
-"""How many different labels a metric may have; what comes later is counted under `OTHER`."""
+"""Most combinations of labels per metric; further ones are counted under `OTHER`."""
 OTHER = "other"
 
 
@@ -33,7 +33,7 @@ class Sample:
 
 
 class Store:
-    """The counts of one process. Threads may add to it."""
+    """The counts of one process. Threads may add to them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,22 +44,22 @@ class Store:
         with self._lock:
             values, names = self._series(metric, labels)
             before = values.get(names, 0.0)
-            assert not isinstance(before, Tally)  # noqa: S101 - a histogram is observed
+            assert not isinstance(before, Tally)  # noqa: S101 - histograms use observe
             values[names] = before + amount
 
     def observe(self, metric: Metric, value: float | Tally, labels: dict[str, str]) -> None:
-        """Add a value, or a tally of some, to a histogram."""
+        """Add a value, or a tally of values, to a histogram."""
         with self._lock:
             values, names = self._series(metric, labels)
             tally = values.setdefault(names, metric.tally())
-            assert isinstance(tally, Tally)  # noqa: S101 - only histograms are observed
+            assert isinstance(tally, Tally)  # noqa: S101 - only histograms use observe
             if isinstance(value, Tally):
                 tally.merge(value)
             else:
                 tally.add(value)
 
     def samples(self) -> list[Sample]:
-        """Return all values as they are now."""
+        """Return all current values."""
         with self._lock:
             return [
                 Sample(
@@ -85,7 +85,7 @@ _store: Store | None = None
 
 
 def switch_on() -> Store:
-    """Keep what is reported from now on, in this process."""
+    """Store reports from now on, in this process."""
     global _store  # noqa: PLW0603 - a process has one
     if _store is None:
         _store = Store()
@@ -93,13 +93,13 @@ def switch_on() -> Store:
 
 
 def switch_off() -> None:
-    """Forget it, and keep nothing more."""
+    """Drop all counts, and ignore further reports."""
     global _store  # noqa: PLW0603 - a process has one
     _store = None
 
 
 def counting() -> bool:
-    """Whether anybody keeps what is reported."""
+    """Return whether reports are stored."""
     return _store is not None
 
 
@@ -110,14 +110,14 @@ def count(metric: Metric, amount: float = 1, **labels: str) -> None:
 
 
 def observe(metric: Metric, value: float | Tally, **labels: str) -> None:
-    """Add a value, or a tally of some, to a histogram."""
+    """Add a value, or a tally of values, to a histogram."""
     if _store is not None:
         _store.observe(metric, value, labels)
 
 
 @contextmanager
 def timed(metric: Metric, **labels: str) -> Iterator[None]:
-    """Add the duration of a block to a histogram, however it ends."""
+    """Add the duration of a block to a histogram, however the block ends."""
     if _store is None:
         yield
         return

@@ -1,7 +1,7 @@
 """Prometheus: samples as a page, a file or a push. The only module that knows prometheus-client.
 
-Samples are taken anew for each page. A page is served by a thread of its own; a file is written
-beside its place and renamed, so nobody ever reads half of one.
+Samples are taken again for each page. A separate thread serves pages. A file is written beside its
+target and renamed, so no reader sees a partial file.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry
 
 Take = Callable[[], Iterable[Sample]]
-"""Returns what there is to be shown now."""
+"""Returns the samples to show now."""
 
 PUSH_SECONDS = 10.0
-EVERYWHERE = "0.0.0.0"  # noqa: S104 - as :PORT says  # nosec B104
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - the meaning of :PORT  # nosec B104
 
 
 class _Collector:
-    """What prometheus-client asks for families of samples."""
+    """Collector that prometheus-client asks for families of samples."""
 
     def __init__(self, take: Take) -> None:
         self._take = take
 
     def describe(self) -> list[Family]:
-        """Return nothing: who registers a collector need not ask the databases."""
+        """Return nothing: registering a collector need not query the databases."""
         return []
 
     def collect(self) -> Iterator[Family]:
-        """Give a family for each metric that has a value."""
+        """Yield a family for each metric that has a value."""
         by_metric: dict[Metric, list[Sample]] = {}
         for sample in self._take():
             by_metric.setdefault(sample.metric, []).append(sample)
@@ -72,12 +72,12 @@ def page(take: Take) -> str:
 
 
 def serve(take: Take, listen: str) -> Callable[[], None]:
-    """Serve the samples over HTTP until the function that is returned is called.
+    """Serve the samples over HTTP; return a function that stops the server.
 
     ``listen`` is ``:9464``, or ``127.0.0.1:9464``, or ``[::1]:9464``.
 
     Raises:
-        UsageError: it is no address, or it is taken.
+        UsageError: the address is invalid or in use.
     """
     host, port = address(listen)
     there = registry(take)
@@ -111,10 +111,10 @@ def address(listen: str) -> tuple[str, int]:
 
 
 def write(take: Take, file: Path) -> None:
-    """Write the samples to a file, as the node exporter reads it from a folder; all or nothing.
+    """Write the samples to a file, atomically, as the node exporter reads them from a folder.
 
     Raises:
-        ConfigurationError: it cannot be written.
+        ConfigurationError: the file cannot be written.
     """
     there = registry(take)
     from prometheus_client import write_to_textfile
@@ -129,18 +129,18 @@ def write(take: Take, file: Path) -> None:
 
 
 def check_gateway(gateway: str) -> None:
-    """Whether metrics can be pushed to an address.
+    """Check that an address can be a pushgateway's.
 
     >>> check_gateway("localhost:9091"), check_gateway("https://push.example.com/prefix")
     (None, None)
 
     Raises:
-        UsageError: it is none.
+        UsageError: the address is invalid.
     """
     try:
         parts = urlsplit(gateway if "://" in gateway else f"http://{gateway}")
         is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        (parts.hostname or "").encode("idna")  # as it is before an address is asked for
+        (parts.hostname or "").encode("idna")  # as before a name lookup
     except ValueError:
         is_one = False
     if not is_one or not gateway.isascii() or not gateway.isprintable() or " " in gateway:
@@ -151,11 +151,11 @@ def check_gateway(gateway: str) -> None:
 
 
 def push(take: Take, gateway: str, job: str) -> None:
-    """Push the samples to a pushgateway, in place of those that the job has pushed before.
+    """Push the samples to a pushgateway, replacing those that the job has pushed before.
 
     Raises:
-        UsageError: it is no address of one.
-        Unavailable: it does not answer.
+        UsageError: the address is invalid.
+        Unavailable: the pushgateway does not answer.
     """
     check_gateway(gateway)
     there = registry(take)

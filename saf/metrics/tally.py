@@ -1,7 +1,7 @@
-"""A tally: how many values were how large, in a fixed number of steps.
+"""A tally: numbers of values by size, in a fixed number of steps.
 
-It is what a histogram counts. It takes as much room for a million values as for one, and can be
-pickled, so a task may give it to its driver in a receipt.
+A tally is the data of a histogram. It takes as much memory for a million values as for one, and can
+be pickled, so a task can return it to its driver in a receipt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class Tally:
-    """How many values are at most as large as each bound, and what they come to.
+    """Number of values up to each bound, and the sum of all values.
 
     >>> tally = Tally((1, 10))
     >>> for value in (0.5, 1, 7, 100):
@@ -28,12 +28,12 @@ class Tally:
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
-        """How many values are within each bound and above the one before; the last: above all."""
+        """Number of values in each step, from the previous bound to its own; the last is open."""
         self.sum = 0.0
 
     @property
     def total(self) -> int:
-        """How many values there are."""
+        """Number of values."""
         return sum(self.counts)
 
     def add(self, value: float) -> None:
@@ -42,13 +42,14 @@ class Tally:
         self.sum += value
 
     def merge(self, other: Tally) -> None:
-        """Count the values of another tally, which has the same bounds."""
-        assert self.bounds == other.bounds  # noqa: S101 - both are of one metric
+        """Add the values of another tally with the same bounds."""
+        assert self.bounds == other.bounds  # noqa: S101 - both belong to one metric
         self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum
 
     def copy(self) -> Tally:
         """Return a tally of the same values."""
+
         same = Tally(self.bounds)
         same.merge(self)
         return same

@@ -1,4 +1,5 @@
-"""Plans: a file that says what brokers are to have, compared with what they have, and applied.
+"""Plans: a file defines what brokers should have; it is compared with them and applied.
 
-`tables` has what a plan may hold; `file` reads and writes plans; `difference` compares and applies.
+`tables` defines what a plan may contain; `file` reads and writes plans; `difference` compares and
+applies.
 """

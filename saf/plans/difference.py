@@ -1,8 +1,8 @@
-"""The difference between what a broker has and what a plan wants, and how it is made good.
+"""The difference between a broker and its plan, and how it is applied.
 
-What the plan does not name stays, and is said; with ``prune``, it is removed, but for message types
-and contracts, which dialogs rely on. All changes of one broker are one transaction: they happen
-whole or not at all, and only if the difference is still the one that was shown.
+Entries that the plan does not name are reported and stay. With ``prune``, they are removed, except
+for message types and contracts, which dialogs rely on. All changes of a broker are one transaction:
+they happen completely or not at all, and only if the difference is still as shown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BROKER = "SELECT broker_id::text FROM saf.broker"
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One thing to be done."""
+    """One change to a broker."""
 
     action: Literal["create", "change", "remove"]
     table: Table
@@ -33,14 +33,14 @@ class Change:
     wanted: Values | None = None
 
     def make(self, connection: psycopg.Connection[Any], *, discard: bool) -> None:
-        """Do it."""
+        """Apply the change."""
         if self.wanted is not None:
             self.table.create(connection, self.key, self.wanted)
         elif self.table.remove is not None:
             self.table.remove(connection, self.key, discard)
 
     def details(self) -> Iterator[str]:
-        """The values that will be set, and what they were."""
+        """Yield the values that will be set, with their previous values."""
         for name, wanted in (self.wanted or {}).items():
             there = (self.there or {}).get(name)
             if self.there is None and _is_worth_saying(name, wanted):
@@ -51,30 +51,31 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What a broker lacks, and what the plan does not name."""
+    """Entries that a broker lacks, and entries that the plan does not name."""
 
     changes: tuple[Change, ...]
-    """In the order in which they are made."""
+    """Changes, in the order in which they are made."""
     kept: tuple[tuple[Table, Key], ...]
-    """What is there, is not named, and stays."""
+    """Existing entries that the plan does not name, and that stay."""
     refused: Mapping[str, int] = field(compare=False)
-    """If the broker gets its first services: the others, whose messages will wait at their sources,
-    and how many the inbox holds; where messages come in, these numbers rise all the time."""
+    """If the broker gets its first services: the other services, whose messages will wait at their
+    sources, with the number of their messages in the inbox. The numbers rise while messages
+    arrive."""
     any_again: bool
-    """Whether the broker loses its last service, and stores messages for any."""
+    """True if the broker loses its last service, and so stores messages for any service."""
     only_senders: bool
-    """Whether the broker gets its first rules for senders, so that nobody sends without one."""
+    """True if the broker gets its first rules for senders, so that each sender needs a rule."""
     any_sender: bool
-    """Whether the broker loses its last rule for senders, so that any writer sends as anybody."""
+    """True if the broker loses its last rule for senders: any writer then sends as any service."""
 
 
 def difference(
     connection: psycopg.Connection[Any], wanted: Mapping[str, Entries], *, prune: bool
 ) -> Difference:
-    """Compare what a broker has with what a plan wants of it. Reads only.
+    """Compare a broker with its plan. Only reads.
 
     Raises:
-        ConfigurationError: something is there that is not as the plan says and cannot be changed.
+        ConfigurationError: an existing entry differs from the plan and cannot be changed.
     """
     removed: list[Change] = []
     made: list[Change] = []
@@ -122,11 +123,11 @@ def apply(
     prune: bool,
     discard: bool,
 ) -> None:
-    """Make good the difference that was shown, in one transaction.
+    """Apply the difference that was shown, in one transaction.
 
     Raises:
-        ConfigurationError: it is another one by now; nothing is changed.
-        UsageError: whatever a change raises; nothing is changed.
+        ConfigurationError: the difference has changed since; nothing is changed.
+        UsageError: a change has failed; nothing is changed.
     """
     with connection.transaction():
         now = difference(connection, wanted, prune=prune)
@@ -139,12 +140,12 @@ def apply(
 
 
 def listed(connection: psycopg.Connection[Any]) -> dict[str, Entries]:
-    """All that a broker has, by the names of tables."""
+    """Return all entries of a broker, by the names of tables."""
     return {table.name: table.listed(connection) for table in TABLES}
 
 
 def broker_id(connection: psycopg.Connection[Any]) -> str:
-    """The broker's id, by which it is told apart whatever it is called."""
+    """Return the broker's id, which identifies it under any name."""
     return str(of_broker(connection, BROKER)[0])
 
 
@@ -157,14 +158,14 @@ def _fixed(change: Change) -> ConfigurationError:
 
 
 def _is_worth_saying(field: str, wanted: object) -> bool:
-    """Whether a value is another one than what a new entry has by itself."""
+    """Return whether a value differs from the default of a new entry."""
     if isinstance(wanted, bool):
         return wanted != (field == "enabled")
     return wanted is not None and wanted != {}
 
 
 def _said(value: object) -> str:
-    """A value for people.
+    """Return a value as text for humans.
 
     >>> _said(None), _said(("writer", "dialog")), _said("at_least_once")
     ('none', 'writer and dialog', 'at_least_once')

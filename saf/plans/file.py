@@ -1,9 +1,9 @@
-"""The file of a plan: what brokers are to have, by their names in saf.toml.
+"""The file of a plan: what brokers should have, by their names in saf.toml.
 
     [brokers.mom]                            # a broker, a fleet or a destination
     services = ["billing", "orders"]
 
-    [brokers.mom.subscriptions.audit]        # one more reader; a service has one of its own
+    [brokers.mom.subscriptions.audit]        # a further reader; each service has its own
     service = "billing"                      # without: all services
 
     [[brokers.shop.routes]]
@@ -13,8 +13,8 @@
     [brokers.shop.grants]
     shop_app = ["writer"]
 
-A table that a broker does not have here is left as it is. One that is empty (``routes = []``) says
-that there are none. Unknown names are refused, as in saf.toml.
+A table that is missing here is left unchanged at its broker. An empty table (``routes = []``) means
+that the broker should have no entries. Unknown names are rejected, as in saf.toml.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Table(BaseModel):
 
 
 def _parsed(schema: object) -> object:
-    """A JSON Schema, which may be JSON text, for TOML has no null."""
+    """Parse a JSON Schema, which may be JSON text, because TOML has no null."""
     try:
         return json.loads(schema) if isinstance(schema, str) else schema
     except ValueError as error:
@@ -70,29 +70,29 @@ class Contract(_Table):
 
 
 class Subscription(_Table):
-    """A reader besides those that services have."""
+    """A reader in addition to the services' own."""
 
     service: Name | None = None
-    """Whose messages it reads; None: everybody's."""
+    """Service whose messages it reads; None: all services."""
     from_now: bool = False
-    """When it is created: whether it reads only what is stored from then on."""
+    """True if a new subscription reads only messages that are stored after its creation."""
 
 
 class Endpoint(_Table):
-    """An endpoint that is stored; see `saf.dispatch.stored`."""
+    """An endpoint stored in a broker; see `saf.dispatch.stored`."""
 
     url: str
     subscription: Name | None = None
-    """Whose messages are sent; None: those of the subscription of the endpoint's name."""
+    """Subscription whose messages are sent; None: the subscription with the endpoint's name."""
     settings: dict[str, Any] = {}
-    """As in saf.toml; secrets are names of environment variables."""
+    """Settings as in saf.toml; secrets are names of environment variables."""
 
 
 class Route(config.Route):
     """A row of saf.route."""
 
     local: bool = False
-    """Whether senders store its messages in this broker's inbox themselves."""
+    """True if senders store the route's messages in this broker's inbox themselves."""
     enabled: bool = True
 
 
@@ -108,11 +108,11 @@ class Sender(_Table):
     role: str
     from_service: Name
     to_service: Name | None = None
-    """None: any."""
+    """Service that the role may send to; None: any."""
 
 
 class BrokerPlan(_Table):
-    """What one broker is to have; `saf.plans.tables` has the same names."""
+    """Plan of one broker; `saf.plans.tables` has the same names."""
 
     message_types: tuple[MessageType, ...] = ()
     contracts: tuple[Contract, ...] = ()
@@ -126,10 +126,10 @@ class BrokerPlan(_Table):
     senders: tuple[Sender, ...] = ()
 
     def entries(self) -> dict[str, Entries]:
-        """By the names of tables: what is wanted of those that the plan has.
+        """Return the wanted entries of the plan's tables, by the names of tables.
 
         Raises:
-            ConfigurationError: something is said twice.
+            ConfigurationError: an entry is repeated.
         """
         said = self.model_dump(include=self.model_fields_set, by_alias=True)
         found = {
@@ -155,7 +155,7 @@ class BrokerPlan(_Table):
 
 
 class Plan(_Table):
-    """What all brokers are to have."""
+    """Plans of all brokers."""
 
     brokers: dict[Name, BrokerPlan]
 
@@ -164,7 +164,7 @@ def read(path: Path) -> Plan:
     """Read and check a plan.
 
     Raises:
-        ConfigurationError: it names the file, the setting and the value at fault.
+        ConfigurationError: names the file, the setting and the value at fault.
     """
     try:
         tables = tomllib.loads(path.read_text(encoding=ENCODING))
@@ -188,10 +188,10 @@ def read(path: Path) -> Plan:
 
 
 def check(plan: Plan, settings: Settings) -> None:
-    """Raise if a route leads to a destination that saf.toml does not have, or as it cannot be sent.
+    """Check that routes lead to destinations of saf.toml, with a quality that these support.
 
     Raises:
-        ConfigurationError: it names the route.
+        ConfigurationError: names the route.
     """
     for name, broker in plan.brokers.items():
         for number, route in enumerate(broker.routes):
@@ -209,10 +209,10 @@ def check(plan: Plan, settings: Settings) -> None:
 
 
 def broker_plan(entries: Mapping[str, Entries]) -> BrokerPlan:
-    """A broker's plan with these entries; the inverse of `BrokerPlan.entries`.
+    """Return a broker's plan with these entries; the inverse of `BrokerPlan.entries`.
 
     Raises:
-        ConfigurationError: it has what no plan can say; the error names it.
+        ConfigurationError: an entry cannot be expressed in a plan; the error names it.
     """
     said = {
         table.name: table.written(entries[table.name]) for table in TABLES if table.name in entries
@@ -225,7 +225,7 @@ def broker_plan(entries: Mapping[str, Entries]) -> BrokerPlan:
 
 
 def as_tables(plan: BrokerPlan) -> dict[str, Any]:
-    """A broker's plan for `saf.plans.toml`: what has the default value is left out, no table is."""
+    """Return a plan for `saf.plans.toml`, with all tables, but without values that are defaults."""
     said = plan.model_dump(exclude_defaults=True, by_alias=True)
     for one in said.get("message_types", ()):
         if "schema" in one:

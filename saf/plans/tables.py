@@ -1,4 +1,4 @@
-"""The tables of a broker's plan: for each, how what is there is listed, created and removed.
+"""The tables of a broker's plan: how the entries of each are listed, created and removed.
 
     [brokers.shop]
     services = ["shop"]                               names
@@ -9,8 +9,8 @@
     [[brokers.shop.routes]]                           rows
     service = "billing"
 
-All become the same: *values* by *key*, the key being a tuple of what tells an entry from others.
-`TABLES` is in the order in which things are created; they are removed in the reverse order.
+All become *values* by *key*; the key is a tuple that identifies an entry. `TABLES` is in the order
+of creation; entries are removed in the reverse order.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ class Table:
     """One table of a plan."""
 
     name: str
-    """The table's name in the file."""
+    """Name of the table in the file."""
     one: str
-    """What an entry is called."""
+    """Word for one entry."""
     listed: Callable[[Connection], Entries]
-    """What a broker has."""
+    """Lists a broker's entries."""
     create: Callable[[Connection, Key, Values], object]
-    """Make an entry; of a table that ``changes``, also give another one's values to it."""
+    """Creates an entry; in a table with ``changes``, also updates an existing one."""
     remove: Callable[[Connection, Key, bool], object] | None = None
-    """Remove an entry, also if messages are left if the bool says so. None: it stays for ever."""
+    """Removes an entry; the bool allows discarding its messages. None: entries are permanent."""
     changes: bool = False
     key: tuple[str, ...] = ("name",)
-    """The fields that are the key; if the table has rows, they are in these."""
+    """Fields of the key; if the table has rows, the rows contain these fields."""
     names: bool = False
-    """Entries are names, and nothing more."""
+    """True if entries are only names."""
     value: str | None = None
-    """The only field, if a name has that value itself."""
+    """The only field, if a name maps directly to its value."""
     once: tuple[str, ...] = ()
-    """Fields that count when an entry is created, and are not compared then."""
+    """Fields that count only when an entry is created, and are not compared later."""
 
     def entries(self, table: Any) -> Entries:
-        """What the file's table says, by key.
+        """Return the entries of the file's table, by key.
 
         Raises:
-            ConfigurationError: it says something twice.
+            ConfigurationError: an entry is repeated.
         """
         if isinstance(table, Mapping):
             return {
@@ -81,7 +81,7 @@ class Table:
         return found
 
     def written(self, entries: Entries) -> Any:
-        """The file's table for these entries; the inverse of `entries`."""
+        """Return the file's table for these entries; the inverse of `entries`."""
         if len(self.key) > 1:
             return [dict(zip(self.key, key, strict=True)) | dict(v) for key, v in entries.items()]
         if self.names:
@@ -89,11 +89,11 @@ class Table:
         return {key[0]: v[self.value] if self.value else dict(v) for key, v in entries.items()}
 
     def same(self, there: Values, wanted: Values) -> bool:
-        """Whether a broker's entry is as the plan says."""
+        """Return whether a broker's entry matches the plan."""
         return all(there[field] == wanted[field] for field in there if field not in self.once)
 
     def described(self, key: Key) -> str:
-        """An entry in words."""
+        """Describe an entry in words."""
         named = [
             str(part) if field == "name" else f"{field} {part}"
             for field, part in zip(self.key, key, strict=True)
@@ -107,7 +107,7 @@ def _services(connection: Connection) -> Entries:
 
 
 def _subscriptions(connection: Connection) -> Entries:
-    """Those that are not a service's own, which come and go with it."""
+    """Return subscriptions, without the services' own, which come and go with their service."""
     return {
         (one.name,): {"service": one.service}
         for one in services.subscriptions(connection)
@@ -190,7 +190,7 @@ def _create_type(connection: Connection, key: Key, values: Values) -> None:
 
 
 def _contracts(connection: Connection) -> Entries:
-    newest = {one.name: one.version for one in message_types(connection)}  # the last one wins
+    newest = {one.name: one.version for one in message_types(connection)}  # the last version wins
     return {
         (contract.name, contract.version): {
             "types": {one.name: one.sent_by for one in contract.types.values()},
@@ -231,7 +231,7 @@ TABLES = (
         key=("name", "version"),
         listed=_contracts,
         create=_create_contract,
-        # without a version, a type's newest one is taken once and for all
+        # without a version, a type's newest version is chosen at creation
         once=("type_versions",),
     ),
     Table(
@@ -239,7 +239,7 @@ TABLES = (
         one="service",
         names=True,
         listed=_services,
-        # what that means for others is in the difference
+        # the difference shows what this means for others
         create=lambda connection, key, _: services.create_service(
             connection, *key, refuse_others=True
         ),
@@ -303,7 +303,7 @@ TABLES = (
         one="sender",
         key=("role", "from_service", "to_service"),
         listed=_senders,
-        # what the first and the last one mean for others is in the difference
+        # the difference shows what the first and the last rule mean for others
         create=lambda connection, key, _: senders.add_senders(
             connection, key[0], key[1], [key[2]], refuse_others=True
         ),

@@ -1,4 +1,4 @@
-"""Writing TOML: as much of it as a plan needs, since Python only reads it."""
+"""Writes TOML, as far as plans need it, because Python can only read TOML."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 WIDTH = 80
 LAST_OF_FOUR_DIGITS = 0xFFFF
-"""The last character whose escape has four digits."""
+"""Last character whose escape has four digits."""
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def document(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
-    """The lines of a table: first its values, then its tables, then its arrays of tables.
+    """Yield the lines of a table: first its values, then its tables, then its arrays of tables.
 
     >>> print(*document({"a": {"names": ["x"], "b c": {"n": 1}, "rows": [{"s": "it's"}]}}), sep="|")
     [a]|names = ["x"]||[a."b c"]|n = 1||[[a.rows]]|s = "it's"|
@@ -66,11 +66,12 @@ def _value(value: object) -> str:
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, str):
         return _text(value)
-    return json.dumps(value, default=str)  # an id
+    return json.dumps(value, default=str)  # e.g. an id
 
 
 def _text(text: str) -> str:
-    r"""A string, as in JSON; what a command would not print as it is, is there as an escape.
+    r"""Return a TOML string, as in JSON; characters that do not print become escapes.
+
 
     >>> print(_text("Zürich\xad \x85 \x7f \U000e0001 \t"))
     "Zürich\u00ad \u0085 \u007f \U000e0001 \t"

@@ -1,5 +1,5 @@
-"""Routing: where a message goes, and what was decided for good.
+"""Routing: where a message goes, and which decisions are kept.
 
-Routes, topics and routers are kept, frozen and explained here, and so are the answers that a key or
-a router keeps. Nothing here moves a message: the engine does that.
+Routes, topics and routers are stored, frozen and explained here, with the choices of keys and the
+resolutions of routers. Nothing here moves a message; the engine does.
 """

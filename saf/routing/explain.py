@@ -1,4 +1,4 @@
-"""Explaining: which routes a message would take now, and why it would not take the others."""
+"""Explain which routes a message would take now, and why it would not take the others."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from saf.routing.routes import NOTHING, Configuration, Configured, Declared, con
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What one route means for one message."""
+    """Result of one route for one message."""
 
     route: Configured
     takes: bool
-    """The message takes this route, or may take it."""
+    """True if the message takes this route, or may take it."""
     why: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Where a message would go with the next batch."""
+    """Explanation of where a message would go with the next batch."""
 
     service: str
     broker: str | None
     key: str | None
     verdicts: tuple[Verdict, ...]
-    """One verdict for each configured route, the most specific first."""
+    """One verdict per configured route, the most specific first."""
     router: bool = False
-    """The service is a router: its classifier names the services that messages are really for."""
+    """True if the service is a router: its classifier names the actual service of each message."""
 
     @property
     def destinations(self) -> tuple[str, ...]:
-        """Where the message goes. Several: all of them for a topic, else one of them."""
+        """Destinations of the message. If several: all for a topic, otherwise only one."""
         return tuple(v.route.route.destination for v in self.verdicts if v.takes)
 
     @property
     def lost(self) -> bool:
-        """The message would have to wait for a route."""
+        """True if the message would have to wait for a route."""
         return not self.router and not self.destinations
 
     def as_dict(self) -> dict[str, Any]:
-        """The explanation as a dict for JSON."""
+        """Return the explanation as a dict for JSON."""
         return {
             "service": self.service,
             "to_broker": self.broker,
@@ -61,7 +61,7 @@ class Explanation:
 
 
 def as_dict(one: Configured) -> dict[str, Any]:
-    """A configured route as a dict for JSON."""
+    """Return a configured route as a dict for JSON."""
     named = {name: value for name, value in asdict(one.route).items() if name != "fallback"}
     return {
         **{("to_broker" if name == "broker" else name): value for name, value in named.items()},

@@ -1,20 +1,20 @@
 """Local routes: senders store a service's messages in the inbox of their own database.
 
-Where a service lives in the database of its senders, a message need not wait for a forwarder. A
-route that is *local* has a trigger at the outbox, for its service alone: the trigger stores the
-message in the inbox instead, in the sender's transaction, whatever program sends. So the message is
-there for its receivers when that transaction has committed. A message for a certain broker
-(``to_broker``) and the messages of conversations go by the forwarder, as before.
+A service may live in the database of its senders. Then its messages need not wait for a forwarder.
+A *local* route has a trigger at the outbox, for its service alone: the trigger stores the message
+in the inbox instead, in the sender's transaction, whatever program sends. So receivers see the
+message as soon as that transaction has committed. Messages for a certain broker (``to_broker``) and
+messages of conversations still go by the forwarder.
 
-Order per key holds when a route becomes local, and when it is local no longer. The trigger is made
-while nobody else writes to the outbox, and only once the forwarder has nothing left for the
-service. It is removed while nobody writes either, and what is in the inbox by then comes before
-what the forwarder brings.
+Order per key holds when a route becomes local, and when it stops being local. The trigger is
+created while nobody else writes to the outbox, and only once the forwarder has nothing left for the
+service. The trigger is removed while nobody writes either, so the messages that are in the inbox by
+then come before those that the forwarder brings.
 
-The trigger's condition asks nothing but the message and its sender: where senders are restricted by
-rules (`saf.broker.senders`), it applies them. Its function runs with the rights of the owner,
-because a sender has none on the inbox, and nobody else may make triggers of it. It says of the
-sender what the forwarder would say (`saf.engine.vouching`).
+The trigger's condition depends only on the message and its sender: where rules restrict senders
+(`saf.broker.senders`), it applies them. Its function runs with the owner's rights, because a sender
+has no rights on the inbox, and only the owner may create triggers with it. It records the sender in
+the same way as the forwarder (`saf.engine.vouching`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from saf.errors import UsageError
 from saf.log.cursor import COMPLETE
 
 PATIENCE_SECONDS = 5.0
-"""How long senders are kept waiting until the forwarder has nothing left for a service."""
+"""Longest time that senders are blocked while the forwarder finishes a service's messages."""
 PAUSE_SECONDS = 0.05
 
 TRIGGER = "outbox_local_"
-"""Each trigger's name begins so, and ends with its route's route_id."""
+"""Prefix of each trigger's name, before its route's route_id."""
 
 CREATE = """
 CREATE TRIGGER {trigger} BEFORE INSERT ON saf.outbox FOR EACH ROW WHEN (
@@ -54,8 +54,8 @@ SELECT FROM pg_trigger WHERE tgrelid = 'saf.outbox'::regclass AND tgname = %(tri
 READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
 ISOLATION = "SELECT current_setting('transaction_isolation')"
 
-# Nobody who has sent to the service is left when this is granted: their transactions have ended.
-# What they have sent is seen by the statements after it, in a READ COMMITTED transaction.
+# Once this lock is granted, all transactions that have sent to the service have ended. In a READ
+# COMMITTED transaction, later statements see their messages.
 BE_ALONE = "LOCK TABLE saf.outbox IN SHARE ROW EXCLUSIVE MODE"
 LOCK_TIMEOUT = "SELECT set_config('lock_timeout', %(milliseconds)s, true)"
 
@@ -66,7 +66,7 @@ UNION ALL SELECT 'router' FROM saf.router WHERE service = %(service)s
 LIVES_HERE = "SELECT FROM saf.service WHERE name = %(service)s"
 LED_HERE = "SELECT destination FROM saf.route WHERE local AND service = %(service)s"
 
-# What the forwarder has not taken yet, and what waits somewhere on its way
+# Rows that the forwarder has not taken yet, and messages that wait on their way
 LEFT = f"""
 SELECT EXISTS (
     SELECT FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
@@ -90,7 +90,7 @@ def refuse_local(connection: psycopg.Connection[Any], service: str, what: str) -
     """Raise if a service has a local route, and so cannot be ``what``.
 
     Raises:
-        UsageError: with the command that removes the route.
+        UsageError: names the command that removes the route.
     """
     for (destination,) in fetch(connection, LED_HERE, {"service": service}):
         raise UsageError(
@@ -101,7 +101,7 @@ def refuse_local(connection: psycopg.Connection[Any], service: str, what: str) -
 
 @contextmanager
 def transaction(connection: psycopg.Connection[Any]) -> Iterator[None]:
-    """Run the block in the caller's transaction, or in one in which a route may become local."""
+    """Run the block in the caller's transaction, or in one that can make a route local."""
     mine = connection.info.transaction_status == TransactionStatus.IDLE
     with connection.transaction():
         if mine:
@@ -112,13 +112,13 @@ def transaction(connection: psycopg.Connection[Any]) -> Iterator[None]:
 def keep(
     connection: psycopg.Connection[Any], route_id: int, service: str | None, *, wanted: bool
 ) -> None:
-    """Make the trigger of a route, or remove it, so that it is there if it is ``wanted``.
+    """Create or remove the trigger of a route, so that it exists if ``wanted``.
 
     Call it in the transaction that changes the route.
 
     Raises:
         UsageError: the service does not live here, stands for others, or has messages that a
-            forwarder has to take first; transactions that write to the outbox do not end; the
+            forwarder must take first; transactions that write to the outbox do not end; the
             caller's transaction is not READ COMMITTED; or the connection's user does not own the
             schema.
     """
@@ -131,7 +131,7 @@ def keep(
         milliseconds = str(round(PATIENCE_SECONDS * 1000))
         connection.execute(LOCK_TIMEOUT, {"milliseconds": milliseconds})
         if wanted:
-            assert service is not None  # noqa: S101 - the schema says so of each local route
+            assert service is not None  # noqa: S101 - a CHECK on local routes
             _may_be_local(connection, service)
             _sees_what_is_sent(connection)
             connection.execute(BE_ALONE)

@@ -1,28 +1,28 @@
-"""Matching: where the routes lead a message. Pure; `saf.routing.routes` keeps the routes.
+"""Matching: which routes apply to a message. Pure; `saf.routing.routes` stores the routes.
 
 A *route* leads from a service, and optionally a broker, to a destination. Of the routes that match
-a message, only the most specific count: those that name service and broker, then the service, then
-the broker, then neither. A message's *match* is what these routes come to:
+a message, only the most specific count: routes that name service and broker, then the service, then
+the broker, then neither. A message's *match* is the result:
 
     one route          the most specific match
     routes that share  several that are equally specific: each message goes by one of them
     a topic            all routes that match, however specific; each destination once, by its most
                        specific route
 
-Where routes share, messages without a key take them in turn, by their ids; messages with a key take
-the route that the key has chosen (`saf.routing.route_choices`). The default destination is not a
-route: a message goes there if no route matches.
+Messages without a key take shared routes in turn, by their ids. Messages with a key take the route
+that the key has chosen (`saf.routing.route_choices`). The default destination is not a route: a
+message goes there if no route matches.
 
 *A message that is addressed to a broker goes to that broker, or waits.* The routes are frozen with
-what is known of which destination is which broker (`saf.destinations.identities`). If a destination
-is known to be the broker, the message goes there, by the most specific match that leads there, or
-without any. If none is, only routes count that lead to destinations of unknown identity; a
-destination refuses messages for another broker.
+the known identities of destinations (`saf.destinations.identities`). If a destination is known to
+be the broker, the message goes there, by the most specific match that leads there, or without any.
+If no destination is known to be the broker, only routes to destinations of unknown identity count;
+a destination rejects messages for another broker.
 
-A *router* is a service that stands for others. Its classifier looks at each message and names the
-service that it is really for, and the message takes that service's match. This is about routers
-that redirect, and only these are frozen with a batch. Messages for a router that forwards go to it
-as to any service.
+A *router* is a service that stands for others. Its classifier reads each message and names its
+actual service, and the message takes that service's match. This module covers routers that
+redirect; only these are frozen with a batch. Messages for a router that forwards are routed like
+messages for any service.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ REDIRECT, FORWARD = "redirect", "forward"
 class Route:
     """A route from service and broker to destination; a service or broker of None matches any.
 
-    It is what is frozen with a batch of a row of `saf.route`. ``broker`` is a uuid's text.
+    A row of `saf.route`, as it is frozen with a batch. ``broker`` is a uuid's text.
     """
 
     service: str | None = None
     broker: str | None = None
     destination: str
     quality: str | None = None
-    """The quality of service; None: the destination's default."""
+    """Quality of service; None: the destination's default."""
     fallback: bool = False
-    """It stands for the default destination, which counts only where nothing else matches."""
+    """True for the default destination, which counts only where nothing else matches."""
 
     @property
     def specificity(self) -> int:
-        """How specific the route is; the highest wins.
+        """Rank of the route; the highest wins.
 
         >>> Route(service="s", destination="d").specificity > Route(destination="d").specificity
         True
@@ -70,40 +70,40 @@ class Route:
         return 2 * (self.service is not None) + (self.broker is not None) - self.fallback
 
     def matches(self, service: str, broker: str | None) -> bool:
-        """Whether a message for ``service`` (and ``broker``, if it names one) may take it."""
+        """Return whether a message for ``service`` (and ``broker``, if set) may take this route."""
         return self.service in (None, service) and self.broker in (None, broker)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """Where messages go: by one route, by one of several that share, or by all of a topic's."""
+    """Routes of a message: one route, several that share, or all of a topic's."""
 
     routes: tuple[Route, ...]
     to_all: bool = False
 
     @property
     def shared(self) -> bool:
-        """Whether each message takes one of several routes."""
+        """True if each message takes one of several routes."""
         return len(self.routes) > 1 and not self.to_all
 
     @property
     def destinations(self) -> tuple[str, ...]:
-        """The destinations it leads to, in the order of the routes."""
+        """Destinations, in the order of the routes."""
         return tuple(route.destination for route in self.routes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """A service that stands for others: what is frozen with a batch of a row of `saf.router`."""
+    """A service that stands for others: a row of `saf.router`, as it is frozen with a batch."""
 
     service: str
     kind: str
     expression: str
-    """Its classifier: Spark SQL, or ``module:function``."""
+    """The classifier: Spark SQL, or ``module:function``."""
     once_per: str = MESSAGE
-    """What is classified: each message, or the first of each key. A conversation always once."""
+    """Unit that is classified: each message, or a key's first. A conversation always once."""
     problem: str | None = None
-    """Why its classifier cannot be used, so that its messages wait."""
+    """Reason why the classifier cannot be used, so that the router's messages wait."""
 
 
 def by_precedence(routes: Iterable[Route]) -> list[Route]:
@@ -115,36 +115,36 @@ def by_precedence(routes: Iterable[Route]) -> list[Route]:
 
 
 Named = tuple[str | None, str | None]
-"""The service and the broker that a route names; None where it names none."""
+"""Service and broker that a route names; None where it names none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """All routes, topics and routers in force at one time: what is frozen with a batch."""
+    """All routes, topics and routers in force at one time, as they are frozen with a batch."""
 
     routes: tuple[Route, ...] = ()
-    """The routes, the most specific first."""
+    """Routes, the most specific first."""
     topics: frozenset[str] = frozenset()
     routers: tuple[Router, ...] = ()
     brokers: Mapping[str, str] = field(default_factory=dict)
-    """For each destination, the broker that it is known to be, as a uuid's text."""
+    """Broker that each destination is known to be, as a uuid's text."""
 
     @property
     def in_sql(self) -> tuple[Router, ...]:
-        """The routers whose classifiers are expressions in SQL."""
+        """Routers whose classifiers are SQL expressions."""
         return tuple(router for router in self.routers if router.kind == SQL)
 
     @cached_property
     def matches(self) -> Mapping[Named, Match]:
-        """For messages to any broker: the match for each service and broker that routes name.
+        """Matches for messages to any broker, by service and broker that routes name.
 
-        Except for topics, it has no more entries than there are routes.
+        Except for topics, there are at most as many entries as routes.
         """
         return self._compiled(route for route in self.routes if route.broker is None)
 
     @cached_property
     def matches_of_known(self) -> Mapping[Named, Match]:
-        """For messages to brokers that destinations are known to be: by service, or for any."""
+        """Matches for messages to brokers that destinations are known to be: by service, or any."""
         matches: dict[Named, Match] = {}
         for broker in sorted(set(self.brokers.values())):
             there = [name for name in sorted(self.brokers) if self.brokers[name] == broker]
@@ -158,16 +158,16 @@ class Routes:
 
     @cached_property
     def matches_of_unknown(self) -> Mapping[Named, Match]:
-        """For messages to any other broker: like `matches`, but none leads to several destinations.
+        """Matches for messages to any other broker: like `matches`, without topics that fan out.
 
-        At most one of several destinations is the broker, and the others would refuse their copies.
+        At most one of several destinations is the broker, and the others would reject their copies.
         """
         routes = [route for route in self.routes if route.destination not in self.brokers]
         matches = self._compiled(routes)
         return {named: match for named, match in matches.items() if not match.to_all}
 
     def match(self, service: str, broker: str | None) -> Match | None:
-        """Return the match of a message, or None if there is none.
+        """Return the match of a message; None if no route matches.
 
         >>> mom, erp, crm = (Route(destination=name) for name in ("mom", "erp", "crm"))
         >>> billing = Route(service="billing", destination="erp")
@@ -196,13 +196,13 @@ class Routes:
         return next((matches[named] for named in wanted if named in matches), None)
 
     def elsewhere(self, service: str, broker: str | None) -> Mapping[str, str]:
-        """The destinations that routes would lead a message to if they were not other brokers."""
+        """Return the destinations of matching routes that are known to be other brokers."""
         there = [route.destination for route in self.routes if route.matches(service, broker)]
         known = {name: self.brokers[name] for name in there if name in self.brokers}
         return {name: one for name, one in known.items() if broker not in (None, one)}
 
     def _compiled(self, routes: Iterable[Route]) -> dict[Named, Match]:
-        """The match for each service and broker that some routes name."""
+        """Return the match for each service and broker that some routes name."""
         groups: dict[Named, list[Route]] = defaultdict(list)
         for route in routes:
             named = (route.service, route.broker)
@@ -224,12 +224,12 @@ class Routes:
 
 
 def precedence(service: str | None, broker: str | None) -> tuple[Named, ...]:
-    """What a route for a message can name, the most specific first."""
+    """Return what a route for a message can name, the most specific first."""
     return (service, broker), (service, None), (None, broker), (None, None)
 
 
 def distinct_matches(routes: Routes) -> list[Match]:
-    """All different matches of some routes; if routes share, also each of them alone."""
+    """Return all different matches of some routes; for routes that share, also each route alone."""
     matches: dict[Match, None] = {}
     compiled = (routes.matches, routes.matches_of_known, routes.matches_of_unknown)
     for match in chain.from_iterable(some.values() for some in compiled):

@@ -1,10 +1,10 @@
-"""Resolutions: answers that a router remembers, so that it does not ask its classifier again.
+"""Resolutions: a router's remembered answers, so that its classifier is not called again.
 
-The first message of each conversation is classified, and the first message of each key too if the
-router says so. ``saf.resolved_conversation`` remembers the answer, and all later messages follow
-it. The answer is durable before any message that follows it is stored at a destination. The table
-is bounded in the same way as the choices (`saf.routing.route_choices`): what is not used for as
-long as messages are kept is forgotten.
+The first message of each conversation is classified, and also the first message of each key if the
+router is set so. ``saf.resolved_conversation`` stores the answer, and all later messages follow it.
+The answer is durable before any message that follows it is stored at a destination. The table is
+bounded like the choices (`saf.routing.route_choices`): an answer is forgotten if it is not used for
+as long as messages are kept.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from saf.routing.route_choices import NOTED_SECONDS
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What a message for a router is really addressed to."""
+    """Actual address of a message for a router."""
 
     service: str
     broker: UUID | None = None
-    """The broker; None: the one that the message says."""
+    """The broker; None: as in the message."""
     key: str | None = None
-    """The key; None: the one that the message says."""
+    """The key; None: as in the message."""
 
 
 WANTED = "unnest(%(keys)s::text[]) AS w (key)"
@@ -41,7 +41,7 @@ FROM {WANTED} JOIN saf.resolved_conversation r ON {SAME}
 """
 USED = f"UPDATE saf.resolved_conversation r SET used_at = now() FROM {WANTED} WHERE {SAME}"
 
-# In one order, so that two writers wait for each other instead of deadlocking
+# In a fixed order, so that two writers wait for each other instead of deadlocking
 KEEP = """
 INSERT INTO saf.resolved_conversation (router, key, service, broker, to_key)
 SELECT %(router)s, w.* FROM unnest(%(keys)s::text[], %(services)s::text[], %(brokers)s::uuid[],
@@ -54,7 +54,7 @@ ON CONFLICT DO NOTHING
 def resolved(
     connection: psycopg.Connection[Any], router: str, keys: Collection[str]
 ) -> dict[str, Resolved]:
-    """Return what is known of keys or conversations, and note its use. Call it in a transaction."""
+    """Return stored resolutions of keys or conversations; note their use. Needs a transaction."""
     params = {"router": router, "keys": list(keys), "noted": NOTED_SECONDS}
     rows = fetch(connection, RESOLVED, params)
     if unnoted := [key for key, *_, old in rows if old]:
@@ -68,10 +68,10 @@ def resolved(
 def keep(
     connection: psycopg.Connection[Any], router: str, new: Mapping[str, Resolved]
 ) -> dict[str, Resolved]:
-    """Remember new resolutions; return those that count, which another task may have found before.
+    """Store new resolutions; return those in force, which another task may have stored before.
 
-    Call it in a transaction. Store no message of these keys anywhere before this has committed, and
-    let that commit be durable.
+    Call it in a transaction. Store no message of these keys anywhere before that transaction has
+    committed durably.
     """
     connection.execute(DURABLY)
     params = {

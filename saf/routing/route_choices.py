@@ -1,22 +1,22 @@
-"""Choices: of several routes that share, which one a key has taken and keeps.
+"""Choices: which of several routes that share a key has taken, and keeps.
 
 Where several routes are equally specific, keys take them in turn, each with its first message.
-``saf.route_choice`` remembers the choice, and all later messages of the key follow it, even when
-routes are added. So the load is shared, and the order of a key holds.
+``saf.route_choice`` stores the choice, and all later messages of the key follow it, even when
+routes are added. So the load is shared, and the order of each key holds.
 
 - Keys take turns by a counter for each service and broker as addressed (``saf.route_share``), which
   the choosing transaction locks. Of 100 new keys, each of two routes gets exactly 50, however many
   tasks choose at the same time.
 - A choice is durable before any message of its key is stored at a destination, so a batch that is
   read again after a crash is routed the same way.
-- A choice whose route is no longer in force is made anew.
-- A key for which there was only one route has made no choice. It makes one with its first message
-  after another route has come.
+- A choice whose route is no longer in force is replaced by a new one.
+- A key that had only one route has made no choice. It makes one with its first message after
+  another route is added.
 
-Only keys in use have a row in the table: a choice that was not used for as long as messages are
-kept is forgotten (`forget`). Its use is noted once a day for each key, not with each message. A
-batch in hand keeps the choices that it was delivered by. Messages that wait for a destination keep
-those of their lane: later ones of the key go behind them.
+Only keys in use have a row in the table: a choice is forgotten if it is not used for as long as
+messages are kept (`forget`). Its use is noted once a day per key, not with each message. A batch in
+hand keeps the choices that it was delivered by. Messages that wait for a destination keep the
+choices of their lane: later messages of the key go behind them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import psycopg
 from saf.database import DURABLY, fetch
 
 NOTED_SECONDS = 86400.0
-"""How long after its use was noted a choice's next use is not noted, in seconds."""
+"""Minimum time between two notes of a choice's use, in seconds."""
 
 WANTED = """
 unnest(%(services)s::text[], %(brokers)s::uuid[], %(keys)s::text[]) AS w (service, broker, key)
 """
-# The comparison with a null broker cannot use the index, and need not: few choices differ by it
-# only
+# The comparison with a null broker cannot use the index, and need not: few choices differ only by
+# broker
 SAME = "c.key = w.key AND c.service = w.service AND c.broker IS NOT DISTINCT FROM w.broker"
 
 CHOSEN = f"""
@@ -47,7 +47,7 @@ FROM {WANTED} JOIN saf.route_choice c ON {SAME}
 USED = f"UPDATE saf.route_choice c SET used_at = now() FROM {WANTED} WHERE {SAME}"
 GONE = f"DELETE FROM saf.route_choice c USING {WANTED} WHERE {SAME}"
 
-# In one order, so that two transactions wait for each other instead of deadlocking
+# In a fixed order, so that two transactions wait for each other instead of deadlocking
 TAKE_TURNS = """
 INSERT INTO saf.route_share AS s (service, broker, keys)
 SELECT * FROM unnest(%(services)s::text[], %(brokers)s::uuid[], %(counts)s::bigint[])
@@ -62,10 +62,10 @@ SELECT * FROM unnest(%(services)s::text[], %(brokers)s::uuid[], %(keys)s::text[]
 ON CONFLICT DO NOTHING
 """
 
-# Used for what routers have resolved too; see `saf.routing.resolved`. A conversation that is open
-# may go on after any silence, so what belongs to it is kept. Lanes are asked, and not the messages
-# in them: there are few, however many messages wait. Lanes of one service and of a whole
-# destination are asked apart, because an OR could not be hashed.
+# Also used for resolutions; see `saf.routing.resolved`. An open conversation may continue after any
+# silence, so its rows are kept. The query reads lanes instead of the messages in them, because
+# there are few lanes, however many messages wait. Lanes of one service and lanes of a whole
+# destination need separate subqueries, because an OR could not be hashed.
 FORGET = """
 WITH forgotten AS (
     DELETE FROM saf.{table} one
@@ -83,12 +83,12 @@ LANES = {
     "route_choice": "b.destination = one.destination",
     "resolved_conversation": "b.destination <> ''",
 }
-"""SQL: for each table, the lanes in which messages may wait that have gone by a row of it."""
+"""SQL: for each table, the lanes whose waiting messages may have used a row of it."""
 FORGETTING = tuple(FORGET.format(table=table, lane=lane) for table, lane in LANES.items())
 
 
 class Asker(NamedTuple):
-    """A key, and the service and broker that its message is addressed to."""
+    """A key, with the service and broker that its message is addressed to."""
 
     service: str
     broker: str | None
@@ -106,10 +106,10 @@ def chosen(connection: psycopg.Connection[Any], askers: Collection[Asker]) -> di
 def choose(
     connection: psycopg.Connection[Any], among: Mapping[Asker, Sequence[str]]
 ) -> dict[Asker, str]:
-    """Return the destination of each key, among those given; make and keep new choices.
+    """Return each key's destination among those given; make and store missing choices.
 
-    Call it in a transaction. Store no message of these keys anywhere before this has committed, and
-    let that commit be durable.
+    Call it in a transaction. Store no message of these keys anywhere before that transaction has
+    committed durably.
     """
     if not among:
         return {}
@@ -128,13 +128,13 @@ def choose(
         turns = _take_turns(connection, new)
         taken = [among[asker][turns[asker] % len(among[asker])] for asker in new]
         connection.execute(CHOOSE, _columns(new) | {"destinations": taken})
-    # what others have chosen or forgotten meanwhile counts
+    # read again, because others may have chosen or forgotten in the same time
     return choose(connection, among)
 
 
 def forget(connection: psycopg.Connection[Any], retention_seconds: float) -> int:
-    """Forget choices and resolutions unused for so long, and at least two days; return how many."""
-    # a use may have gone unnoted
+    """Forget choices and resolutions unused for max(retention, two days); return how many."""
+    # one use may not have been noted
     seconds = max(retention_seconds, 2 * NOTED_SECONDS) + NOTED_SECONDS
     params = {"seconds": seconds, "noted": NOTED_SECONDS}
     return sum(int(fetch(connection, statement, params)[0][0]) for statement in FORGETTING)

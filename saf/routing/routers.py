@@ -1,4 +1,4 @@
-"""Routers: services that stand for others, and the classifiers that choose among those.
+"""Routers: services that stand for others, and the classifiers that choose among them.
 
 A router has a classifier of one of three kinds:
 
@@ -6,20 +6,20 @@ A router has a classifier of one of three kinds:
     arrow    ``module:function``: takes a pyarrow.RecordBatch of messages, returns an array
     python   ``module:function``: takes a `saf.Received`, returns one answer
 
-An answer is the name of a service, or a `saf.Resolved`, which may name a broker and a key as well.
-None says that the classifier does not know. An Arrow function answers with an array of names, or
+An answer is the name of a service, or a `saf.Resolved`, which may also name a broker and a key.
+None means that the classifier has no answer. An Arrow function answers with an array of names, or
 with a record batch with the columns service, and optionally broker and key.
 
-A router works in one of two modes. A router that redirects is run by the forwarder, inside its
-tasks, where it reads the messages (`saf.engine.resolving`). A router that forwards has its service
-at a broker of its own, where a `saf.routing_service` receives, classifies and sends on.
+A router works in one of two modes. A router that redirects is run by the forwarder, in its tasks,
+where it reads the messages (`saf.engine.resolving`). A router that forwards has its service at a
+broker of its own, where a `saf.routing_service` receives, classifies and sends on.
 
-When a batch is read again, the classifier is asked again for every answer that is not remembered.
-So it must give the same answer to the same message.
+When a batch is read again, the classifier is called again for each message without a remembered
+answer. So it must give the same answer to the same message.
 
 If a router's function cannot be imported where a batch is opened, the router is frozen with that
-problem, and its messages wait: a mistake in deployment makes no dead letters. A routing service
-with this problem ends.
+problem, and its messages wait: a deployment mistake makes no dead letters. A routing service with
+this problem ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from saf.routing.routes import NOTHING, ConfiguredRouter, Declared
 
 IS_TOPIC = "SELECT name FROM saf.topic WHERE name = %(service)s"
 
-# An upsert: removed and added, a router that is said again would be missing for a moment
+# An upsert: with delete and insert, a router that is added again would be missing for a moment
 ADD = """
 INSERT INTO saf.router AS r (service, kind, expression, once_per, mode, comment)
 VALUES (%(service)s, %(kind)s, %(expression)s, %(once_per)s, %(mode)s, %(comment)s)
@@ -82,12 +82,12 @@ def add_router(
     mode: str = REDIRECT,
     comment: str | None = None,
 ) -> bool:
-    """Let a classifier say for which service each message for ``service`` really is.
+    """Add a router: its classifier names the actual service of each message for ``service``.
 
-    A router that is there already gets these values and is enabled; then the answer is False.
+    An existing router gets these values and is enabled; then the result is False.
 
     Raises:
-        UsageError: a name that no message could have, or that is a topic's; an unknown kind or
+        UsageError: a name that no message could have, or a topic's name; an unknown kind or
             mode; a function not written as ``module:function``; SQL in a router that forwards.
     """
     router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
@@ -102,10 +102,10 @@ def add_router(
 
 
 def remove_router(connection: psycopg.Connection[Any], service: str) -> None:
-    """Remove a router: its service is an ordinary one again.
+    """Remove a router: its service is an ordinary service again.
 
     Raises:
-        ConfigurationError: there is no such router.
+        ConfigurationError: the router does not exist.
     """
     _change(connection, REMOVE, service)
 
@@ -117,10 +117,10 @@ def enable_router(
     enabled: bool = True,
     declared: Declared = NOTHING,
 ) -> None:
-    """Enable or disable a router; for a declared one, by a row that stands in for it.
+    """Enable or disable a router; for a declared router, by a row that stands in for it.
 
     Raises:
-        ConfigurationError: there is no such router.
+        ConfigurationError: the router does not exist.
     """
     with connection.transaction():
         for one in declared.routers:
@@ -155,16 +155,16 @@ def load(router: Router) -> Callable[[Any], Any]:
     """Import the function of a classifier.
 
     Raises:
-        ConfigurationError: it cannot be imported here, or is not a function.
+        ConfigurationError: the name cannot be imported here, or is not a function.
     """
     return imported(f"router {router.service!r}", router.expression)
 
 
 def imported(whose: str, name: str) -> Callable[[Any], Any]:
-    """Import a function, ``module:function``, that somebody has written; ``whose`` names its user.
+    """Import an application's function, ``module:function``; ``whose`` names its user in errors.
 
     Raises:
-        ConfigurationError: it cannot be imported here, or is not a function.
+        ConfigurationError: the name cannot be imported here, or is not a function.
     """
     module, _, path = name.partition(":")
     try:
@@ -179,17 +179,17 @@ def imported(whose: str, name: str) -> Callable[[Any], Any]:
         raise ConfigurationError(
             f"{whose}: {name!r} is not a function, but a {type(function).__name__}"
         )
-    return function  # type: ignore[no-any-return] # whatever it takes
+    return function  # type: ignore[no-any-return] # its signature is unknown
 
 
 def with_problems(routes: Routes) -> Routes:
-    """Return the routes; a router whose function cannot be imported here has that problem."""
+    """Return the routes; a router whose function cannot be imported here gets that problem."""
     return replace(routes, routers=tuple(_with_problem(one) for one in routes.routers))
 
 
 def _with_problem(router: Router) -> Router:
     if router.kind == SQL:
-        return router  # only Spark can say
+        return router  # only Spark can check it
     try:
         load(router)
     except ConfigurationError as error:
@@ -198,7 +198,7 @@ def _with_problem(router: Router) -> Router:
 
 
 def as_dict(one: ConfiguredRouter) -> dict[str, Any]:
-    """A configured router as a dict for JSON."""
+    """Return a configured router as a dict for JSON."""
     return {**_params(one), "enabled": one.enabled, "origin": one.origin}
 
 

@@ -1,16 +1,16 @@
-"""Routes: how they are configured, and what of them is frozen with a batch.
+"""Routes: their configuration, and the version that is frozen with a batch.
 
 Routes, topics and routers are rows of the source broker. They may also be declared in saf.toml, for
-all brokers that it names. A row stands in for a declared route of the same service, broker and
-destination, and for a declared router of the same service, so what is declared can be disabled at
-run time. `saf.routing.matching` says what routes mean; `saf.routing.routers` is about routers.
+all brokers of the file. A row stands in for a declared route of the same service, broker and
+destination, and for a declared router of the same service, so declarations can be disabled at run
+time. `saf.routing.matching` defines what routes mean; `saf.routing.routers` covers routers.
 
-A route is *in force* while it is enabled and not expired, by the broker's clock. What is in force
-is frozen with each batch (`freeze`), together with which destination is known to be which broker.
-So a batch that is read again is routed in the same way, whatever has changed meanwhile. A change
-takes effect with the next batch. A message that no route matches is parked until one does.
+A route is *in force* while it is enabled and not expired, by the broker's clock. The routes in
+force are frozen with each batch (`freeze`), together with the known identities of destinations. So
+a batch that is read again is routed in the same way, even if routes have changed since. A change
+takes effect with the next batch. A message that no route matches is parked until a route does.
 
-Functions take a psycopg connection and write in a transaction of their own, or in the caller's.
+Functions take a psycopg connection and write in their own transaction, or in the caller's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SELECT now(),
        (SELECT brokers FROM saf.route_version ORDER BY version DESC LIMIT 1)
 """
 
-# An upsert: removed and added, a route that is said again would be missing for a moment
+# An upsert: with delete and insert, a route that is added again would be missing for a moment
 ADD = """
 INSERT INTO saf.route AS r (service, broker, destination, quality, expires_at, comment, local)
 VALUES (%(service)s, %(broker)s, %(destination)s, %(quality)s, %(expires_at)s, %(comment)s,
@@ -101,19 +101,19 @@ class Configured:
     expires_at: datetime | None = None
     comment: str | None = None
     local: bool = False
-    """Whether its senders store what they send themselves; see `saf.routing.local`."""
+    """True if senders store this route's messages themselves; see `saf.routing.local`."""
 
     def in_force(self, now: datetime) -> bool:
-        """Whether the route is enabled and not expired."""
+        """Return whether the route is enabled and not expired."""
         return self.enabled and not self.expired(now)
 
     def expired(self, now: datetime) -> bool:
-        """Whether its lifetime is over."""
+        """Return whether the route's lifetime is over."""
         return self.expires_at is not None and self.expires_at <= now
 
     @property
     def named(self) -> tuple[str | None, str | None, str]:
-        """The service, broker and destination, by which a route is told from others."""
+        """Service, broker and destination: together they identify the route."""
         return self.route.service, self.route.broker, self.route.destination
 
 
@@ -124,14 +124,14 @@ class ConfiguredRouter:
     router: Router
     origin: Origin
     mode: str = REDIRECT
-    """How it works: "redirect", at the source, or "forward", by a `saf.routing_service`."""
+    """Mode: "redirect", at the source, or "forward", by a `saf.routing_service`."""
     enabled: bool = True
     comment: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """The routes, topics and routers that saf.toml declares."""
+    """Routes, topics and routers that saf.toml declares."""
 
     routes: tuple[Configured, ...] = ()
     topics: frozenset[str] = frozenset()
@@ -143,21 +143,21 @@ NOTHING = Declared()
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """All that is configured at a broker, rows and declarations together."""
+    """The whole configuration of a broker, rows and declarations together."""
 
     routes: tuple[Configured, ...]
-    """The routes, the most specific first."""
+    """Routes, the most specific first."""
     topics: frozenset[str]
     routers: tuple[ConfiguredRouter, ...]
-    """The routers by service."""
+    """Routers, sorted by service."""
     brokers: Mapping[str, str]
-    """For each destination, the broker that it is known to be."""
+    """Broker that each destination is known to be."""
     now: datetime
-    """When this was read, by the broker's clock."""
+    """Time of reading, by the broker's clock."""
 
     @property
     def in_force(self) -> Routes:
-        """What is in force now; with the default destination only if there is no wildcard route."""
+        """Routes in force now; with the default destination only without a wildcard route."""
         routes = [one.route for one in self.routes if one.in_force(self.now)]
         if any(route.specificity == 0 for route in routes):
             routes = [route for route in routes if not route.fallback]
@@ -173,10 +173,10 @@ def configuration(
     declared: Declared = NOTHING,
     identities: Mapping[str, str | None] | None = None,
 ) -> Configuration:
-    """Read what is configured at a broker, and add what saf.toml declares.
+    """Read the configuration of a broker, and add the declarations of saf.toml.
 
-    ``identities`` has for each destination the broker that it says it is. For a destination that
-    did not answer, and for all if it is not given, the identity in the latest batch counts.
+    ``identities`` has the broker that each destination reports to be. For a destination that did
+    not answer, and for all if ``identities`` is None, the identity in the latest batch counts.
     """
     ((now, of_routes, names, of_routers, known),) = fetch(connection, CONFIGURED)
     routes = [_configured(**row) for row in of_routes]
@@ -206,7 +206,7 @@ def _configured(
     expires_at: str | None,
     **others: Any,
 ) -> Configured:
-    """Make a route from a row of saf.route."""
+    """Return a route from a row of saf.route."""
     return Configured(
         route=Route(service=service, broker=broker, destination=destination, quality=quality),
         origin="saf.route",
@@ -227,7 +227,7 @@ def _brokers(
 def _configured_router(
     *, mode: str, enabled: bool, comment: str | None, **router: Any
 ) -> ConfiguredRouter:
-    """Make a router from a row of saf.router."""
+    """Return a router from a row of saf.router."""
     return ConfiguredRouter(
         router=Router(**router), origin="saf.router", mode=mode, enabled=enabled, comment=comment
     )
@@ -245,7 +245,7 @@ def current_routes(
     declared: Declared = NOTHING,
     identities: Mapping[str, str | None] | None = None,
 ) -> Routes:
-    """Return what is in force at a broker now; see `configuration` for the arguments."""
+    """Return the routes in force at a broker now; see `configuration` for the arguments."""
     return configuration(connection, default_destination, declared, identities).in_force
 
 
@@ -260,11 +260,11 @@ def add_route(
     comment: str | None = None,
     local: bool = False,
 ) -> bool:
-    """Let messages for a service, for a broker, or for any, go to a destination.
+    """Add a route to a destination for messages of a service, for a broker, or for any.
 
-    A route that is there already gets these values and is enabled; then the answer is False.
+    An existing route gets these values and is enabled; then the result is False.
 
-    With ``local``, the destination is this very broker, and senders store the service's messages
+    With ``local``, the destination is this same broker, and senders store the service's messages
     in its inbox themselves; see `saf.routing.local`.
 
     Raises:
@@ -309,7 +309,7 @@ def remove_route(
     """Remove a route.
 
     Raises:
-        ConfigurationError: there is no route with this service, broker and destination.
+        ConfigurationError: no route has this service, broker and destination.
     """
     with connection.transaction():
         route_id, _ = _change(connection, REMOVE, destination, service, broker)
@@ -325,10 +325,10 @@ def enable_route(
     enabled: bool = True,
     declared: Declared = NOTHING,
 ) -> None:
-    """Enable or disable a route; for a declared one, by a row that stands in for it.
+    """Enable or disable a route; for a declared route, by a row that stands in for it.
 
     Raises:
-        ConfigurationError: there is no route with this service, broker and destination.
+        ConfigurationError: no route has this service, broker and destination.
     """
     named = (service, str(broker) if broker else None, destination)
     with transaction(connection):
@@ -355,10 +355,10 @@ def topics(connection: psycopg.Connection[Any]) -> list[str]:
 def add_topic(connection: psycopg.Connection[Any], name: str) -> bool:
     """Make a service a topic: its messages go to every destination that a route leads to.
 
-    False if it is a topic already.
+    Return False if it is already a topic.
 
     Raises:
-        UsageError: a name that no message could have, or that is a router's.
+        UsageError: a name that no message could have, or a router's name.
     """
     check_name("topic", name)
     if fetch(connection, IS_ROUTER, {"name": name}):
@@ -371,7 +371,7 @@ def remove_topic(connection: psycopg.Connection[Any], name: str) -> None:
     """Make a topic an ordinary service again.
 
     Raises:
-        ConfigurationError: there is no such topic.
+        ConfigurationError: the topic does not exist.
     """
     if not fetch(connection, REMOVE_TOPIC, {"name": name}):
         there = ", ".join(map(repr, topics(connection))) or "none"
@@ -379,7 +379,7 @@ def remove_topic(connection: psycopg.Connection[Any], name: str) -> None:
 
 
 def freeze(connection: psycopg.Connection[Any], routes: Routes) -> int:
-    """Return the number of the version with these routes; write it only if the routes changed."""
+    """Return the version number of these routes; write a version only if they have changed."""
     frozen = (
         [asdict(route) for route in routes.routes],
         sorted(routes.topics),
@@ -400,7 +400,7 @@ def freeze(connection: psycopg.Connection[Any], routes: Routes) -> int:
 
 
 def frozen_routes(connection: psycopg.Connection[Any], version: int) -> Routes:
-    """The routes of a version."""
+    """Return the routes of a version."""
     found = fetch(connection, FROZEN, {"version": version})
     if not found:
         raise ConfigurationError(f"saf.route_version has no version {version}, which a batch needs")
@@ -409,7 +409,7 @@ def frozen_routes(connection: psycopg.Connection[Any], version: int) -> Routes:
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """A version of the routes that batches were opened with, or still are."""
+    """A version of the routes that batches were, or still are, opened with."""
 
     version: int
     created_at: datetime
@@ -417,12 +417,12 @@ class Version:
 
     @property
     def is_first(self) -> bool:
-        """Whether there was no version before it."""
+        """True if no version came before."""
         return self.version == 1
 
 
 def versions(connection: psycopg.Connection[Any]) -> list[Version]:
-    """Return all versions that are kept, the oldest first."""
+    """Return all stored versions, the oldest first."""
     return [
         Version(version=number, created_at=created_at, routes=_thawed(*frozen))
         for number, created_at, *frozen in fetch(connection, ALL_FROZEN)
@@ -444,7 +444,7 @@ def _thawed(
 
 
 def describe(route: Route) -> str:
-    """A route in words.
+    """Return a route in words.
 
     >>> describe(Route(service="billing", destination="erp"))
     "service 'billing' to 'erp'"

@@ -1,1 +1,1 @@
-"""What a sender gives: bodies and headers as they are stored, and connections under asyncio."""
+"""Sending: bodies and headers as they are stored, and connections under asyncio."""

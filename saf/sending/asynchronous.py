@@ -1,9 +1,9 @@
 """The caller's transaction under asyncio.
 
-``conn`` may be an AsyncSession or AsyncConnection of SQLAlchemy, on psycopg or asyncpg, an
-AsyncConnection or AsyncCursor of psycopg, or a connection of asyncpg. What is checked, and how a
-statement is run, is `saf.transaction`'s: SQLAlchemy runs it on its own connection, and here it is
-awaited on a driver's.
+``conn`` may be SQLAlchemy's AsyncSession or AsyncConnection, on psycopg or asyncpg, psycopg's
+AsyncConnection or AsyncCursor, or asyncpg's Connection. Checks and statements are those of
+`saf.transaction`: SQLAlchemy runs a statement on its own connection; on a driver's connection, the
+statement is awaited here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _AsyncPsycopg(OnPsycopg):
         await cursor.execute(statement, params, prepare=self.prepare)
 
     async def fetch(self, statement: str) -> Rows:
-        # a cursor of our own, because the caller's row factory may turn a row into anything
+        # a separate cursor, because the caller's row factory may turn a row into anything
         async with psycopg.AsyncCursor(self.connection, row_factory=tuple_row) as cursor:
             await cursor.execute(statement, prepare=self.prepare)
             return await cursor.fetchall()
@@ -66,10 +66,10 @@ class _Asyncpg:
         if connection.is_closed():
             raise closed()
         self.connection = connection
-        # asyncpg is told about poolers by whoever connects: statement_cache_size=0
+        # the caller configures asyncpg for poolers when connecting: statement_cache_size=0
         self.pooled = True
 
-    # asyncpg says only in private whom it is connected to, and as whom
+    # asyncpg has the server's address and the role only in private attributes
     @property
     def user(self) -> str | None:
         return str(self.connection._params.user)
@@ -95,9 +95,9 @@ class _Asyncpg:
 
 @cache
 def _numbered(statement: str) -> tuple[str, list[str]]:
-    """Turn a statement into one with asyncpg's parameters; return these by name, too.
+    """Convert a statement to asyncpg's parameters; return their names, too.
 
-    JSON goes as text, because the caller may have set how asyncpg encodes JSON.
+    JSON is passed as text, because the caller may have set how asyncpg encodes JSON.
 
     >>> _numbered("SELECT CAST(%(a)s AS uuid), CAST(%(b)s AS jsonb)")
     ('SELECT CAST($1 AS uuid), CAST(CAST($2 AS text) AS jsonb)', ['a', 'b'])
@@ -127,14 +127,14 @@ async def execute(
 
     Args:
         conn: the caller's connection.
-        statement: what to run; it returns no rows.
-        params: its parameters, of each time.
+        statement: a statement that returns no rows.
+        params: the parameters of each execution.
         enter: the entrance, which checks each database once.
-        at_once: runs a statement on a connection that is not of asyncio.
-        allow_autocommit: also on a connection that commits by itself.
+        at_once: runs a statement on a synchronous connection.
+        allow_autocommit: also accept a connection in autocommit.
 
     Raises:
-        UsageError: ``conn`` is not a connection of asyncio, or it is closed.
+        UsageError: ``conn`` is not an async connection, or it is closed.
     """
     if "sqlalchemy.ext.asyncio" in sys.modules:
         from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session

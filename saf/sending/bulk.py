@@ -1,9 +1,9 @@
 """Many messages by COPY, which takes half the time of an INSERT of arrays.
 
-It needs a connection of psycopg below the caller's, and no row-level security that is in force for
-the caller's role: with that, PostgreSQL copies nothing. So a database in which `saf sender` has
-rules is asked for an INSERT instead, and so are other drivers, asyncio, and few messages. Large
-messages are several of them.
+COPY needs a psycopg connection beneath the caller's, and a role without active row-level security:
+with row-level security, PostgreSQL rejects COPY FROM. So a database in which `saf sender` has rules
+gets an INSERT instead. So do other drivers, asyncio, and few messages. Many large messages take
+several INSERTs.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
     from saf.transaction import Known, Transaction
 
 MANY = 100
-"""So many messages are sent by COPY, and fewer by INSERT."""
+"""Minimum number of messages for a COPY; fewer are sent by INSERT."""
 
 LARGEST_STATEMENT = 256 * 1024 * 1024
 """Most bytes of bodies and headers in one INSERT, unless a single message has more. A server takes
-less than 1 GB, and a body that is written out as text takes twice its size."""
+less than 1 GB, and a body written out as text takes twice its size."""
 
 FORBIDDEN = "SELECT row_security_active('saf.outbox')"
 COPY = f"COPY saf.outbox ({', '.join(SENT)}) FROM STDIN"
 
 
 def copied(transaction: Transaction, rows: Sequence[Row]) -> bool:
-    """Store rows by COPY in the caller's transaction, in their order; return whether it could."""
+    """Store rows in order by COPY in the caller's transaction; False if COPY is not possible."""
     connection = transaction.below
     if connection is None or len(rows) < MANY:
         return False
     if connection.pgconn.pipeline_status != PipelineStatus.OFF:
-        return False  # a pipeline has no place for a COPY
-    # by way of the caller's library, which then knows that its transaction has begun
+        return False  # COPY is impossible in pipeline mode
+    # through the caller's library, which then knows that its transaction has begun
     ((forbidden,),) = transaction.fetch(FORBIDDEN)
     if forbidden:
         return False
-    # a cursor of our own, because the caller's may be in use
+    # a separate cursor, because the caller's may be in use
     with psycopg.Cursor(connection) as cursor, cursor.copy(COPY) as copy:
         for row in backslashes.in_rows(connection, rows):
             copy.write_row(row)
@@ -52,7 +52,7 @@ def copied(transaction: Transaction, rows: Sequence[Row]) -> bool:
 
 
 def in_statements(rows: Iterable[Row]) -> list[list[Row]]:
-    """Divide rows, in their order, among as few INSERTs as a server takes."""
+    """Divide rows, in order, among as few INSERTs as a server accepts."""
     statements: list[list[Row]] = [[]]
     size = 0
     for row in rows:
@@ -65,10 +65,10 @@ def in_statements(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def refuse_in_parts(transaction: Known, statements: Sequence[object]) -> None:
-    """Refuse several statements where each would be a transaction of its own.
+    """Reject several statements where each would be a transaction of its own.
 
     Raises:
-        InvalidMessage: with the way out; nothing is written.
+        InvalidMessage: explains the alternatives; nothing is written.
     """
     if len(statements) > 1 and transaction.commits_by_itself():
         raise InvalidMessage(

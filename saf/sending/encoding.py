@@ -1,17 +1,17 @@
-"""Bodies as JSON: the forms of values that JSON has none for, and where one has no form.
+"""Bodies as JSON: forms for values that JSON does not know, and the path of a value without one.
 
     dataclass               an object of its fields
-    pydantic model          what its ``model_dump(mode="json")`` gives
+    pydantic model          the result of its ``model_dump(mode="json")``
     Enum                    its value
     Decimal                 text with all its digits: "19.90"
     UUID                    text
     datetime, date, time    text in ISO 8601, with the offset that a datetime has
 
-An application adds forms, or changes these, by ``Outbox(encoder=…)``: a function that is asked
-first, for each value that JSON has no form for. It returns what to encode instead, or raises
-TypeError for a value that it does not know, like the ``default`` of `json.dumps`.
+An application adds forms, or changes these, by ``Outbox(encoder=…)``: a function that is called
+first, for each value that JSON does not know. Like the ``default`` of `json.dumps`, the function
+returns a value to encode instead, or raises TypeError for an unknown value.
 
-A value without a form is named by its path: ``body.items[3].price``.
+An error names a value without a form by its path: ``body.items[3].price``.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from saf.errors import InvalidMessage
 Form = Callable[[Any], object]
 
 NAMES = (str, int, float, bool, type(None))
-"""The types of what JSON takes for the name of a member; it has a form for their values too."""
+"""Types that JSON accepts as the name of a member; it has a form for their values, too."""
 
 WAY_OUT = "convert it, or let Outbox(encoder=…) do so"
 
 
 def form(value: Any) -> object:
-    """What stands in JSON for a value that JSON has no form for.
+    """Return the JSON form of a value that JSON does not know.
 
     >>> form(Decimal("19.90")), form(date(2026, 1, 2)), form(UUID(int=7))
     ('19.90', '2026-01-02', '00000000-0000-0000-0000-000000000007')
 
     Raises:
-        TypeError: it has none.
+        TypeError: the value has no form.
     """
     if isinstance(value, Enum):
         return value.value
@@ -62,12 +62,12 @@ class Encoder:
     """Encodes bodies.
 
     Args:
-        encoder: the application's own forms; see the top of this module.
+        encoder: the application's own forms; see the module's docstring.
     """
 
     def __init__(self, encoder: Form | None = None) -> None:
         self._form = form if encoder is None else _first(encoder)
-        # made once: `json.dumps` would make one for each body
+        # created once: `json.dumps` would create one for each body
         self._json = json.JSONEncoder(
             ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=self._form
         )
@@ -83,7 +83,7 @@ class Encoder:
         (b'{"order":7,"price":"1.50"}', 'application/json')
 
         Raises:
-            InvalidMessage: it has no form, or one that is not Unicode text.
+            InvalidMessage: the body has no form, or a form that is not Unicode text.
         """
         if isinstance(body, (bytes, bytearray, memoryview)):
             return bytes(body), "application/octet-stream"
@@ -102,7 +102,7 @@ class Encoder:
         return InvalidMessage("body", f"{what}{where}: {problem or why}", path=path)
 
     def fault(self, body: object) -> tuple[str, str]:
-        """The path of the first value that cannot be encoded, and what is wrong with it.
+        """Return the path of the first value that cannot be encoded, and the problem.
 
         >>> Encoder().fault({"items": [{"price": 1}, {"price": {2}}]})[0]
         'body.items[1].price'
@@ -139,7 +139,7 @@ class Encoder:
 
 
 def _first(encoder: Form) -> Form:
-    """The application's forms before ours."""
+    """Return a form that tries the application's encoder before the built-in forms."""
 
     def either(value: Any) -> object:
         try:
@@ -158,7 +158,7 @@ def _of_text(text: str, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _step(key: object) -> str:
-    """A member of an object in a path.
+    """Return the path step to a member of an object.
 
     >>> _step("price"), _step("unit price")
     ('.price', "['unit price']")
@@ -167,7 +167,7 @@ def _step(key: object) -> str:
 
 
 def _described(value: object) -> str:
-    """A value by its type; a number that is none by itself, because its type has a form.
+    """Describe a value by its type; a Decimal without a form, such as NaN, by its value.
 
     >>> _described({1}), _described(Decimal("NaN"))
     ("a value of type 'set'", 'NaN')

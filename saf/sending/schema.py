@@ -1,4 +1,4 @@
-"""The tables of what jobs of Spark send: see `saf.sending.staging`."""
+"""Tables for the messages of Spark jobs: see `saf.sending.staging`."""
 
 from __future__ import annotations
 

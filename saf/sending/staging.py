@@ -1,20 +1,19 @@
-"""Staging: what the tasks of a job send together, once, although tasks and jobs are tried again.
+"""Staging: the tasks of a job send together and once, although tasks and jobs may be retried.
 
-Each attempt of a task writes its messages into saf.staged, in one transaction of its own. Nobody
-reads them there. When the job's last task is done, `send` moves what the successful attempts have
-written to the outbox, together with a mark in saf.sink, in one transaction. So either all of a
-job's messages are sent or none, and an application that comes again with the same version, because
-it has not heard the answer, sends nothing more.
+Each attempt of a task writes its messages into saf.staged, in its own transaction. Nobody reads
+them there. When the job's last task is done, `send` moves the messages of the successful attempts
+to the outbox, together with a mark in saf.sink, in one transaction. So all messages of a job are
+sent, or none. An application that sends the same version again, because the answer was lost, sends
+nothing more.
 
-*Order.* The ids of the messages rise in the order of the attempts that are given, and within each
-attempt in the order in which its task wrote them.
+*Order.* Message ids rise in the given order of the attempts, and within an attempt in the order in
+which its task wrote the messages.
 
-*Crashes.* saf.staged is not logged: what is staged there costs half, and a crash of the server
-empties it. `send` compares how many messages there are with how many the tasks have written, and
-sends nothing if some are missing. What a job that died has left is an orphan, which `collect`
-removes.
+*Crashes.* saf.staged is unlogged: staging costs half as much, and a crash of the server empties the
+table. `send` compares the number of messages with the number that the tasks have written, and sends
+nothing if some are missing. Messages of a job that died are orphans, which `collect` removes.
 
-The functions take a psycopg connection, in autocommit.
+Functions take a psycopg connection in autocommit.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from saf.database import fetch
 from saf.errors import StagedLost
 
 MESSAGE = tuple(name for name in SENT if name != "message_id")
-"""The columns of a message that is staged; the outbox gives it its id."""
+"""Columns of a staged message; the outbox assigns its id."""
 
 ORPHAN_SECONDS = 86400.0
-"""How old, in seconds, an orphan is, which was staged and not sent: no job takes longer."""
+"""Age, in seconds, at which unsent staged messages are orphans: no job takes longer."""
 
 BEGIN = "INSERT INTO saf.staging DEFAULT VALUES RETURNING attempt"
 
-# A server whose default is off would acknowledge what a crash could still lose
+# A server whose default is off would acknowledge commits that a crash could still lose
 DURABLE = """
 SELECT CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
             THEN set_config('synchronous_commit', 'on', true) END
 """
 
-# Of two at the same time, the second waits here for the first, and then finds its mark
+# Of two concurrent sends, the second waits here for the first, and then finds its mark
 MARK = """
 INSERT INTO saf.sink AS s (application, version, messages)
 VALUES (%(application)s, %(version)s, %(messages)s)
@@ -54,13 +53,13 @@ RETURNING application
 """
 MARKED = "SELECT version FROM saf.sink WHERE application = %(application)s"
 
-# By the index, in the order in which the ids are drawn
+# In index order, so that ids are drawn in that order
 SEND = f"""
 INSERT INTO saf.outbox ({", ".join(MESSAGE)})
 SELECT {", ".join(f"CAST({name} AS {SENT[name]})" for name in MESSAGE)}
 FROM saf.staged WHERE attempt = %(attempt)s ORDER BY number
 """
-# Counted here and not by what was inserted, because a local route's trigger takes rows out
+# The count comes from here and not from the INSERT, because a local route's trigger diverts rows
 REMOVE = "DELETE FROM saf.staged WHERE attempt = ANY (%(attempts)s)"
 END = "DELETE FROM saf.staging WHERE attempt = ANY (%(attempts)s)"
 
@@ -76,7 +75,7 @@ WHERE version IS NULL AND sent_at < now() - make_interval(secs => %(seconds)s)
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What one attempt of a task has staged."""
+    """Messages that one attempt of a task has staged."""
 
     attempt: int
     messages: int
@@ -95,18 +94,18 @@ def send(
     version: int | None,
     attempts: Sequence[Attempt],
 ) -> bool:
-    """Send what some attempts have staged, in their order; False if it was sent already.
+    """Send the staged messages of some attempts, in order; False if they were already sent.
 
     Args:
         connection: to the broker.
-        what: the broker, for people.
-        application: whoever sends; it has versions of its own.
-        version: what this sends; an earlier or equal one was sent already. None: the application
-            sends only this once.
-        attempts: in the order in which their messages are to be.
+        what: the broker's name in errors.
+        application: the sender, which has its own sequence of versions.
+        version: the version to send; a version that is not higher than the last was already sent.
+            None: the application sends only once.
+        attempts: in the order in which their messages are to be sent.
 
     Raises:
-        StagedLost: some of it is not there any more; nothing was sent.
+        StagedLost: some staged messages are gone; nothing was sent.
     """
     numbers = {"attempts": [one.attempt for one in attempts]}
     messages = sum(one.messages for one in attempts)
@@ -125,13 +124,13 @@ def send(
 
 
 def sent_version(connection: psycopg.Connection[Any], application: str) -> int | None:
-    """Return the last version that an application has sent; None if there is none."""
+    """Return the last version that an application has sent; None without one."""
     found = fetch(connection, MARKED, {"application": application})
     return None if not found else found[0][0]
 
 
 def discard(connection: psycopg.Connection[Any], attempts: Iterable[int]) -> int:
-    """Remove what attempts have staged, whose job has failed; return how many messages."""
+    """Remove staged messages of a failed job's attempts; return how many."""
     numbers = {"attempts": list(attempts)}
     with connection.transaction():
         removed = connection.execute(REMOVE, numbers).rowcount
@@ -140,7 +139,7 @@ def discard(connection: psycopg.Connection[Any], attempts: Iterable[int]) -> int
 
 
 def collect(connection: psycopg.Connection[Any], seconds: float = ORPHAN_SECONDS) -> int:
-    """Remove the orphans, and marks that nobody asks for any more; return how many messages."""
+    """Remove orphans and old marks of single sends; return how many messages were removed."""
     ((orphans,),) = fetch(connection, ORPHANS, {"seconds": seconds})
     connection.execute(FORGET_MARKS, {"seconds": seconds})
     return discard(connection, orphans) if orphans else 0

@@ -1,6 +1,6 @@
-"""Signing: a target refuses what was altered between the sender and itself, or sent by others.
+"""Signing: a target rejects messages that were altered on their way, or sent by others.
 
-`saf.signing.form` says what a signature covers, and as which bytes; `saf.signing.keys` has the
-algorithms; `saf.signing.signer` signs, and `saf.signing.verifier` verifies. Requests of HTTP are
-signed as a whole: `saf.signing.webhook`.
+`saf.signing.form` defines which bytes a signature covers; `saf.signing.keys` has the algorithms;
+`saf.signing.signer` signs, and `saf.signing.verifier` verifies. HTTP requests are signed as a
+whole: `saf.signing.webhook`.
 """

@@ -1,8 +1,8 @@
-"""Keys: what signs, and what verifies. None of them shows its secret, however it is printed.
+"""Keys that sign or verify. A key never shows its secret, however it is printed.
 
-``hmac-sha256`` has one secret, which both sides know: whoever can verify can sign as well. It needs
-nothing but Python. ``ed25519`` has a private key, which only the sender knows, and a public one,
-for the receivers; it needs ``saf-outbox[signing]``.
+``hmac-sha256`` has one secret, which both sides know: every verifier can also sign. It needs only
+Python. ``ed25519`` has a private key, which only the sender knows, and a public key for the
+receivers; it needs ``saf-outbox[signing]``.
 
 A secret is the base64 of 32 bytes or more (``openssl rand -base64 32``). A key for Ed25519 is PEM
 (``openssl genpkey -algorithm ed25519``) or the base64 of its 32 bytes.
@@ -22,24 +22,24 @@ Algorithm = Literal["hmac-sha256", "ed25519"]
 
 HMAC: Algorithm = "hmac-sha256"
 KEY_BYTES = 32
-"""How many bytes a key for Ed25519 has, and a secret for HMAC at least."""
+"""Length of a key for Ed25519, and minimum length of a secret for HMAC, in bytes."""
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[bytes, bytes], bool]
-"""Whether a signature is that of some bytes."""
+"""Returns whether a signature matches the signed bytes."""
 
 
 class Key:
-    """A key that verifies, and for whom it speaks.
+    """A key that verifies, with the services that its owner may send as.
 
     Args:
         algorithm: ``hmac-sha256`` or ``ed25519``.
         material: the secret for HMAC, or the public key for Ed25519.
-        from_services: the services that its owner may send as; None: any. Name them where several
-            senders have keys, because otherwise the owner of one key may say to be another sender.
+        from_services: the services that the key's owner may send as; None: any. Set this where
+            several senders have keys, because otherwise one key's owner may pose as another sender.
 
     Raises:
-        UsageError: an unknown algorithm, or something that is no key.
+        UsageError: an unknown algorithm, or an invalid key.
         MissingExtra: Ed25519 needs a package that is not installed.
     """
 
@@ -67,16 +67,16 @@ class Key:
 
 
 def signing(algorithm: Algorithm, material: str | bytes) -> Sign:
-    """Return the function that signs with a secret, or with a private key.
+    """Return a function that signs with a secret, or with a private key.
 
     Raises:
-        UsageError: an unknown algorithm, or something that is no key.
+        UsageError: an unknown algorithm, or an invalid key.
         MissingExtra: Ed25519 needs a package that is not installed.
     """
     check_algorithm(algorithm)
     if algorithm == HMAC:
         secret = _secret(material)
-        return lambda signed: _digest(secret, signed)  # not a partial: that shows what it holds
+        return lambda signed: _digest(secret, signed)  # a partial would show its secret
     private: Any = _ed25519(material, "private")
     sign: Sign = private.sign
     return sign
@@ -107,17 +107,17 @@ def _digest(secret: bytes, signed: bytes) -> bytes:
 
 
 def _is_digest(secret: bytes, signature: bytes, signed: bytes) -> bool:
-    """Whether a signature is right; it takes the same time wherever it differs."""
+    """Return whether a signature is right, in constant time."""
     import hmac
 
     return hmac.compare_digest(signature, _digest(secret, signed))
 
 
 def check_algorithm(algorithm: object) -> None:
-    """Refuse an algorithm that is not known.
+    """Reject an unknown algorithm.
 
     Raises:
-        UsageError: it is none of them.
+        UsageError: the algorithm is unknown.
     """
     if algorithm not in get_args(Algorithm):
         known = " and ".join(map(repr, get_args(Algorithm)))
@@ -125,10 +125,10 @@ def check_algorithm(algorithm: object) -> None:
 
 
 def check_key_id(key_id: object) -> str:
-    """Return the name of a key.
+    """Return the name of a key, if it is valid.
 
     Raises:
-        UsageError: it cannot be one.
+        UsageError: the name is invalid.
     """
     if not isinstance(key_id, str) or not fits(key_id, MAX_NAME) or not key_id.isprintable():
         key_id = None
@@ -148,7 +148,7 @@ def _secret(material: str | bytes) -> bytes:
 
 
 def _bytes(material: str | bytes) -> bytes | None:
-    """The bytes of a key that is given as base64, or as it is; None if it is neither."""
+    """Return the bytes of a key that is given as base64, or as bytes; None if it is neither."""
     if isinstance(material, bytes):
         return material
     try:
@@ -158,7 +158,7 @@ def _bytes(material: str | bytes) -> bytes | None:
 
 
 def _ed25519(material: str | bytes, what: Literal["private", "public"]) -> object:
-    """A private or public key of the library, from PEM or from 32 bytes."""
+    """Return a private or public key of the library, from PEM or from 32 bytes."""
     try:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519

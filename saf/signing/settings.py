@@ -1,4 +1,4 @@
-"""``[signing]`` of saf.toml: the key that an application signs with, and those that it knows.
+"""``[signing]`` of saf.toml: the key that an application signs with, and the keys that it knows.
 
     [signing]
     key_id = "shop-2026"
@@ -10,9 +10,9 @@
     public_key_file = "/etc/saf/shop-2026.pub"
     from_services = ["shop"]
 
-A sender needs the first table, and a receiver the others. Forwarders need neither, so they leave
-all of it unread, but for the names of the settings. Secrets are `pydantic.SecretStr`: nothing that
-prints settings shows them, and no error quotes what is in their place.
+A sender needs the first table, and a receiver the others. Forwarders need neither, so they check
+only the names of the settings. Secrets are `pydantic.SecretStr`: nothing that prints settings shows
+them, and no error quotes a value given in their place.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class _Table(BaseModel):
 
 
 class VerifyingKey(_Table):
-    """A key that senders sign with, by the name that they know it by."""
+    """A key that senders sign with, under the name that both sides know."""
 
     algorithm: Algorithm
-    """What the key is for."""
+    """Algorithm of the key."""
     secret: SecretStr | None = None
     """For HMAC: the secret, in base64, as `${NAME}`."""
     secret_file: Path | None = None
-    """Instead: a file with the secret."""
+    """Alternatively, a file with the secret."""
     public_key: str | None = None
     """For Ed25519: the public key, as PEM or in base64."""
     public_key_file: Path | None = None
-    """Instead: a file with the public key."""
+    """Alternatively, a file with the public key."""
     from_services: tuple[str, ...] | None = None
-    """The services that its owner may send as; by default, any."""
+    """Services that the key's owner may send as. Default: any."""
 
     @pydantic.model_validator(mode="after")
     def _has_one_key(self) -> VerifyingKey:
@@ -59,7 +59,7 @@ class VerifyingKey(_Table):
         return self
 
     def key(self) -> Key:
-        """The key. Raises a UsageError if it is none."""
+        """Return the key. Raises a UsageError if it is invalid."""
         text, file = self.secret, self.secret_file
         if self.algorithm == HMAC:
             material = _material(text, file, "secret_file")
@@ -70,26 +70,26 @@ class VerifyingKey(_Table):
 
 
 class Signing(_Table):
-    """The key that an application signs with; forwarders do not read it. See security.md."""
+    """Key that an application signs with; forwarders do not read it. See security.md."""
 
     key_id: str | None = Field(default=None, min_length=1)
-    """The name of the key; receivers know it by this name."""
+    """Name of the key; receivers know it by this name."""
     algorithm: Algorithm | None = None
-    """What the key is for."""
+    """Algorithm of the key."""
     secret: SecretStr | None = None
     """The secret for HMAC, in base64, or the private key for Ed25519, as `${NAME}`."""
     secret_file: Path | None = None
-    """Instead: a file with it."""
+    """Alternatively, a file with the secret or the private key."""
     redirected_from: tuple[str, ...] = ()
-    """The routers whose messages a receiver takes though they were sent to another service."""
+    """Routers whose messages a receiver accepts although they were sent to another service."""
     keys: dict[str, VerifyingKey] = Field(default_factory=dict)
-    """The keys that a receiver verifies with, by their names."""
+    """Keys that a receiver verifies with, by their names."""
 
     def signer(self) -> Signer:
-        """What signs.
+        """Return the signer.
 
         Raises:
-            UsageError: there is no key to sign with, or what should be one is none.
+            UsageError: a setting is missing, or the key is invalid.
         """
         missing = [name for name in ("key_id", "algorithm") if getattr(self, name) is None]
         if (self.secret is None) == (self.secret_file is None):
@@ -101,10 +101,10 @@ class Signing(_Table):
         )
 
     def known(self) -> Keys:
-        """What verifies.
+        """Return the keys that a receiver verifies with.
 
         Raises:
-            UsageError: there is no key to verify with, or what should be one is none.
+            UsageError: keys are missing, or one is invalid.
         """
         if not self.keys:
             raise UsageError("to verify, there is a table [signing.keys.NAME] for each key")
@@ -122,7 +122,7 @@ class Signing(_Table):
 def _material(text: SecretStr | None, file: Path | None, setting: str) -> str | bytes:
     if text is not None:
         return text.get_secret_value()
-    assert file is not None  # noqa: S101 - one of the two is there
+    assert file is not None  # noqa: S101 - one of the two is set
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:

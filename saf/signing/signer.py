@@ -1,8 +1,8 @@
-"""The signer: signs messages before they are written, so that a send stays one INSERT.
+"""The signer: signs messages before they are written, so that a send stays a single INSERT.
 
-The signature is in the header ``saf-signature``: with the key's name, the service that the message
-was sent to, and ``expires_at`` if it has one, because both may be other ones when it arrives. It
-covers them (`saf.signing.form`).
+The signature is in the header ``saf-signature``, with the key's name, the service that the message
+was sent to, and ``expires_at`` if set, because the last two may have changed when the message
+arrives. The signature covers them (`saf.signing.form`).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from saf.signing.form import (
 from saf.signing.keys import Algorithm, check_key_id, signing
 
 NO_DIALOG: dict[str, Any] = {"conversation_id": None, "from_initiator": None, "sequence": None}
-"""The facts of a message that belongs to no conversation."""
+"""Facts of a message that belongs to no conversation."""
 
 
 class Signer:
     """Signs messages with one key.
 
     Args:
-        key_id: names the key; receivers know it by this name.
+        key_id: name of the key; receivers know it by this name.
         algorithm: ``hmac-sha256`` or ``ed25519``.
         material: the secret for HMAC, or the private key for Ed25519.
 
     Raises:
-        UsageError: an unknown algorithm, or something that is no key.
+        UsageError: an unknown algorithm, or an invalid key.
         MissingExtra: Ed25519 needs a package that is not installed.
     """
 
@@ -59,10 +59,10 @@ class Signer:
 
         Args:
             row: the message as the INSERT stores it.
-            facts: what it has besides, if it belongs to a conversation.
+            facts: further facts of a message that belongs to a conversation.
 
         Raises:
-            InvalidMessage: its headers cannot be signed, or become too large.
+            InvalidMessage: the headers cannot be signed, or become too large.
         """
         try:
             headers = covered(read_headers(row.headers))
@@ -95,7 +95,7 @@ class Signer:
 def row_facts(
     row: Row, key_id: str, headers: Mapping[str, Any], body_sha256: str
 ) -> dict[str, Any]:
-    """The facts of a message that was sent, without those of a conversation."""
+    """Return the facts of a sent message, without those of a conversation."""
     return {
         "key_id": key_id,
         "message_id": str(row.message_id),

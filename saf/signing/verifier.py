@@ -1,22 +1,22 @@
-"""The verifier: says of a received message who has signed it, or why it must not be handed out.
+"""The verifier: finds the key that signed a received message, or the reason to refuse it.
 
 A message is refused if
 
-    `UNSIGNED`      it is not signed, and has to be
-    `UNKNOWN_KEY`   by a key that is not known here, if it has to be signed; or by one whose owner
-                    may not speak for its ``from_service``
-    `ALTERED`       its signature is not that of what has arrived: something was altered, or it was
-                    redirected to another service, or it was sent to another broker
+    `UNSIGNED`      it is not signed, and must be
+    `UNKNOWN_KEY`   its key is not known here, and it must be signed; or the key's owner may not
+                    speak for its ``from_service``
+    `ALTERED`       its signature does not match: the message was altered, redirected to another
+                    service, or sent to another broker
 
-Which algorithm a signature has is the key's to say, never the message's. Nothing that a message
-says of itself is believed before its signature is found to be right.
+The key determines the algorithm of a signature, never the message. Nothing in a message is trusted
+before its signature is verified.
 
-Two things may be other ones than when the message was signed:
+Two values may have changed since the message was signed:
 
-- *The service.* A router redirects messages. They are taken if the service that they were sent to
-  is among `Keys.redirected_from`.
-- *``expires_at``*, which `saf dead retry` removes, because a person says that the message is still
-  of use. Without it, a message is taken until the time that was signed; later, only if it was
+- *The service.* A router redirects messages. They are accepted if the service that they were sent
+  to is among `Keys.redirected_from`.
+- *``expires_at``*, which `saf dead retry` removes, because an operator finds the message still
+  useful. Without it, a message is accepted until the time that was signed; later, only if it was
   retried here.
 """
 
@@ -46,21 +46,21 @@ from saf.signing.form import (
 from saf.signing.keys import Key, check_key_id
 
 UNSIGNED, UNKNOWN_KEY, ALTERED = "unsigned", "unknown_key", "altered"
-"""The reasons of dead letters that were refused."""
+"""Reasons of dead letters that were refused."""
 
 MOMENT = re.compile(r"-?\d{1,20}")
 
 
 class Keys(Mapping[str, Key]):
-    """The keys that a receiver knows, by their names. Several may be valid at a time.
+    """Keys that a receiver knows, by their names. Several may be valid at a time.
 
     Args:
-        keys: each by its key_id.
-        redirected_from: the routers whose messages are taken too: services that a message may have
-            been sent to, before a router has redirected it here.
+        keys: the keys by their key_id.
+        redirected_from: routers whose messages are accepted, too: services that a message may have
+            been sent to before a router redirected it here.
 
     Raises:
-        UsageError: there is none, or one of them is no `Key`.
+        UsageError: keys are missing, or a value is not a `Key`.
     """
 
     def __init__(self, keys: Mapping[str, Key], *, redirected_from: Collection[str] = ()) -> None:
@@ -91,19 +91,19 @@ class Keys(Mapping[str, Key]):
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """Which messages a receiver takes.
+    """Messages that a receiver accepts.
 
     Raises:
-        UsageError: messages have to be signed, and there is no key.
+        UsageError: messages must be signed, and no keys are given.
     """
 
     keys: Keys
     required: bool
-    """Whether a message that nobody has signed is refused."""
+    """True if unsigned messages are refused."""
 
     @classmethod
     def of(cls, keys: Mapping[str, Key] | None, *, required: bool) -> Trust | None:
-        """The trust that a receiver's arguments say; None: it takes everything, unverified."""
+        """Return the trust that a receiver's arguments define; None: accept messages unverified."""
         if keys is None and required:
             raise UsageError(
                 "require_signed needs the keys that senders sign with: keys={'shop': saf.Key(…)}, "
@@ -115,7 +115,7 @@ class Trust:
 
 
 class Refusal(NamedTuple):
-    """Why a message is not handed out."""
+    """Reason why a message is not handed out."""
 
     reason: str
     error: str
@@ -127,22 +127,22 @@ class _Refused(Exception):
 
 
 class _Unproven(_Refused):
-    """Nobody knows who has sent a message, which is a reason only if it has to be known."""
+    """The sender of a message is unknown: a reason to refuse it only if it must be signed."""
 
 
 class Verifier:
-    """Verifies the messages that one broker, by its broker_id, has received."""
+    """Verifies the messages that one broker, given by its broker_id, has received."""
 
     def __init__(self, *, trust: Trust, broker: UUID) -> None:
         self.trust = trust
         self.broker = broker
 
     def __call__(self, message: Received, body_sha256: str | None = None) -> str | Refusal | None:
-        """Return the key that has signed a message; None if it may be handed out without one.
+        """Return the key that has signed a message; None if the message may be handed out unsigned.
 
         Args:
-            message: as it was received.
-            body_sha256: the hash of its body, if that is not in hand.
+            message: the message as received.
+            body_sha256: the hash of its body, if the body is not in memory.
         """
         try:
             return self._signed_by(message, body_sha256)
@@ -177,7 +177,7 @@ class Verifier:
         return str(key_id)
 
     def _check_address(self, message: Received, to: str) -> None:
-        """Refuse a message that was sent to somebody else."""
+        """Reject a message that was sent to another broker or service."""
         if message.to_broker not in (None, self.broker):
             raise _Refused(
                 ALTERED, f"it was sent to broker {message.to_broker}, and this is {self.broker}"
@@ -200,12 +200,12 @@ def _headers(message: Received) -> dict[str, Any]:
 
 
 def _signature(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a signature."""
+    """Return the parts of a signature."""
     said = headers.get(SIGNATURE)
     match said:
         case None:
             raise _Unproven(UNSIGNED, "it is not signed")
-        # a Number is a text too
+        # a Number is also a str
         case {"version": Number(), "key": str(key), "to": str(to), "value": str(value)} if not any(
             isinstance(one, Number) for one in (key, to, value)
         ):
@@ -218,7 +218,7 @@ def _signature(headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts(message: Received) -> dict[str, Any]:
-    """What a signature covers of a message, as it has arrived, apart from headers and body."""
+    """Return the covered facts of a message as it has arrived, without headers and body."""
     return {
         "message_id": str(message.message_id),
         "from_service": message.from_service,
@@ -228,7 +228,7 @@ def _facts(message: Received) -> dict[str, Any]:
         "conversation_id": message.conversation_id and str(message.conversation_id),
         "from_initiator": message.from_initiator,
         "sequence": message.sequence,
-        # that of a dialog's message is its receiver's
+        # in a dialog's message, deliver_at belongs to the receiver
         "deliver_at": None
         if message.from_initiator is not None
         else microseconds(message.deliver_at),
@@ -236,12 +236,12 @@ def _facts(message: Received) -> dict[str, Any]:
 
 
 def _check_expiry(message: Received, said: Mapping[str, Any]) -> None:
-    """Refuse a message whose time is not the one that was signed."""
+    """Reject a message whose expires_at is not the signed one."""
     signed, now = said.get("expires_at"), time.time_ns() // 1000
     if signed is not None and not (isinstance(signed, Number) and MOMENT.fullmatch(signed)):
         raise _Refused(ALTERED, f"its {SIGNATURE} is not one")
     if message.expires_at is None and signed is not None:
-        # retried by a person: here, or on its way
+        # retried by an operator: here, or on its way
         if message.parked_id is None and int(signed) < now:
             raise _Refused(ALTERED, "its expires_at was removed after it had passed")
         return
@@ -267,5 +267,5 @@ def _service(name: str | None) -> str:
 
 
 def _short(name: str) -> str:
-    """A name as errors quote it: a stranger may have made it as long as the headers can be."""
+    """Quote a name for errors: a stranger may have made it as long as the headers can be."""
     return repr(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}…")

@@ -1,11 +1,11 @@
-"""Signatures of Standard Webhooks: HMAC-SHA256 over id, time and body, by a shared secret.
+"""Standard Webhooks signatures: HMAC-SHA256 over id, time and body, with a shared secret.
 
-    webhook-id          the message's id, the same with every attempt
-    webhook-timestamp   when it was sent, in seconds since 1970
-    webhook-signature   v1,BASE64, one for each secret, with spaces between them
+    webhook-id          the message's id, the same in every attempt
+    webhook-timestamp   time of sending, in seconds since 1970
+    webhook-signature   v1,BASE64, one for each secret, separated by spaces
 
-A secret is ``whsec_`` and base64. While it is rotated, a sender signs with both, and a receiver
-accepts either. See https://www.standardwebhooks.com.
+A secret is ``whsec_`` and base64. During a rotation, a sender signs with both secrets, and a
+receiver accepts either. See https://www.standardwebhooks.com.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from saf.errors import NotVerified, UsageError
 
 PREFIX = "whsec_"
 SHORTEST, LONGEST = 24, 64
-"""How many bytes a secret has."""
+"""Shortest and longest secret, in bytes."""
 TOLERANCE_SECONDS = 300.0
 Body = bytes | bytearray | memoryview
 ID, TIMESTAMP, SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
 LENGTH = 44
-"""How many characters a signature has: the base64 of 32 bytes."""
+"""Length of a signature: the base64 of 32 bytes."""
 NOT_RIGHT = "no signature in it is right"
 
 
 def key_of(secret: str) -> bytes:
-    """The key that a secret stands for.
+    """Return the key that a secret encodes.
 
     Raises:
-        UsageError: it is none. The error does not say the secret.
+        UsageError: the secret is invalid. The error does not contain it.
     """
     try:
         key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
@@ -48,7 +48,7 @@ def key_of(secret: str) -> bytes:
 
 
 def sign(message_id: str, timestamp: int, body: Body, keys: Iterable[bytes]) -> dict[str, str]:
-    """The headers that sign a body.
+    """Return the headers that sign a body.
 
     >>> key = key_of("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     >>> body = b'{"test": 2432232314}'
@@ -71,18 +71,18 @@ def verify(
     tolerance_seconds: float = TOLERANCE_SECONDS,
     now: float | None = None,
 ) -> str:
-    """Return the id of a webhook whose signature is right; the same id stands for the same message.
+    """Return the id of a webhook with a valid signature; the same id means the same message.
 
     Args:
-        headers: of the request; names are compared without case.
-        body: exactly as it came.
-        secrets: one or several, any of which may have signed.
-        tolerance_seconds: how far the sender's clock may be from this one's.
-        now: seconds since 1970; by default, by this machine's clock.
+        headers: the request's headers; names are compared without case.
+        body: the body, exactly as received.
+        secrets: one or several secrets; any may have signed.
+        tolerance_seconds: largest difference between the sender's clock and this one.
+        now: seconds since 1970. Default: this machine's clock.
 
     Raises:
-        NotVerified: it was not signed by any of the secrets, or not now.
-        UsageError: a secret is none.
+        NotVerified: none of the secrets has signed the request, or the time is out of range.
+        UsageError: a secret is invalid.
     """
     keys = [key_of(one) for one in ([secrets] if isinstance(secrets, str) else secrets)]
     if not keys:
@@ -103,10 +103,10 @@ def stated(
     tolerance_seconds: float = TOLERANCE_SECONDS,
     now: float | None = None,
 ) -> tuple[str, str, list[str]]:
-    """Return the id, the time and the signatures that headers state; the body may not be there yet.
+    """Return id, time and signatures from the headers, before the body is received.
 
     Raises:
-        NotVerified: whatever the body is, this is no signature of now.
+        NotVerified: the headers cannot be valid now, whatever the body is.
     """
     named = {name.lower(): value for name, value in headers.items()}
     missing = [name for name in (ID, TIMESTAMP, SIGNATURE) if not named.get(name)]

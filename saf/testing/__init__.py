@@ -1,18 +1,18 @@
-"""A test kit for applications, as a pytest plugin: docs/testing.md has the examples.
+"""A test kit for applications, as a pytest plugin; docs/testing.md has examples.
 
     pytest_plugins = ["saf.testing"]         in the conftest.py at the root
 
 Fixtures:   `saf_database`, `saf_new_database`, `saf_template`, `saf_outbox`, `saf_drain`,
             `saf_clock`, `saf_server`
-Their types: `Database`, `Copies`, `Sent`, `Drain`, `Clock`, `Databases`
+Types:       `Database`, `Copies`, `Sent`, `Drain`, `Clock`, `Databases`
 Errors:     `DrainFailed`
 
-A project names the plugin itself; it is not found by an entry point, because pytest would import it
-into every run of every project that has this package installed. Importing it is cheap: Alembic,
-Arrow and the embedded server are imported by the first fixture that needs them.
+A project names the plugin itself. It has no entry point, because pytest would import it into
+every test run of every project that has this package installed. Importing the plugin is cheap:
+the first fixture that needs them imports Alembic, Arrow and the embedded server.
 
-PYTEST_DONT_REWRITE: there is no assert in here whose values pytest would have to show, and a
-conftest.py may import from here before it names the plugin.
+PYTEST_DONT_REWRITE: no assert in here has values that pytest would need to show, and a conftest.py
+may import from here before it names the plugin.
 """
 
 from saf.testing.clock import Clock

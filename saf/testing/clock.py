@@ -1,21 +1,22 @@
-"""Letting time pass: all times that make something due are moved back.
+"""Letting time pass: move back all times at which something becomes due.
 
-SQL decides what is due, by the clock of the database, which no test can set. So an hour passes when
-everything that saf has stored has happened an hour earlier, and is due an hour earlier:
+SQL decides when something is due, by the database's clock, which no test can set. So to let an hour
+pass, everything that saf has stored is moved an hour into the past, and becomes due an hour
+earlier:
 
     outbox, inbox           created_at, deliver_at, expires_at; the inbox also received_at
     parked, dead_letter     created_at, deliver_at, expires_at
-    backoff                 since; next_attempt_at, unless a person or a handler is waited for
+    backoff                 since; next_attempt_at, unless it waits for an operator or a handler
     member                  joined_at, lease_until
     conversation            created_at, changed_at, expires_at
 
-Everything else stays: the application's tables, unless columns of them are named; what is not
-committed; and the times that tell batches apart (``opened_at``, and with it ``parked_at`` and
-``dead_letter_at``, which are compared with it). Whether a message in an open batch of the outbox
-has expired depends on the time at which the batch was opened. That time does not move, and neither
-does such a message's ``expires_at``: a batch that is read again has the same messages. A signed
-message with ``deliver_at`` or ``expires_at`` is refused if it waits meanwhile: it was signed with
-other times.
+Everything else stays: the application's tables, except for named columns; uncommitted rows; and the
+times that tell batches apart (``opened_at``, and ``parked_at`` and ``dead_letter_at``, which are
+compared with it). Whether a message in an open batch of the outbox has expired depends on the time
+at which the batch was opened. That time does not move, and neither does the message's
+``expires_at``: a batch that is read again has the same messages. A signed message with
+``deliver_at`` or ``expires_at`` is refused if time passes while it waits, because it was signed
+with other times.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ MOVED = {
     "member": ("joined_at", "lease_until"),
     "conversation": ("created_at", "changed_at", "expires_at"),
 }
-"""The columns of the schema saf that move, by table."""
+"""Columns of the schema saf that move, by table."""
 
-# What becomes of these rows is settled by the time at which their batch was opened
+# The time at which their batch was opened decides about these rows
 IN_HAND = """
 EXISTS (SELECT FROM saf.cursor c JOIN saf.subscription s USING (subscription_id)
         WHERE s.log = 'outbox' AND c.shard = outbox.shard AND c.open IS NOT NULL
@@ -77,8 +78,8 @@ class Clock:
         """Let time pass in every database of the test.
 
         Args:
-            days, hours, minutes, seconds: how much time passes, in total; more than nothing.
-            columns: columns of the application's tables that move as well: ``"orders.due_at"``,
+            days, hours, minutes, seconds: the time that passes, in total; must be positive.
+            columns: columns of the application's tables to move, too, e.g. ``"orders.due_at"``,
                 with a schema in front if needed. Each database must have them.
 
         Raises:

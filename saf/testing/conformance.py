@@ -11,14 +11,14 @@
         def stored(self, settings):
             return lambda: [...]
 
-You give the fixtures that have no default here; their docstrings say what is expected. A test does
-not ask of a kind what its `saf.destinations.Capabilities` exclude. It then checks what holds
-instead: that it is refused, or that it is harmless. No test is skipped.
+Provide the fixtures that have no default here; their docstrings define the results. A test
+does not require what a kind's `saf.destinations.Capabilities` exclude. Then it checks instead that
+the operation is rejected, or that it is harmless. No test is skipped.
 
 A kind calls ``fail_point("mom_insert")`` before it commits, and ``fail_point("mom_commit")`` after
-it (`saf.failpoints`): tests kill it there. They also kill it at any moment.
+the commit (`saf.failpoints`): tests kill it there, and also at arbitrary moments.
 
-It needs the extra ``forwarder``, and no source database: the chunks are made here.
+It needs the extra ``forwarder``, and no source database: the tests build chunks themselves.
 """
 
 from __future__ import annotations
@@ -69,20 +69,20 @@ class DestinationConformance:
     """The conformance suite of destinations; a subclass runs it for one kind."""
 
     columns: Sequence[str] = COLUMNS
-    """The columns that the destination stores of a message; by default, all."""
+    """Columns of a message that the destination stores. Default: all."""
 
-    # Yours
+    # Fixtures to provide
 
     @pytest.fixture
     def settings(self) -> DestinationSettings:
-        """A destination of your kind: reachable, empty, and used by this test only."""
+        """A destination of your kind: reachable, empty, and used only by this test."""
         raise NotImplementedError("give the fixture `settings`")
 
     @pytest.fixture
     def stored(self) -> Read:
         """A function that returns all stored messages, oldest first, as mappings of ``columns``.
 
-        ``headers`` is JSON text; a UUID is a `uuid.UUID`, and a time has its zone.
+        ``headers`` is JSON text; a UUID is a `uuid.UUID`, and times have a time zone.
         """
         raise NotImplementedError("give the fixture `stored`")
 
@@ -93,29 +93,29 @@ class DestinationConformance:
 
     @pytest.fixture
     def refused(self) -> DestinationSettings:
-        """The same destination with a login that it refuses, or a place that it may not use."""
+        """The same destination with a login that it rejects, or a place that it may not use."""
         raise NotImplementedError("give the fixture `refused`")
 
     @pytest.fixture
     def know(self) -> Callable[[str], None]:
-        """A function that tells the destination of a service; needed if it `knows_services`."""
+        """A function that tells the destination of a service; needed with `knows_services`."""
         raise NotImplementedError("give the fixture `know`: the kind knows services")
 
     @pytest.fixture
     def rejected(self) -> Row | None:
-        """The columns of a message that the destination rejects; None if it rejects none."""
+        """The columns of a message that the destination rejects; None if it rejects no message."""
         return None
 
-    # What tests use
+    # Fixtures that tests use
 
     @pytest.fixture
     def forwarder(self) -> Forwarder:
-        """A source that sends in one shard after the other."""
+        """A source that sends, spreading messages over its shards."""
         return Forwarder()
 
     @pytest.fixture
     def destination(self, settings: DestinationSettings) -> Iterator[Destination]:
-        """The destination, open."""
+        """The destination, opened."""
         with closing(settings.open("conformance")) as one:
             yield one
 
@@ -137,7 +137,7 @@ class DestinationConformance:
         stored: Read,
         learnt: bool,
     ) -> None:
-        """If the answer to the commit was lost, the source does not know what is stored."""
+        """If the answer to the commit was lost, the source does not know about the stored chunk."""
         rows = forwarder.messages(10)
         first = _store(settings, forwarder.chunk(rows))
         if learnt:
@@ -188,7 +188,7 @@ class DestinationConformance:
     def test_it_says_how_far_the_lanes_of_a_chunk_are_stored(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
     ) -> None:
-        """It also stores nothing of the chunk, whoever asks."""
+        """Asking for marks stores nothing of the chunk, for any caller."""
         rows = forwarder.messages(10)
         _store(settings, forwarder.chunk(rows[:5]))
         first = forwarder.learn(_store(settings, forwarder.chunk(rows[:7])))
@@ -201,7 +201,7 @@ class DestinationConformance:
     def test_an_empty_chunk_is_taken(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
     ) -> None:
-        """This also fences whoever was the owner before."""
+        """Storing an empty chunk also fences the previous owner."""
         rows = forwarder.messages(2)
         zombie = forwarder.chunk(rows)
         forwarder.epoch += 1
@@ -225,7 +225,7 @@ class DestinationConformance:
             with pytest.raises(Fenced):
                 _store(settings, zombie)
         else:
-            with suppress(Fenced):  # it may notice, but does not promise to
+            with suppress(Fenced):  # fencing here is allowed, but not promised
                 _store(settings, zombie)
         self._is_there(settings, stored, rows)
 
@@ -239,7 +239,7 @@ class DestinationConformance:
         lane: Kind | None,
         quality: str,
     ) -> None:
-        """What is parked, or sent at most once, may be dealt with elsewhere by the new owner."""
+        """The new owner may handle parked or at-most-once messages elsewhere."""
         rows = forwarder.messages(4, shard=0)
         zombie = forwarder.chunk(rows[:2], lane=lane, prefix=quality)
         forwarder.epoch += 1
@@ -256,7 +256,7 @@ class DestinationConformance:
         before = dict(forwarder.known)
         marks = forwarder.learn(_store(settings, forwarder.chunk(rows))).marks
         if not settings.capabilities.exactly_once:
-            assert marks == {}  # there is nothing to compare
+            assert marks == {}  # nothing to compare
             return
         assert set(marks) == {("", shard) for shard in range(SHARDS)}
         assert settings.known("conformance", forwarder.source, role="test").marks == marks
@@ -281,9 +281,9 @@ class DestinationConformance:
         lane: Kind | None,
         quality: str,
     ) -> None:
-        """It would send such a message again, and the marks would say that it is stored."""
+        """It would send such a message again, while the marks show it as stored."""
         if not settings.capabilities.exactly_once:
-            return  # there are no marks
+            return  # it has no marks
         rows = forwarder.messages(4, shard=0)
         how = {"exactly_once": quality == MAIN}
         forwarder.learn(_store(settings, forwarder.chunk(rows[:1])))
@@ -298,7 +298,7 @@ class DestinationConformance:
             with pytest.raises(Ahead):
                 _store(settings, forwarder.chunk(rows[2:3], lane=lane, prefix=quality), **how)
         forwarder.set_aside_at = {0: [CREATED_AT, later]}
-        for row in rows[2:]:  # also after the mark says the later one
+        for row in rows[2:]:  # also after the mark has the later time
             _store(settings, forwarder.chunk([row], lane=lane, prefix=quality), **how)
         assert set(_ids(stored())) == set(_ids(rows))
 
@@ -313,7 +313,7 @@ class DestinationConformance:
         with start(settings, [chunk], fail_point=point) as victim:
             assert victim.stdout is not None
             victim.stdout.read()
-            assert victim.wait(timeout=120) in (-signal.SIGKILL, 0)  # 0: it has no such point
+            assert victim.wait(timeout=120) in (-signal.SIGKILL, 0)  # 0: the kind lacks this point
         _store(settings, chunk)
         self._is_there(settings, stored, rows)
 
@@ -343,7 +343,7 @@ class DestinationConformance:
     def test_of_two_that_store_the_same_at_the_same_time_nothing_is_there_twice(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
     ) -> None:
-        """A task is run twice: neither run is older than the other."""
+        """A task runs twice at the same time: neither run is older than the other."""
         rows = forwarder.messages(80)
         chunks = [forwarder.chunk(rows[first : first + 4]) for first in range(0, 80, 4)]
         with start(settings, chunks) as one, start(settings, chunks) as other:
@@ -482,7 +482,7 @@ class DestinationConformance:
             destination.store(forwarder.chunk(rows[3:]), exactly_once=once)
         self._is_there(settings, stored, rows)
 
-    # What others ask of it
+    # Identity and contents
 
     def test_it_is_the_same_one_whoever_asks(
         self, settings: DestinationSettings, destination: Destination
@@ -530,7 +530,7 @@ class DestinationConformance:
 def _store(
     settings: DestinationSettings, chunk: Chunk, *, exactly_once: bool | None = None
 ) -> Stored:
-    """Store a chunk as a process of its own would."""
+    """Store a chunk as a separate process would."""
     once = settings.capabilities.exactly_once if exactly_once is None else exactly_once
     with closing(settings.open("conformance")) as destination:
         return destination.store(chunk, exactly_once=once)

@@ -1,12 +1,12 @@
 """The forwarder's cycle without Spark: the same source, routing, delivery and cursors.
 
-It needs the extra ``forwarder``, for Arrow, but no Java. It leaves out what Spark adds: processes,
-and Arrow through the JVM. It keeps the same promises of delivery, in milliseconds.
+It needs the extra ``forwarder``, for Arrow, but no Java. It has no separate processes and no Arrow
+through the JVM, as Spark has. It keeps the same promises of delivery, in milliseconds.
 """
 
 from __future__ import annotations
 
-import saf.engine.task  # noqa: F401 - whoever lacks Arrow gets to know at once
+import saf.engine.task  # noqa: F401 - fails immediately without Arrow
 from saf.database import Dsn
 from saf.destinations.identities import Identities
 from saf.destinations.postgresql import Postgresql
@@ -24,7 +24,7 @@ def forwarding_rules(
     chunk_rows: int = 1000,
     **destinations: Dsn | DestinationSettings,
 ) -> ForwardingRules:
-    """Rules for small deliveries without a second attempt; the first destination is the default.
+    """Return rules for small deliveries without retries; the first destination is the default.
 
     A dsn stands for the inbox in that database, with this quality of service.
     """
@@ -55,13 +55,13 @@ class Cycle:
         self.work: list[Work] = []
 
     def open(self, parts: int = 1) -> list[Work]:
-        """Open batches of what is pending, as so many items of work."""
+        """Open batches of pending messages, split into ``parts`` items of work."""
         self.broker.tend()
         self.work = [part for w in self.broker.open_work(self.default) for part in w.split(parts)]
         return self.work
 
     def deliver(self) -> list[Receipt]:
-        """Run the tasks, one after the other."""
+        """Run the tasks one after the other."""
         with surveyed(self.work) as work:
             return [
                 receipt
@@ -70,7 +70,7 @@ class Cycle:
             ]
 
     def close(self, receipts: list[Receipt]) -> None:
-        """Close the batches that are complete."""
+        """Close the complete batches."""
         self.broker.note(receipts)
         self.broker.close([self.work[r.work] for r in receipts if r.complete and not r.closed])
 

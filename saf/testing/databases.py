@@ -1,7 +1,7 @@
-"""Databases for tests: fresh copies of one migrated template, on an embedded or a given server.
+"""Databases for tests: fresh copies of a migrated template, on an embedded or a given server.
 
-The template is migrated once. Each copy is a broker of its own, with its own identity. Names hold a
-token of this process, so that any number of processes may share one server.
+The template is migrated once. Each copy is a broker with its own identity. Names contain a token of
+this process, so that any number of processes may share one server.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
 PREFIX = "saf_test"
-"""The prefix of the names of all databases that are made here on a given server."""
+"""Prefix of the names of all databases that are created here on a given server."""
 
 LONGEST_NAME = 30
-"""How many bytes of the name that a test gives are in a database's name."""
+"""Length, in bytes, to which the name given by a test is cut within a database's name."""
 
 QUICK = {
     "fsync": False,
@@ -41,19 +41,19 @@ QUICK = {
     "max_connections": 200,
     "max_prepared_transactions": 20,
     "jit": False,
-    "shared_preload_libraries": "plpgsql",  # which else each session loads anew for its triggers
+    "shared_preload_libraries": "plpgsql",  # otherwise loaded by each session with triggers
 }
-"""Settings for a server whose data nobody needs after a crash, and whose statements are short."""
+"""Settings for a server with short statements, whose data is not needed after a crash."""
 
-# Idle sessions are left over from preparing the template; a session at work makes the copy fail
+# Idle sessions are left over from preparing the template; a busy session makes the copy fail
 LET_GO = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE datname = %(database)s AND state = 'idle' AND pid <> pg_backend_pid()
 """
-# Copying by file is quicker without fsync
+# Copying files is faster without fsync
 COPY = "CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy"
 DROP = "DROP DATABASE {} WITH (FORCE)"
-# A copy needs an identity of its own, because it has its template's
+# A copy starts with its template's identity, so it needs a new one
 NAME = "UPDATE saf.broker SET broker_id = gen_random_uuid(), name = %(name)s"
 PREPARED = "SELECT gid FROM pg_prepared_xacts WHERE database = %(database)s"
 
@@ -63,16 +63,16 @@ class Database:
     """A broker's database in a test."""
 
     dsn: Dsn
-    """The dsn, for `saf.receive`, `saf.Worker` and others of this library."""
+    """Connection string, for `saf.receive`, `saf.Worker` and other functions of this library."""
 
     @property
     def conninfo(self) -> str:
-        """The dsn as text, for `psycopg.connect`."""
+        """Connection string as text, for `psycopg.connect`."""
         return self.dsn.conninfo
 
     @property
     def url(self) -> str:
-        """The URL for SQLAlchemy's ``create_engine`` and ``create_async_engine``."""
+        """URL for SQLAlchemy's ``create_engine`` and ``create_async_engine``."""
         import sqlalchemy as sa
 
         rest = {name: str(value) for name, value in self.dsn.parts.items()}
@@ -86,7 +86,7 @@ class Database:
 
     @cached_property
     def engine(self) -> sa.Engine:
-        """A SQLAlchemy engine, one for the whole test."""
+        """SQLAlchemy engine, the same for the whole test."""
         import sqlalchemy as sa
 
         return sa.create_engine(self.url)
@@ -102,10 +102,10 @@ class Database:
 
 
 class Databases:
-    """Makes databases on one server, and drops them.
+    """Creates databases on one server, and drops them.
 
     Args:
-        server: the dsn of any database there, of a user who may create databases.
+        server: the dsn of any database on the server, with a user who may create databases.
     """
 
     def __init__(self, server: Dsn) -> None:
@@ -115,14 +115,14 @@ class Databases:
         self._kept: psycopg.Connection[Any] | None = None
 
     def close(self) -> None:
-        """Close the connection to the server, which is kept from one database to the next."""
+        """Close the connection to the server, which is otherwise reused for all databases."""
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.close()
 
     def create(self, name: str, template: str = "template0") -> Database:
-        """Copy a template; the copy's name begins with `PREFIX` and holds ``name``."""
-        # PostgreSQL would cut a longer one by itself, and we would not find it again
+        """Copy a template; the copy's name begins with `PREFIX` and contains ``name``."""
+        # PostgreSQL would silently cut a longer name, and the database would not be found again
         readable = name.encode()[:LONGEST_NAME].decode(errors="ignore")
         database = f"{PREFIX}_{self._token}_{next(self._number)}_{readable}"
         self._run(LET_GO, {"database": template})
@@ -130,7 +130,7 @@ class Databases:
         return Database(Dsn(make_conninfo(self.server.conninfo, dbname=database)))
 
     def create_broker(self, name: str, template: Database) -> Database:
-        """Copy a migrated template, and give the copy an identity of its own."""
+        """Copy a migrated template, and give the copy its own identity."""
         template.let_go()
         broker = self.create(name, template.dsn.database)
         with broker.connect() as connection:
@@ -138,10 +138,10 @@ class Databases:
         return broker
 
     def drop(self, database: Database) -> None:
-        """Drop a database, even if someone is connected to it."""
+        """Drop a database, even if clients are connected to it."""
         database.let_go()
         name = database.dsn.database
-        # a prepared transaction would keep the database from being dropped
+        # a prepared transaction would prevent the drop
         if prepared := self._run(PREPARED, {"database": name}).fetchall():
             with database.connect(autocommit=True) as there:
                 for (gid,) in prepared:
@@ -157,13 +157,13 @@ class Databases:
             except psycopg.OperationalError:
                 if not self._kept.closed:
                     raise
-        # the first one, or the server was started anew
+        # the first connection, or the server was restarted
         self._kept = self.server.connect(role="test", autocommit=True)
         return self._kept.execute(statement, values)
 
 
 class Copies:
-    """The brokers of one test: fresh copies of a template, which are dropped after the test."""
+    """The brokers of one test: fresh copies of a template, dropped after the test."""
 
     def __init__(self, databases: Databases, template: Database) -> None:
         if not isinstance(template, Database):
@@ -175,22 +175,22 @@ class Copies:
         self._template = template
 
     def __call__(self, name: str) -> Database:
-        """Make one more; ``name`` is its broker's name."""
+        """Create another broker with this name."""
         self.all.append(self._databases.create_broker(name, self._template))
         return self.all[-1]
 
     def drop(self) -> None:
-        """Drop them all."""
+        """Drop all of the test's databases."""
         while self.all:
             self._databases.drop(self.all.pop())
 
 
 @contextmanager
 def embedded_server(version: int = DEFAULT_VERSION) -> Iterator[EmbeddedServer]:
-    """Run a quick server, and delete its data afterwards.
+    """Run a fast server, and delete its data afterwards.
 
     Raises:
-        MissingExtra: no PostgreSQL to embed is installed.
+        MissingExtra: no embedded PostgreSQL is installed.
     """
     try:
         programs(version)
@@ -203,6 +203,6 @@ def embedded_server(version: int = DEFAULT_VERSION) -> Iterator[EmbeddedServer]:
         server.start()
         yield server
     finally:
-        # nobody needs its data
+        # the data is not needed any more
         server.stop_immediately()
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,16 +1,16 @@
-"""A drain: it forwards and handles what is pending, here and now, until nothing is due.
+"""A drain: forwards and handles pending messages synchronously, until nothing is due.
 
     drained = saf_drain(worker)
     assert drained.handled == 1
 
-It runs the forwarder's cycle without Spark (see `saf.testing.cycle`) and the workers' own code in
-turns, in this process and thread: what a handler sends is forwarded and handled too. A broker is
-its own MOM store unless another database is named.
+It alternates between the forwarder's cycle without Spark (see `saf.testing.cycle`) and the workers'
+own code, in this process and thread: messages that a handler sends are forwarded and handled, too.
+A broker is its own MOM store unless another database is given.
 
-It fails if anything is left behind, because a test wants to know; the cause of its error is the
-exception of the first handler that raised. What failed is set aside as in production;
-``errors="park"`` is for tests about that. Messages that are delayed (``deliver_at``) or have
-expired are no failure; `saf.testing.clock` lets their time come.
+It fails if messages are left behind; the cause of its error is the exception of the first handler
+that raised. Failed messages are set aside as in production; ``errors="park"`` serves tests of that.
+Delayed messages (``deliver_at``) and expired ones are not failures; `saf.testing.clock` lets their
+time come.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from saf.testing.cycle import Cycle
 
 ROUNDS = 100
-"""After so many rounds, messages that cause other messages are taken to go round in circles."""
+"""Rounds after which messages that cause other messages are taken for an endless loop."""
 
 COUNTS = """
 SELECT (SELECT count(*) FROM saf.parked), (SELECT count(*) FROM saf.dead_letter),
        (SELECT coalesce(max(dead_letter_id), 0) FROM saf.dead_letter)
 """
 
-# Reads the first message of each waiting lane, which is the one that has failed
+# Reads the first message of each waiting lane, which has failed
 LEFT_BEHIND = f"""
 SELECT message_id, to_service, key, messages, error FROM (
     SELECT DISTINCT ON (subscription_id, {THE_LANE})
@@ -57,7 +57,7 @@ FROM saf.dead_letter WHERE dead_letter_id > %(known)s AND reason <> 'expired'
 
 @dataclass(frozen=True, kw_only=True)
 class Drained:
-    """How many messages a drain has forwarded, handled and set aside."""
+    """Number of messages that a drain has forwarded, handled and set aside."""
 
     forwarded: int
     """Messages stored in an inbox."""
@@ -70,7 +70,7 @@ class Drained:
 
 
 class DrainFailed(AssertionError):
-    """A drain has left messages behind; its cause is the exception of the first handler, if any."""
+    """A drain has left messages behind; its cause is the first handler's exception, if any."""
 
 
 class Drain:
@@ -85,17 +85,16 @@ class Drain:
         to: Database | Mapping[str, Database] | None = None,
         errors: Literal["raise", "park"] = "raise",
     ) -> Drained:
-        """Forward what is pending, let the workers handle it, and so on until nothing is due.
+        """Forward pending messages and let workers handle them, repeatedly, until nothing is due.
 
         Args:
-            workers: the workers that handle messages; their engines must lead to this drain's
-                databases.
-            to: where to forward to. None: the same database; or another database; or several by the
-                names in rows of saf.route, of which the first is the default.
-            errors: "park" to go on when something fails, instead of failing as well.
+            workers: workers that handle messages, with engines for this drain's databases.
+            to: destination. None: the same database; or another database; or several databases by
+                the names in rows of saf.route, the first being the default.
+            errors: "park" to continue after failures, without failing at the end.
 
         Raises:
-            DrainFailed: a message failed, or messages go round in circles.
+            DrainFailed: a message failed, or messages cause each other in an endless loop.
             MissingExtra: Arrow is not installed.
             UsageError: a worker receives from another database.
         """
@@ -156,7 +155,7 @@ def _forward(cycle: Cycle) -> list[Receipt]:
 
 
 def _refuse_elsewhere(worker: Loop, databases: list[Database]) -> None:
-    """Refuse a worker of the application that was made for its real database."""
+    """Reject a worker of the application that was made for its real database."""
     with worker._equipped(), worker._connected() as link:
         name = link.raw.info.dbname
     if name not in [database.dsn.database for database in databases]:

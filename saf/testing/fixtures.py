@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def saf_server(pytestconfig: pytest.Config) -> Iterator[Databases]:
-    """Makes databases on the server of this run."""
+    """Creates databases on the server of this run."""
     asked = pytestconfig.getoption("--saf-dsn") or os.environ.get(VARIABLE)
     given = asked or pytestconfig.getini("saf_dsn")
     with ExitStack() as running:
@@ -39,8 +39,8 @@ def saf_server(pytestconfig: pytest.Config) -> Iterator[Databases]:
 
 @pytest.fixture(scope="session")
 def saf_template(saf_server: Databases) -> Iterator[Database]:
-    """The migrated database that each test gets copies of; override it to add your own tables."""
-    from saf.broker.migrate import migrate  # and with it Alembic
+    """The migrated template of each test's databases; override it to add your own tables."""
+    from saf.broker.migrate import migrate  # imports Alembic
 
     template = saf_server.create("template")
     migrate(template.dsn)
@@ -50,7 +50,7 @@ def saf_template(saf_server: Databases) -> Iterator[Database]:
 
 @pytest.fixture
 def saf_new_database(saf_server: Databases, saf_template: Database) -> Iterator[Copies]:
-    """Makes further databases like `saf_database`, by name."""
+    """Creates further databases like `saf_database`, by name."""
     copies = Copies(saf_server, saf_template)
     yield copies
     copies.drop()
@@ -58,19 +58,19 @@ def saf_new_database(saf_server: Databases, saf_template: Database) -> Iterator[
 
 @pytest.fixture
 def saf_database(saf_new_database: Copies) -> Database:
-    """A fresh database of the test's own."""
+    """A fresh database for this test."""
     return saf_new_database("app")
 
 
 @pytest.fixture
 def saf_outbox(saf_database: Database) -> Sent:
-    """Assertions on what the test has sent."""
+    """Assertions on the messages that the test has sent."""
     return Sent(saf_database)
 
 
 @pytest.fixture
 def saf_drain(saf_database: Database) -> Drain:
-    """Forwards and handles what is pending."""
+    """Forwards and handles pending messages."""
     return Drain(saf_database)
 
 

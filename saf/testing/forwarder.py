@@ -1,4 +1,4 @@
-"""What a forwarder gives a destination, without a source database: for the conformance suite."""
+"""A forwarder's input for a destination, without a source database: for the conformance suite."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CREATED_AT = datetime(2026, 1, 31, 11, 59, 59, 1, tzinfo=UTC)
 Row = dict[str, Any]
 
 DIALOG = "of a dialog"
-"""What is hard only for those that take messages of dialogs."""
+"""Entry of `HARD` for destinations that take messages of dialogs."""
 
 HARD: Mapping[str, Row] = {
     "as little as there can be": {"key": None, "body": b"", "headers": None},
@@ -52,11 +52,11 @@ HARD: Mapping[str, Row] = {
         "message_type": "//example.com/ordered",
     },
 }
-"""What is hard to keep as it is on the way, by name: columns of a message."""
+"""Columns of messages that are hard to transport unchanged, by name."""
 
 
 class Forwarder:
-    """Gives chunks to a destination: a source, its open batch, and what the source remembers."""
+    """Makes chunks for a destination: a source, its open batch, and the marks that it remembers."""
 
     def __init__(self) -> None:
         self.source = uuid4()
@@ -68,7 +68,7 @@ class Forwarder:
         self._id = 0
 
     def message(self, **columns: Any) -> Row:
-        """Make the next message of the outbox; by default, in shard 0."""
+        """Return the next message of the outbox; by default in shard 0."""
         self._id += 1
         row = dict.fromkeys(MESSAGES.names) | {
             "id": self._id,
@@ -83,14 +83,14 @@ class Forwarder:
         return row | columns
 
     def messages(self, count: int, **columns: Any) -> list[Row]:
-        """Make so many messages, in all shards in turn, unless the shard is given."""
+        """Return ``count`` messages, in all shards in turn unless a shard is given."""
         return [
             self.message(**{"shard": number % SHARDS, "key": f"k{number % SHARDS}", **columns})
             for number in range(count)
         ]
 
     def chunk(self, rows: Sequence[Row], *, lane: Kind | None = None, **fields: Any) -> Chunk:
-        """Make a chunk of messages of the open batch."""
+        """Return a chunk of messages of the open batch."""
         columns: dict[str, list[Any]] = {
             name: [row[name].bytes if isinstance(row[name], UUID) else row[name] for row in rows]
             for name in MESSAGES.names
@@ -119,11 +119,11 @@ class Forwarder:
         )  # fmt: skip
 
     def next_batch(self) -> None:
-        """Close the batch, and open another one."""
+        """Close the batch, and open the next."""
         self.number += 1
         self.opened_at += timedelta(seconds=1)
 
     def learn(self, stored: Stored) -> Stored:
-        """Remember what the destination has acknowledged."""
+        """Remember the marks that the destination has acknowledged."""
         self.known |= stored.marks
         return stored

@@ -1,12 +1,12 @@
-"""The messages in the outbox of a test's database, and assertions on them.
+"""The messages in the outbox of a test's database, with assertions on them.
 
     saf_outbox.one(to_service="billing", body={"order": 7})      exactly one; returns it
     saf_outbox.none(to_service="shipping")
     saf_outbox.all(key="A-1")                                    a list, in the order of sending
 
 Only committed messages count, and of these only pending ones, unless ``include_forwarded`` is true.
-A body is compared as its content type says: JSON by its value. A failed assertion shows what was
-there instead, the most similar messages first.
+Bodies are compared by their content type: JSON by its value. A failed assertion shows the existing
+messages instead, the most similar first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from saf.received import WITH_READABLE, Received, expressions
 from saf.testing.databases import Database
 
 SHOWN_MESSAGES, SHOWN_CHARACTERS = 5, 200
-"""What a failed assertion shows at most: how many messages, and characters of each value."""
+"""Most messages that a failed assertion shows, and most characters of each value."""
 
 SENT = f"""
 SELECT {expressions(source="NULL::uuid")} FROM (SELECT {WITH_READABLE} FROM saf.outbox) AS o
@@ -47,15 +47,15 @@ WHERE database = (SELECT oid FROM pg_database WHERE datname = current_database()
 
 
 class Match(TypedDict, total=False):
-    """What a message must have; what is not named may be anything."""
+    """Criteria for a message; omitted fields match any value."""
 
     to_service: str
     body: object
-    """The body: equal after decoding, or the same bytes."""
+    """Body: equal after decoding, or the same bytes."""
     key: str | None
     message_type: str | None
     headers: Mapping[str, Any]
-    """Headers that it must have, among others."""
+    """Headers that the message must have, among others."""
     from_service: str | None
     to_broker: UUID | None
     deliver_at: object
@@ -69,15 +69,15 @@ class Sent:
         self._database = database
 
     def all(self, *, include_forwarded: bool = False, **match: Unpack[Match]) -> list[Received]:
-        """The messages that match, in the order in which they were sent."""
+        """Return the matching messages, in the order in which they were sent."""
         _check(match)
         return [one for one in self._read(include_forwarded) if not _differences(one, match)]
 
     def one(self, *, include_forwarded: bool = False, **match: Unpack[Match]) -> Received:
-        """The only message that matches; it fails if there is another number of them.
+        """Return the only message that matches; fail if several or none do.
 
         Raises:
-            AssertionError: no message matches, or several do.
+            AssertionError: no message matches, or several match.
         """
         __tracebackhide__ = True
         found = self.all(include_forwarded=include_forwarded, **match)
@@ -131,7 +131,7 @@ class Sent:
 
 
 def decoded(message: Received) -> object:
-    """Decode a body as its content type says; without one, as JSON or text if it is that."""
+    """Decode a body by its content type; without one, as JSON or text if possible."""
     kind = (message.content_type or "").partition(";")[0].strip().lower()
     try:
         if not kind or kind == "application/json" or kind.endswith("+json"):
@@ -145,7 +145,7 @@ def decoded(message: Received) -> object:
 
 
 def _differences(message: Received, match: Match) -> list[str]:
-    """The names in ``match`` by which a message does not match."""
+    """Return the names in ``match`` by which a message differs."""
     return [name for name, wanted in match.items() if not _has(message, name, wanted)]
 
 
@@ -166,7 +166,7 @@ def _has(message: Received, name: str, wanted: Any) -> bool:
 
 
 def _headers(message: Received) -> object:
-    """The headers by name; as text if they cannot be decoded."""
+    """Return the headers by name; as text if they cannot be decoded."""
     try:
         return message.headers
     except UnreadableHeaders:
@@ -174,7 +174,7 @@ def _headers(message: Received) -> object:
 
 
 def _shown(message: Received, match: Match) -> str:
-    """A message in a complaint: what it is, and how it differs from what was wanted."""
+    """Show a message in a complaint: its fields, and how it differs from the wanted one."""
     fields = {**message.stored(), "headers": _headers(message), "body": decoded(message)}
     known = ("to_service", "key", "message_type", "body")
     lines = ["  - " + _named({name: fields[name] for name in known if fields[name] is not None})]
@@ -190,7 +190,7 @@ def _named(values: Mapping[str, Any]) -> str:
 
 
 def _cut(value: object) -> str:
-    """A value for people, cut if it is long.
+    """Show a value, cut if it is long.
 
     >>> _cut({"order": 7}), len(_cut("x" * 1000)) < 250
     ("{'order': 7}", True)

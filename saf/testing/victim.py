@@ -1,7 +1,7 @@
-"""A process that stores chunks at a destination, and may be killed while it does.
+"""A process that stores chunks at a destination, and may be killed on the way.
 
-It reads from stdin what to store, and writes a line for each chunk that is stored. `start` starts
-one, for `saf.testing.conformance`.
+It reads settings and chunks from stdin, and writes a line for each stored chunk. `start` starts the
+process, for `saf.testing.conformance`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ READY, STORED = "ready", "stored"
 def start(
     settings: DestinationSettings, chunks: Sequence[Chunk], *, fail_point: str = ""
 ) -> subprocess.Popen[bytes]:
-    """Start it in a process group of its own; ``fail_point``: where it kills itself."""
+    """Start the process in its own process group; it kills itself at ``fail_point``."""
     process = subprocess.Popen(  # noqa: S603 - our own program
         [sys.executable, "-c", PROGRAM],
         stdin=subprocess.PIPE,
@@ -38,7 +38,7 @@ def start(
         },
         start_new_session=True,
     )
-    assert process.stdin is not None  # noqa: S101 - it is a pipe
+    assert process.stdin is not None  # noqa: S101 - a pipe
     with process.stdin as given:
         pickle.dump((settings, list(chunks)), given)
     return process

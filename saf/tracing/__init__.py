@@ -1,10 +1,10 @@
-"""Traces: messages carry the context in which they were sent, and saf goes on with it.
+"""Traces: messages carry the context in which they were sent, and saf continues their traces.
 
-It is OpenTelemetry's, by its API alone: who records spans, and where they go, is the application's
-to set up. saf never imports OpenTelemetry in a process that has not; there, `on` is false, and
-everything here does nothing. `carried` is about what messages carry, `spans` about what is recorded
-while they are forwarded, received and dispatched, `log_lines` about the log.
+Traces use OpenTelemetry, through its API alone: the application configures who records spans, and
+where they go. saf never imports OpenTelemetry in a process that has not; there, `on` is false, and
+everything here does nothing. `carried` handles the headers of messages; `spans` records forwarding,
+receiving and dispatching; `log_lines` adds trace ids to the log.
 
-Nothing here raises, whatever a message carries: what is malformed, too long or no text counts as
-absent.
+Nothing here raises, whatever a message carries: malformed, overlong or non-text values count as
+missing.
 """

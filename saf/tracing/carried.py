@@ -1,8 +1,8 @@
-"""What a message carries: the context of its sender, in its headers.
+"""The sender's context, carried in a message's headers.
 
-The propagators of OpenTelemetry say which headers these are: by default `traceparent`, `tracestate`
-and `baggage` of the W3C. They are written once, by whoever sends the message, and nobody changes
-them on the way. A header that the application gives by itself wins.
+OpenTelemetry's propagators define the headers: by default W3C's `traceparent`, `tracestate` and
+`baggage`. The sender writes them once, and nothing changes them on the way. A header that the
+application sets itself takes precedence.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 log = Log("saf.tracing")
 
 LOADED = "opentelemetry.context"
-"""What is imported wherever there is a context."""
+"""Module that is loaded wherever a context exists."""
 
 BAGGAGE = "baggage"
 
 LONGEST = 8192
-"""The longest value of a header that is carried or heeded; what W3C allows for baggage."""
+"""Longest value of such a header, in characters, to write or to read; W3C's limit for baggage."""
 
 LARGE = 16 * 1024
-"""Headers of more characters get no context: so none makes them too large to be stored."""
+"""Longer headers get no context, so that a context never makes them too large to be stored."""
 
 
 def on() -> bool:
-    """Whether this process has loaded OpenTelemetry; if not, there is no context anywhere."""
+    """Return whether this process has loaded OpenTelemetry; if not, no context exists."""
     return LOADED in sys.modules
 
 
 def with_context(headers: str, given: Mapping[str, Any] | None) -> str:
-    """Add the current context to the headers of a message that is about to be sent.
+    """Add the current context to the headers of a message to be sent.
 
     Args:
         headers: the headers as a JSON object that is not empty.
-        given: the headers that the application has given; these win.
+        given: the headers that the application has set; they take precedence.
     """
     if LOADED not in sys.modules:
         return headers
@@ -53,14 +53,14 @@ def with_context(headers: str, given: Mapping[str, Any] | None) -> str:
         return headers
     taken = {name.lower() for name in given or ()}
     if taken & (fields() - {BAGGAGE}):
-        # of a trace that the application has chosen: ours has nothing to do with it
+        # they belong to a trace that the application has chosen, unrelated to the current one
         taken |= fields() - {BAGGAGE}
     new = {name: one for name, one in current().items() if name.lower() not in taken}
     return f"{headers[:-1]}, {json.dumps(new)[1:]}" if new else headers
 
 
 def current() -> dict[str, str]:
-    """The current context, as headers."""
+    """Return the current context as headers."""
     from opentelemetry import propagate
 
     carrier: dict[str, str] = {}
@@ -70,7 +70,7 @@ def current() -> dict[str, str]:
 
 
 def context_of(headers: str | None) -> Context | None:
-    """The context that a message carries, by its headers as JSON text; None if it carries none."""
+    """Return the context in a message's headers, given as JSON text; None if they have none."""
     carrier = carrier_of(headers)
     if not carrier:
         return None
@@ -83,9 +83,9 @@ def context_of(headers: str | None) -> Context | None:
 
 
 def carrier_of(headers: str | None) -> dict[str, str]:
-    """Those headers of a message, given as JSON text, that carry a context.
+    """Return the headers of a message, given as JSON text, that carry a context.
 
-    Their values are printable ASCII, and not long; others are left out.
+    Only short values of printable ASCII are returned.
     """
     if headers is None or not on():
         return {}
@@ -104,7 +104,7 @@ def carrier_of(headers: str | None) -> dict[str, str]:
 
 
 def fields() -> frozenset[str]:
-    """The names of the headers that carry a context, in small letters."""
+    """Return the names, in lower case, of the headers that carry a context."""
     from opentelemetry import propagate
 
     return frozenset(name.lower() for name in propagate.get_global_textmap().fields)
@@ -112,10 +112,10 @@ def fields() -> frozenset[str]:
 
 @contextmanager
 def harmless() -> Iterator[None]:
-    """Let nothing that a propagator raises leave the block; the log says it once in a process."""
+    """Suppress all errors of a propagator; log each type once per process."""
     try:
         yield
-    except UnicodeError:  # an application's baggage that is no text
+    except UnicodeError:  # an application's baggage is not text
         pass
     except Exception as error:
         _say(f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."))
@@ -127,7 +127,7 @@ def _say(kind: str) -> None:
 
 
 def _heeded(value: object) -> bool:
-    r"""Whether a value may be that of a header that carries a context.
+    r"""Return whether a value is valid in a header that carries a context.
 
     >>> _heeded("userId=alice"), _heeded("a\nb"), _heeded("ü"), _heeded(7), _heeded("a" * 9000)
     (True, False, False, False, False)

@@ -1,4 +1,4 @@
-"""The log's lines say which trace they belong to."""
+"""Trace ids in the lines of the log."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 def trace_ids(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Add ``trace_id`` and ``span_id`` of the current span: a processor of structlog.
 
-    The commands of saf use it. An application that configures structlog puts it in front of its
-    renderer.
+    saf's commands use it. An application that configures structlog puts it before its renderer.
     """
     if on():
         from opentelemetry import trace
@@ -28,7 +27,7 @@ def trace_ids(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMap
 
 
 def trace_of(message: Received) -> dict[str, str]:
-    """The field that says which trace a message belongs to; none if it carries no context."""
+    """Return the trace id of a message as a field for the log; empty without a context."""
     context = context_of(message.headers_text)
     if context is None:
         return {}

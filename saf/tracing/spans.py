@@ -1,16 +1,16 @@
-"""Spans: what is recorded while messages are forwarded, received, handled and dispatched.
+"""Spans: recorded while messages are forwarded, received, handled and dispatched.
 
     send DESTINATION        a chunk that is stored at a destination; links to its messages
     receive SUBSCRIPTION    a delivery of `saf.receive` or `saf.areceive`; links to its messages
-    process SUBSCRIPTION    a message that is handled, in its sender's trace; several that are
-                            handled by one call are linked to
-    dispatch ENDPOINT       a request of a dispatcher, in its message's trace, which goes on at the
-                            endpoint; links where it has several messages
+    process SUBSCRIPTION    a message that is handled, in its sender's trace; with links instead if
+                            one call handles several messages
+    dispatch ENDPOINT       a request of a dispatcher, in its message's trace, which continues at
+                            the endpoint; with links instead if it has several messages
 
-Names and attributes are those of OpenTelemetry's semantic conventions for messaging, as of
-`SCHEMA`; what these have no word for begins with ``saf.``. At most `MOST_LINKS` messages are linked
-to, and only by spans that are recorded. A span that ends with an exception says its type; its text
-is in the log, which knows what to hide.
+Names and attributes follow OpenTelemetry's semantic conventions for messaging, as of `SCHEMA`;
+attributes that they do not define begin with ``saf.``. Only recorded spans have links, to at most
+`MOST_LINKS` messages. A span that ends with an exception has the exception's type; its text is only
+in the log, which knows what to hide.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 SCHEMA = "https://opentelemetry.io/schemas/1.44.0"
 
 MOST_LINKS = 32
-"""How many messages a span links to at most."""
+"""Most messages that a span links to."""
 
 MOST_LOOKED_AT = 1024
-"""How many messages of a chunk, spread over it, are searched for such as carry a context."""
+"""Most messages of a chunk, spread evenly, that are searched for a context."""
 
 Carried = tuple[bytes | UUID, str | None]
 """A message's id, and its headers as JSON text."""
@@ -45,7 +45,7 @@ Carried = tuple[bytes | UUID, str | None]
 
 @contextmanager
 def forwarding(destination: str, rows: Any) -> Iterator[None]:
-    """Run the block that stores a chunk, a table of Arrow, at a destination."""
+    """Run the block that stores a chunk, an Arrow table, at a destination."""
     if not on():
         yield
         return
@@ -58,7 +58,7 @@ def forwarding(destination: str, rows: Any) -> Iterator[None]:
 
 @contextmanager
 def receiving(subscription: str, messages: Sequence[Received]) -> Iterator[None]:
-    """Run the block in which an application works on a delivery; an empty one has no span."""
+    """Run the block in which an application processes a delivery; an empty delivery has no span."""
     if not on() or not messages:
         yield
         return
@@ -90,8 +90,8 @@ def traced(message: Received) -> Iterator[None]:
                 with saf.traced(message):
                     …
 
-    What the block records and sends goes on with the trace, and the sender's baggage is there.
-    Workers and processors do so by themselves. Without OpenTelemetry, this does nothing.
+    The block's spans and messages continue the trace, and the sender's baggage is available.
+    Workers and processors do this themselves. Without OpenTelemetry, this does nothing.
     """
     with processing(message.service, [message]):
         yield
@@ -104,7 +104,7 @@ class Dispatched:
         self._span = span
 
     def going_on(self, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """The headers of the request, with those by which the endpoint goes on with the trace."""
+        """Return the request's headers, with those that continue the trace at the endpoint."""
         if self._span is None:
             return headers
         carrier = current()
@@ -113,7 +113,7 @@ class Dispatched:
         return {**kept, **carrier}
 
     def answered(self, status: int | None, problem: str | None) -> None:
-        """Note the status of HTTP, if there is an answer, and what the problem was, if any."""
+        """Record the HTTP status, if there was an answer, and the problem, if any."""
         if self._span is None:
             return
         if status is not None:
@@ -124,7 +124,7 @@ class Dispatched:
 
 @contextmanager
 def dispatching(endpoint: str, messages: Sequence[Received]) -> Iterator[Dispatched]:
-    """Run the block that sends messages to an endpoint by one request."""
+    """Run the block that sends messages to an endpoint in one request."""
     if not on():
         yield Dispatched()
         return
@@ -140,7 +140,7 @@ def _about(
     where: str,
     more: Mapping[str, AttributeValue],
 ) -> Iterator[Span]:
-    """A span of a consumer: in the trace of its only message, or with links to several."""
+    """Open a consumer's span: in the trace of its only message, or with links to several."""
     if len(messages) == 1:
         (one,) = messages
         parent = context_of(one.headers_text)
@@ -155,7 +155,7 @@ def _about(
 
 
 @contextmanager
-def _span(  # noqa: PLR0917 - each is a different thing
+def _span(  # noqa: PLR0917 - all are different
     operation: str,
     type_: str,
     kind: str,
@@ -178,7 +178,7 @@ def _span(  # noqa: PLR0917 - each is a different thing
             f"{operation} {where}",
             kind=trace.SpanKind[kind],
             attributes=attributes,
-            # their texts may hold what nobody may see
+            # their texts may contain data that must stay hidden
             record_exception=False,
             set_status_on_exception=False,
         ) as span:
@@ -207,7 +207,7 @@ def _of_subscription(subscription: str, message: Received) -> dict[str, Attribut
 
 
 def _of(message: Received) -> dict[str, AttributeValue]:
-    """What a span says of its only message: no key, and nothing of its content."""
+    """Return a span's attributes for its only message: no key, and nothing of its content."""
     said: dict[str, AttributeValue] = {
         "messaging.message.id": str(message.message_id),
         "messaging.message.body.size": message.size,
@@ -225,7 +225,7 @@ def _carried(messages: Sequence[Received]) -> Iterator[Carried]:
 
 
 def _sampled(rows: Any) -> Iterator[Carried]:
-    """Some messages of a chunk that may carry a context; Arrow looks for them."""
+    """Return some messages of a chunk that may carry a context; Arrow searches for them."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -242,7 +242,7 @@ def _sampled(rows: Any) -> Iterator[Carried]:
 
 
 def _link(span: Span, messages: Iterator[Carried]) -> None:
-    """Link to messages; whatever goes wrong with that is never the messages' fault."""
+    """Link to messages; errors are suppressed, because no message is to blame for them."""
     with harmless():
         _link_to(span, messages)
 

@@ -1,17 +1,16 @@
-"""Access: who a visitor is, and what they may do.
+"""Access: identifies visitors and decides about their rights.
 
-*By token.* Whoever knows ``[ui] token`` may view, and with ``operate_token`` operate. A login makes
-a session with a new random id, whatever cookie the browser had before. The cookie holds nothing
-else; it is HttpOnly and SameSite=Lax. Where the browser came by https it is Secure, and its name
-begins so that no other host, and nobody without https, can set it. Who is wrong too often is not
-listened to for a while (`saf.ui.attempts`).
+*By token.* The holder of ``[ui] token`` may view, and the holder of ``operate_token`` may also
+operate. A login creates a session with a new random id, whatever cookie the browser had before. The
+cookie contains nothing else; it is HttpOnly and SameSite=Lax. Over https it is also Secure, and its
+name has a prefix that keeps other hosts, and sites without https, from setting it. After too many
+wrong tokens, an address is ignored for a while (`saf.ui.attempts`).
 
-*By a reverse proxy.* It logs people in by itself, and names them in the header ``[ui]
-user_header``. That is believed only from an address in ``[ui] proxies``; a request from elsewhere
-that has the header is like one that has not. Nobody is answered who asks for a host that is not
-known (`saf.ui.guard`).
+*By a reverse proxy.* The proxy logs users in, and names them in the header ``[ui] user_header``.
+The header is trusted only from an address in ``[ui] proxies``, and ignored from elsewhere. Requests
+for an unknown host are rejected (`saf.ui.guard`).
 
-*Forms* carry a token that only the pages of the same session, or user, have (CSRF).
+*Forms* carry a token that is only in the pages of the same session, or user (CSRF).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LONGEST_NAME = 200
 
 
 class Role(StrEnum):
-    """What a visitor may do."""
+    """Permissions of a visitor."""
 
     VIEW = "view"
     OPERATE = "operate"
@@ -44,18 +43,18 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Visitor:
-    """Somebody who is logged in."""
+    """A logged-in user."""
 
     name: str
-    """For the audit."""
+    """Name for the audit."""
     role: Role
     csrf: str
     by_proxy: bool = False
-    """The reverse proxy logs them in and out."""
+    """True if the reverse proxy logs the user in and out."""
 
     @property
     def operates(self) -> bool:
-        """Whether they may change anything."""
+        """True if the visitor may change anything."""
         return self.role is Role.OPERATE
 
 
@@ -66,11 +65,11 @@ class Session:
     name: str
     role: Role
     until: float
-    """By the monotonic clock."""
+    """End of the session, by the monotonic clock."""
 
 
 class Access:
-    """Logs visitors in and out, and knows them again. Safe to use from several threads."""
+    """Logs visitors in and out, and recognises them. Safe to use from several threads."""
 
     def __init__(self, ui: Ui, *, write: bool) -> None:
         self._ui = ui
@@ -82,11 +81,11 @@ class Access:
 
     @property
     def by_token(self) -> bool:
-        """Whether anybody can log in here."""
+        """True if login by token is configured."""
         return bool(self._ui.token or self._ui.operate_token)
 
     def visitor(self, request: HTTPConnection) -> Visitor | None:
-        """Return who makes a request; None if they are not logged in."""
+        """Return the visitor of a request; None without a login."""
         if (name := self._named_by_proxy(request)) is not None:
             operates = "*" in self._ui.operators or name in self._ui.operators
             role = self._role(operates=operates)
@@ -99,13 +98,13 @@ class Access:
         return Visitor(name=session.name, role=session.role, csrf=self._csrf(f"session {number}"))
 
     def cookie(self, request: HTTPConnection) -> str:
-        """Return the name of the cookie that has the session of a request."""
+        """Return the name of the session's cookie for a request."""
         if not self.secure(request):
             return COOKIE
         return f"__Secure-{COOKIE}" if request.scope.get("root_path") else f"__Host-{COOKIE}"
 
     def address(self, request: HTTPConnection) -> str:
-        """Return where a request comes from, as far as a proxy that is believed says so."""
+        """Return the address of a client, as reported by a trusted proxy if there is one."""
         said = request.headers.getlist("x-forwarded-for")
         if said and self._from_proxy(request):
             return said[-1].rpartition(",")[2].strip()  # what the nearest proxy has seen
@@ -134,14 +133,14 @@ class Access:
             self._sessions.pop(request.cookies.get(self.cookie(request), ""), None)
 
     def secure(self, request: HTTPConnection) -> bool:
-        """Whether the browser came by https, as far as a proxy that is believed says so."""
+        """Return whether the browser uses https, as reported by a trusted proxy if there is one."""
         if self._from_proxy(request):
             said = request.headers.get("x-forwarded-proto", request.url.scheme)
             return said == "https"
         return request.url.scheme in ("https", "wss")
 
     def right_csrf(self, visitor: Visitor, given: str) -> bool:
-        """Whether a form comes from a page of the visitor's own."""
+        """Return whether a form comes from one of the visitor's own pages."""
         return hmac.compare_digest(visitor.csrf.encode(), given.encode())
 
     def _role(self, *, operates: bool) -> Role:
@@ -154,13 +153,13 @@ class Access:
         if self._ui.user_header is None or not self._from_proxy(request):
             return None
         values = request.headers.getlist(self._ui.user_header)
-        if len(values) != 1:  # a second one may be somebody else's
+        if len(values) != 1:  # a second value may be forged
             return None
         return values[0].strip()[:LONGEST_NAME] or None
 
     def _from_proxy(self, request: HTTPConnection) -> bool:
         if request.client is None:
-            return True  # a unix socket's, which only who may write to it reaches
+            return True  # a unix socket: file permissions protect it
         try:
             address = ipaddress.ip_address(request.client.host)
         except ValueError:

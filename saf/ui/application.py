@@ -1,10 +1,9 @@
-"""The application: which page is where, who may see it, and what happens to a form.
+"""The application: addresses of pages, access to them, and processing of forms.
 
-A page is a function of a visit. It runs in a thread, because it asks databases. Whoever is not
-logged in is sent to the login, and comes back from there to where they wanted to be, within this
-dashboard only. What changes anything is a POST with the CSRF token of its session, from the same
-origin, by somebody who may operate. Who logs in or out, who is wrong at it, and who is refused
-something is logged; tokens are not.
+A page is a function of a visit. It runs in a thread, because it queries databases. Visitors who are
+not logged in are redirected to the login, and afterwards to the page they wanted, within this
+dashboard only. Changes need a POST with the session's CSRF token, from the same origin, by a
+visitor who may operate. Logins, logouts, wrong tokens and refusals are logged; tokens are not.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ Page = Callable[[Visit], Response]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 MOST_BYTES = 1 << 20
-"""The largest form."""
+"""Size of the largest form, in bytes."""
 WRONG_TOKEN_SECONDS = 0.5
-"""How long a wrong token is thought about."""
+"""Delay of the answer to a wrong token, in seconds."""
 
 log = Log("saf.ui")
 
 
 class Refused(Exception):
-    """A request that is not answered; with the status, and why."""
+    """A request is refused, with a status and a reason."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -89,7 +88,7 @@ def application(settings: Settings, *, write: bool) -> ASGIApp:
 
 
 class _Guarded(Starlette):
-    """An application that guards each answer, also that to what has failed unexpectedly."""
+    """An application that adds security headers to every response, even to unexpected failures."""
 
     def build_middleware_stack(self) -> ASGIApp:
         return Guarded(super().build_middleware_stack())
@@ -160,14 +159,14 @@ def _check_role(site: Site, visitor: Visitor) -> None:
 
 
 def _check_origin(request: Request) -> None:
-    """Refuse a form that the browser says is another site's."""
+    """Reject a form that the browser reports to be from another site."""
     if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
         raise Refused(403, "this form comes from another site")
 
 
 def _to_login(request: Request) -> Response:
     base = request.scope.get("root_path", "")
-    if request.headers.get("hx-request"):  # a page that is still open
+    if request.headers.get("hx-request"):  # from a page that is still open
         return Response(status_code=401, headers={"HX-Refresh": "true"})
     if request.method == "POST":
         return RedirectResponse(f"{base}/login", status_code=303)
@@ -176,7 +175,7 @@ def _to_login(request: Request) -> Response:
 
 
 def within(base: str, wanted: str | None) -> str:
-    r"""Return where to go after the login: nowhere but into this dashboard.
+    r"""Return the address after a login, which must be within this dashboard.
 
     >>> within("/saf", "/saf/dead?key=a"), within("", "//evil.example/"), within("", "/\\evil")
     ('/saf/dead?key=a', '/', '/')

@@ -1,8 +1,8 @@
-"""Attempts: how often somebody may be wrong at the login before nobody listens for a while.
+"""Attempts: how many wrong tokens are allowed before an address is ignored for a while.
 
-Wrong tokens are counted by the address that they come from; of IPv6, by the network of 64 bits that
-one customer has. Behind a reverse proxy that is believed, it is the address that this has seen.
-What is remembered is bounded: of very many addresses, the oldest are forgotten.
+Wrong tokens are counted by their client's address; for IPv6, by the 64-bit network that one
+customer has. Behind a trusted reverse proxy, the address seen by the proxy counts. Memory is
+bounded: with very many addresses, the oldest are forgotten.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections import deque
 from threading import Lock
 
 MOST_WRONG = 10
-"""So many wrong tokens of an address are answered within `WITHIN_SECONDS`."""
+"""Wrong tokens of an address that are answered within `WITHIN_SECONDS`."""
 WITHIN_SECONDS = 300.0
 MOST_ADDRESSES = 10_000
 OF_A_CUSTOMER = 64
-"""The bits of an address of IPv6 that its owner does not choose."""
+"""Bits of an IPv6 address that its owner does not choose."""
 
 
 class Attempts:
@@ -27,7 +27,7 @@ class Attempts:
         self._lock = Lock()
 
     def wait_seconds(self, address: str, now: float) -> float:
-        """Return how long an address has to wait until it is listened to; 0: it is now.
+        """Return the seconds until an address may try again; 0 if it may now.
 
         >>> attempts = Attempts()
         >>> for second in range(MOST_WRONG):
@@ -45,7 +45,7 @@ class Attempts:
         return recent[-MOST_WRONG] + WITHIN_SECONDS - now
 
     def wrong(self, address: str, now: float) -> None:
-        """Note a wrong token."""
+        """Record a wrong token."""
         name = network(address)
         with self._lock:
             times = self._wrong.pop(name, None) or deque(maxlen=MOST_WRONG)
@@ -56,7 +56,7 @@ class Attempts:
 
 
 def network(address: str) -> str:
-    """Return what an address is counted as.
+    """Return the address or network that attempts are counted by.
 
     >>> network("192.0.2.7"), network("2001:db8::1:2"), network("no address")
     ('192.0.2.7', '2001:db8::/64', 'no address')

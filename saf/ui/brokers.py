@@ -1,9 +1,9 @@
-"""Brokers, as pages ask them: all at once, with kept connections, and never for long.
+"""Brokers, as pages query them: in parallel, over kept connections, and never for long.
 
-Each question has a bound at its server (role ``ui`` of `saf.database.bounds`), and a page waits no
-longer than `PATIENCE_SECONDS`. A broker that has not answered by then, or that could not be
-connected to, is not asked again for `REST_SECONDS`: pages show at once why. What it still owes
-an answer to goes on, and nobody waits for it; after that it is in doubt, until it has answered
+The server bounds each query (role ``ui`` of `saf.database.bounds`), and a page waits at most
+`PATIENCE_SECONDS`. A broker that has not answered by then, or could not be connected to, is not
+queried again for `REST_SECONDS`: pages immediately show the reason. Its pending query continues,
+but nothing waits for it. Afterwards the broker is in doubt until it has answered
 (`saf.operating.questions`).
 """
 
@@ -30,28 +30,28 @@ T = TypeVar("T")
 Action = Callable[[psycopg.Connection[Any]], T]
 
 PATIENCE_SECONDS = 1.5
-"""How long a page waits for its brokers."""
+"""Longest time that a page waits for its brokers."""
 REST_SECONDS = 5.0
-"""How long a broker that did not answer is left alone."""
+"""Pause in queries to a broker that did not answer."""
 AT_ONCE = 32
-"""How many questions are asked at a time."""
+"""Queries that run at a time."""
 KEPT = 2
-"""How many connections to a broker are kept."""
+"""Connections to keep per broker."""
 IDLE_SECONDS = 60.0
-"""How long a connection is kept without being used."""
+"""Longest time that an unused connection is kept."""
 ROLE = "ui"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answers(Generic[T]):
-    """What brokers have answered, by name, and why others have not."""
+    """Answers of brokers, by name, and errors of the others."""
 
     found: Mapping[str, T]
     errors: Mapping[str, SafError]
 
 
 class Brokers:
-    """All brokers of saf.toml; ``places`` says each time which there are."""
+    """All brokers of saf.toml; ``places`` returns the current ones on each call."""
 
     def __init__(
         self, places: Callable[[], Mapping[str, Broker]], last: Collection[str] = ()
@@ -64,24 +64,24 @@ class Brokers:
         self._down: dict[str, tuple[SafError, float]] = {}
 
     def names(self) -> list[str]:
-        """Return the names of all brokers, those that are only destinations last."""
+        """Return the names of all brokers; brokers that are only destinations come last."""
         return sorted(self._places(), key=lambda name: name in self._last)
 
     def place(self, name: str) -> Broker | None:
-        """Return the broker of a name."""
+        """Return the broker with this name."""
         return self._places().get(name)
 
     def ask(
         self, action: Action[T], names: Iterable[str] | None = None, *, seconds: float | None = None
     ) -> Answers[T]:
-        """Ask some brokers, by default all; ``seconds`` is the patience. Raises nothing."""
+        """Query some brokers, by default all; ``seconds`` is the longest wait. Raises nothing."""
         asked = self._places() if names is None else names
         return self.ask_each(dict.fromkeys(asked, action), seconds=seconds)
 
     def ask_each(
         self, actions: Mapping[str, Action[T]], *, seconds: float | None = None
     ) -> Answers[T]:
-        """Ask brokers, each by its name something of its own; otherwise as `ask`."""
+        """Query brokers, by name, with a separate action for each; otherwise like `ask`."""
         places = self._places()
         patience = PATIENCE_SECONDS if seconds is None else seconds
         jobs: dict[str, Future[T]] = {}
@@ -100,7 +100,7 @@ class Brokers:
         for name, job in jobs.items():
             if not job.done():
                 late = Unavailable(f"broker {name!r}", f"has not answered for {patience:g} s")
-                if not job.cancel():  # who has not even been asked is not at fault
+                if not job.cancel():  # a broker that was not queried yet is not at fault
                     self._rest(name, late)
                 errors[name] = late
                 continue
@@ -111,12 +111,12 @@ class Brokers:
                     errors[name] = error
             except SafError as error:
                 errors[name] = error
-            except Exception as error:  # psycopg's, and defects: of one broker, not of the page
+            except Exception as error:  # psycopg's errors and bugs concern one broker, not the page
                 errors[name] = Unexpected(f"broker {name!r}", error)
         return Answers(found=found, errors=errors)
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop all queries, and close connections."""
         self._questions.close()
         with self._lock:
             kept = [one for some in self._idle.values() for one, _ in some]

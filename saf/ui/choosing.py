@@ -1,7 +1,7 @@
-"""What a form has chosen of what is set aside, and the job that a decision about it becomes.
+"""The choice of a form among messages set aside, and the job for a decision about it.
 
-A decision takes two steps. The first counts, and its page remembers the last number of each broker;
-the second is about those up to there alone, as a job. So what came in between is left alone.
+A decision takes two steps. The first counts, and its page remembers the last number at each broker.
+The second, a job, covers only messages up to these numbers, so later ones are left alone.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Chosen = TypeVar("Chosen", Filter, ParkedFilter)
 def chosen(
     visit: Visit, wanted: Chosen, of: Callable[[list[int]], Chosen], what: str
 ) -> dict[str, Chosen]:
-    """Return which messages of which brokers a form is about.
+    """Return the filter for each broker that a form has chosen.
 
     Args:
-        visit: has the form.
-        wanted: the filter above the table, for all that match.
-        of: returns a filter for those with these numbers.
-        what: what they are, for people.
+        visit: contains the form.
+        wanted: the filter above the table, if all matching messages are chosen.
+        of: returns a filter for messages with these numbers.
+        what: word for the messages, in error texts.
 
     Raises:
-        UsageError: none was chosen.
+        UsageError: no message was chosen.
     """
     if visit.given("matching"):
         broker = visit.given("broker")
@@ -57,10 +57,10 @@ def begin(
     what: str,
     about: str,
 ) -> Response:
-    """Begin the job that was confirmed: ``what`` is done, ``about`` what, for people.
+    """Begin the confirmed job, which does ``what`` with the messages named by ``about``.
 
     Raises:
-        UsageError: nothing of what was chosen has been counted.
+        UsageError: no chosen message has been counted.
     """
     through: dict[str, int] = {}
     for text in visit.form.get("through", []):

@@ -1,4 +1,4 @@
-"""Filters: what somebody has typed into the fields above a table."""
+"""Filters: parse the fields above a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from saf.errors import UsageError
 
 
 def moment_of(text: str | None) -> datetime | None:
-    """Return a point in time; without an offset it is in this machine's time zone.
+    """Return a point in time; without an offset, it is in this machine's time zone.
 
     >>> moment_of("2026-01-31T13:00:00+01:00").timestamp()
     1769860800.0

@@ -1,4 +1,4 @@
-"""Flows: a drawing of which broker sends where, how much is pending there, and what is stuck."""
+"""Flows: a drawing of brokers and destinations, with pending and parked messages between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from saf.metrics import declared as m
 from saf.ui.pulse import Beat
 
 MOST = 12
-"""How many brokers and destinations are drawn; the tables have all."""
+"""Most brokers and destinations in the drawing; the tables show all."""
 ROW, TOP, LEFT, RIGHT, BOX = 46, 14, 10, 590, 200
 
 
@@ -25,7 +25,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """What goes from one to the other."""
+    """Flow of messages from a broker to a destination."""
 
     path: str
     width: float
@@ -35,7 +35,7 @@ class Flow:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """The drawing, in units of its own."""
+    """The drawing, in its own units."""
 
     width: int
     height: int
@@ -43,11 +43,11 @@ class Drawing:
     targets: tuple[Node, ...]
     flows: tuple[Flow, ...]
     more: int
-    """How many brokers are not in it."""
+    """Number of brokers that are left out."""
 
 
 def drawn(beat: Beat) -> Drawing | None:
-    """Return the drawing; None if there is nothing to draw."""
+    """Return the drawing; None if it would be empty."""
     states: dict[tuple[str, str], str] = {
         (broker, destination): state
         for (broker, destination, state), is_so in beat.of(m.DESTINATIONS)

@@ -1,9 +1,9 @@
-"""The guard: what every answer carries, and for which hosts there is one.
+"""The guard: adds headers to every response, and rejects unknown hosts.
 
-What an answer carries lets a browser do no more than the pages ask. Where a header names the
-visitor, whoever makes a browser send it is that visitor. A page from elsewhere can, if its own name
-comes to mean an address of this dashboard (DNS rebinding). It cannot change what the browser calls
-the host then. So only hosts that are known are answered.
+The headers restrict browsers to what the pages need. Where a header names the visitor, anyone who
+makes a browser send a request acts as that visitor. A page from elsewhere can do this if its own
+name resolves to an address of this dashboard (DNS rebinding). But it cannot change the host name
+that the browser sends. So only requests for known hosts are answered.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = Log("saf.ui")
 
 
 class Guarded:
-    """An application whose answers have the security headers; pages are kept by no cache."""
+    """An application whose responses have the security headers; caches do not keep its pages."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -73,7 +73,7 @@ class Guarded:
 
 
 class KnownHosts:
-    """An application that answers only where it is asked for by an address, or a known name."""
+    """An application that answers only requests for an IP address or a known name."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
         self._app = app
@@ -92,7 +92,7 @@ class KnownHosts:
 
 
 def host_of(header: str) -> str:
-    """Return the host of a Host header without its port; empty if there is none.
+    """Return the host of a Host header without its port; empty if it has none.
 
     >>> host_of("Saf.Example.com:8400"), host_of("[::1]:8400"), host_of("127.0.0.1"), host_of("[x")
     ('saf.example.com', '::1', '127.0.0.1', '')

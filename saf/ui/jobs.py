@@ -1,9 +1,9 @@
-"""Jobs: what operators have begun that takes a while, with its progress, and a way to stop it.
+"""Jobs: operators' longer actions, with their progress and a way to stop them.
 
-A job is done in a thread, in chunks (`saf.operating.bulk`). What is done is in the brokers and in
-their audit; the list of jobs is only in memory. Whoever stops a job, or the process, leaves the
-rest as it was. The end of the process waits `ENDING_SECONDS` for chunks that have begun. One that
-takes longer is rolled back by its server.
+A job runs in a thread, in chunks (`saf.operating.bulk`). Its effects are in the brokers and in
+their audit; the list of jobs is only in memory. If a job or the process is stopped, the remaining
+messages are unchanged. At the end of the process, chunks that have begun get `ENDING_SECONDS`. The
+server rolls back a chunk that takes longer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from saf.setaside.parked_messages import ParkedFilter
 from saf.ui import redaction
 
 KEPT = 100
-"""How many jobs are remembered."""
+"""Number of jobs to remember."""
 AT_ONCE = 4
-"""How many jobs are worked on at a time; others wait."""
+"""Jobs that run at a time; others wait."""
 ENDING_SECONDS = 3.0
-"""How long chunks that have begun may take, at the end of the process."""
+"""Time for chunks that have begun, at the end of the process."""
 
 log = Log("saf.ui")
 
@@ -42,16 +42,16 @@ class Job:
 
     number: int
     what: str
-    """Such as "retry"."""
+    """Action of the job, e.g. "retry"."""
     person: str
     why: str
     about: Mapping[str, Filter | ParkedFilter]
-    """Which of each broker."""
+    """Filter for each broker."""
     expected: int
     began: float = field(default_factory=time.time)
     ended: float | None = None
     done: dict[str, int] = field(default_factory=dict)
-    """How many messages, by broker."""
+    """Number of processed messages, by broker."""
     errors: dict[str, str] = field(default_factory=dict)
     state: State = "waiting"
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -59,12 +59,12 @@ class Job:
 
     @property
     def messages(self) -> int:
-        """How many are done."""
+        """Number of processed messages."""
         return sum(self.done.values())
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will happen."""
+        """True if the job has ended."""
         return self.state in ("done", "cancelled", "failed")
 
 
@@ -78,7 +78,7 @@ class Jobs:
         self._turns = threading.Semaphore(AT_ONCE)
 
     def all(self) -> list[Job]:
-        """Return all that are remembered, the last first."""
+        """Return all remembered jobs, the last first."""
         with self._lock:
             return [*reversed(self._jobs.values())]
 
@@ -97,7 +97,7 @@ class Jobs:
         why: str,
         expected: int,
     ) -> Job:
-        """Begin a job, and return it at once."""
+        """Begin a job, and return it immediately."""
         job = Job(
             number=next(self._numbers),
             what=what,
@@ -122,7 +122,7 @@ class Jobs:
         return job
 
     def stop(self) -> None:
-        """Let all stop after the chunks that they are at; wait for these, but not for long."""
+        """Stop all jobs after their current chunks; wait for these chunks, but not for long."""
         until = time.monotonic() + ENDING_SECONDS
         jobs = self.all()
         for job in jobs:

@@ -1,7 +1,7 @@
-"""Live: a stream of server-sent events that tells a page when to fetch itself again.
+"""Live: a stream of server-sent events that tells a page when to reload itself.
 
-An event says only that there is something new. What a page shows comes by its own address, with its
-own filters, so a page is the same with and without JavaScript.
+An event only signals that new figures exist. A page loads them from its own address, with its own
+filters, so its content is the same with and without JavaScript.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from saf.ui.site import Site
 
 LOOK_SECONDS = 0.5
 LONGEST_SECONDS = 300.0
-"""A stream ends after so long, and the browser opens another one: that checks the login again."""
+"""Longest duration of a stream. The browser then opens another, which checks the login again."""
 MOST = 200
-"""How many streams there are at a time."""
+"""Most streams at a time."""
 
 
 def endpoint(site: Site) -> Callable[[Request], Awaitable[Response]]:

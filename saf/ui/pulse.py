@@ -1,7 +1,7 @@
-"""The pulse: the figures of all brokers, taken again and again while somebody looks.
+"""The pulse: takes the figures of all brokers repeatedly while a page is open.
 
-They are those of `saf metrics` (`saf.operating.figures`), which have a bound at each broker. While
-nobody has a page open they are taken once a minute, so that the curves have a past.
+They are the figures of `saf metrics` (`saf.operating.figures`), which are bounded at each broker.
+While no page is open, they are taken once a minute, so that the curves have a past.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from saf.operating.places import Places
 from saf.operating.watch import Watch
 
 EVERY_SECONDS = 3.0
-"""How often, while somebody looks."""
+"""Interval while a page is open."""
 IDLE_SECONDS = 60.0
-"""How often, while nobody looks."""
+"""Interval while no page is open."""
 LOOKING_SECONDS = 20.0
-"""How long after a request somebody is taken to look."""
+"""Time after a request during which a page counts as open."""
 PATIENCE_SECONDS = 3.0
 PAST = 60
-"""How many values a curve has."""
+"""Number of values in a curve."""
 CURVES: Mapping[str, Metric] = {
     "pending": m.PENDING,
     "unread": m.UNREAD,
@@ -39,21 +39,21 @@ CURVES: Mapping[str, Metric] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """The figures of one moment."""
+    """Figures of all brokers at one moment."""
 
     samples: tuple[Sample, ...] = ()
     down: Mapping[str, str] = field(default_factory=dict)
-    """The brokers that do not answer, and why."""
+    """Brokers that do not answer, with the reason."""
     at: float = 0.0
-    """When, by time.time(); 0: there are none yet."""
+    """Time of the figures, by time.time(); 0 before the first."""
 
     @property
     def clock(self) -> str:
-        """When they were taken, for people."""
+        """Time of the figures, for display."""
         return time.strftime("%H:%M:%S", time.localtime(self.at))
 
     def of(self, metric: Metric, *labels: str) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Give the values of a metric, with the labels after those given."""
+        """Yield the values of a metric, with the labels after those given."""
         for one in self.samples:
             if one.metric is metric and one.labels[: len(labels)] == labels:
                 yield one.labels[len(labels) :], float(one.value)  # type: ignore[arg-type]
@@ -63,12 +63,12 @@ class Beat:
         return sum(value for _, value in self.of(metric, *labels))
 
     def most(self, metric: Metric, *labels: str) -> float | None:
-        """Return the greatest of a metric's values; None if there is none."""
+        """Return the greatest value of a metric; None if it has no values."""
         return max((value for _, value in self.of(metric, *labels)), default=None)
 
 
 class Pulse:
-    """Takes the figures in a thread of its own, from `start` to `stop`."""
+    """Takes the figures in its own thread, from `start` to `stop`."""
 
     def __init__(self, settings: Settings, places: Places) -> None:
         self._watch = Watch(places, asker(settings), patience_seconds=PATIENCE_SECONDS)
@@ -85,11 +85,11 @@ class Pulse:
 
     @property
     def over(self) -> bool:
-        """Whether it has been stopped."""
+        """True if the pulse has been stopped."""
         return self._over.is_set()
 
     def look(self) -> Beat:
-        """Return the last figures, and say that somebody looks; wait for the very first."""
+        """Return the last figures, and note that a page is open; wait only for the very first."""
         self._looked_at = time.monotonic()
         self._wanted.set()
         self.start()
@@ -97,17 +97,17 @@ class Pulse:
         return self.beat
 
     def start(self) -> None:
-        """Begin, if it has not begun."""
+        """Start the thread, if it is not running."""
         with self._lock:
             if self._thread is None and not self._over.is_set():
                 self._thread = threading.Thread(target=self._run, name="saf-ui-pulse", daemon=True)
                 self._thread.start()
 
     def stop(self) -> None:
-        """Take no more figures."""
+        """Stop taking figures."""
         self._over.set()
         self._wanted.set()
-        self._watch.close()  # which ends its patience
+        self._watch.close()  # ends its wait
         with self._lock:
             thread = self._thread
         if thread is not None:

@@ -1,8 +1,8 @@
-"""Redaction: what nobody sees in headers and bodies, whatever their role.
+"""Redaction: hides values in headers and bodies from all roles.
 
-What ``redact_paths`` name is hidden in JSON. So with any paths, a body that cannot be read as JSON
-is shown only if its content type says that it is something else: half of a JSON document, such as a
-fragment of a large body, has the same secrets in it.
+The values that ``redact_paths`` name are hidden in JSON. So if paths are set, a body that cannot be
+parsed as JSON is shown only if its content type is something else: a part of a JSON document, such
+as a fragment of a large body, may contain the same secrets.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from saf.message import CONTENT_TYPE, FRAGMENT, WHOLE
 from saf.operating.wording import shown
 
 QUOTED = re.compile(r"(DETAIL: ).*?(?=$|(?: (?:CONTEXT|HINT|SQLSTATE): [^:]*)+$)", re.S)
-"""Where a database quotes a row, with headers and body, in its error; all of it is hidden here."""
+"""Part of a database error that quotes a row, with headers and body; hidden completely here."""
 MOST_BYTES = 64 * 1024
-"""How much of a body is shown."""
+"""Most characters of a body to show."""
 LARGEST_BYTES = 1024 * 1024
-"""The largest body of which anything is shown: to hide what is in it, it is read as a whole."""
+"""Largest body to show a part of, because hiding values needs a complete parse."""
 JSON = "json"
-"""What is in the name of each content type that has JSON in it, such as application/x-ndjson."""
+"""Part of the name of each content type that contains JSON, such as application/x-ndjson."""
 
 
 class Redaction:
     """The rules of ``[ui]``.
 
     Raises:
-        ConfigurationError: a JSON path is none.
+        ConfigurationError: a JSON path is invalid.
     """
 
     def __init__(self, ui: Ui) -> None:
@@ -51,13 +51,13 @@ class Redaction:
                 ) from None
 
     def headers(self, text: str | None) -> Mapping[str, str]:
-        """Return headers, which are JSON text, by name, as they may be shown."""
+        """Return headers, given as JSON text, by name, with hidden values replaced."""
         if text is None:
             return {}
         try:
             known = json.loads(text)
         except (ValueError, RecursionError):
-            return {"(headers)": HIDDEN}  # what cannot be read cannot be redacted
+            return {"(headers)": HIDDEN}  # unreadable headers cannot be redacted
         if not isinstance(known, dict):
             return {"(headers)": HIDDEN}
         return {
@@ -66,14 +66,14 @@ class Redaction:
         }
 
     def body(self, body: bytes, headers: str | None) -> str:
-        """Return a body as it may be shown: JSON with its lines, text, or how many bytes it has.
+        """Return a body for display: indented JSON, text, or its size.
 
         Args:
-            body: of the message.
-            headers: its headers, as JSON text; None: it has none, or they are not known.
+            body: the message's body.
+            headers: its headers, as JSON text; None if it has none, or they are unknown.
         """
         try:
-            text = body.decode("utf-8-sig")  # a BOM is no part of the JSON behind it
+            text = body.decode("utf-8-sig")  # a BOM is not part of the JSON after it
         except UnicodeDecodeError:
             return f"{len(body):,} bytes, which are not UTF-8 text"
         try:
@@ -112,13 +112,13 @@ def _without(document: Any, parts: Sequence[Any]) -> Any:
 
 
 def error(text: object) -> str:
-    """Return the text of an error, without what it quotes of a message."""
+    """Return the text of an error, without quoted data of a message."""
     said = shown(masked("" if text is None else str(text)), lines=True)
     return QUOTED.sub(rf"\1{HIDDEN}", said)
 
 
 def _is_something_else(headers: str | None) -> bool:
-    """Whether headers say that the body is a whole, and no JSON.
+    """Return whether headers describe the body as complete, and not JSON.
 
     >>> _is_something_else('{"Content-Type": "text/csv"}')
     True

@@ -1,4 +1,4 @@
-"""Rendering: the templates, and how figures and names are written in them."""
+"""Rendering: the templates, and their formats for figures and names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONE = Markup("-")
 
 
 def environment() -> Environment:
-    """Return the templates, in which everything is escaped."""
+    """Return the templates; all values are escaped."""
     made = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -46,7 +46,7 @@ def environment() -> Environment:
 
 
 def number(value: float | None) -> str:
-    """Return a count; of an estimate, the whole part.
+    """Return a count, or an estimate as a whole number.
 
     >>> number(12345.6), str(number(None))
     ('12,346', '-')
@@ -69,7 +69,7 @@ def short(value: float | None) -> str:
 
 
 def name(value: object) -> Markup:
-    """Return what somebody has chosen as a name: no control character, and no way to turn text.
+    """Return a name that a user has chosen, without control characters or changes of direction.
 
     >>> str(name("a<b" + chr(0x202e)))
     '<bdi>a&lt;b\\\\u202e</bdi>'
@@ -78,19 +78,19 @@ def name(value: object) -> Markup:
 
 
 def text(value: object) -> str:
-    """Return a longer text that somebody else has written, such as an error."""
+    """Return a longer text from outside, such as an error."""
     return shown("" if value is None else str(value), lines=True)
 
 
 def moment(value: datetime | None) -> Markup:
-    """Return a moment, which its element also has for programs."""
+    """Return a time for display; its element also has the exact value."""
     if value is None:
         return NONE
     return Markup('<time datetime="{}">{}</time>').format(value.isoformat(), at(value))
 
 
 def ago(value: datetime | None) -> Markup:
-    """Return how long ago a moment was, by this machine's clock; its element has the moment."""
+    """Return the age of a time, by this machine's clock; its element has the exact time."""
     if value is None:
         return NONE
     seconds = max(0.0, time.time() - value.timestamp())

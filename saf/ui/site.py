@@ -1,4 +1,4 @@
-"""The site: what all pages of one dashboard share, and one visit to a page."""
+"""The site: state shared by all pages of a dashboard, and one visit to a page."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class Site:
         self.environment = environment()
         self.examination: Any = None
         self.ending = False
-        """Whether what goes on by itself should come to its end."""
+        """True if background work should end."""
 
     def close(self) -> None:
-        """Ask no broker any more, and let jobs stop after their chunks."""
+        """Stop queries, and stop jobs after their current chunks."""
         self.pulse.stop()
         self.brokers.close()
         self.jobs.stop()
 
 
 LIVE = "sse:tick"
-"""The trigger of pages that show the figures: each time that there are new ones."""
+"""Trigger of pages that show the figures: fires when new ones exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Link:
 
 
 def navigation(beat: Beat, here: str) -> list[Link]:
-    """Return the navigation, with what needs somebody."""
+    """Return the navigation, with counts of what needs attention."""
     counts = {
         "/": (len(beat.down), "bad"),
         "/parked": (beat.total(m.PARKED), "warn"),
@@ -108,7 +108,7 @@ NAVIGATION = {
 
 @dataclass(kw_only=True)
 class Visit:
-    """One request of somebody who is logged in."""
+    """One request of a logged-in user."""
 
     site: Site
     request: Request
@@ -117,17 +117,17 @@ class Visit:
 
     @property
     def query(self) -> QueryParams:
-        """The parameters of the address."""
+        """Parameters of the address."""
         return self.request.query_params
 
     @cached_property
     def beat(self) -> Beat:
-        """The last figures of all brokers."""
+        """Last figures of all brokers."""
         return self.site.pulse.look()
 
     @property
     def here(self) -> str:
-        """The address of the page within this dashboard, without parameters."""
+        """Address of the page within this dashboard, without parameters."""
         return self.request.url.path.removeprefix(self.request.scope.get("root_path", ""))
 
     def given(self, name: str) -> str | None:
@@ -141,7 +141,7 @@ class Visit:
         return f"{self.request.scope.get('root_path', '')}{path}{query}"
 
     def to(self, path: str, **params: object) -> Response:
-        """Send the browser on, after something was done."""
+        """Redirect the browser after an action."""
         return RedirectResponse(self.path(path, **params), status_code=303)
 
     def page(

@@ -1,8 +1,8 @@
-"""Webhooks: messages that come and go by HTTP, signed as Standard Webhooks has it.
+"""Webhooks: messages sent and received by HTTP, signed with Standard Webhooks.
 
     saf.webhooks.verify(request.headers, body, secrets)
 
-is for whoever receives what `saf dispatch` sends, or any other sender of signed webhooks. And
+verifies webhooks from `saf dispatch`, or from any other sender of signed webhooks. And
 
     app = saf.webhooks.inbox(engine, "billing", secrets=secrets)
 
@@ -10,7 +10,8 @@ is an ASGI application that stores them in an inbox, each once. And
 
     app = saf.webhooks.broker(dsn, secrets=secrets)
 
-is one that the forwarders of other installations deliver to, as a destination of kind ``https``.
+is an application that forwarders of other installations deliver to, as a destination of kind
+``https``.
 """
 
 from saf.signing.webhook import verify

@@ -1,4 +1,4 @@
-"""ASGI, as much of it as an application that takes signed requests needs."""
+"""The parts of ASGI that an application for signed requests needs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class TooLarge(Exception):
-    """A body is larger than is taken."""
+    """A body exceeds the limit."""
 
 
 class Gone(Exception):
-    """The client has gone, or is too slow."""
+    """The client has disconnected, or is too slow."""
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
@@ -31,8 +31,8 @@ async def body_of(scope: Scope, receive: Receive, *, most: int, seconds: float) 
     """Return the body of a request.
 
     Raises:
-        TooLarge: it has more than ``most`` bytes; what it says itself is believed before it comes.
-        Gone: it has not come within ``seconds``.
+        TooLarge: it has more than ``most`` bytes, or its content-length says so in advance.
+        Gone: it has not arrived within ``seconds``.
     """
     said = headers_of(scope).get("content-length", "")
     if said.isdecimal() and int(said) > most:
@@ -54,14 +54,14 @@ async def body_of(scope: Scope, receive: Receive, *, most: int, seconds: float) 
 
 
 async def answer(send: Send, status: int, headers: Mapping[str, str], body: bytes) -> None:
-    """Send a whole answer."""
+    """Send a complete response."""
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
 
 
 async def live(receive: Receive, send: Send, at_end: Callable[[], None] = lambda: None) -> None:
-    """Answer to the events of a lifespan; nothing is to be done at its beginning."""
+    """Answer lifespan events; call ``at_end`` at shutdown."""
     while True:
         what = (await receive())["type"]
         if what == "lifespan.shutdown":

@@ -2,20 +2,19 @@
 
     app = saf.webhooks.broker(dsn, secrets=[secret])                  # uvicorn partners:app
 
-At the other installation it is a destination of kind ``https``, exactly once: each chunk of
-messages is given to the code that stores at a broker by a dsn, whose marks drop what is stored and
-refuse an older owner in the transaction that stores. `saf.destinations.https.wire` tells what the
-two say to each other.
+At the other installation this is a destination of kind ``https``, exactly once. Each chunk of
+messages goes to the code that stores at a broker by a dsn. Its marks drop repeats and fence an
+older owner in the storing transaction. `saf.destinations.https.wire` defines the protocol.
 
-A request is believed only if it is signed by one of the ``secrets``, now. Whoever has a secret may
-deliver as the forwarder of any source, for any service; ``sources`` and ``services`` limit that. So
-give each partner an application of its own. A source vouches for its own senders alone
+A request is accepted only with a current signature by one of the ``secrets``. The owner of a secret
+may deliver as the forwarder of any source, for any service; ``sources`` and ``services`` limit
+that. So give each partner a separate application. A source vouches only for its own senders
 (`saf.webhooks.vouching`).
 
-Memory is bounded: at most ``at_once`` requests of ``max_bytes`` are taken at a time; who comes
-beyond that is told to come later. A request has to state a signature of now before it is taken
-(`saf.webhooks.entrance`). Whether that is right shows when its body is there, so a proxy should
-wait for slow bodies, as nginx does by default.
+Memory is bounded: at most ``at_once`` requests of ``max_bytes`` are processed at a time; further
+clients are told to retry later. A request must state a current signature before it is read
+(`saf.webhooks.entrance`). The signature can be verified only once the body is complete, so a proxy
+should buffer slow bodies, as nginx does by default.
 
 It needs the extra ``forwarder``, and the rights of `saf grant --role forwarder`.
 """
@@ -44,10 +43,10 @@ if TYPE_CHECKING:
 MAX_BYTES = 128 << 20
 AT_ONCE = 8
 BODY_SECONDS = 300.0
-"""How long the body of a request may take to come, in seconds."""
+"""Longest time for a request's body to arrive, in seconds."""
 
 Answer = tuple[int, bytes]
-"""A status, and what is said."""
+"""A status and a body."""
 
 log = Log("saf.webhooks")
 
@@ -61,18 +60,18 @@ def broker(
     max_bytes: int = MAX_BYTES,
     at_once: int = AT_ONCE,
 ) -> App:
-    """Return an ASGI application that stores what forwarders of other installations deliver.
+    """Return an ASGI application that stores deliveries from forwarders of other installations.
 
     Args:
         dsn: the broker's database.
-        secrets: one or several of Standard Webhooks, any of which may have signed.
-        sources: the broker_ids whose messages are taken; by default, all.
-        services: those of the broker's services that may be addressed; by default, all.
-        max_bytes: the largest request. A forwarder's chunk has 32 MiB, or one message more.
-        at_once: how many requests are taken at a time.
+        secrets: one or several Standard Webhooks secrets; any may have signed.
+        sources: broker_ids whose messages are accepted. Default: all.
+        services: the broker's services that may be addressed. Default: all.
+        max_bytes: size of the largest request. A forwarder's chunk has 32 MiB, or one more message.
+        at_once: requests that are processed at a time.
 
     Raises:
-        UsageError: a secret or a source is none.
+        UsageError: a secret or a source is invalid.
         MissingExtra: Arrow is not installed.
     """
     known = [secrets] if isinstance(secrets, str) else list(secrets)
@@ -106,7 +105,8 @@ def broker(
             return store.refuse(405, "unusable", "not a POST", "deliver by kind https")
         try:
             async with entrance.let_in(scope, receive) as (headers, body):
-                # away from the loop: others are served while this one is verified and stored
+                # outside of the event loop: other requests are served while this one is verified
+                # and stored
                 return await asyncio.to_thread(_verified, headers, body)
         except NotVerified as error:
             log.warning("delivery_refused", why=error.why)
@@ -127,11 +127,11 @@ def broker(
 
 
 class _NotAllowed(Exception):
-    """The application is not for this source."""
+    """The application does not accept this source."""
 
 
 class _Store:
-    """What the application does with a request that is signed; safe to use from many threads."""
+    """Processes signed requests; safe to use from many threads."""
 
     def __init__(
         self,
@@ -151,10 +151,10 @@ class _Store:
         self._sources, self._services = sources, services
         self._max_bytes = max_bytes
         self._idle: list[PostgresInbox] = []
-        """Inboxes that nobody uses, still connected."""
+        """Connected inboxes that are not in use."""
 
     def refuse(self, status: int, error: str, reason: str, cure: str = "") -> Answer:
-        """Return an answer that says no."""
+        """Return a refusal."""
         return status, self._wire.written(error=error, reason=reason, cure=cure)
 
     def answer(self, kind: str, body: bytes) -> Answer:
@@ -220,14 +220,14 @@ class _Store:
             raise _NotAllowed(f"it takes nothing of the source {source}")
 
     def close(self) -> None:
-        """Close the connections that nobody uses."""
+        """Close the unused connections."""
         with suppress(IndexError):
             while True:
                 self._idle.pop().close()
 
     @contextmanager
     def _an_inbox(self) -> Iterator[PostgresInbox]:
-        """Give an inbox, which one thread uses at a time."""
+        """Lend an inbox to one thread at a time."""
         try:
             one = self._idle.pop()
         except IndexError:
@@ -235,7 +235,7 @@ class _Store:
         try:
             yield one
         except Unavailable:
-            self.close()  # lost as well, perhaps: the next ones connect anew
+            self.close()  # the others may be lost, too: connect again
             raise
         finally:
             self._idle.append(one)

@@ -1,8 +1,8 @@
-"""The entrance of an application: signed requests come in, so many at a time, each so large.
+"""The entrance of an application: a limited number of signed requests at a time, of limited size.
 
-A request has a place from when its body is read until it is answered, so that memory is bounded.
-Whoever has no place is told to come later. What the headers say of a signature is looked at before
-that: a request that has none, or one of long ago, has no place and is not read.
+A request occupies a place from reading its body to its answer, so that memory is bounded. Further
+clients are told to retry later. The signature's headers are checked first: a request without them,
+or with an old time, gets no place and is not read.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class Full(Exception):
-    """As many requests as are taken at a time are in hand; the text says so."""
+    """The limit of concurrent requests is reached; the text says so."""
 
 
 class Entrance:
-    """Where requests come in; for one event loop.
+    """Admits requests; for one event loop.
 
     Args:
         at_once: how many requests have a place at a time.
-        max_bytes: how large each may be.
-        seconds: how long the body of each may take to come.
+        max_bytes: the largest size of a request.
+        seconds: the longest time for a request's body to arrive.
     """
 
     def __init__(self, *, at_once: int, max_bytes: int, seconds: float) -> None:
@@ -39,12 +39,12 @@ class Entrance:
     async def let_in(
         self, scope: Scope, receive: Receive
     ) -> AsyncIterator[tuple[dict[str, str], bytes]]:
-        """Give a request its place until the block ends; yield its headers and its body.
+        """Give a request a place until the block ends; yield its headers and its body.
 
         Raises:
-            NotVerified: its headers state no signature of now.
-            Full: there is no place.
-            TooLarge, Gone: as `asgi.body_of`.
+            NotVerified: the headers have no current signature.
+            Full: all places are taken.
+            TooLarge, Gone: as for `asgi.body_of`.
         """
         headers = asgi.headers_of(scope)
         stated(headers)

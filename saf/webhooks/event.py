@@ -1,4 +1,4 @@
-"""An event of CloudEvents 1.0, as it comes by HTTP: in headers, or as one JSON object."""
+"""A CloudEvents 1.0 event as received by HTTP: in headers, or as one JSON object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFIX = "ce-"
 STRUCTURED = "application/cloudevents+json"
 NEEDED = ("id", "source", "type")
 EXACT = ("id", "source")
-"""Attributes that tell one event from another: no character of them may get lost."""
+"""Attributes that identify an event: no character may get lost."""
 NOT_CARRIED = (
     "id",
     "type",
@@ -26,16 +26,16 @@ NOT_CARRIED = (
     "data",
     "data_base64",
 )
-"""Attributes that a message has a column for, or that say nothing more."""
+"""Attributes that a message has a column for, or that add no information."""
 
 
 class NoEvent(ValueError):
-    """A request is no event."""
+    """The request contains no valid event."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What a message is made of."""
+    """The parts of an event that become a message."""
 
     id: str
     source: str
@@ -47,7 +47,7 @@ class Event:
 
 
 def event(headers: Mapping[str, str], body: bytes) -> Event:
-    """The event that a request holds; names of headers are in lower case.
+    """Return the event in a request; names of headers are in lower case.
 
     >>> one = event({"ce-id": "1", "ce-source": "/shop", "ce-type": "Paid",
     ...              "ce-specversion": "1.0", "ce-subject": "A-1"}, b"7")
@@ -55,7 +55,7 @@ def event(headers: Mapping[str, str], body: bytes) -> Event:
     ('1', 'A-1', {'source': '/shop', 'subject': 'A-1'})
 
     Raises:
-        NoEvent: it says why.
+        NoEvent: names the problem.
     """
     given = headers.get("content-type")
     kind = (given or "").partition(";")[0].strip().lower()
@@ -96,7 +96,7 @@ def event(headers: Mapping[str, str], body: bytes) -> Event:
 
 
 def _attributes(headers: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Give the attributes that are in headers, as they are written there."""
+    """Yield the attributes in headers, as they are written there."""
     for name, value in headers.items():
         if name.startswith(PREFIX):
             yield name.removeprefix(PREFIX), value
@@ -127,14 +127,14 @@ def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str | None]:
 
 
 def members(text: str) -> dict[str, str]:
-    """The members of a JSON object, each as it is written: reading a number may change it.
+    """Return the members of a JSON object, each as written, because parsing may change numbers.
 
     >>> members('{"id": "1", "data": {"total": 1.50} }')
     {'id': '"1"', 'data': '{"total": 1.50}'}
 
     Raises:
-        ValueError: it is not JSON.
-        NoEvent: it is no object.
+        ValueError: the text is not JSON.
+        NoEvent: the JSON is not an object.
     """
     if not isinstance(STRICT.decode(text), dict):
         raise NoEvent("the event is not a JSON object")
@@ -149,7 +149,7 @@ def members(text: str) -> dict[str, str]:
 
 
 def _to_next(text: str, at: int) -> int:
-    """Where the next name or value in a JSON object begins, or where the object ends."""
+    """Return the position of the next name or value in a JSON object, or of the object's end."""
     while text[at] in " \t\r\n,:":
         at += 1
     return at

@@ -1,34 +1,32 @@
-"""The inbox behind a URL: an ASGI application that stores signed events, each of them once.
+"""The inbox behind a URL: an ASGI application that stores signed events, each once.
 
     app = saf.webhooks.inbox(engine, "billing", secrets=[secret])      # uvicorn consumers:app
 
 It verifies the signature (`saf.signing.webhook`), and stores the event as a message for the
-service. The event's id is remembered in the same transaction, so that an event which is sent again,
-because an answer got lost, is stored once. Two installations that see each other by HTTPS alone are
-connected by it: `saf dispatch` at one, this at the other, exactly once in effect and in the order
-of keys.
+service. It remembers the event's id in the same transaction, so that an event is stored once even
+if a lost answer makes the sender repeat it. This connects two installations that can reach each
+other only by HTTPS: `saf dispatch` at one, this application at the other, exactly once in effect
+and in the order of keys.
 
-A signature covers the ``webhook-id``, the time of the request, and the body. So the event's id has
-to be the webhook-id, and is taken once: a request that is stored cannot be used to store another
-event, whatever else of it is altered. What comes in headers ``ce-…`` beside the id, nobody has
-signed: the source, the type, the key and the time of the event. An event as one JSON object is
-signed as a whole. Senders whose ids are not their webhook-ids, or not unique among all senders,
-need ``signed_ids=False``; then an event is known by its source and id.
+A signature covers the ``webhook-id``, the time of the request, and the body. So the event's id must
+be the webhook-id, and is accepted once: a stored request cannot be altered to store another event.
+Other ``ce-…`` headers are not signed: source, type, key and time of the event. An event as one JSON
+object is signed as a whole. Senders whose ids are not their webhook-ids, or not unique among all
+senders, need ``signed_ids=False``; then source and id identify an event.
 
-    204    it is stored, now or before
-    400    it is no event of CloudEvents 1.0, its id is not the one that is signed, or no broker
-           would store it
-    401    it is not signed by one of the secrets, or not now
-    404    this broker has services, and not this one
-    405    it is no POST
-    408    it took more than a minute to come
-    409    an event with its id is stored, which came from another source
-    413    it is larger than ``max_bytes``
+    204    the event is stored, now or before
+    400    it is not a CloudEvents 1.0 event, its id is not the signed one, or no broker takes it
+    401    it is not signed by one of the secrets, or its time is out of range
+    404    this broker has services, but not this one
+    405    the request is not a POST
+    408    the request took more than a minute to arrive
+    409    a stored event from another source has the same id
+    413    the request is larger than ``max_bytes``
     503    the database does not answer within 15 s, or ``at_once`` requests are in hand already:
            send it again later
 
-What is remembered is bounded: with each event that is stored, some older than ``remember_days`` are
-forgotten. It must be longer than a sender goes on trying.
+The memory of ids is bounded: each stored event removes some that are older than ``remember_days``.
+This time must be longer than senders keep retrying.
 """
 
 from __future__ import annotations
@@ -63,22 +61,22 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 20
 AT_ONCE = 200
 BODY_SECONDS = 60.0
-"""How long the body of a request may take to come, in seconds."""
+"""Longest time for a request's body to arrive, in seconds."""
 REMEMBER_DAYS = 14.0
 STORE_SECONDS = 10.0
-"""How long a statement may take, in seconds. Who waits for its answer waits a little longer."""
+"""Longest time for a statement, in seconds. The wait for its answer is a little longer."""
 
 EVENTS = UUID("6f3b3a0e-6d2c-5d0b-9a39-0d7b7a2f3c11")
-"""The namespace of ids of messages whose event has an id that is no UUID."""
+"""Namespace of message ids for events whose id is not a UUID."""
 
-# In the application's sessions too, for this transaction alone
+# Also in the application's own sessions, for this transaction only
 BOUNDS = """
 SELECT set_config('lock_timeout', '{milliseconds}', true),
        set_config('statement_timeout', '{milliseconds}', true)
 """
-# Remembered and stored by one statement: also where each statement is a transaction of its own, an
-# event that is remembered is stored. It waits for a transaction that stores the same event. At a
-# server whose default is off, a crash could take back what was answered with 204.
+# One statement remembers and stores: even if each statement is a transaction of its own, a
+# remembered event is stored. It waits for a concurrent transaction that stores the same event. At a
+# server whose default is off, a crash could lose an event that was answered with 204.
 STORE = """
 WITH durable AS MATERIALIZED (
     SELECT CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
@@ -103,10 +101,10 @@ WITH durable AS MATERIALIZED (
 )
 SELECT lives FROM here
 """
-# Of the same event: another one, with its id and of another source, is not remembered
+# True for the same event. An event of another source with the same id is not remembered
 REMEMBERED = "SELECT EXISTS (SELECT FROM saf.webhook WHERE digest = %(digest)s)"
-# Two digests of each event are remembered. A few more go with each, so that there is never much to
-# do; whoever has one in hand goes on with it.
+# Each event adds two digests and removes a few more, so that little work accumulates. Digests that
+# another transaction is removing are skipped.
 FORGET = """
 DELETE FROM saf.webhook WHERE digest = ANY (ARRAY(
     SELECT digest FROM saf.webhook
@@ -130,18 +128,17 @@ def inbox(
     """Return an ASGI application that stores signed events for a service.
 
     Args:
-        engine: as for `saf.receive`: best a pool's ``connection``, because each event takes one.
-        service: whom the messages are for.
-        secrets: one or several of Standard Webhooks, any of which may have signed.
-        max_bytes: the largest request.
-        at_once: how many requests are taken at a time.
-        remember_days: for how long an event that is sent again is recognised.
-        signed_ids: whether an event's id has to be the webhook-id, which is signed, as it is where
-            `saf dispatch` sends. Otherwise, an event is known by its source and id, which nobody
-            has signed if they come in headers.
+        engine: as for `saf.receive`; preferably a pool's ``connection``, as each event needs one.
+        service: the service that the messages are for.
+        secrets: one or several Standard Webhooks secrets; any may have signed.
+        max_bytes: size of the largest request.
+        at_once: requests that are processed at a time.
+        remember_days: how long repeated events are recognised.
+        signed_ids: True if an event's id must be the webhook-id, which is signed, as `saf dispatch`
+            sends it. Otherwise, source and id identify an event; in headers they are not signed.
 
     Raises:
-        UsageError: a secret is none.
+        UsageError: a secret is invalid.
     """
     known = [secrets] if isinstance(secrets, str) else list(secrets)
     for secret in known:
@@ -197,7 +194,7 @@ def inbox(
 
 
 def _not_stored() -> tuple[type[Exception], ...]:
-    """What an engine raises whose database does not answer."""
+    """Return the exceptions of an engine whose database does not answer."""
     if "sqlalchemy" not in sys.modules:
         return psycopg.Error, SafError, OSError
     from sqlalchemy.exc import SQLAlchemyError
@@ -212,7 +209,7 @@ def _check_id(one: Event, signed_id: str) -> None:
 
 
 class _Taken(Exception):
-    """An event with the same id is stored, and is of another source."""
+    """A stored event from another source has the same id."""
 
     def __str__(self) -> str:
         return "an event with this id has come from another source: ids must be unique"
@@ -221,10 +218,10 @@ class _Taken(Exception):
 def _store(
     engine: Engine, service: str, one: Event, seconds: float, *, signed_ids: bool = True
 ) -> bool:
-    """Store an event, unless it is stored already; False if the service does not live here.
+    """Store an event, unless it is already stored; False if the service does not live here.
 
     Raises:
-        _Taken: it is another event with the id of a stored one.
+        _Taken: another event with the same id is stored.
     """
     carried = dict(one.headers)
     if one.content_type is not None:
@@ -258,7 +255,7 @@ def _store(
             replace(link, always=bounds).transaction(claims=False),
         ):
             ((lives,),) = fetch(link.raw, STORE, params)
-            # nothing is written if it is another's id
+            # nothing was written if the id belongs to another event
             if lives and not fetch(link.raw, REMEMBERED, params)[0][0]:
                 raise _Taken
             link.raw.execute(FORGET, params)
@@ -270,7 +267,7 @@ def _digest(*parts: str) -> bytes:
 
 
 def _uuid(one: Event) -> UUID:
-    """The event's id if it is a UUID; otherwise one that is always the same for this event."""
+    """Return the event's id if it is a UUID; otherwise a UUID that is always the same for it."""
     try:
         return UUID(one.id)
     except ValueError:
@@ -278,12 +275,12 @@ def _uuid(one: Event) -> UUID:
 
 
 def _moment(said: object) -> datetime:
-    """When the event happened, as it says itself; now, if it does not.
+    """Return the event's time; the current time if the event has none.
 
-    A time before the calendar, or on its first day, is what some languages have for none.
+    Some languages use a time before the calendar, or on its first day, for a missing one.
 
     Raises:
-        NoEvent: it says a time that no log takes.
+        NoEvent: no log takes the event's time.
     """
     now = datetime.now(UTC)
     try:

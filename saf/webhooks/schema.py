@@ -1,4 +1,4 @@
-"""The table of received webhooks: which events are stored already."""
+"""The table of stored webhook events."""
 
 from __future__ import annotations
 

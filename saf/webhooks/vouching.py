@@ -1,8 +1,9 @@
-"""Vouching for senders, at the other end: a source vouches for its own, and for nobody else's.
+"""Vouching at the receiving end: a source vouches only for its own senders.
 
-A forwarder says of a sender that was checked, in a header, by which broker and as which service
-(`saf.engine.vouching`). The broker is always its own source. A partner is not trusted with more: a
-header that names another broker is renamed, as a forwarder renames one that a sender has made up.
+A forwarder adds a header for a checked sender, with its broker and service
+(`saf.engine.vouching`). The broker is always the forwarder's own source. A partner is not trusted
+beyond that: a header that names another broker is renamed, just as a forwarder renames a header
+that a sender has made up.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from saf.message import CLAIMED_FROM, STRICT, VERIFIED_FROM
 from saf.webhooks.event import members
 
 ESCAPED = r"\u00"
-"""How a character of the header's name may be written otherwise."""
+"""Beginning of an escape, by which a character of the header's name may be hidden."""
 
 
 def vouched_by(rows: pa.Table, source: UUID) -> pa.Table:
-    """Return messages of which no header says that a broker other than ``source`` has checked them.
+    """Return messages whose headers name no verifying broker other than ``source``.
 
     Raises:
-        Rejected: headers may say so, and cannot be read.
+        Rejected: headers may contain such a claim, and cannot be read.
     """
     headers = rows["headers"]
     may = pc.or_(pc.match_substring(headers, VERIFIED_FROM), pc.match_substring(headers, ESCAPED))
-    suspects = headers.filter(may).unique().to_pylist()  # nearly all of a source have the same
+    suspects = headers.filter(may).unique().to_pylist()  # most messages of a source share them
     renamed = {text: other for text in suspects if (other := _own(text, source)) != text}
     if not renamed:
         return rows
@@ -38,7 +39,8 @@ def vouched_by(rows: pa.Table, source: UUID) -> pa.Table:
 
 
 def _own(text: str, source: UUID) -> str:
-    """Return headers in which nobody but ``source`` vouches for the sender.
+    """Return headers in which only ``source`` vouches for the sender.
+
 
     >>> one = UUID(int=1)
     >>> _own('{"n": 1.50, "saf-verified\\u002dfrom": {"broker": "another"}}', one)

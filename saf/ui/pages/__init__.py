@@ -1,4 +1,4 @@
-"""The pages: one file for each subject, with what it asks the brokers and what it shows of that."""
+"""The pages: one file per subject, with its queries and its display."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from saf.ui.site import Visit
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A page, or what a form does."""
+    """A page, or the action of a form."""
 
     page: Callable[[Visit], Response]
     changes: bool = False
-    """It is a form's: a POST with the CSRF token."""
+    """True for the action of a form: a POST with the CSRF token."""
     operates: bool = False
-    """Only for those who may operate."""
+    """True if only operators may use it."""
 
 
 PAGES: Mapping[str, Page] = {

@@ -12,7 +12,7 @@ ROWS_OF_EACH = 20
 
 
 def audit(visit: Visit) -> Response:
-    """Show what people did, the last first; of one broker, page by page."""
+    """Show operators' actions, the last first; for one broker, page by page."""
     broker = visit.given("broker")
     before = place_at(visit.given("after")) if broker else None
     rows = ROWS if broker else ROWS_OF_EACH

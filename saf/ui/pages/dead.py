@@ -1,7 +1,7 @@
-"""Dead letters: by filter, and what a person decides about those chosen, or all that match.
+"""Dead letters: by filter, with decisions about chosen ones, or about all that match.
 
-A decision takes two steps. The first counts, and shows what it would be about; the second does
-just that, as a job. What has died in between is left alone.
+A decision takes two steps. The first counts and shows its extent; the second carries it out to
+exactly that extent, as a job. Messages that become dead letters in between are left alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from saf.ui.site import Visit
 
 ROWS = 50
 ROWS_OF_EACH = 10
-"""How many of each broker are shown while none is chosen."""
+"""Dead letters to show per broker while no broker is chosen."""
 MOST = 1_000_000
-"""How many are counted before a decision."""
+"""Most dead letters to count before a decision."""
 ACTIONS = ("retry", "redirect", "discard")
 FIELDS = ("reason", "service", "destination", "key", "subscription", "error")
 
@@ -61,7 +61,7 @@ def letters(visit: Visit) -> Response:
 
 
 def confirm(visit: Visit) -> Response:
-    """Count what a decision would be about, and ask why."""
+    """Count the dead letters that a decision covers, and ask for the reason."""
     action, to = _action(visit), visit.given("to")
     there = to if action == "redirect" else None
 
@@ -91,7 +91,7 @@ def confirm(visit: Visit) -> Response:
 
 
 def decide_(visit: Visit) -> Response:
-    """Begin the job that was confirmed."""
+    """Begin the confirmed job."""
     action, to = _action(visit), visit.given("to")
     decision: Decision[Filter]
     if action == "redirect":
@@ -111,7 +111,7 @@ def _action(visit: Visit) -> str:
 
 
 def _chosen(visit: Visit) -> dict[str, Filter]:
-    """Return which dead letters of which brokers a form is about."""
+    """Return the filter for each broker that a form has chosen."""
     return chosen(
         visit, _wanted(visit), lambda numbers: Filter(dead_letter_ids=numbers), "dead letters"
     )

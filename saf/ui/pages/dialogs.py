@@ -1,4 +1,4 @@
-"""Conversations of all brokers, and one of them as a sequence of messages."""
+"""Conversations of all brokers, and a sequence diagram for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 100
 ROWS_OF_EACH = 10
 ROW = 54
 MOST = 60
-"""How many messages are drawn, the last ones."""
+"""Most messages to draw, the last ones."""
 
 
 def list_(visit: Visit) -> Response:
@@ -57,14 +57,14 @@ class Arrow:
     message: Spoken
     sent: datetime | None
     stored: datetime | None
-    """When it was stored at the other end; None: not seen there."""
+    """Time of storing at the other end; None if it was not seen there."""
     to_right: bool
     to_itself: bool
     y: int
 
 
 def one(visit: Visit) -> Response:
-    """Show one conversation: both ends, and what they have said to each other."""
+    """Show one conversation: both ends, and their messages."""
     given = visit.given("id")
     if given is None:
         return visit.to("/dialogs")
@@ -91,7 +91,7 @@ def one(visit: Visit) -> Response:
 
 
 def arrows_of(found: list[Exchange]) -> list[Arrow]:
-    """Return the messages of all brokers in the order in which they were sent, each once."""
+    """Return the messages of all brokers in the order of sending, each once."""
     sent: dict[UUID, Spoken] = {}
     stored: dict[UUID, Spoken] = {}
     for there in found:
@@ -115,7 +115,7 @@ def arrows_of(found: list[Exchange]) -> list[Arrow]:
 
 
 def _named(ends: list[tuple[str, Conversation]], arrows: list[Arrow], *, left: bool) -> str:
-    """Return the name of one end: as its broker has it, or as a message addresses it."""
+    """Return the name of one end: from its broker, or from the address of a message."""
     for _, end in ends:
         return end.service if end.is_initiator == left else end.far_service
     for arrow in arrows:

@@ -1,4 +1,4 @@
-"""The doctor's findings with their cures, of the last examination."""
+"""Findings of the doctor's last examination, with their cures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Examination:
 
 
 def findings(visit: Visit) -> Response:
-    """Show what the last examination has found; begin the first one."""
+    """Show the findings of the last examination; begin the first one if needed."""
     last: Examination | None = visit.site.examination
     if last is None:
         last = begin(visit.site)
@@ -43,7 +43,7 @@ def findings(visit: Visit) -> Response:
 
 
 def examine_(visit: Visit) -> Response:
-    """Begin another examination, unless one is under way."""
+    """Begin another examination, unless one is running."""
     last: Examination | None = visit.site.examination
     if last is None or last.ended is not None:
         begin(visit.site)
@@ -51,7 +51,7 @@ def examine_(visit: Visit) -> Response:
 
 
 def begin(site: Site) -> Examination:
-    """Examine everything in a thread. Only reads."""
+    """Run all checks in a thread. Only reads."""
     one = site.examination = Examination()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Jobs: their progress, and stopping one."""
+"""Jobs: show their progress, and stop one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from saf.ui.site import Visit
 
 
 def jobs(visit: Visit) -> Response:
-    """Show what was begun in this process."""
+    """Show the jobs of this process."""
     return visit.page("jobs.html", title="Jobs", jobs=visit.site.jobs.all())
 
 
@@ -23,7 +23,7 @@ def job(visit: Visit) -> Response:
 
 
 def cancel(visit: Visit) -> Response:
-    """Let a job stop after the chunk that it is at."""
+    """Stop a job after its current chunk."""
     found = _job(visit)
     found.stopping.set()
     return visit.to(f"/jobs/{found.number}")

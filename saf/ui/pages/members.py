@@ -1,4 +1,4 @@
-"""Subscriptions of a broker: their members, leases and shards, and how much each has left."""
+"""Subscriptions of a broker: members, leases and shards, with their remaining messages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from saf.operating.members import Membership, memberships
 from saf.ui.site import LIVE, Visit
 
 LOOK = 200
-"""How many messages of a shard are read; `saf members` reads more before it estimates."""
+"""Messages of a shard to read; `saf members` reads more before it estimates."""
 COLOURS = 8
-"""How many members are told apart by colours; they are named, too."""
+"""Number of colours for members; the members are also named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Cell:
 
     shard: Shard
     colour: int | None
-    """The number of its owner's colour; None: nobody has it."""
+    """Number of the owner's colour; None without an owner."""
     left: int
 
 
@@ -48,7 +48,7 @@ def members(visit: Visit) -> Response:
 
 
 def colours(one: Membership) -> Mapping[str, int]:
-    """Return a colour's number for each owner of a shard."""
+    """Return the number of a colour for each owner of a shard."""
     owners = sorted({shard.owner for shard in one.backlog.shards if shard.owner is not None})
     return {owner: number % COLOURS for number, owner in enumerate(owners)}
 

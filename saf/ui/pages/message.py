@@ -1,4 +1,4 @@
-"""One message from its sender to its handlers."""
+"""The path of one message from its sender to its handlers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from saf.ui.redaction import LARGEST_BYTES, Redaction
 from saf.ui.site import Visit
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
-"""A context of W3C's Trace Context: its version, the trace, the span, flags."""
+"""W3C trace context: version, trace, span, flags."""
 
 SECONDS = PATIENCE_SECONDS / 3
-"""The bound of a statement: several follow each other."""
+"""Bound of a statement; several statements follow each other."""
 LOOK_SECONDS = 0.08
-"""How long a broker's logs are looked through for one page."""
+"""Time to search a broker's logs for one page."""
 
 
 def message(visit: Visit) -> Response:
-    """Show where a message is in all brokers, or the form that asks for one."""
+    """Show where a message is in all brokers, or the form to ask for one."""
     given, about = visit.given("id"), moment_of(visit.given("at"))
     if given is None:
         return visit.page("message.html", title="Message", wanted=None, about=None)
@@ -85,7 +85,7 @@ def message(visit: Visit) -> Response:
 
 
 def _body(redaction: Redaction, found: Iterable[tuple[Stay, bytes | None]]) -> str | None:
-    """Return the body as it may be shown; None if no log has it."""
+    """Return the body for display; None if no log has it."""
     for there, body in found:
         if body is not None and (one := there.sent or there.stored) is not None:
             return redaction.body(body, one.headers)
@@ -97,10 +97,10 @@ def _body(redaction: Redaction, found: Iterable[tuple[Stay, bytes | None]]) -> s
 def _further(
     stays: Mapping[str, Stay], about: datetime | None, sent_at: datetime | None
 ) -> dict[str, object]:
-    """Return the parameters with which this page goes on looking.
+    """Return the parameters with which this page continues the search.
 
-    If it has become known when the message was sent, it is looked for there first; otherwise where
-    each search has ended.
+    If the time of sending is known by now, the search continues there; otherwise where each
+    broker's search has ended.
     """
     if about is None and sent_at is not None:
         return {"at": sent_at}
@@ -113,7 +113,7 @@ def _further(
 
 
 def _places(text: str | None) -> Mapping[str, Mapping[str, str]]:
-    """Return where to go on, by broker and log.
+    """Return where to continue, by broker and log.
 
     >>> _places('{"shop": {"outbox": "3.512"}}')
     {'shop': {'outbox': '3.512'}}
@@ -131,7 +131,7 @@ def _places(text: str | None) -> Mapping[str, Mapping[str, str]]:
 
 
 def trace_of(headers: Mapping[str, str], url: str | None) -> str | None:
-    """Return where a message's trace is shown; None if it has none, it is hidden, or no such place.
+    """Return the URL of a message's trace; None without a trace, if it is hidden, or without URL.
 
     >>> context = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
     >>> trace_of(context, "https://traces.example/trace/{trace_id}?from=saf")

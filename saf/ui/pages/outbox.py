@@ -1,4 +1,4 @@
-"""Messages of an outbox by state, service, key and age, a page at a time."""
+"""Messages of an outbox by state, service, key and age, page by page."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from saf.ui.site import Visit
 
 ROWS = 50
 SECONDS = PATIENCE_SECONDS / 2
-"""The bound of a statement."""
+"""Bound of a statement."""
 LOOK_SECONDS = 0.08
-"""How long an outbox is looked through for one page."""
+"""Time to search an outbox for one page."""
 FURTHER_SECONDS = 0.5
-"""How long, if somebody has asked to look further."""
+"""Time to search if the user asks to look further."""
 
 
 def messages(visit: Visit) -> Response:

@@ -1,4 +1,4 @@
-"""The overview, and what is pending: from the last figures, so that nobody waits for a broker."""
+"""The overview and pending messages, from the last figures, so that no page waits for a broker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BrokerRow:
 
     @property
     def state(self) -> str:
-        """How it is, in one word."""
+        """State of the broker in a word or two."""
         if not self.up:
             return "down"
         if self.dead:
@@ -43,7 +43,7 @@ class BrokerRow:
 
     @property
     def colour(self) -> str:
-        """The class of the word."""
+        """CSS class of the state."""
         return {"down": "bad", "dead letters": "warn", "parked": "warn"}.get(self.state, "good")
 
 
@@ -53,14 +53,14 @@ class DestinationRow:
 
     name: str
     state: str
-    """The worst that a source says."""
+    """Worst state that a source reports."""
     pending: float
     parked: float
     sources: int
 
     @property
     def colour(self) -> str:
-        """The class of its state."""
+        """CSS class of the state."""
         return {"down": "bad", "waiting": "warn"}.get(self.state, "good")
 
 
@@ -95,7 +95,7 @@ def nav(visit: Visit) -> Response:
 
 
 def rows(beat: Beat) -> list[BrokerRow]:
-    """Return the brokers: those that need somebody first."""
+    """Return the brokers; those that need attention come first."""
     found = []
     for (name,), up in beat.of(m.UP):
         members = sum(v for (log, who), v in beat.of(m.MEMBERS, name) if who == "forwarder")
@@ -125,7 +125,7 @@ STATES = ("down", "waiting", "up")
 
 
 def destinations(beat: Beat) -> list[DestinationRow]:
-    """Return the destinations, each with the worst state that a source has of it."""
+    """Return the destinations, each with the worst state that a source reports."""
     said: dict[str, list[str]] = defaultdict(list)
     for (_, name, state), is_so in beat.of(m.DESTINATIONS):
         if is_so:
@@ -155,7 +155,7 @@ def endpoints(beat: Beat) -> Mapping[tuple[str, str], str]:
 
 @dataclass(frozen=True, kw_only=True)
 class PendingRow:
-    """What is pending for one service."""
+    """Pending messages for one service."""
 
     broker: str
     destination: str
@@ -165,7 +165,7 @@ class PendingRow:
 
 
 def pending(visit: Visit) -> Response:
-    """Show what is pending by broker, destination and service, the oldest first."""
+    """Show pending messages by broker, destination and service, the oldest first."""
     beat = visit.beat
     oldest = dict(beat.of(m.OLDEST_PENDING))
     wanted = {name: visit.given(name) for name in ("broker", "destination", "service")}

@@ -1,4 +1,4 @@
-"""Parked messages: the lanes that wait, and letting them be tried now."""
+"""Parked messages: the waiting lanes, and retrying them now."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from saf.setaside.waiting import Lanes, Waiting, parked, place_at, retry_now
 from saf.ui.site import LIVE, Visit
 
 ROWS = 25
-"""How many lanes of a broker are shown, those that hold up most; of one broker alone, more."""
+"""Lanes to show per broker, those that block most first; more for a single broker."""
 ROWS_OF_ONE = 50
 MOST = 10_000
-"""How many messages of a lane are counted."""
+"""Most messages of a lane to count."""
 FIELDS = ("subscription", "destination", "lane", "subject")
 
 
 def lanes(visit: Visit) -> Response:
-    """Show the lanes that wait."""
+    """Show the waiting lanes."""
     found, errors = _found(visit)
     broker = visit.given("broker")
     there = found.get(broker or "")
@@ -41,7 +41,7 @@ def lanes(visit: Visit) -> Response:
 
 
 def confirm(visit: Visit) -> Response:
-    """Say how many lanes would be tried, and ask why."""
+    """Show how many lanes would be retried, and ask for the reason."""
     wanted = _wanted(visit)
     answers = visit.site.brokers.ask(lambda connection: due(connection, wanted), _brokers(visit))
     return visit.page(
@@ -56,7 +56,7 @@ def confirm(visit: Visit) -> Response:
 
 
 def retry(visit: Visit) -> Response:
-    """Let lanes be tried by the next run."""
+    """Let the next run retry lanes."""
     wanted, why, person = _wanted(visit), visit.given("why") or "", visit.visitor.name
 
     def act(connection: psycopg.Connection[Any]) -> int:

@@ -1,7 +1,7 @@
-"""Parked messages one by one: by filter, and what a person decides about those chosen, or all.
+"""Single parked messages: by filter, with decisions about chosen ones, or about all that match.
 
-As with dead letters, a decision takes two steps: the first counts, and the second is about just
-that, as a job. What is parked in between is left alone.
+As with dead letters, a decision takes two steps: the first counts, and the second, a job, covers
+exactly the counted messages. Messages that are parked in between are left alone.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from saf.ui.site import Visit
 
 ROWS = 50
 ROWS_OF_EACH = 10
-"""How many of each broker are shown while none is chosen."""
+"""Messages to show per broker while no broker is chosen."""
 MOST = 1_000_000
-"""How many are counted before a decision."""
+"""Most messages to count before a decision."""
 ACTIONS = ("redirect", "discard")
 FIELDS = ("subscription", "destination", "lane", "subject", "service", "key")
 
 
 def messages(visit: Visit) -> Response:
-    """Show parked messages, those first that were parked first."""
+    """Show parked messages, in the order in which they were parked."""
     broker, wanted = visit.given("broker"), _wanted(visit)
     wanted = replace(wanted, after=parked_messages.place_at(visit.given("after")))
     rows = ROWS if broker else ROWS_OF_EACH
@@ -63,7 +63,7 @@ def messages(visit: Visit) -> Response:
 
 
 def confirm(visit: Visit) -> Response:
-    """Count what a decision would be about, and ask why."""
+    """Count the messages that a decision covers, and ask for the reason."""
     action, to = _action(visit)
 
     def count(which: ParkedFilter, connection: psycopg.Connection[Any]) -> Counted:
@@ -91,7 +91,7 @@ def confirm(visit: Visit) -> Response:
 
 
 def decide(visit: Visit) -> Response:
-    """Begin the job that was confirmed."""
+    """Begin the confirmed job."""
     action, to = _action(visit)
     decision: Decision[ParkedFilter] = decide_parked.discard
     if to is not None:
@@ -110,14 +110,14 @@ def _action(visit: Visit) -> tuple[str, str | None]:
 
 
 def _chosen(visit: Visit) -> dict[str, ParkedFilter]:
-    """Return which parked messages of which brokers a form is about."""
+    """Return the filter for each broker that a form has chosen."""
     return chosen(
         visit, _wanted(visit), lambda numbers: ParkedFilter(parked_ids=numbers), "parked messages"
     )
 
 
 def _fields(visit: Visit) -> dict[str, str | None]:
-    """Return the filter as the forms and links of the pages carry it on."""
+    """Return the filter as the pages' forms and links pass it on."""
     return {name: visit.given(name) for name in ("broker", *FIELDS, "before")}
 
 

@@ -1,4 +1,4 @@
-"""Routes, topics and routers of a broker, and where a message would go."""
+"""Routes, topics and routers of a broker, and the route of a message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from saf.ui.site import Visit
 
 
 def routes(visit: Visit) -> Response:
-    """Show what is configured at one broker; with a service, explain its messages' way."""
+    """Show a broker's configuration; for a given service, explain its messages' route."""
+
     settings = visit.site.settings
     default, declared = settings.forwarder.default_destination, settings.declared
     sources = [name for name in visit.site.brokers.names() if _is_source(visit, name)]
