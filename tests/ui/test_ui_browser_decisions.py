@@ -87,7 +87,7 @@ def test_what_waits_is_tried_now_sent_elsewhere_or_given_up_by_clicks(
         page.get_by_label("Why?").fill("mom is back")
         page.get_by_role("button", name="Retry now").click()
         page.wait_for_selector("text=1 lane to be tried by the next run")
-        page.get_by_role("link", name="Back to what is parked").click()
+        page.get_by_role("link", name="Back to parked messages").click()
         page.get_by_role("link", name="One by one").click()
         page.get_by_role("textbox", name="Service").fill("billing")
         page.get_by_role("button", name="Filter").click()

@@ -262,12 +262,12 @@ def test_a_message_that_is_not_found_in_time_is_looked_for_further_back(
     assert "No broker that answers knows" in page
     steps = 0
     while "Sent at" not in page:
-        assert "only what is there since" in page
+        assert "only the messages since" in page
         (further,) = re.findall(r'href="([^"]+)">Look further<', page)
         page = visitor.get(html.unescape(further)).text
         steps += 1
     assert steps > 3
-    assert "Not everything was looked at" not in page
+    assert "Not everything was searched" not in page
     listed = visitor.get("/outbox", params={"broker": "shop", "key": "k3"}).text
     (link,) = re.findall(r'href="(/message[^"]+)"', listed)
     assert "Sent at" in visitor.get(html.unescape(link)).text  # the list knows when it was sent
