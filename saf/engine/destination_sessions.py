@@ -1,8 +1,8 @@
 """Destination sessions: a task's connections to its destinations, and their marks.
 
 A destination is connected when the first message goes there. With each chunk it gets the marks that
-the source remembers of it, so that it notices if either of the two was set back. The transaction
-that moves past the chunk writes the marks that the destination returned at the source.
+the source remembers, so that it notices if the source or the destination was set back. The
+transaction that moves past the chunk writes the marks that the destination returned at the source.
 """
 
 from __future__ import annotations
