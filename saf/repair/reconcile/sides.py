@@ -1,4 +1,4 @@
-"""Both sides of a comparison, each read as of one moment and kept from being purged meanwhile."""
+"""Both sides of a comparison, each read as of one moment and kept from purges during it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Both:
     source: Side
     destinations: tuple[Reading, ...]
     unread: Mapping[str, str]
-    """The destinations that cannot be read back, each with the reason."""
+    """Destinations that cannot be read back, each with the reason."""
     range: Range
     what: Compared
     snapshot: str
     params: Mapping[str, Any]
     """The parameters of queries at the source."""
     later: Dsn
-    """The dsn by which the source is read again, after the destinations."""
+    """Dsn for reading the source again, after the destinations."""
 
     @property
     def topics(self) -> frozenset[str]:
-        """The services that are topics now, or were topics in frozen routes that are kept."""
+        """Services that are topics now, or in frozen routes that are kept."""
         return frozenset(self.what.topics)
 
 
