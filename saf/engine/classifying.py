@@ -63,7 +63,7 @@ def from_columns(said: pa.RecordBatch | pa.Table, count: int) -> pa.RecordBatch:
     """Read answers from the column service, and from broker and key if present.
 
     Raises:
-            ValueError, TypeError: the columns are not valid answers.
+        ValueError, TypeError: the columns are not valid answers.
     """
     if said.num_rows != count:
         raise ValueError(f"{said.num_rows} answers to {count} messages")

@@ -80,8 +80,8 @@ class DestinationSessions:
         """Store a chunk at its part's destination, if the marks there are the known ones.
 
         Raises:
-                Ahead, Behind: the marks there differ: the source, or the destination, was set back.
-                SafError: any other error that `saf.destinations.Destination.store` raises.
+            Ahead, Behind: the marks there differ: the source, or the destination, was set back.
+            SafError: any other error that `saf.destinations.Destination.store` raises.
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
@@ -120,8 +120,8 @@ class DestinationSessions:
         """Return a destination of saf.toml, connected.
 
         Raises:
-                UsageError: another name in saf.toml stands for the same destination.
-                Unavailable: connecting failed, for any reason.
+            UsageError: another name in saf.toml stands for the same destination.
+            Unavailable: connecting failed, for any reason.
         """
         with self._blamed(name):
             if name not in self._open:

@@ -32,8 +32,8 @@ def written(text: str) -> str:
     """Return headers, given as JSON text, as PostgreSQL writes them.
 
     Raises:
-            ValueError: not a JSON object that PostgreSQL can store.
-            RecursionError: nested too deeply.
+        ValueError: not a JSON object that PostgreSQL can store.
+        RecursionError: nested too deeply.
     """
     found = STRICT.decode(text)
     if not isinstance(found, dict):

@@ -132,7 +132,7 @@ class Resolver:
         """Give rows their real addresses; rows behind a lane in ``held`` wait.
 
         Raises:
-                ConfigurationError: a classifier that the driver could load cannot be loaded here.
+            ConfigurationError: a classifier that the driver could load cannot be loaded here.
         """
         resolution = self._resolve(rows, held)
         return self._let_wait(rows, resolution) if self._transforms else resolution

@@ -155,7 +155,7 @@ class Storing:
             self._let_wait(others, set_aside, error)
             self.store_once(replace(part, rows=mine), set_aside)
         except Rejected as error:
-            # a rejected chunk was not stored, so its messages have not left yet
+            # rejected messages were not stored, so their neighbours have not left yet
             part = self._without_stored(part, set_aside, error, perf_counter() - began)
             if part.rows.num_rows == 1:
                 self._bury_rejected(part, set_aside, error)

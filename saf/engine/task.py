@@ -3,8 +3,8 @@
 Due parked messages come first, lane by lane; then the batch. Per chunk, ordered by id:
 
 0. Find the results of transforms, the services that messages for routers are really addressed to,
-and the route that each message takes where routes share. Results to remember are written at the
-source, durably, before anything is sent.
+   and the route that each message takes where routes share. Results to remember are written at the
+   source, durably, before anything is sent.
 1. One transaction per destination; committed and durable before the next step.
 2. at_most_once routes: record the attempt at the source, durably; then send (`saf.engine.sending`).
 3. One transaction at the source: move the position, or close the batch with its last chunk; and set

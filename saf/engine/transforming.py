@@ -292,7 +292,7 @@ class Transforming:
         self._now = _in_order(pa.concat_tables([others, made]))
 
     def _services(self, rows: pa.Table) -> pa.ChunkedArray:
-        """Return the service that each message was sent to; for a new message, its address now."""
+        """Return the service that each message was sent to, before any router redirected it."""
         services = rows["to_service"]
         if not self._sent_to:
             return services

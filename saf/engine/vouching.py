@@ -28,7 +28,7 @@ def vouched(rows: pa.Table, source: UUID, since: int | None) -> pa.Table:
     Args:
         rows: with the columns of messages, and their ids in the outbox.
         source: the broker_id.
-            since: senders of messages with greater ids were checked; None: no sender was.
+        since: senders of messages with greater ids were checked; None: no sender was.
     """
     checked = _checked(rows, since)
     headers = _renamed(rows["headers"], checked)

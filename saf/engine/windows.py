@@ -17,7 +17,7 @@ import pyarrow as pa
 from saf.engine.survey import Window
 
 HELD_BYTES = 64 * 1024 * 1024
-"""Maximum bytes held back; one window may exceed it, because its bodies may be compressed."""
+"""Maximum bytes held back, even within one window: its stored bodies may be compressed."""
 
 BATCH_BYTES = 4 * 1024 * 1024
 """Bytes of sorted rows yielded at a time."""
@@ -33,7 +33,7 @@ def in_order(
     """Yield the rows that ``read`` returns for surveyed windows, ordered by id.
 
     Raises:
-            NotInWindows: too many rows would have to be held back.
+        NotInWindows: too many rows would have to be held back.
     """
     held: list[pa.RecordBatch] = []
     for number, window in enumerate(windows, 1):

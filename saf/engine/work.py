@@ -58,7 +58,7 @@ class Work:
     """The source has checked the senders of messages with greater ids; None: of no messages. See
     `saf.engine.vouching`."""
     cycle: str = field(default_factory=lambda: uuid4().hex)
-    """Unique id of this work on the batch, which may be worked on again."""
+    """Unique id of this attempt at the batch."""
     lease_seconds: float = LEASE_SECONDS
     """Seconds without a sign of life after which the task's lease ends; see `saf.engine.pulse`."""
 
