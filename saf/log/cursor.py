@@ -33,8 +33,8 @@ Guarantees, where simpler schemes fail (the idea is PgQ's; here it is per shard)
 Every write names owner and epoch (see `saf.log.shards`) and the batch. If any of them has changed,
 the write changes nothing and raises `Fenced`.
 
-Cursors are never read from a standby, rows are never deleted, and messages of different shards are
-not ordered among each other.
+This module never reads from a standby, never deletes, and does not order messages of different
+shards among each other.
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ ORDER BY batch, position
 
 # Without an open batch, ``open`` is NULL, and rows not in ``done`` may be opened
 OWNED = BATCHES.format(cursors=f"(SELECT * FROM {NEWEST} AS n WHERE owner = %(owner)s)")
+
 # For a session that polls for new rows: most polls find nothing, which only the index can show
 # quickly. With stale statistics, the planner may choose to scan the whole table, hoping to meet a
 # row early.

@@ -1,8 +1,8 @@
 """Cuts: ids up to which a stream reads, so that it reads no more rows or bytes than requested.
 
 Rows are returned ordered by id, and no index has that order. So the rows of a range are counted
-once, in groups of some thousands of ids, by one read of each row and without sorting. A cut is then
-found from these counts, and exactly within a group of a few thousand rows. The counts also show
+once, in groups of some thousands of ids, by one read of each row and without sorting. These counts
+show in which group the cut is, and its few thousand rows show where exactly. The counts also show
 which transactions wrote the rows up to the cut, so only these transactions' rows are read: many
 cuts of a deep backlog together cost little more than reading it.
 
@@ -149,7 +149,7 @@ class Counted:
         *,
         force: bool,
     ) -> tuple[int, int, int, int]:
-        """Return the last id, rows and bytes of a part that fit; and all its rows' number."""
+        """Return a part's last id, rows and bytes that fit, and the number of all its rows."""
         near = replace(self._whole, written_by=(part.first_txid, part.last_txid))
         query = sql.SQL(WITHIN).format(
             rows=_rows(near),

@@ -342,7 +342,7 @@ def _survey(connection: psycopg.Connection[Any], slot: Slot) -> Contents:
 def _age(
     connection: psycopg.Connection[Any], slot: Slot, which: dict[str, sql.SQL]
 ) -> float | None:
-    """Return about the age of a slot's newest or oldest message, in seconds; None if empty."""
+    """Return the approximate age of a slot's newest or oldest message; None if empty."""
     with connection.transaction():
         connection.execute(BY_INDEX)
         ((age,),) = fetch(connection, _compose(AGE, slot, **which))

@@ -156,8 +156,8 @@ def newest(shards: str = ALL_SHARDS) -> str:
 
     While an old transaction holds the horizon, PostgreSQL keeps every version of a cursor ever
     written. A cursor's batch only rises; as the last column of the key, it lets the index find the
-    newest version first and read no older ones. The comparison is one of whole rows, because
-    otherwise the planner would sort an estimated one row.
+    newest version first and read no older ones. Whole rows are compared, because otherwise the
+    planner would expect a single row and sort.
     """
     return f"""(
     SELECT c.* FROM {shards} AS s (shard) CROSS JOIN LATERAL (

@@ -1,6 +1,6 @@
 """A log from outside: all rows of a broker's outbox or inbox, read in one snapshot.
 
-Used to compare logs. Readers that continue use a cursor.
+It is used to compare logs. Continuous readers use a cursor.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ knows how they are divided. Opening a batch is durable, so no row is handed out 
 could still lose in a crash.
 
 *Set-backs are noticed.* `check` compares a checkpoint with the cursors at each contact. A batch
-that was handed out is recorded here for good, because it was opened durably. So a subscription that
-does not know the batch was set back, with its database. Its cursors are right for the rows that the
-database has now, and a new checkpoint begins there; rows older than the backup may come again, and
-nothing is left out.
+that was handed out is recorded here for good, because it was opened durably. If a subscription
+lacks the batch, the subscription was set back, together with its database. Its cursors are right
+for the rows that the database has now, and a new checkpoint begins there; rows older than the
+backup may come again, and nothing is left out.
 
 A stream waits for no other process, has no lease, and keeps no session.
 """

@@ -188,7 +188,7 @@ FROM (SELECT shard, array_agg(at) AS times
 WHERE s.subscription_id = c.subscription_id AND s.log = 'outbox' AND s.name = 'forwarder'
   AND c.shard = m.shard
 """
-# In their previous order. The identity never assigns its next number a second time
+# In their previous order. The identity never assigns a number twice
 MOVE_FOUND = f"""
 WITH found AS (DELETE FROM saf.parked WHERE {OF_THESE} AND kind = ANY (%(found)s) RETURNING *)
 INSERT INTO saf.parked ({", ".join(PARKED_COLUMNS)}, parked_at)

@@ -46,8 +46,7 @@ class Unread:
 def unread_of(
     source: psycopg.Connection[Any], destinations: Collection[str], routes: RoutesOf
 ) -> Unread:
-    """Return destinations that cannot be read back, with all routes, which the source is asked
-    for."""
+    """Return destinations that cannot be read back, with all routes that the source has."""
     if not destinations:
         return Unread(destinations=frozenset())
     frozen = [one.routes for one in versions(source)]
