@@ -136,7 +136,7 @@ def lives_here(connection: psycopg.Connection[Any], name: str) -> bool:
 
 
 def refused(connection: psycopg.Connection[Any], names: Iterable[str]) -> dict[str, int]:
-    """Return services that a broker with only these would refuse, and their stored messages.
+    """Return services that a broker with only these would refuse, with their stored messages.
 
     Empty if the broker already has services, because it already refuses all others.
     """

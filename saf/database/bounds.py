@@ -41,7 +41,7 @@ PROBES = 3
 """Keepalives in a row that may go unanswered."""
 
 DOCTORS_LOCK_SECONDS = 2.0
-"""The doctor's bound for a lock, in seconds: each of its many queries may wait for one lock."""
+"""The doctor's bound for a lock, in seconds: each of its many queries may meet the same lock."""
 
 METRICS_SECONDS = 5.0
 """The exporter's bound for a statement, in seconds: Prometheus waits 10 s for a scrape."""

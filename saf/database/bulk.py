@@ -39,8 +39,6 @@ def connect(dsn: Dsn, role: str, what: str) -> Connection:
 
     ``what`` names the database in errors.
 
-    ``what`` names the database for people.
-
     Raises:
         adbc.Error: the server does not answer, or refuses the login.
         Unavailable: the server does not answer.

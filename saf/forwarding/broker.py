@@ -156,7 +156,7 @@ class SourceBroker:
     def _is_quiet(self) -> bool:
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
-            # without a member, work is searched for, which joins
+            # without a member, search for work, which joins
             return self._member is not None and self._quiet.lasts(
                 connection, self._member.subscription_id
             )

@@ -60,7 +60,7 @@ class Span:
         self.lowest, self.highest = lowest or 0, highest or 0
 
     def done(self) -> float:
-        """Return about how many of the messages are forwarded, by the positions reached."""
+        """Estimate how many of the messages are forwarded, by the positions reached."""
         params = {
             "subscription_id": self.batch.subscription_id,
             "batch": self.batch.number,

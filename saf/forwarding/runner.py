@@ -128,7 +128,7 @@ class InProcess:
 
 
 FEW = 8
-"""Brokers whose little work is done sooner one after the other here than by a job of Spark."""
+"""Maximum brokers whose little work is faster here, one after the other, than in a Spark job."""
 
 
 class LittleHere:

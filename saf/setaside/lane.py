@@ -139,7 +139,7 @@ def service_lane(destination: str, service: str) -> Lane:
     return Lane(destination=destination, kind=Kind.SERVICE, subject=service)
 
 
-# A lane in statements. Rows without a separate lane column are compared column by column.
+# A lane in statements. Rows have no single column for it, so lanes are compared by these columns.
 COLUMNS = ("destination", "kind", "subject", "broker")
 THE_LANE = ", ".join(COLUMNS)
 """SQL: the columns that identify a lane, in a subscription."""

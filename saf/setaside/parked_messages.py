@@ -26,7 +26,7 @@ from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
 from saf.setaside.staying import OF_BATCH, PARKED_BY, TAKEN, Counted
 
 REST_SECONDS = 5.0
-"""Seconds that a member's key must still have until it is due, for an operator to decide."""
+"""Minimum seconds until a member's key is due, for an operator to decide about it."""
 
 RESTING = f"""(NOT b.awaits_handler
  AND b.next_attempt_at > clock_timestamp() + make_interval(secs => {REST_SECONDS}))"""
