@@ -532,7 +532,7 @@ def forgers(
 ) -> list[tuple[str, list[str]]]:
     """Return the roles that may write any column of a log, with the tables; see ``role``.
 
-    With ``role``, return only those by which this role may: itself, a group, or everybody (PUBLIC).
+    With ``role``, return only those through which it may: itself, a group, or PUBLIC.
     The schema's owner is left out.
     """
     return [(whose, tables) for whose, tables in fetch(connection, FORGERS, {"role": role})]

@@ -73,7 +73,7 @@ SELECT %(subscription_id)s, generate_series(0, shards - 1),
 FROM saf.broker
 """
 
-# Large bodies at a service's own subscription of which the last fragment has not arrived
+# Large bodies at a service's own subscription that lack their last fragment
 INCOMPLETE = """
 WITH incomplete AS (
     SELECT conversation_id

@@ -180,11 +180,11 @@ FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace WHERE nspname = 'saf
 """
 
 # Each setting holds until the session ends. Settings that a server lacks are skipped: before 17
-# there is no transaction_timeout, and on Windows a busy server cannot notice that its client is
+# transaction_timeout does not exist, and on Windows a busy server cannot notice that its client is
 # gone. JIT is off: the planner overestimates short statements about snapshots and would compile
 # each of them, which takes hundreds of times as long as running it. Dates and times are written in
 # the form that psycopg reads. Transactions are READ COMMITTED unless they set another level: a
-# transaction that has waited for a lock must see what was committed before. A policy that hides
+# transaction that has waited for a lock must see all earlier commits. A policy that hides
 # rows makes a statement fail; otherwise messages would be skipped. While there are rules of `saf
 # sender`, which are policies themselves, `saf.broker.whole` checks for other policies at each first
 # contact, and a source's forwarder with each batch (`saf.broker.senders`).
@@ -227,7 +227,7 @@ def network(seconds: float) -> dict[str, int]:
 
 
 def _milliseconds(seconds: float | None) -> int:
-    """Return seconds as the server's milliseconds; 0 is no bound.
+    """Return seconds as the server's milliseconds; 0 means no bound.
 
     >>> _milliseconds(None), _milliseconds(0.0001), _milliseconds(2)
     (0, 1, 2000)

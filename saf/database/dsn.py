@@ -46,7 +46,7 @@ ESCAPES = (
     "in a URL, a password's '@' is written %40, and ':', '/', '?', '#', '%' as %3A, %2F, %3F, %23, "
     "%25; or give host=… user=… password=…"
 )
-"""The cure for a dsn of which a part is not shown because it may contain part of the password."""
+"""The cure for a dsn; the wrong part is not shown, because it may be part of the password."""
 PORTS = re.compile(r"[0-9,]*")
 DRIVER = re.compile(r"^\s*(postgres(?:ql)?)\+\w+://")
 """The beginning of a URL that names a driver of SQLAlchemy."""

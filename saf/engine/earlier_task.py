@@ -1,4 +1,4 @@
-"""An earlier task: what it did with a batch's messages before it died.
+"""An earlier task: its work on a batch's messages before it died.
 
 Messages that it set aside beyond the position are not sent, and new messages wait behind them.
 Messages that it tried to send at most once are not sent again. The earlier task may still be alive:

@@ -15,7 +15,7 @@ from saf.setaside.lane_columns import lanes_of, route_lanes
 
 @dataclass
 class HeldLanes:
-    """Lanes that new messages park in, and lanes that nobody has tried yet.
+    """Lanes that new messages park in, and lanes not tried yet.
 
     A task knows from the start which lanes a destination has. The number of services' lanes has no
     bound, so a task looks up those of each chunk's services.

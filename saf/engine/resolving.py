@@ -65,7 +65,7 @@ class Answers(Protocol):
     """Answers of expressions in SQL, which Spark evaluates in step with the delivery."""
 
     def about(self, rows: pa.Table) -> Mask:
-        """Read up to these messages; return which of them have answers."""
+        """Read up to these messages; return a mask of those with answers."""
 
     def to(self, router: Router, rows: pa.Table) -> pa.Table:
         """Return a router's answers for some of these messages, as in `saf.engine.classifying`.
@@ -259,7 +259,7 @@ class Resolver:
             "to_broker": pc.coalesce(answers["broker"], rows["to_broker"]),
         }
         lost = self._matcher.route(pa.table(addresses))["route"].is_null().to_numpy()
-        # a message for a broker that nobody knows yet waits for the broker
+        # messages for a still unknown broker wait for the broker
         lost &= addresses["to_broker"].is_null().to_numpy() & ~_is_in(services, self._led_on)
         named = pc.binary_join_element_wise("it names '", services, "', ", "")
         for wrong, why in (

@@ -266,7 +266,7 @@ class SetAside:
     ) -> list[int]:
         """Write the changes for messages that were parked before; settled ones leave their lane.
 
-        Return which of them were still there.
+        Return the ids that were still parked.
         """
         self.note(source)
         subscription_id = self.work.batch.subscription_id

@@ -111,7 +111,7 @@ class SourceSession:
     def sent_to(
         self, messages: Mapping[str, Sequence[int]], services: Collection[str]
     ) -> dict[int, str]:
-        """Map messages to those of ``services`` that the outbox says they were sent to."""
+        """Map messages to those of ``services`` that they were sent to, as the outbox has it."""
         return self(lambda source: kept_results.sent_to(source, messages, services))
 
     def _remember(self, point: str, write: Callable[[psycopg.Connection[Any]], T]) -> T:

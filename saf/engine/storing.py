@@ -195,7 +195,7 @@ class Storing:
         return replace(part, rows=inputs_of(part.rows, error.stored, but=True))
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:
-        """Note that a part was given to its destination; ``messages`` of them were new there."""
+        """Note that a part was given to its destination, where ``messages`` were new."""
         assert part.destination is not None  # noqa: S101 - it was stored there
         if messages:
             self.brake.stored(part.destination)
@@ -258,7 +258,7 @@ class Storing:
     def _bury_unsuited(self, part: Part, set_aside: SetAside) -> Part:
         """Return a part without messages that its destination never takes; bury these.
 
-        They are too large for it, or split into parts of which it might store only some.
+        They are too large for it, or were split and it might store only some parts.
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         what = f"destination {part.destination!r}"

@@ -23,7 +23,7 @@ _VERIFIED, _CLAIMED = f'"{VERIFIED_FROM}":', f'"{CLAIMED_FROM}":'
 
 
 def vouched(rows: pa.Table, source: UUID, since: int | None) -> pa.Table:
-    """Return messages with headers that tell what is known of their senders.
+    """Return messages whose headers name the verified senders.
 
     Args:
         rows: with the columns of messages, and their ids in the outbox.

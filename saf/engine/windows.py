@@ -24,7 +24,7 @@ BATCH_BYTES = 4 * 1024 * 1024
 
 
 class NotInWindows(Exception):
-    """Too many rows would have to be held back."""
+    """Too many rows to hold back."""
 
 
 def in_order(
@@ -33,7 +33,7 @@ def in_order(
     """Yield the rows that ``read`` returns for surveyed windows, ordered by id.
 
     Raises:
-        NotInWindows: too many rows would have to be held back.
+        NotInWindows: too many rows to hold back.
     """
     held: list[pa.RecordBatch] = []
     for number, window in enumerate(windows, 1):

@@ -479,7 +479,7 @@ class Forwarder:
         return Meter(self.progress, [item for item in work if item.broker not in limited])
 
     def _note_waiting(self) -> None:
-        """Add the waiting lanes to the summary: their number, and some of them by name."""
+        """Add the waiting lanes to the summary: their number, and some by name."""
         for broker in self.roster.brokers.values():
             self.summary.waiting_lanes += broker.waiting.lanes
             self._note_down(broker.down & self.rules.destinations.keys())

@@ -161,7 +161,7 @@ class Roster:
         return [item for item in found if item.broker not in copies]
 
     def give_back(self, work: Iterable[Work]) -> None:
-        """Keep work for the next visit, because there is no room for it now."""
+        """Keep work for the next visit, because all slots are taken now."""
         self._found.extend(work)
 
     def each(

@@ -1,7 +1,7 @@
 """Runners: they run the engine for items of work, and return its receipts.
 
 A forwarder plans its work and has a runner run it: Spark (`saf.spark.runner`), this process
-(`InProcess`), or either of them, depending on the amount of work (`LittleHere`). The result for an
+(`InProcess`), or either one, depending on the amount of work (`LittleHere`). The result for an
 item is the same everywhere, because the engine is the same.
 """
 

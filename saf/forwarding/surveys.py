@@ -76,7 +76,7 @@ def surveyed(
 
 
 def _shared(work: Sequence[Work]) -> dict[str, tuple[Dsn, list[Batch]]]:
-    """Return by broker the deep batches of which more than one item has a split."""
+    """Return by broker the deep batches that are split among several items."""
     by_broker: dict[str, list[Work]] = {}
     for item in work:
         if item.deep:

@@ -26,7 +26,7 @@ from saf.errors import Unavailable
 SILENT_LEASES = 2
 """Leases for which Spark may be silent."""
 BEGIN_SECONDS = 600.0
-"""Seconds that a job may wait for its first task: executors may have to be started."""
+"""Seconds that a job may wait for its first task: executors may need to start."""
 SLEPT = 2 / 3
 """Part of a lease after which an inactive driver has slept: normally it checks twice as often."""
 

@@ -76,7 +76,7 @@ class Batch:
     epochs: tuple[tuple[int, int], ...]
     """(shard, epoch) of each shard, by shard."""
     set_aside_at: dict[int, list[datetime]] = field(default_factory=dict, compare=False)
-    """For each shard, the last times at which messages of it were set aside, ascending."""
+    """For each shard, the last times at which its messages were set aside, ascending."""
 
     @property
     def shards(self) -> list[int]:

@@ -53,7 +53,7 @@ class Limit:
 
     @property
     def is_none(self) -> bool:
-        """Whether there is no limit."""
+        """Whether nothing is limited."""
         return self.rows == self.bytes == NO_LIMIT
 
     def share(self, among: int) -> Limit:

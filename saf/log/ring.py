@@ -2,14 +2,14 @@
 
 A log is partitioned into eight slots, and its ids walk through them. A slot that they have left is
 purged by TRUNCATE, once every subscription of the log has completed each of its rows and the newest
-row is older than the retention. Nothing is deleted, so there are no dead rows to vacuum, and a long
+row is older than the retention. Nothing is deleted, so no dead rows need a vacuum, and a long
 transaction that holds the xmin horizon delays nothing.
 
 Why no message is lost, whatever is written and read at the same time:
 
 - A row that is not committed has its transaction's lock on the slot, even in a prepared
-  transaction. ACCESS EXCLUSIVE is granted only after all of them have ended, and nobody writes
-  while it is held. An id that was drawn and not inserted yet is a row that comes after the
+  transaction. ACCESS EXCLUSIVE is granted only after all such transactions have ended, and nobody
+  writes while it is held. An id that was drawn and not inserted yet is a row that comes after the
   TRUNCATE.
 - Under that lock, with a snapshot taken after it, the purge searches for any row that some cursor
   does not have in ``done``. An open batch counts as not done, so it never loses a row. A
@@ -32,7 +32,7 @@ while all other senders wait behind it.
 TRUNCATE is not MVCC: a transaction with an older snapshot that reads the slot only afterwards finds
 it empty. A transaction that has read the log holds a lock on each slot, which keeps the slots.
 
-The current slot is never purged, nor is an inbox without subscriptions, because nobody knows then
+The current slot is never purged, nor is an inbox without subscriptions, because it is unknown then
 which messages are still wanted.
 """
 
@@ -64,7 +64,7 @@ State = Literal[
     "current",  # in use: new messages go here
     "rotated",  # was current; new messages go to the next one
     "retained",  # a message is younger than the retention
-    "unread",  # the log has no subscription, so nobody knows which messages are still wanted
+    "unread",  # the log has no subscription, so the messages still wanted are unknown
     "needed",  # a subscription has not completed all of its messages
     "locked",  # a transaction has written or read it, and did not end in time
     "changed",  # a message was added while the slot was read
@@ -243,7 +243,7 @@ def _purge_slot(
         return obstacle
     try:
         if not dry_run:
-            # Fail here if a long transaction holds the slot, before reading all of it.
+            # Fail here if a long transaction holds the slot, before reading the whole slot.
             with _exclusively(connection, slot, lock_timeout_seconds):
                 pass
         contents = _survey(connection, slot)

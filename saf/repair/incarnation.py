@@ -35,7 +35,7 @@ def raise_incarnation(
     Args:
         connection: to the broker.
         since: when the newest batch was opened that a destination knows and this broker does not;
-            None if there is no such batch.
+            None if all batches are known here.
         known: how far destinations have received its monologs.
     """
     connection.execute(RAISE)

@@ -1,4 +1,4 @@
-"""Repair of a destination that was set back: send lost messages again, then let it continue.
+"""Repair of a destination that was set back: send lost messages again, then continue.
 
 The forwarder refuses a destination that has less than it had acknowledged
 (`saf.destinations.marks`). `saf.repair.reconcile` finds the missing messages: those that are
@@ -14,8 +14,8 @@ complete at the source, and in no destination; or, for a topic, no longer in thi
 All processes may run during the repair, because nothing is stored in a destination that is behind.
 Repairs take turns, so that two operators who repair at the same time send each message once.
 
-A destination that cannot be read back cannot tell what it lacks. If an operator names a time, all
-messages sent to it since then are sent again (`saf.repair.blind`).
+For a destination that cannot be read back, the missing messages are unknown. If an operator names a
+time, all messages sent to it since then are sent again (`saf.repair.blind`).
 
 Messages purged from the outbox since cannot be sent again; the result shows this, with the range
 that was compared. For topics, the limits of `saf.repair.reconcile.copies` apply.

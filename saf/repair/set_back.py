@@ -1,7 +1,7 @@
 """Set-backs: whether a source or a destination was set back, by what each remembers of the other.
 
 The forwarder notices this chunk by chunk (see `saf.destinations.marks`). This module checks all
-lanes and shards at once: for the doctor, before a forwarder stops, and for the repair.
+lanes and shards together: for the doctor, before a forwarder stops, and for the repair.
 
 Forwarders may run. The source is read before and after its destination, each time in one snapshot.
 The destination must have all that the source remembered before; and the source must know afterwards

@@ -1,7 +1,7 @@
 """Backoff: when lanes are tried, and with what result (see `saf.setaside.parking`).
 
 There may be as many lanes as services. So one statement reads, or writes, many lanes, and a cycle
-gets only a bounded number of them. There are two kinds of lanes:
+gets only a bounded number. There are two kinds of lanes:
 
     of a destination   there are few, and a cycle knows them all: new messages for the destination
                        must wait behind them
@@ -274,7 +274,7 @@ def had_no_turn(
 
 
 def any_due(connection: psycopg.Connection[Any], subscription_id: int) -> bool:
-    """Whether any lane is due, whoever owns the shards of its messages."""
+    """Whether any lane is due, in the shards of any member."""
     ((due,),) = fetch(connection, ANY_DUE, {"subscription_id": subscription_id})
     return bool(due)
 

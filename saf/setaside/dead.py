@@ -77,7 +77,7 @@ WHERE (%(dead_letter_ids)s::bigint[] IS NULL OR dead_letter_id = ANY (%(dead_let
   AND (%(through)s::bigint IS NULL OR dead_letter_id <= %(through)s)
 """
 
-# If it were deleted, the batch would not know of it, and would set it aside again, or deliver it
+# If it were deleted, the batch would not see it, and would set it aside again, or deliver it
 STAYS = f"""
 CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
      WHEN %(to)s::text IS NOT NULL AND d.conversation_id IS NOT NULL THEN 'dialog'

@@ -1,4 +1,4 @@
-"""Lanes: messages that are set aside, by what they wait for.
+"""Lanes: messages that are set aside, grouped by the reason why they wait.
 
 A *lane* is the messages that wait for the same thing. Lanes are separate; each keeps its order. The
 same columns of saf.parked and saf.backoff identify a row's lane:

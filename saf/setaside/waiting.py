@@ -42,7 +42,7 @@ class Parked(Backoff):
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting(Page[Parked]):
-    """Waiting lanes of a broker: a page of them, the number of all, and their messages."""
+    """Waiting lanes of a broker: one page, the number of all lanes, and their messages."""
 
     lanes: int = 0
     messages: int = 0

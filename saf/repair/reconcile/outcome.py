@@ -27,7 +27,7 @@ class Range:
     since: datetime | None = None
     until: datetime | None = None
     purged: tuple[str, ...] = ()
-    """Logs that may have been purged: because of them, the range begins at ``since``."""
+    """Logs that may have been purged, so that the range begins at ``since``."""
 
 
 @dataclass(kw_only=True)

@@ -26,7 +26,7 @@ FROM saf.broker, saf.subscription s WHERE s.log = 'outbox' AND s.name = 'forward
 
 @dataclass(frozen=True, kw_only=True)
 class Both:
-    """A source and its destinations, and what is compared of them."""
+    """A source and its destinations, with the range and parameters of the comparison."""
 
     source: Side
     destinations: tuple[Reading, ...]
