@@ -1,5 +1,5 @@
-"""A broker: a database with the schema ``saf``, made, granted and asked who it is.
+"""A broker: a database with the schema ``saf``, its creation, its rights and its identity.
 
-Here belongs what an owner sets up once: migrations, rights, services, an embedded server. What
-happens to messages belongs elsewhere.
+This package contains what an owner sets up once: migrations, rights, services, an embedded server.
+Messages are handled elsewhere.
 """

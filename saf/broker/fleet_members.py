@@ -1,11 +1,11 @@
 """Fleet members that forwarders have met, remembered at a store so that a missing one is noticed.
 
 A fleet lists the databases that exist now. A database that was dropped or renamed, or that allows
-no connections, is simply not listed, and nobody forwards what it still had to send. So a forwarder
+no connections, is simply not listed, and nobody forwards its remaining messages. So a forwarder
 writes each member that it has met into ``saf.fleet_member`` of one store of its saf.toml: the
-default destination, or else the first destination that is a broker. A member that was met and
-is not listed is missing until it is listed again or an operator forgets it. A member that is listed
-under another name, which the broker_id tells, is not missing.
+default destination, or else the first destination that is a broker. A member that was met and is
+not listed is missing until it is listed again or an operator forgets it. A member that is listed
+under another name, as its broker_id shows, is not missing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KNOWN = """
 SELECT fleet, name, broker_id, missing_since::text FROM saf.fleet_member
 WHERE fleet = ANY (%(fleets)s) ORDER BY fleet, name
 """
-# Of a member that is as it was known, nothing is written
+# Nothing is written for a member that has not changed
 MEET = """
 INSERT INTO saf.fleet_member AS m (fleet, name, broker_id)
 SELECT * FROM unnest(%(fleets)s::text[], %(names)s::text[], %(broker_ids)s::uuid[])
@@ -48,7 +48,7 @@ class Member:
 
     fleet: str
     name: str
-    """FLEET/NAME, as commands call it."""
+    """FLEET/NAME, as in commands."""
     broker_id: UUID | None = None
     missing_since: str | None = None
 
@@ -56,7 +56,7 @@ class Member:
 class Memory:
     """The members that a store remembers.
 
-    Methods connect, and raise what connecting raises.
+    Methods connect, and raise the errors of connecting.
     """
 
     def __init__(self, dsn: Dsn) -> None:

@@ -1,8 +1,8 @@
-"""Who has which rights in a broker: `saf.broker.grants`, read back.
+"""Roles and their rights in a broker: `saf.broker.grants`, read back.
 
-PostgreSQL keeps rights, and not the duties that they were given for. So a role's rights are
-compared with those of each kind. Kinds whose rights the role has by others of its kinds are left
-out: whoever is an operator may do what a purger may.
+PostgreSQL stores rights, but not the duties that they were granted for. So a role's rights are
+compared with those of each kind. Kinds whose rights are covered by the role's other kinds are left
+out: an operator may do everything that a purger may.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Right: TypeAlias = tuple[str, str, str | None]
 """Table, privilege and column; None is for the whole table."""
 
 OTHER = "other rights"
-"""Stands for rights that no kind gives, or for kinds whose rights are not complete."""
+"""Stands for rights that no kind gives, or for kinds whose rights are incomplete."""
 
-# Of roles that are neither the owner nor everybody; superusers have their rights without a grant
+# Rights of roles except the owner and PUBLIC; superusers have their rights without a grant
 HELD = """
 WITH granted (relation, column_name, grantee, privilege, owner) AS (
     SELECT c.relname, NULL::name, a.grantee, a.privilege_type, c.relowner
@@ -37,7 +37,7 @@ FROM granted WHERE grantee <> 0 AND grantee <> owner
 
 
 def granted(connection: psycopg.Connection[Any]) -> dict[str, tuple[str, ...]]:
-    """The kinds of each role that has rights in a broker; `OTHER` with or instead of them."""
+    """Return the kinds of each role that has rights in a broker; `OTHER` for further rights."""
     held: dict[str, set[Right]] = defaultdict(set)
     for role, table, privilege, column in fetch(connection, HELD):
         held[role].add((table, privilege, column))
@@ -45,7 +45,7 @@ def granted(connection: psycopg.Connection[Any]) -> dict[str, tuple[str, ...]]:
 
 
 def in_kinds(held: Collection[Right]) -> tuple[str, ...]:
-    """The fewest kinds that give these rights, and `OTHER` if they do not give all of them.
+    """Return the fewest kinds that give these rights, and `OTHER` if some rights are left over.
 
     >>> in_kinds(rights_of([Kind.WRITER, Kind.RECEIVER]))
     ('receiver', 'writer')
@@ -65,7 +65,7 @@ def in_kinds(held: Collection[Right]) -> tuple[str, ...]:
 
 
 def rights_of(kinds: Iterable[Kind]) -> set[Right]:
-    """What kinds may do, right by right."""
+    """Return the single rights of kinds."""
     return {
         (table, privilege, column)
         for kind in kinds

@@ -1,36 +1,37 @@
 """Rights: what a PostgreSQL role may do in a broker, no more than its duty needs.
 
 A login that sends, forwards or receives does not own the schema. `grant` gives an existing role
-exactly the rights of the kinds that it is of. In the same transaction it takes away whatever else
-the role had in the schema ``saf``. Granting again changes nothing, and a role that changes its duty
-keeps nothing of the old one. Rights that a role has by a group stay; if they go beyond what any
-kind may do with the logs, granting is refused.
+exactly the rights of its kinds. In the same transaction it revokes all other rights of the role in
+the schema ``saf``. Granting again changes nothing, and a role that changes its duty keeps no rights
+of the old one. Rights that a role has by a group stay; if they exceed what any kind may do with the
+logs, granting is refused.
 `RIGHTS` is the complete list of what each kind may do.
 
     writer      sends: inserts messages, and reads none, not even its own
     forwarder   at a source, reads the outbox and moves its cursors; at a destination, fills the
                 inbox. A broker is both, so one kind serves both
-    receiver    reads the inbox and moves its cursors; so does a dispatcher. One that replies is a
-                writer as well
-    dialog      begins, speaks and ends dialogs; one that is spoken to is a receiver as well. Unlike
-                a writer, it puts messages into the inbox: those to itself
+    receiver    reads the inbox and moves its cursors; so does a dispatcher. A receiver that replies
+                is a writer as well
+    dialog      begins, speaks in and ends dialogs; a service that others begin dialogs with is a
+                receiver as well. Unlike a writer, it inserts messages into the inbox: those to
+                itself
     router      serves routers that forward; it is a receiver and a dialog as well
     stream      reads the outbox and the inbox as tables and streams, and moves the cursors of
                 streams; an operator registers them
-    sink        sends what jobs of Spark have staged; it reads no message but those that are staged
+    sink        sends what jobs of Spark have staged; it reads no messages but staged ones
     purger      empties slots of the logs, and forgets old routes. Not part of the forwarder, which
-                runs on many machines: that every reader has completed a slot is checked by the
-                program and not by the server, so whoever may TRUNCATE may destroy messages. A
-                forwarder that purges beside its work is a purger as well
-    operator    reads everything, and looks after routes, services, messages set aside and slots
+                runs on many machines: the program, not the server, checks that every reader has
+                completed a slot, so a role that may TRUNCATE may destroy messages. A forwarder that
+                purges beside its work is a purger as well
+    operator    reads everything, and manages routes, services, messages set aside and slots
 
-Nobody may create, alter or drop: only the owner, who migrates, may do that. Rights on the parent of
-a partitioned table are enough to read and write through it, and identity columns need no rights on
-their sequences.
+No kind may create, alter or drop: only the owner, who migrates, may do that. Rights on the parent
+of a partitioned table are enough to read and write through it, and identity columns need no rights
+on their sequences.
 
-`grant` creates no role, and touches no right outside of the schema, such as CONNECT. It does not
-tell rows apart: a receiver could move the cursors of other subscriptions too. Who may send as which
-service, and to which, is said by rules of their own: see `saf.broker.senders`.
+`grant` creates no role, and changes no right outside of the schema, such as CONNECT. It does not
+distinguish rows: a receiver could move the cursors of other subscriptions too. Separate rules
+define who may send as which service, and to which: see `saf.broker.senders`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from saf.log.ring import SLOTS
 
 
 class Kind(StrEnum):
-    """A duty that a role has. A role may have several."""
+    """A duty of a role. A role may have several."""
 
     WRITER = "writer"
     FORWARDER = "forwarder"
@@ -70,11 +71,11 @@ Rights = Mapping[str, Mapping[str, Columns]]
 WHOLE: Columns = ()
 """The privilege holds for the whole table, with columns that are added later."""
 
-# What every program asks first: is this the schema that I was written for?
+# Every program first checks the schema's revision
 VERSION: Rights = {"alembic_version": {"SELECT": ("version_num",)}}
 
-# To be a member of a subscription and to move its cursors. Locking a subscription's row asks for
-# the right to update some column: the one that nobody reads.
+# To be a member of a subscription and to move its cursors. Locking a subscription's row needs the
+# right to update some column: this one is never read.
 MEMBERSHIP: Rights = {
     "broker": {"SELECT": WHOLE},
     "subscription": {"SELECT": WHOLE, "UPDATE": ("created_at",)},
@@ -104,7 +105,7 @@ MEMBERSHIP: Rights = {
     },
 }
 
-# To set messages aside and to take parked ones up again; dead ones are a person's.
+# To set messages aside and to take parked ones up again; dead letters are for operators.
 SETTING_ASIDE: Rights = {
     "parked": {
         "SELECT": WHOLE,
@@ -121,14 +122,14 @@ SETTING_ASIDE: Rights = {
         ),
         "DELETE": WHOLE,
     },
-    # no bodies: only which are there already
+    # no bodies: only the identity of existing dead letters
     "dead_letter": {
         "SELECT": ("subscription_id", "destination", "shard", "id", "dead_letter_at", "message_id"),
         "INSERT": WHOLE,
     },
 }
 
-# What is handed to nobody
+# Messages that are handed to nobody
 COUNTING: Rights = {
     "dropped": {
         "SELECT": WHOLE,
@@ -137,7 +138,7 @@ COUNTING: Rights = {
     },
 }
 
-# What a dispatcher, which is a receiver, remembers of its endpoint
+# The records that a dispatcher, which is a receiver, keeps of its endpoint
 DISPATCHING: Rights = {
     "endpoint": {"SELECT": WHOLE},
     "dispatched": {"SELECT": WHOLE, "INSERT": WHOLE, "UPDATE": ("batch", "ids"), "DELETE": WHOLE},
@@ -158,8 +159,8 @@ DISPATCHING: Rights = {
     },
 }
 
-# TRUNCATE, and the lock before it, is of a slot itself. Ids are drawn to leave a slot, and not set:
-# whoever may set a sequence may have ids given twice.
+# TRUNCATE, and the lock before it, applies to a slot itself. To leave a slot, ids are drawn, not
+# set: a role that may set a sequence may cause duplicate ids.
 PURGING: Rights = {
     "broker": {"SELECT": WHOLE},
     "subscription": {"SELECT": WHOLE},
@@ -177,7 +178,7 @@ PURGING: Rights = {
         "DELETE": WHOLE,
     },
     "resolved_conversation": {"SELECT": ("used_at", "key", "service"), "DELETE": WHOLE},
-    # what waits keeps the choices that it has gone by
+    # messages that wait keep the choices by which they were routed
     "backoff": {"SELECT": ("destination", "subject")},
     "conversation": {
         "SELECT": (
@@ -191,7 +192,7 @@ PURGING: Rights = {
     "staging": {"SELECT": WHOLE, "DELETE": WHOLE},
     "staged": {"SELECT": ("attempt",), "DELETE": WHOLE},
     "sink": {"SELECT": ("version", "sent_at"), "DELETE": WHOLE},
-    # what transforms have made of messages goes when these are set aside no more
+    # results of transforms are removed when their messages are no longer set aside
     "kept_result": {"SELECT": ("subscription_id", "shard", "id"), "DELETE": WHOLE},
     "parked": {"SELECT": ("subscription_id", "id")},
     "dead_letter": {"SELECT": ("subscription_id", "id")},
@@ -227,7 +228,7 @@ CHOOSING: Rights = {
     },
 }
 
-# An end's facts, and what it says, to the other end and to itself
+# An end's facts, and the messages that it sends to the other end and to itself
 SPOKEN = (*SENT, "conversation_id", "from_initiator", "sequence")
 ENDPOINT = (
     *("handle", "conversation_id", "is_initiator", "monolog", "service", "far_service"),
@@ -272,7 +273,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "SELECT": WHOLE,
                 "INSERT": ("routes", "topics", "routers", "brokers"),
             },
-            # of what is stored, what says whether the store is healthy, and no message
+            # of stored messages, only the columns that show whether the store is healthy
             "inbox": {
                 "INSERT": (*COLUMNS, "source"),
                 "SELECT": ("xmin", "txid", "shard", "id", "message_id"),
@@ -299,7 +300,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "UPDATE": ("messages",),
                 "DELETE": WHOLE,
             },
-            # what transforms have made
+            # results of transforms
             "kept_result": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
             "service": {"SELECT": WHOLE},
             "conversation": {"SELECT": TOLD},
@@ -312,7 +313,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "UPDATE": ("stored_at",),
                 "DELETE": WHOLE,
             },
-            # what an expression has raised is found out after its dead letter is written
+            # an expression's error is known only after its dead letter is written
             "dead_letter": {"UPDATE": ("error",)},
         },
     ),
@@ -394,7 +395,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "route": {"SELECT": WHOLE, "INSERT": ROUTE, "UPDATE": ROUTE, "DELETE": WHOLE},
             "topic": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
             "router": {"SELECT": WHOLE, "INSERT": ROUTER, "UPDATE": ROUTER, "DELETE": WHOLE},
-            # locking a row asks for the right to update some column
+            # locking a row needs the right to update some column
             "dead_letter": {"SELECT": WHOLE, "UPDATE": ("error",), "DELETE": WHOLE},
             "service": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
             "fleet_member": {"SELECT": WHOLE, "DELETE": WHOLE},
@@ -404,7 +405,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "INSERT": ("name", "log", "service", "stream"),
                 "DELETE": WHOLE,
             },
-            # to keep receivers from messages while a person decides about them, and to note it
+            # to keep receivers from messages while an operator decides about them, and to note it
             "cursor": {
                 "SELECT": WHOLE,
                 "INSERT": ("subscription_id", "shard", "done"),
@@ -431,8 +432,8 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
 EXECUTED: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("outbox", "INSERT"): ("accept", "examine", "check_sender"),
 }
-"""For a table and a privilege, the functions that whoever uses it executes: of CHECKs, policies and
-the conditions of triggers. Everybody may, unless the owner's default privileges say otherwise."""
+"""For a table and a privilege, the functions that its users execute: those of CHECKs, policies and
+the conditions of triggers. Everybody may, unless the owner's default privileges forbid it."""
 
 REVOKE = (
     "REVOKE ALL ON ALL TABLES IN SCHEMA saf FROM {role}",
@@ -444,9 +445,8 @@ USE = "GRANT USAGE ON SCHEMA saf TO {role}"
 GRANT = "GRANT {privileges} ON {table} TO {role}"
 GRANT_EXECUTE = "GRANT EXECUTE ON FUNCTION {functions} TO {role}"
 
-# No kind may: what a message's transaction was is for the server to say. Rights come to a role also
-# by a group, or by everybody's rights, and to tables by default privileges that were in force when
-# they were created.
+# No kind may: the server determines a message's transaction. A role also gets rights by a group, or
+# by PUBLIC, and by default privileges that applied when a table was created.
 FORGERS = """
 SELECT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END,
        array_agg(DISTINCT c.relname::text ORDER BY c.relname::text)
@@ -462,10 +462,10 @@ WHERE c.relnamespace = 'saf'::regnamespace AND c.relname ~ '^(outbox|inbox)(_[0-
 GROUP BY a.grantee ORDER BY 1
 """
 
-# Two at a time would update the same rows of the catalog; migrations take the same turn.
+# Two at the same time would update the same rows of the catalog; migrations use the same lock.
 TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtextextended('saf migrate', 0))"
 
-# As text, because a longer name would be cut to the length of another role's.
+# As text, because a longer name would be truncated, perhaps to another role's name.
 STANDING = """
 SELECT pg_get_userbyid(owner), pg_has_role(owner, 'USAGE'), pg_has_role(r.oid, owner, 'MEMBER')
 FROM pg_roles r, (SELECT nspowner FROM pg_namespace WHERE nspname = 'saf'
@@ -476,7 +476,7 @@ WHERE r.rolname = %(role)s::text
 
 
 def statements(role: str, kinds: Iterable[Kind]) -> Iterator[sql.Composed]:
-    """Give the SQL that leaves a role the rights of these kinds; without kinds, it has none."""
+    """Yield the SQL that leaves a role exactly the rights of these kinds; without kinds, none."""
     grantee = sql.Identifier(role)
     for statement in REVOKE:
         yield sql.SQL(statement).format(role=grantee)
@@ -502,8 +502,8 @@ def grant(connection: psycopg.Connection[Any], role: str, kinds: Iterable[Kind])
     """Give a role the rights of these kinds and no others in this broker, in one transaction.
 
     Raises:
-        ConfigurationError: there is no such role, it owns the schema, it has passed rights on, a
-            group gives it more than any kind may do, or the connection's user does not own the
+        ConfigurationError: the role does not exist, owns the schema, has passed rights on, or gets
+            more from a group than any kind may do; or the connection's user does not own the
             schema.
         SchemaMissing, SchemaMismatch: the database is not a broker of this version.
     """
@@ -530,15 +530,16 @@ def grant(connection: psycopg.Connection[Any], role: str, kinds: Iterable[Kind])
 def forgers(
     connection: psycopg.Connection[Any], role: str | None = None
 ) -> list[tuple[str, list[str]]]:
-    """Return who may write any column of a log, and of which tables; with ``role``, for that role.
+    """Return the roles that may write any column of a log, with the tables; see ``role``.
 
-    Such a right is its own, a group's, or everybody's (PUBLIC). The schema's owner has it anyway.
+    With ``role``, return only those through which it may: itself, a group, or PUBLIC.
+    The schema's owner is left out.
     """
     return [(whose, tables) for whose, tables in fetch(connection, FORGERS, {"role": role})]
 
 
 def forgers_cure(whose: str) -> str:
-    """Return what to do about rights of a role or group, given as SQL, that no kind has."""
+    """Return the cure for excessive rights of a role or group, given as SQL."""
     return (
         f"as the owner, REVOKE ALL ON ALL TABLES IN SCHEMA saf FROM {whose}, run `saf grant` for "
         f"each role that needs rights, and remove default privileges that gave them (\\ddp in psql)"
@@ -546,7 +547,7 @@ def forgers_cure(whose: str) -> str:
 
 
 def check(connection: psycopg.Connection[Any], role: str) -> None:
-    """Raise what `grant` would raise; change nothing."""
+    """Raise the errors of `grant`; change nothing."""
     check_schema(connection)
     database = connection.info.dbname
     owners = fetch(connection, STANDING, {"role": role})

@@ -1,12 +1,12 @@
 """Bring a database's ``saf`` schema to this library's revision.
 
-The migrations are Alembic's, in ``migrations/`` of a checkout or inside the installed package.
-They keep their version in ``saf.alembic_version``, so they live beside an application's own
-Alembic. A migration is one transaction: it happens whole or not at all, and two at the same time
-wait for each other.
+The migrations are Alembic's, in ``migrations/`` of a checkout or inside the installed package. They
+keep their version in ``saf.alembic_version``, so they do not conflict with an application's own
+Alembic. A migration is one transaction: it is applied completely or not at all, and two at the same
+time wait for each other.
 
-The number of shards is chosen by a database's first migration and fixed for life, because keys
-would otherwise change shards between two batches and lose their order.
+The number of shards is chosen by a database's first migration and never changes, because keys would
+otherwise change shards between two batches and lose their order.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ SELECT current_setting('server_version_num')::int, current_setting('server_versi
 
 
 def migrate(dsn: Dsn, shards: int | None = None, revision: str = "head") -> None:
-    """Upgrade a database to ``revision``, creating the schema if it is not there.
+    """Upgrade a database to ``revision``, creating the schema if it is missing.
 
     Args:
-        dsn: the database; its user needs CREATE on it for the first migration, and to own the
+        dsn: the database; its user needs CREATE on it for the first migration, and must own the
             schema for later ones.
         shards: 1 to 1024, for the first migration (default 64); later the same number or None.
         revision: of the migrations; only tests need another than the newest.
 
     Raises:
-        ConfigurationError: the number of shards, the user's rights, or the server will not do.
+        ConfigurationError: the number of shards, the user's rights, or the server is unsuitable.
         SchemaMismatch: the database is newer than this library.
         RowsGone: its tables exist without their rows, as in a copy of the schema alone.
         Unavailable: the server does not answer, or ended the migration; nothing has changed.
@@ -62,7 +62,8 @@ def migrate(dsn: Dsn, shards: int | None = None, revision: str = "head") -> None
 
 
 def config(dsn: Dsn, shards: int | None = None) -> Config:
-    """Return what Alembic's commands take, for this database; see ``migrations/env.py``."""
+    """Return the configuration for Alembic's commands at this database; see
+    ``migrations/env.py``."""
     settings = Config()
     settings.set_main_option("script_location", str(_scripts()).replace("%", "%%"))
     settings.set_main_option("path_separator", "os")
@@ -89,17 +90,17 @@ def checked_shards(asked: object) -> int:
 
 
 def settle(connection: sa.Connection, asked: int | None) -> int:
-    """Return the database's number of shards: its own if it is migrated, else the one asked for.
+    """Return the database's number of shards: its own if it is migrated, else ``asked``.
 
     Raises:
-        ConfigurationError: the server is not fit, or ``asked`` is not the number that it has.
+        ConfigurationError: the server is unsuitable, or ``asked`` differs from the existing number.
         RowsGone: the schema exists without saf's own rows.
     """
     number, version, encoding, database = connection.exec_driver_sql(SERVER).one()
     if number < OLDEST_SERVER:
         raise ConfigurationError(f"database {database!r} is on PostgreSQL {version}: saf needs 15+")
     if encoding != "UTF8":
-        # the hash that makes the shard is of a key's bytes, and must be the same everywhere
+        # a key's bytes are hashed to its shard, and must be the same everywhere
         raise ConfigurationError(
             f"database {database!r} is encoded in {encoding}: saf needs one with ENCODING 'UTF8'"
         )

@@ -2,21 +2,22 @@
 
 A writer may send as anybody, until a broker has its first rule. From then on, the server refuses
 each message for whose sender and receiver the role has no rule, by row-level security of
-saf.outbox. Members of a role may do what it may. The owner of the schema, superusers and roles with
-BYPASSRLS are not restricted. With its last rule a broker lets any writer send as anybody again.
+saf.outbox. Members of a role have the role's rules. The owner of the schema, superusers and roles
+with BYPASSRLS are not restricted. When its last rule is removed, a broker lets any writer send as
+anybody again.
 
-So the first rule changes what all others may, and so does the last one. Nobody does that unawares:
-while other roles may write and have no rule, ``refuse_others`` has to be said; and at the last
-rule, ``allow_others``.
+So the first rule changes what all others may do, and so does removing the last one. Neither can
+happen by accident: while other roles may write and have no rule, the first rule needs
+``refuse_others``; removing the last rule needs ``allow_others``.
 
-Row-level security is enabled only while there are rules, so a broker without any pays nothing.
-Enabling it waits for the transactions that write to the outbox, for a short time, and then gives
-up. `vouched_since` says from which message on ``from_service`` is more than the sender's own word.
+Row-level security is enabled only while there are rules, so a broker without rules has no cost.
+Enabling it waits a short time for the transactions that write to the outbox, and then gives up.
+`vouched_since` returns the message id after which ``from_service`` was checked.
 
 PostgreSQL takes no COPY from a role that is restricted by row: such a role sends by INSERT.
 
-Functions take a psycopg connection of the schema's owner, and write in a transaction of their own,
-or in the caller's.
+Functions take a psycopg connection of the schema's owner, and write in their own transaction, or in
+the caller's.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ WHERE role = %(role)s AND (%(from_service)s::text IS NULL OR from_service = %(fr
 RETURNING from_service
 """
 
-# Who may write to the outbox, is restricted by row, and neither has a rule nor is a member of a
-# role that has one
+# Roles that may write to the outbox, are restricted by row, and neither have a rule nor are members
+# of a role that has one
 OTHERS = """
 SELECT r.rolname FROM pg_roles r, pg_class c
 WHERE c.oid = 'saf.outbox'::regclass AND r.rolname !~ '^pg_' AND NOT r.rolbypassrls
@@ -68,10 +69,10 @@ WHERE c.oid = 'saf.outbox'::regclass AND r.rolname !~ '^pg_' AND NOT r.rolbypass
 ORDER BY 1
 """
 
-# The lock lasts to the end of the transaction: whoever has drawn an id so far has committed, and
-# was not checked; whoever draws one later is.
+# The lock is held to the end of the transaction: every sender that has drawn an id so far has
+# committed, unchecked; later senders are checked.
 ENABLE = "ALTER TABLE saf.outbox ENABLE ROW LEVEL SECURITY"
-# A sequence that has given no number yet says the one that comes next.
+# last_value of an unused sequence is the next number.
 SINCE_NOW = """
 UPDATE saf.broker SET senders_since = (
     SELECT last_value - CASE WHEN is_called THEN 0 ELSE 1 END FROM saf.outbox_id_seq)
@@ -79,8 +80,8 @@ UPDATE saf.broker SET senders_since = (
 DISABLE = "ALTER TABLE saf.outbox DISABLE ROW LEVEL SECURITY"
 NO_LONGER = "UPDATE saf.broker SET senders_since = NULL"
 
-# While there are rules, sessions have row_security on (`saf.database.bounds`). So a policy that
-# somebody adds beside the rules would hide rows from sessions that are there already
+# While there are rules, sessions have row_security on (`saf.database.bounds`). So a policy that is
+# added beside the rules would hide rows from existing sessions
 SINCE = f"""
 SELECT senders_since, CASE WHEN senders_since IS NOT NULL THEN (
     SELECT jsonb_agg(jsonb_build_array(policed, names, login))
@@ -96,14 +97,14 @@ class Sender:
     role: str
     from_service: str
     to_service: str | None
-    """None: any."""
+    """The service; None: any."""
     created_at: datetime
     known: bool
     """Whether the server has such a role."""
 
 
 def senders(connection: psycopg.Connection[Any]) -> list[Sender]:
-    """Return the rules of a broker; while there are none, any writer may send as anybody."""
+    """Return the rules of a broker; without rules, any writer may send as anybody."""
     with psycopg.Cursor(connection, row_factory=class_row(Sender)) as cursor:
         return cursor.execute(SENDERS).fetchall()
 
@@ -130,10 +131,10 @@ def add_senders(
     """Let a role send as a service to these services, None being any; return how many are new.
 
     Raises:
-        ConfigurationError: there is no such role, it is not restricted by rules, or the
+        ConfigurationError: the role does not exist or is not restricted by rules, or the
             connection's user does not own the schema.
         UsageError: a name that no message could have; or it is the broker's first rule, other roles
-            may write, and ``refuse_others`` does not say that those may not send any more.
+            may write, and ``refuse_others`` is false.
         psycopg.errors.LockNotAvailable: transactions that use the outbox do not end.
     """
     for name in (from_service, *to_services):
@@ -169,14 +170,13 @@ def remove_senders(
     *,
     allow_others: bool = False,
 ) -> int:
-    """Take away a role's rules: all, those for one sender, or some of these; return how many.
+    """Remove a role's rules: all, those for one sender, or some of these; return how many.
 
-    None among ``to_services`` is the rule for any service; instead of them, it is all rules.
+    None among ``to_services`` is the rule for any service; ``to_services=None`` is all rules.
 
     Raises:
-        ConfigurationError: there is no such rule.
-        UsageError: no rule would be left, and ``allow_others`` does not say that any writer may
-            send as anybody again.
+        ConfigurationError: the rule does not exist.
+        UsageError: no rule would be left, and ``allow_others`` is false.
         psycopg.errors.LockNotAvailable: transactions that use the outbox do not end.
     """
     params = {

@@ -1,17 +1,17 @@
 """Services, and the subscriptions that read their messages.
 
-A *service* is what messages are addressed to. It is created with a subscription of its own, of the
-same name, and an ordinary service needs no other. With more subscriptions, each reads everything
-that is addressed to the service, with cursors, parked messages and dead letters of its own. A
-subscription of no service reads the whole inbox.
+Messages are addressed to a *service*. A service is created with a subscription of the same name,
+and most services need no other. With more subscriptions, each reads all messages that are addressed
+to the service, with separate cursors, parked messages and dead letters. A subscription without a
+service reads the whole inbox.
 
-A broker without services stores messages for any. One that has some stores messages for these
-only: others are refused, and wait at their source, with that reason, until their service is
-created. So the first service changes what becomes of all others. Nobody does that unawares: while
-the inbox holds messages for others, they are created together with the first one, or
-``refuse_others`` is said.
+A broker without services stores messages for any service. A broker with services stores messages
+for these only: others are refused, and wait at their source, with that reason, until their service
+is created. So the first service affects the messages of all others. This cannot happen by accident:
+while the inbox has messages for other services, these must be created together with the first one,
+or ``refuse_others`` must be set.
 
-Functions take a psycopg connection and write in a transaction of their own, or in the caller's.
+Functions take a psycopg connection and write in their own transaction, or in the caller's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Start = Literal["beginning", "now"]
 """The first message that a new subscription reads: the oldest still stored, or the next."""
 
 OWN = "saf/"
-"""The prefix of the services that saf itself sends to, which nobody misses."""
+"""Prefix of the services that saf itself sends to, which nobody misses."""
 
 SERVICES = """
 SELECT v.name, v.created_at,
@@ -73,7 +73,7 @@ SELECT %(subscription_id)s, generate_series(0, shards - 1),
 FROM saf.broker
 """
 
-# What a service's own subscription has received of large bodies whose last fragment has not come
+# Large bodies at a service's own subscription that lack their last fragment
 INCOMPLETE = """
 WITH incomplete AS (
     SELECT conversation_id
@@ -120,7 +120,7 @@ class Subscription:
     subscription_id: int
     name: str
     service: str | None
-    """The service whose messages it reads; None if it reads all."""
+    """The service whose messages it reads; None: all messages."""
     created_at: datetime
 
 
@@ -136,9 +136,9 @@ def lives_here(connection: psycopg.Connection[Any], name: str) -> bool:
 
 
 def refused(connection: psycopg.Connection[Any], names: Iterable[str]) -> dict[str, int]:
-    """What a broker would refuse once it has these services, and how many messages it has stored.
+    """Return services that a broker with only these would refuse, with their stored messages.
 
-    Nothing if it has services already, for then it refuses all others as it is.
+    Empty if the broker already has services, because it already refuses all others.
     """
     wanted = list(names)
     if not wanted or services(connection):
@@ -149,13 +149,13 @@ def refused(connection: psycopg.Connection[Any], names: Iterable[str]) -> dict[s
 def create_services(
     connection: psycopg.Connection[Any], names: Sequence[str], *, refuse_others: bool = False
 ) -> list[str]:
-    """Let services live at this broker, each with a subscription of its own; return the new ones.
+    """Create services at this broker, each with its own subscription; return the new ones.
 
-    Their subscriptions also read what was stored for them before they were known.
+    Their subscriptions also read messages that were stored for them before.
 
     Raises:
-        UsageError: a name that no message could have; or they would be the first, the inbox holds
-            messages for others, and ``refuse_others`` does not say that those are to wait.
+        UsageError: a name that no message could have; or they would be the first, the inbox has
+            messages for others, and ``refuse_others`` is false.
     """
     for name in names:
         _check("service", name)
@@ -171,7 +171,7 @@ def create_services(
 def create_service(
     connection: psycopg.Connection[Any], name: str, *, refuse_others: bool = False
 ) -> bool:
-    """Let one service live at this broker; False if it does already. See `create_services`."""
+    """Create one service at this broker; False if it exists. See `create_services`."""
     return bool(create_services(connection, [name], refuse_others=refuse_others))
 
 
@@ -181,9 +181,9 @@ def remove_service(
     """Remove a service and its subscriptions; this broker stores no messages for it any more.
 
     Raises:
-        ConfigurationError: there is no such service.
-        UsageError: it has a local route, by which senders store messages for it here; or one of
-            its subscriptions has messages left, and ``discard`` is false.
+        ConfigurationError: the service does not exist.
+        UsageError: it has a local route, by which senders store messages for it here; or one of its
+            subscriptions has messages left, and ``discard`` is false.
     """
     with connection.transaction():
         refuse_local(connection, name, "removed")
@@ -205,7 +205,7 @@ def subscription(connection: psycopg.Connection[Any], name: str) -> Subscription
     """Return the subscription of that name.
 
     Raises:
-        ConfigurationError: there is none; the error names those that there are.
+        ConfigurationError: it does not exist; the error names the existing ones.
     """
     with psycopg.Cursor(connection, row_factory=class_row(Subscription)) as cursor:
         found = cursor.execute(NAMED, {"name": name}).fetchone()
@@ -227,7 +227,7 @@ def create_subscription(
     service: str | None,
     start: Start = "beginning",
 ) -> bool:
-    """Add a reader of what is addressed to a service, or to all; False if it is there already.
+    """Add a reader of a service's messages, or of all messages; return False if it exists.
 
     Raises:
         ConfigurationError: the service does not live here, or another subscription has the name.
@@ -253,13 +253,13 @@ def create_subscription(
 def remove_subscription(
     connection: psycopg.Connection[Any], name: str, *, discard: bool = False
 ) -> None:
-    """Remove a reader, with what it has parked and its dead letters. Stop its receivers before.
+    """Remove a reader, with its parked messages and dead letters. Stop its receivers first.
 
-    The messages that are given up by that are noted in the audit; the dialog's id stands for a
-    large body of which only a part has come.
+    Messages that are given up by this are recorded in the audit; the dialog's id stands for a large
+    body of which only a part has arrived.
 
     Raises:
-        ConfigurationError: there is no such subscription.
+        ConfigurationError: the subscription does not exist.
         UsageError: it has messages left, and ``discard`` is false.
     """
     with connection.transaction():

@@ -1,8 +1,8 @@
-"""Databases as the rest of the library meets them: where they are, how long they are waited for.
+"""Databases as the rest of the library uses them: where they are, and how long to wait for them.
 
-Here belongs whatever opens, bounds, keeps or repeats a connection, with any driver, and how what is
-long is read a page at a time. What is asked over a connection belongs to the room that asks, and so
-does any table of the schema. The one exception is the schema's revision.
+This package contains all code that opens, bounds, keeps or retries a connection, with any driver,
+and that reads long lists page by page. Queries belong to the packages that send them, and so do all
+tables of the schema, with one exception: the schema's revision is checked here.
 """
 
 from saf.database.arrays import array

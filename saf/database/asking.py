@@ -1,4 +1,4 @@
-"""Asking a database, and what its errors mean: it is lost, it hangs, a right is missing."""
+"""Asking a database, and the meaning of its errors: it is lost, it hangs, a right is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from saf.errors import Rejected, RowsGone
 
 
 class NoAnswer(psycopg.OperationalError):
-    """The error for a server that has said nothing for too long."""
+    """The error for a server that has sent nothing for too long."""
 
     sqlstate = psycopg.errors.QueryCanceled.sqlstate
     """The SQLSTATE that the server would have sent if it had been able to."""
@@ -27,20 +27,20 @@ LOST = (
     psycopg.errors.IdleInTransactionSessionTimeout,
     psycopg.errors.TransactionTimeout,
 )
-"""The errors of a connection that is gone, or over which a question has had no complete answer."""
+"""Errors of a connection that is gone, or of a query without a complete answer."""
 
 DURABLY = "SET LOCAL synchronous_commit = on"
-"""The statement after which a transaction's commit waits for the disk, whatever the default."""
+"""SQL that makes a transaction's commit wait for the disk, whatever the default."""
 
 FOR_A_PERSON = (Meaning.NO_RIGHT, Meaning.READ_ONLY, Meaning.INCOMPLETE, Meaning.PUBLISHED)
 
 
 @contextmanager
 def unavailable_if_lost(what: str) -> Iterator[None]:
-    """Turn a lost connection into `Unavailable`; what a person has to mend, `ConfigurationError`.
+    """Turn a lost connection into `Unavailable`, an operator's problem into `ConfigurationError`.
 
-    What exceeds a limit of the server is `Rejected`. Other errors of the database pass through.
-    ``what`` names the database for people.
+    An exceeded limit of the server becomes `Rejected`. Other errors of the database pass through.
+    ``what`` names the database in errors.
     """
     try:
         yield

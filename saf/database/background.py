@@ -1,6 +1,6 @@
-"""Background: threads for what may hang, such as a call into a JVM that is stopped.
+"""Background: threads for calls that may hang, such as a call into a JVM that is stopped.
 
-The end of the process does not wait for them. It does for those of a ThreadPoolExecutor, for ever.
+The process can end while they hang; with a ThreadPoolExecutor's threads it would wait without end.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ T = TypeVar("T")
 
 
 def fulfil(future: Future[T], action: Callable[[], T]) -> None:
-    """Run ``action``, unless its future was cancelled: what comes of it is the future's."""
+    """Run ``action`` unless its future was cancelled; put the result or exception into the
+    future."""
     if not future.set_running_or_notify_cancel():
         return
     try:
         future.set_result(action())
-    except BaseException as error:  # it is raised where it is asked for
+    except BaseException as error:  # raised to the caller that asks for the result
         future.set_exception(error)
 
 
 class Background:
     """Up to a number of threads that run actions, one after the other.
 
-    They stay the same, because to PySpark each thread is another client of its JVM.
+    The threads stay the same, because to PySpark each thread is another client of its JVM.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -38,9 +39,9 @@ class Background:
         self._started = 0
 
     def submit(self, action: Callable[[], T]) -> Future[T]:
-        """Run ``action`` when a thread is free; its result, or what it raises, is the future's.
+        """Run ``action`` when a thread is free; the future gets its result or exception.
 
-        Until then, the future can be cancelled. Called from one thread.
+        Until then, the future can be cancelled. Call only from one thread.
         """
         future: Future[T] = Future()
 
@@ -51,7 +52,7 @@ class Background:
         return future
 
     def dismiss(self) -> None:
-        """Let the threads end after what they have in hand."""
+        """Let the threads end after their current actions."""
         for _ in range(self._started):
             self._todo.put(None)
 

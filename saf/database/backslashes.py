@@ -1,9 +1,9 @@
-"""Bytes on a connection whose server takes a backslash in a literal for an escape.
+"""Bytes on a connection whose server reads a backslash in a literal as an escape.
 
-There, ``standard_conforming_strings`` is off, and psycopg doubles the backslashes of all bytes that
-it writes as text, as if they stood in a literal. In a COPY and in an array they do not: the server
-would store other bytes, and say nothing. So bytes go there as the text that a bytea is read from.
-A single parameter is no text, and stays.
+On such a server, ``standard_conforming_strings`` is off, and psycopg doubles the backslashes of all
+bytes that it writes as text, as if they were in a literal. In a COPY and in an array they are not:
+the server would silently store other bytes. So bytes are sent there in the text form of a bytea.
+Single parameters are not sent as text, and stay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def in_rows(connection: Connection, rows: Iterable[Sequence[Any]]) -> Iterable[S
 
 
 def in_arrays(connection: Connection, params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the parameters of a statement, of which some may be lists of bytes."""
+    """Return the parameters of a statement; some may be lists of bytes."""
     if not _doubles(connection):
         return params
     return {
@@ -37,7 +37,7 @@ def _doubles(connection: Connection) -> bool:
 
 
 def _text(value: Any) -> Any:
-    r"""What a value is written as.
+    r"""Return the form in which to write a value.
 
     >>> _text(b"a\0"), _text("a")
     ('\\x6100', 'a')

@@ -1,21 +1,21 @@
-"""Bounds: how long anybody waits in the sessions that are saf's own.
+"""Bounds: the longest waits in saf's own sessions.
 
-A machine may vanish, a lock may never be given back, a server process may be stopped. None of that
-may hold up anybody without end. Each session of saf's own has bounds, by what it is for:
+A machine may vanish, a lock may never be released, a server process may be stopped. None of these
+may block saf without end. Each of saf's own sessions has bounds, by its purpose:
 
     lock        how long a statement waits for a lock
-    statement   how long one takes altogether
-    idle        how long a transaction may stand still between two statements, so that a client that
-                is stopped in mid-transaction gives its locks back; from PostgreSQL 17 on, the
-                transaction also ends after one such time and one statement's
-    answer      how long the client waits for a server that says nothing, a little longer than the
-                server needs to report one of the bounds above itself; see `saf.database.patience`
+    statement   how long a statement takes altogether
+    idle        how long a transaction may idle between two statements, so that a client that is
+                stopped in mid-transaction releases its locks; from PostgreSQL 17 on, the
+                transaction also ends after one such time plus one statement's
+    answer      how long the client waits for a server that sends nothing, a little longer than the
+                server needs to report one of its own bounds above; see `saf.database.patience`
 
-Client and server both notice within ``network_seconds`` that the other one's machine has vanished.
-A bound is for a statement, and never for a backlog: a large backlog takes many statements.
+Client and server both notice within ``network_seconds`` that the other's machine has vanished. A
+bound applies to a statement, never to a backlog: a large backlog takes many statements.
 
-Some sessions run the statements of an application, a consumer or a test (`THEIRS`); these set their
-own bounds. In them, too, a receiver waits for a lock on saf's tables no longer than
+Some sessions run the statements of an application, a consumer or a test (`THEIRS`), which set their
+own bounds. Even in them, a receiver waits for a lock on saf's tables no longer than
 ``lock_seconds`` (`saf.receiving.claim.begin`).
 """
 
@@ -26,25 +26,25 @@ from dataclasses import dataclass, replace
 from psycopg import sql
 
 GRACE_SECONDS = 5.0
-"""How much longer than the server's own bound the client waits, at most, in seconds. In that time,
-the server can report the bound itself.
+"""Maximum seconds that the client waits longer than the server's own bound. In that time, the
+server can report the bound itself.
 """
 
-# In a session whose transactions otherwise may stand still for longer
+# For a session whose transactions may otherwise idle longer
 IDLE_NO_LONGER = """
 SELECT set_config('idle_in_transaction_session_timeout', longest, true)
 FROM current_setting('lock_timeout') AS longest WHERE longest <> '0'
 """
-"""SQL: until its end, a transaction may stand still no longer than others wait for its locks."""
+"""SQL: until its end, this transaction may idle no longer than others wait for its locks."""
 
 PROBES = 3
-"""How many keepalives in a row may go unanswered."""
+"""Keepalives in a row that may go unanswered."""
 
 DOCTORS_LOCK_SECONDS = 2.0
-"""The doctor's bound for a lock, in seconds: each of its many questions may meet the same lock."""
+"""The doctor's bound for a lock, in seconds: each of its many queries may meet the same lock."""
 
 METRICS_SECONDS = 5.0
-"""The exporter's bound for a statement, in seconds: whoever scrapes it waits for 10 s."""
+"""The exporter's bound for a statement, in seconds: Prometheus waits 10 s for a scrape."""
 
 
 PAGE_SECONDS = 2.0
@@ -53,10 +53,10 @@ PAGE_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What the table ``[bounds]`` of saf.toml says, in seconds."""
+    """The table ``[bounds]`` of saf.toml, in seconds."""
 
     network_seconds: float = 30.0
-    """How long a host may not even acknowledge what it is sent, before its connection is lost."""
+    """How long a host may fail to acknowledge data before its connection counts as lost."""
     lock_seconds: float = 10.0
     """How long a statement waits for a lock."""
     statement_seconds: float = 60.0
@@ -64,7 +64,7 @@ class Bounds:
     chunk_seconds: float = 300.0
     """How long storing or reading one chunk of messages takes."""
     long_seconds: float = 3600.0
-    """How long a statement takes that looks at a whole log."""
+    """How long a statement takes that reads a whole log."""
 
     def of(self, role: str) -> Limits | None:
         """Return the bounds for the sessions of a role; None for the sessions of `THEIRS`."""
@@ -90,7 +90,7 @@ class Bounds:
         elif role in LONG:
             limits = self._limits(lock, long, idle=long)
         elif role in ENDLESS:
-            # rolled back after an hour, all of it would be in vain
+            # a rollback after an hour would waste all of the work
             limits = self._limits(max(lock, brief), None, idle=long)
         return replace(limits, unread=long) if role in SLOW_READERS else limits
 
@@ -115,10 +115,10 @@ class Limits:
     network: float
     lock: float
     statement: float | None
-    """The bound of a statement; None: a statement takes as long as it takes."""
+    """The bound of a statement; None: unlimited."""
     idle: float
     answer: float | None
-    """The bound of an answer; None: the client waits as long as the server's machine is there."""
+    """The bound of an answer; None: the client waits as long as the server's machine responds."""
     transaction: float | None
     unread: float | None = None
     """How long the client may leave an answer unread; None: as long as the network's bound."""
@@ -127,7 +127,7 @@ class Limits:
         """Return the statement that sets these bounds at the server, until the session ends.
 
         ``of_process`` is the id of a process of the server. If another process answers, as behind a
-        pooler, the statement sets nothing and gives no row.
+        pooler, the statement sets nothing and returns no row.
         """
         query = SET if of_process is None else SET + HERE
         values = {name: sql.Literal(str(value)) for name, value in self._settings().items()}
@@ -144,7 +144,7 @@ class Limits:
             "statement": _milliseconds(self.statement),
             "idle": _milliseconds(self.idle),
             "transaction": _milliseconds(self.transaction),
-            # it also ends connections of clients that are there, and have not read for so long
+            # it also ends connections of live clients that have not read for this long
             "user_timeout": _milliseconds(self.unread or self.network),
             "keepalives_idle": there["keepalives_idle"],
             "keepalives_interval": there["keepalives_interval"],
@@ -157,21 +157,21 @@ THEIRS = frozenset({"receive", "engine", "test", "demo", "application"})
 """Roles whose transactions belong to an application, a consumer or a test."""
 
 AT_SOURCE = frozenset({"forward", "mark"})
-"""Roles of forwarders at a source. In their transactions they have rows that all the others need to
-share the shards, so none may stand still for longer than the others wait for it.
+"""Roles of forwarders at a source. Their transactions lock rows that all other members need to
+share the shards, so no transaction may idle longer than the others wait for it.
 """
 
 LONG = frozenset({"purge", "archive", "reconcile", "replay", "dead", "watch", "count"})
-"""Roles whose statements look at a whole log or batch, or at all that was set aside."""
+"""Roles whose statements read a whole log or batch, or everything that was set aside."""
 
 SLOW_READERS = frozenset({"read", "archive"})
-"""Roles that read a batch or a slot while they do something long with what they have of it."""
+"""Roles that read a batch or a slot, with long work between the parts that they have read."""
 
 ENDLESS = frozenset({"rebase", "migrate", "sink"})
-"""Roles whose one transaction covers everything there is, while a person or a job waits for it."""
+"""Roles whose one transaction covers everything, while an operator or a job waits for it."""
 
-# The policies of `saf sender` say who sends as whom, and hide nothing; a policy beside them may.
-# NULL where no table of saf's has row-level security.
+# The policies of `saf sender` restrict who sends as which service, and hide nothing; a policy
+# beside them may hide rows. NULL if no table of saf's has row-level security.
 ONLY_SENDERS = """
 SELECT bool_and(relname = 'outbox' AND ARRAY(
     SELECT polname || ':' || coalesce(pg_get_expr(polqual, polrelid), '')
@@ -179,15 +179,15 @@ SELECT bool_and(relname = 'outbox' AND ARRAY(
 FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace WHERE nspname = 'saf' AND relrowsecurity
 """
 
-# Each holds until the session ends. A server is not asked for what it does not have: before 17
-# there is no transaction_timeout, and on Windows nothing tells a server at work that its client has
-# gone. Nothing is compiled: the planner expects so much of short statements about snapshots that it
-# would compile each, which takes hundreds of times as long as to run it. Times are written as
-# psycopg reads them. Transactions are READ COMMITTED unless one says otherwise: whoever has waited
-# for a lock has to see what was committed before. A policy that hides rows makes a statement fail,
-# where messages would be passed over otherwise. While there are rules of `saf sender`, which are
-# policies themselves, `saf.broker.whole` looks for others at each first contact, and the forwarder
-# of a source with each batch (`saf.broker.senders`).
+# Each setting holds until the session ends. Settings that a server lacks are skipped: before 17
+# transaction_timeout does not exist, and on Windows a busy server cannot notice that its client is
+# gone. JIT is off: the planner overestimates short statements about snapshots and would compile
+# each of them, which takes hundreds of times as long as running it. Dates and times are written in
+# the form that psycopg reads. Transactions are READ COMMITTED unless they set another level: a
+# transaction that has waited for a lock must see all earlier commits. A policy that hides
+# rows makes a statement fail; otherwise messages would be skipped. While there are rules of `saf
+# sender`, which are policies themselves, `saf.broker.whole` checks for other policies at each first
+# contact, and a source's forwarder with each batch (`saf.broker.senders`).
 SET = (
     """
 SELECT set_config('lock_timeout', {lock}, false),
@@ -212,11 +212,11 @@ SELECT set_config('lock_timeout', {lock}, false),
 HERE = "WHERE pg_backend_pid() = {pid}"
 
 CONNECT_TIMEOUT_SECONDS = 10
-"""How long libpq waits for each host at connecting, in seconds."""
+"""Seconds that libpq waits for each host when connecting."""
 
 
 def network(seconds: float) -> dict[str, int]:
-    """Return libpq's parameters for noticing within so many seconds that a host has vanished."""
+    """Return libpq's parameters for noticing within ``seconds`` that a host has vanished."""
     every = max(1, round(seconds / (PROBES + 1)))
     return {
         "tcp_user_timeout": _milliseconds(seconds),
@@ -227,7 +227,7 @@ def network(seconds: float) -> dict[str, int]:
 
 
 def _milliseconds(seconds: float | None) -> int:
-    """Return seconds as the server's milliseconds; 0 is no bound.
+    """Return seconds as the server's milliseconds; 0 means no bound.
 
     >>> _milliseconds(None), _milliseconds(0.0001), _milliseconds(2)
     (0, 1, 2000)

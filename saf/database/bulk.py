@@ -1,8 +1,8 @@
-"""Connections for Arrow in bulk, by ADBC, with the bounds of all sessions of saf's own.
+"""Bulk connections for Arrow, by ADBC, with the bounds of all of saf's own sessions.
 
-The driver's calls wait inside a C library, which does not say for how long and cannot be told. So
+The driver's calls wait inside a C library, which reports no waiting times and takes no limit. So
 each call is watched from outside (`saf.database.patience`), by the socket that the driver opened
-while it connected.
+when connecting.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _direct: set[Dsn] = set()
 """Databases that this process has reached without a pooler in between."""
 
 TRUSTED_SECONDS = 5.0
-"""For how long a connection is taken to be there because the server was heard of, in seconds."""
+"""Seconds after an answer of the server in which a connection counts as alive."""
 
 USE_COPY = "adbc.postgresql.use_copy"
 
 _ready: list[Any] = []
-"""Databases of the driver that have read their types, and connect nobody at the moment."""
+"""Driver databases that have read their types, and that no call is using to connect now."""
 
 
 def connect(dsn: Dsn, role: str, what: str) -> Connection:
     """Return a connection in a transaction, which pg_stat_activity shows as ``saf ROLE``.
 
-    ``what`` names the database for people.
+    ``what`` names the database in errors.
 
     Raises:
         adbc.Error: the server does not answer, or refuses the login.
@@ -47,7 +47,7 @@ def connect(dsn: Dsn, role: str, what: str) -> Connection:
     limits = dsn.bounds.of(role)
     assert limits is not None  # noqa: S101 - all bulk is saf's own
     if dsn not in _direct:
-        # only libpq itself knows which process the server has named
+        # only libpq itself knows which process number the server has announced
         try:
             dsn.connect(role="identify", autocommit=True).close()
         except Unavailable as error:
@@ -73,11 +73,12 @@ def connect(dsn: Dsn, role: str, what: str) -> Connection:
 
 
 def _database(uri: str) -> Any:
-    """Return a database of the driver that connects to ``uri``, for the caller alone.
+    """Return a driver database that connects to ``uri``, for this caller only.
 
-    The driver reads all types of the first database that it connects to, which takes ten logins.
-    saf's statements give and take PostgreSQL's own types, which are the same everywhere: so what it
-    has read of one database serves for all. As many are read as connections are made at once.
+    The driver reads all types of the first database that it connects to, which takes as long as ten
+    logins. saf's statements use only PostgreSQL's built-in types, which are the same everywhere. So
+    the types of one database serve for all. As many are read as connections are made at the same
+    time.
     """
     try:
         database = _ready.pop()
@@ -88,11 +89,11 @@ def _database(uri: str) -> Any:
 
 
 class Connection(adbc.Connection):
-    """An ADBC connection that is cut when its server says nothing for too long."""
+    """An ADBC connection that is cut when its server sends nothing for too long."""
 
     def __init__(self, database: Any, handle: Any, limits: Limits, descriptors: set[int]) -> None:
         self.learnt: dict[str, Any] = {}
-        """What its users have learnt of the database, for the next one."""
+        """Facts about the database that users have learnt, for the connection's next user."""
         self._heard_at = time.monotonic()
         self._limits = limits
         self._descriptors = descriptors
@@ -116,9 +117,9 @@ class Connection(adbc.Connection):
             super().rollback()
 
     def let_alone(self, alone: bool) -> None:
-        """Let each statement be a transaction of its own, or not; there is none at the moment.
+        """Let each statement be its own transaction, or not; call it outside a transaction.
 
-        To begin and to end a transaction takes a round trip each.
+        Beginning and ending a transaction takes a round trip each.
         """
         if alone is self._commit_supported:
             with self.answered():
@@ -126,11 +127,12 @@ class Connection(adbc.Connection):
             self._commit_supported = not alone
 
     def refuse_lost(self) -> None:
-        """Raise an adbc.Error if the connection is lost; it is in no transaction.
+        """Raise an adbc.Error if the connection is lost; call it outside a transaction.
 
-        That the server has hung up takes no round trip to see. It is asked if it may have, if it
-        was not heard of for a while, because what is between may have forgotten the connection, and
-        if other sockets were opened while this one was, because then nobody knows which it is.
+        Seeing that the server has hung up takes no round trip. The server is asked if it may have
+        hung up; if it has not answered for a while, because a device in between may have forgotten
+        the connection; and if other sockets were opened together with this one, because then its
+        own socket is unknown.
         """
         recent = time.monotonic() - self._heard_at <= TRUSTED_SECONDS
         if recent and len(self._descriptors) == 1 and not hung_up(self._descriptors):
@@ -171,7 +173,7 @@ class BulkCursor(adbc.Cursor):
             self.adbc_statement.execute_update()
 
     def fetchall(self) -> list[tuple[Any, ...]]:
-        """Return all rows, which takes a fraction of the time that the driver's own way takes."""
+        """Return all rows, in a fraction of the time that the driver's own method takes."""
         with self._answered():
             columns = [column.to_pylist() for column in self.fetch_arrow_table().columns]
         return list(zip(*columns, strict=True))
@@ -182,7 +184,7 @@ class BulkCursor(adbc.Cursor):
             return super().adbc_ingest(*arguments, **options)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Give what a query returns, batch by batch, each within the bound."""
+        """Yield a query's result batch by batch, each within the bound."""
         reader = self.fetch_record_batch()
         while True:
             with self._answered():
@@ -194,7 +196,7 @@ class BulkCursor(adbc.Cursor):
 
     @property
     def connection(self) -> Connection:
-        """The connection whose cursor it is."""
+        """The connection that the cursor belongs to."""
         connection: Any = self._conn
         return connection  # type: ignore[no-any-return] # the one that has made it
 
@@ -207,7 +209,7 @@ def _answered(seconds: float | None, cut: Callable[[], None]) -> Iterator[Waitin
     with answer_within(seconds, cut) as waiting:
         try:
             yield waiting
-        # Arrow itself raises this for a stream that breaks off
+        # Arrow itself raises OSError for a stream that breaks off
         except (adbc.Error, OSError) as error:
             if waiting is None or not waiting.given_up:
                 raise

@@ -1,13 +1,13 @@
 """Connections that a process keeps from one task to the next.
 
-A new connection costs a login, and the server's process behind it has all tables and statements to
-look up anew: that takes longer than all else in a task of a few hundred messages. So a process
-keeps a few connections, one for each purpose and database: those that were used last. They end with
-the process if it is not used any more. When a connection is put back, those are closed that were
-not used for a minute, so that they are in nobody's way who wants to drop a database.
+A new connection costs a login, and the server's process behind it has to look up all tables and
+statements again: that takes longer than the rest of a task with a few hundred messages. So a
+process keeps a few connections, one for each purpose and database: the most recently used ones.
+They end with the process if it is not used any more. When a connection is put back, those that were
+unused for a minute are closed, so that they do not block a DROP DATABASE.
 
-A kept connection may be lost by the time it is wanted. So each time that it is taken it is made fit
-for its purpose again; if that fails, a new connection takes its place.
+A kept connection may be lost by the time it is needed. So each time it is taken, it is prepared for
+its purpose again; if that fails, a new connection takes its place.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import psycopg
 from saf.database import Dsn
 
 MOST = 6
-"""How many a process keeps: for two sources, to read and to mark, and for two destinations.
-One that deals with more sources in turn makes room for them."""
+"""Connections that a process keeps: to read and mark at two sources, and for two destinations. A
+process that serves more sources in turn makes room for them."""
 IDLE_SECONDS = 60.0
-"""How long a connection is kept without being used, in seconds."""
+"""Seconds that an unused connection is kept."""
 
 
 class Closeable(Protocol):
@@ -40,22 +40,22 @@ C = TypeVar("C", bound=Closeable)
 _most = MOST
 
 _kept: dict[tuple[str, Dsn], Any] = {}
-"""The kept connections by purpose and database; the one that was used last is the last."""
+"""The kept connections by purpose and database, the most recently used one last."""
 _since: dict[tuple[str, Dsn], float] = {}
 """When each was put back, by the monotonic clock."""
 
 
 def take(role: str, dsn: Dsn, connect: Callable[[], C], fit: Callable[[C], object]) -> C:
-    """Return a connection for one purpose, kept or new, after ``fit`` has made it fit.
+    """Return a connection for one purpose, kept or new, after preparing it with ``fit``.
 
-    Raises whatever ``connect`` raises, and what ``fit`` raises for a new connection.
+    Raises the errors of ``connect``, and those of ``fit`` for a new connection.
     """
     kept: C | None = _kept.pop((role, dsn), None)
     if kept is not None:
         try:
             return _fitted(kept, fit)
         except (adbc.Error, psycopg.Error):
-            pass  # lost meanwhile: a new one takes its place
+            pass  # lost while kept: a new one takes its place
     return _fitted(connect(), fit)
 
 
@@ -79,20 +79,20 @@ def put(keep: bool, role: str, dsn: Dsn, connection: Closeable) -> None:
 
 
 def make_room(sources: int) -> None:
-    """Keep the connections of so many sources, not only of two."""
-    global _most  # noqa: PLW0603 - like what is kept, it is the process's
+    """Keep the connections of ``sources`` sources, instead of two."""
+    global _most  # noqa: PLW0603 - one per process, like `_kept`
     _most = max(_most, MOST + 2 * (sources - 2))
 
 
 def forget(dsn: Dsn) -> None:
-    """Close what this process keeps of one database, so that it can be dropped."""
+    """Close this process's kept connections to one database, so that it can be dropped."""
     for role, kept in list(_kept):
         if kept == dsn and (connection := _kept.pop((role, kept), None)) is not None:
             drop(connection)
 
 
 def drop(connection: Closeable) -> None:
-    """Close a connection. If the server has cut it, nothing is left to close."""
+    """Close a connection. If the server has cut it, there is nothing to close."""
     try:
         connection.close()
     except (adbc.Error, psycopg.Error):

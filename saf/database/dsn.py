@@ -1,8 +1,8 @@
 """DSNs that cannot leak their password, and the connections that they open.
 
-A `Dsn` is what libpq accepts (``postgresql://…`` or ``host=… dbname=…``), or such a URL as
-SQLAlchemy writes it (``postgresql+psycopg://…``). Its ``repr`` and ``str`` never show the password,
-so it may appear in logs, plans and exceptions; only `Dsn.conninfo` reveals it, to the drivers.
+A `Dsn` is a string that libpq accepts (``postgresql://…`` or ``host=… dbname=…``), or such a URL in
+SQLAlchemy's form (``postgresql+psycopg://…``). Its ``repr`` and ``str`` never show the password, so
+it may appear in logs, plans and exceptions; only `Dsn.conninfo` reveals it, to the drivers.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ SECRETS = (
     "scram_client_key",
     "scram_server_key",
 )
-"""The connection parameters that nobody may see."""
+"""Connection parameters that must stay secret."""
 
 ANYWHERE = frozenset({"doctor", "metrics", "ui"})
-"""Roles that also look at a standby; what all others decide follows from what a primary has."""
+"""Roles that may also read a standby; all other roles need the rows of a primary."""
 
 ESCAPES = (
     "in a URL, a password's '@' is written %40, and ':', '/', '?', '#', '%' as %3A, %2F, %3F, %23, "
     "%25; or give host=… user=… password=…"
 )
-"""The way out if a part of a dsn may hold a part of the password and therefore is not shown."""
+"""The cure for a dsn; the wrong part is not shown, because it may be part of the password."""
 PORTS = re.compile(r"[0-9,]*")
 DRIVER = re.compile(r"^\s*(postgres(?:ql)?)\+\w+://")
-"""How a URL begins that names a driver of SQLAlchemy."""
+"""The beginning of a URL that names a driver of SQLAlchemy."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Dsn:
     """Where a database is, and how to log in there.
 
     Raises:
-        ConfigurationError: the text is not something that libpq accepts.
+        ConfigurationError: libpq does not accept the text.
     """
 
     conninfo: str = field(repr=False)
@@ -71,7 +71,7 @@ class Dsn:
         refuse_unescaped(self.conninfo)
         try:
             parts = conninfo_to_dict(self.conninfo)
-        except (psycopg.ProgrammingError, ValueError):  # a password's % is no UTF-8, say
+        except (psycopg.ProgrammingError, ValueError):  # e.g. a password's % is not UTF-8
             # libpq's own message quotes the text, password and all
             raise ConfigurationError(
                 "a dsn is not a PostgreSQL connection string; "
@@ -82,7 +82,7 @@ class Dsn:
         if not PORTS.fullmatch(str(parts.get("port") or "")):
             raise ConfigurationError(f"a dsn's port is not a number: {ESCAPES}")
         name = str(parts.get("dbname") or "")
-        if "://" in name and "@" in name:  # which may hold a password, and would be shown
+        if "://" in name and "@" in name:  # it may contain a password, and would be shown
             raise ConfigurationError("a dsn names a URL as its database: give the URL alone")
         if not any(parts.get(name) for name in ("dbname", "service")):
             raise ConfigurationError(f"a dsn names no database: {self}")
@@ -94,13 +94,13 @@ class Dsn:
 
     @property
     def database(self) -> str:
-        """The name of the database, for messages to people."""
+        """The name of the database, for messages to operators."""
         return str(self.parts.get("dbname") or self.parts.get("service"))
 
     def __str__(self) -> str:
         try:
             public = {k: v for k, v in conninfo_to_dict(self.conninfo).items() if v is not None}
-        except (psycopg.ProgrammingError, ValueError):  # a password's % is no UTF-8, say
+        except (psycopg.ProgrammingError, ValueError):  # e.g. a password's % is not UTF-8
             return "<invalid dsn>"
         for secret in (*SECRETS, "options"):
             public.pop(secret, None)
@@ -112,11 +112,11 @@ class Dsn:
     def connect(self, *, role: str, autocommit: bool = False) -> psycopg.Connection[Any]:
         """Open a psycopg connection, which pg_stat_activity shows as ``saf ROLE``.
 
-        A session of saf's own has its `saf.database.bounds`. A pooler would not keep these for it.
+        saf's own sessions have `saf.database.bounds`. A pooler would not keep these settings.
 
         Raises:
             Unavailable: the server does not answer.
-            Refused: the server does not let this login in, until a person mends something.
+            Refused: the server refuses this login until an operator repairs something.
             ConfigurationError: a pooler answers.
         """
         limits = self.bounds.of(role)
@@ -124,7 +124,7 @@ class Dsn:
             if limits is None:
                 connection = psycopg.connect(self.for_role(role), autocommit=True)
                 try:
-                    # psycopg reads no times that are written in another way; poolers keep this one
+                    # psycopg reads times in ISO style only; poolers keep this setting
                     style = connection.info.parameter_status("DateStyle")
                     if style and not style.startswith("ISO"):
                         connection.execute("SET datestyle = 'ISO'")
@@ -155,23 +155,24 @@ class Dsn:
         return connection
 
     def for_role(self, role: str) -> str:
-        """Return the full connection string for a driver; it holds the password."""
+        """Return the full connection string for a driver; it contains the password."""
         defaults = {
             "application_name": f"saf {role}",
             "connect_timeout": CONNECT_TIMEOUT_SECONDS,
             **network(self.bounds.network_seconds),
         }
-        # whatever the server, the role or the environment says: texts come and go as UTF-8
+        # whatever the server, the role or the environment sets: texts are sent and received as
+        # UTF-8
         parts = {**defaults, **self.parts, "client_encoding": "UTF8"}
         anywhere = role in ANYWHERE or self.bounds.of(role) is None
         if not anywhere and parts.get("target_session_attrs") != "read-write":
-            # of several hosts, one may be a standby, where rows are missing without a word
+            # of several hosts, one may be a standby, where rows may silently be missing
             parts["target_session_attrs"] = "primary"
         return make_conninfo("", **parts)
 
     def engine(self, *, role: str = "engine", **options: Any) -> sa.Engine:
         """Return a SQLAlchemy engine for this database."""
-        import sqlalchemy as sa  # not needed by applications that bring their own connection
+        import sqlalchemy as sa  # not needed by applications that pass their own connection
 
         return sa.create_engine(
             "postgresql+psycopg://", creator=lambda: self.connect(role=role), **options
@@ -180,7 +181,7 @@ class Dsn:
     def redact(self, text: str) -> str:
         """Return ``text`` without this DSN's secrets, which a driver may have quoted.
 
-        It may quote the DSN as somebody has written it, too, with needless escapes.
+        A driver may also quote the DSN as it was written, with unnecessary escapes.
         """
         text = text.replace(self.conninfo, str(self))
         for name in SECRETS:
@@ -192,7 +193,7 @@ class Dsn:
 
 
 def without_driver(text: str) -> str:
-    """Return a DSN as libpq takes it: which driver SQLAlchemy uses, is no business of ours.
+    """Return a DSN as libpq takes it, without the name of SQLAlchemy's driver.
 
     >>> without_driver("postgresql+psycopg://me@db/app"), without_driver("dbname=app")
     ('postgresql://me@db/app', 'dbname=app')
@@ -203,7 +204,7 @@ def without_driver(text: str) -> str:
 def refuse_unescaped(text: str) -> None:
     """Raise for a URL in which a password ends too soon, so that its rest looks like a name.
 
-    libpq takes what is before the first '/' for the host, so what follows would be the database.
+    libpq takes everything before the first '/' for the host, so the rest would be the database.
 
     Raises:
         ConfigurationError: the URL has such a password.
@@ -215,7 +216,7 @@ def refuse_unescaped(text: str) -> None:
 
 
 class _Bounded(psycopg.Connection[Any]):
-    """A connection that is cut when its server says nothing for too long."""
+    """A connection that is cut when its server sends nothing for too long."""
 
     answer_seconds: float | None = None
 

@@ -1,7 +1,8 @@
-"""Pages of long lists: some rows, and the place from which the next page goes on.
+"""Pages of long lists: some rows, and the place where the next page begins.
 
-A place says of the last row what its list is sorted by, as a text. So rows that come or go before
-it move no others. Each list reads its own places back, and refuses what none of its pages has said.
+A place is a text with the last row's values of the columns that its list is sorted by. So inserted
+or deleted rows before it do not move other rows. Each list reads its own places back, and rejects a
+place that none of its pages has returned.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from saf.errors import UsageError
 T = TypeVar("T")
 
 DIGITS = 18
-"""As many as every number of a bigint may have."""
+"""Digits that every bigint may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Page(Generic[T]):
 
     shown: Sequence[T] = ()
     next: str | None = None
-    """Where the next page goes on; None: there is none."""
+    """Where the next page begins; None: no next page."""
 
 
 def page_of(
@@ -33,10 +34,10 @@ def page_of(
     """Return a page of up to ``limit`` rows, or of all.
 
     Args:
-        read: returns that many rows, in the list's order. It is asked for one more than the limit,
-            which says whether there is another page.
+        read: returns the given number of rows, in the list's order. It is asked for one more than
+            the limit, to find out whether another page exists.
         limit: at least one; None for all rows.
-        place: returns where a page goes on that comes after this row.
+        place: returns where a page begins that comes after this row.
 
     >>> page_of(lambda most: "abcd"[:most], 3, str), page_of(lambda most: "abc"[:most], 3, str)
     (Page(shown='abc', next='c'), Page(shown='abc', next=None))
@@ -49,7 +50,7 @@ def page_of(
 
 
 def foreign(place: str, what: str, *, said: str = "what the page before has said") -> UsageError:
-    """Return the error that no page of a list ends at a place."""
+    """Return the error for a place at which no page of a list ends."""
     return UsageError(f"no page of {what} ends at {place!r}: use {said}")
 
 
@@ -60,7 +61,7 @@ def number_at(place: str | None, what: str) -> int | None:
     (17, None)
 
     Raises:
-        UsageError: it is no number.
+        UsageError: it is not a number.
     """
     if place is None:
         return None

@@ -1,9 +1,9 @@
-"""Patience: nobody waits any longer for a server that has said nothing for too long.
+"""Patience: stop waiting for a server that has sent nothing for too long.
 
-A server process may be stopped, or its disk may hang. Then its connection stays, its machine goes
-on acknowledging, and its own timeouts do not fire. Its client would wait for ever, inside a C
-library. So one thread of each process watches the calls that wait, and cuts the connection of a
-call that has waited too long. The library then says that the connection was lost.
+A server process may be stopped, or its disk may hang. Then its connection stays, its machine still
+acknowledges packets, and its own timeouts do not fire. Its client would wait without end, inside a
+C library. So one thread of each process watches the waiting calls, and cuts the connection of a
+call that has waited too long. The library then reports that the connection was lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 LOOK_SECONDS = 0.25
-"""How exactly the watch keeps time, in seconds."""
+"""Precision of the watch, in seconds."""
 
 
 class Waiting:
@@ -35,7 +35,7 @@ class Waiting:
         self._cut = cut
 
     def give_up(self) -> None:
-        """Cut the connection; its owner hears of it from the library."""
+        """Cut the connection; the library reports this to the connection's owner."""
         self.given_up = True
         self._cut()
 
@@ -53,7 +53,7 @@ class _Watch:
         """Forget all waits, in a forked process: the thread and the calls are the parent's."""
         self._waiting: set[Waiting] = set()
         self._answered: dict[int, float] = {}
-        """When each thread was answered last, by the monotonic clock."""
+        """When each thread last got an answer, by the monotonic clock."""
         self._lock = threading.Lock()
         self._some = threading.Event()
         self._started = False
@@ -84,9 +84,9 @@ class _Watch:
             time.sleep(LOOK_SECONDS)
             now = time.monotonic()
             with self._lock:
-                # under the lock: a call that has been answered meanwhile keeps its connection
+                # under the lock: a call that was answered in the meantime keeps its connection
                 for one in [one for one in self._waiting if one.until < now]:
-                    with suppress(OSError):  # no file descriptor is left: the next look tries again
+                    with suppress(OSError):  # no file descriptor is left: try again next time
                         one.give_up()
                         self._waiting.discard(one)
                 if not self._waiting:
@@ -99,7 +99,7 @@ os.register_at_fork(after_in_child=_watch.forget)
 
 @contextmanager
 def answer_within(seconds: float | None, cut: Callable[[], None]) -> Iterator[Waiting | None]:
-    """Watch a call, and let ``cut`` end it after so many seconds; None is for ever."""
+    """Watch a call, and end it with ``cut`` after ``seconds``; None: never."""
     if seconds is None:
         yield None
         return
@@ -112,12 +112,12 @@ def answer_within(seconds: float | None, cut: Callable[[], None]) -> Iterator[Wa
 
 
 def quiet_seconds(thread: int) -> float:
-    """Return for how many seconds a thread has waited for no server; 0 while it waits for one."""
+    """Return the seconds since a thread last waited for a server; 0 while it waits for one."""
     return _watch.quiet(thread)
 
 
 def shut(descriptors: Iterable[int]) -> None:
-    """Cut connections by their sockets; the library still closes these itself.
+    """Cut connections by their sockets; the library still closes the sockets itself.
 
     Raises:
         OSError: this process has no file descriptor left for it.
@@ -126,15 +126,15 @@ def shut(descriptors: Iterable[int]) -> None:
         try:
             with _same(descriptor) as same:
                 same.shutdown(socket.SHUT_RDWR)
-        except OSError as error:  # otherwise it is closed already
+        except OSError as error:  # other errors: it is already closed
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
 
 
 def hung_up(descriptors: Iterable[int]) -> bool:
-    """Whether a server has closed one of some connections on which nobody waits for an answer.
+    """Whether a server has closed one of some connections on which no call waits for an answer.
 
-    What it says unasked is taken for that too: it says little else.
+    Unrequested data counts as closed too: a server rarely sends any other.
     """
     look = select.poll()
     for descriptor in descriptors:
@@ -143,11 +143,11 @@ def hung_up(descriptors: Iterable[int]) -> bool:
 
 
 def sockets() -> set[int]:
-    """Return the descriptors of this process's connections to what may be a database server."""
+    """Return the descriptors of this process's connections that may lead to a database server."""
     return {
         descriptor
         for descriptor, family, peer in _connections()
-        # a server's unix socket has a name of its own; the sockets of Spark have other names
+        # a server's unix socket has a special name; the sockets of Spark have other names
         if family != socket.AF_UNIX or SERVER_SOCKET in str(peer)
     }
 
@@ -166,7 +166,7 @@ DESCRIPTORS = next(path for path in map(Path, ("/proc/self/fd", "/dev/fd")) if p
 
 
 def _connections() -> Iterator[tuple[int, int, Any]]:
-    """Give the descriptor, the family and the peer of each stream that is connected."""
+    """Yield the descriptor, the family and the peer of each connected stream."""
     for file in DESCRIPTORS.iterdir():
         with suppress(OSError), _same(int(file.name)) as same:
             if same.type == socket.SOCK_STREAM:
@@ -174,10 +174,10 @@ def _connections() -> Iterator[tuple[int, int, Any]]:
 
 
 def _same(descriptor: int) -> socket.socket:
-    """Return a socket of our own for the same connection."""
+    """Return another socket object for the same connection."""
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)
-    except OSError:  # it is no socket
+    except OSError:  # not a socket
         os.close(copy)
         raise

@@ -1,13 +1,13 @@
-"""Poolers between a client and a server, such as PgBouncer: recognised, then borne or refused.
+"""Poolers between a client and a server, such as PgBouncer: detected, then tolerated or refused.
 
-A pooler in transaction mode gives each transaction any of the server's sessions. So a client may
-leave nothing behind in a session: no setting, no lock, no LISTEN, and no statement prepared under a
+A pooler in transaction mode gives each transaction any of the server's sessions. So a client must
+leave nothing behind in a session: no setting, no lock, no LISTEN, and no prepared statement with a
 name, which the next client would run in place of its own. A pooler in session mode keeps a client's
 session, but a client cannot tell which mode a pooler is in.
 
 - Sending and receiving leave nothing behind, and prepare nothing if there is a pooler.
-- Whatever needs a session of its own refuses any pooler: a forwarder, processors, a listener, and
-  the commands, whose `saf.database.bounds` hold for a session.
+- Everything else needs its own session and refuses any pooler: a forwarder, processors, a listener,
+  and the commands, whose `saf.database.bounds` are set for a session.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ WHO_ANSWERS = "SELECT pg_backend_pid()"
 
 
 def is_pooled(connection: psycopg.Connection[Any]) -> bool:
-    """Whether a pooler stands between: the process that answers is not the one that was named.
+    """Whether a pooler is in between: another process answers than was announced.
 
-    A pooler that lends sessions makes up the process number that it gives a client at connecting,
+    A pooler that lends sessions invents the process number that it gives a client when connecting,
     which the client needs to cancel a query.
     """
     with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
@@ -39,10 +39,10 @@ def is_pooled(connection: psycopg.Connection[Any]) -> bool:
 
 
 def refuse_pooler(connection: psycopg.Connection[Any]) -> None:
-    """Raise unless the server itself is at the other end.
+    """Raise unless the connection leads to the server itself.
 
     Raises:
-        ConfigurationError: a pooler is at the other end.
+        ConfigurationError: the connection leads to a pooler.
     """
     if is_pooled(connection):
         raise pooled(f"database {connection.info.dbname!r}")
@@ -59,7 +59,7 @@ def pooled(what: str) -> ConfigurationError:
 
 @contextmanager
 def unprepared(connection: Raw) -> Iterator[None]:
-    """Prepare nothing under a name meanwhile."""
+    """Create no named prepared statements during a block."""
     before, connection.prepare_threshold = connection.prepare_threshold, None
     try:
         yield

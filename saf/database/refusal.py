@@ -1,9 +1,9 @@
-"""Why a server that is there refuses a connection, and what to do about it.
+"""Why a running server refuses a connection, and what to do about it.
 
-A server gives the reason as a SQLSTATE. libpq does not hand it on for a connection that was not
-made: it gives a text only, in the server's language. But libpq can write down what it is told. So
-saf connects once more, has that traced, and reads the SQLSTATE there. If nothing is written, the
-reason stays unknown.
+A server gives the reason as a SQLSTATE. libpq does not return it for a failed connection: it
+returns only a text, in the server's language. But libpq can trace its messages. So saf connects
+once more with a trace, and reads the SQLSTATE there. If nothing is traced, the reason stays
+unknown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from psycopg.pq import abc
 from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
 
 SILENT = "start the server, or fix the dsn in saf.toml; no message is lost while it is down"
-"""The cure where no server answers."""
+"""The cure if no server answers."""
 
 CURES = {
     errors.TooManyConnections.sqlstate: (
@@ -51,7 +51,7 @@ CURES = {
     ),
 }
 
-# What libpq writes of a message from the server: its fields, each with its letter
+# The trace of a server's ErrorResponse: its fields, each with its letter
 SAID = re.compile(rb'\tErrorResponse\t.* C "(\w{5})" M ')
 
 
@@ -62,7 +62,7 @@ FOR_A_PERSON = {
     errors.InsufficientPrivilege.sqlstate,
     errors.ObjectNotInPrerequisiteState.sqlstate,
 }
-"""SQLSTATEs that do not pass by themselves: a person has to mend something."""
+"""SQLSTATEs that do not pass with time: an operator has to repair something."""
 
 
 def cure(conninfo: str) -> str:
@@ -71,15 +71,15 @@ def cure(conninfo: str) -> str:
 
 
 def to_mend(conninfo: str) -> str | None:
-    """Return what a person has to mend before the server lets anybody in; None if it may pass."""
+    """Return the repair that an operator must make before a login can work; None if it may pass."""
     state = sqlstate(conninfo)
     return CURES[state] if state in FOR_A_PERSON else None
 
 
 def sqlstate(conninfo: str) -> str | None:
-    """Return the SQLSTATE with which a server refuses a connection; None if it is not known.
+    """Return the SQLSTATE with which a server refuses a connection; None if unknown.
 
-    A client that has no password is not refused: it gives up when it is asked for one.
+    A client without a password is not refused: it gives up when the server asks for one.
     """
     connection = pq.PGconn.connect_start(conninfo.encode())
     try:
@@ -94,7 +94,8 @@ def sqlstate(conninfo: str) -> str | None:
 
 
 def _poll(connection: abc.PGconn) -> None:
-    """Go on with a connection until the server has let us in or not, or does not go on."""
+    """Continue connecting until the server has accepted or refused the login, or stops
+    answering."""
     while True:
         status = connection.connect_poll()
         if status not in (pq.PollingStatus.READING, pq.PollingStatus.WRITING):
@@ -108,7 +109,7 @@ def _poll(connection: abc.PGconn) -> None:
 
 @contextmanager
 def _traced(connection: abc.PGconn) -> Iterator[list[bytes]]:
-    """Give what is traced, complete at the end; by a pipe, because it may hold secrets."""
+    """Yield a list that gets the trace at the end; by a pipe, because it may contain secrets."""
     said: list[bytes] = []
     out, into = os.pipe()
     os.set_blocking(out, False)

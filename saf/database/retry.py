@@ -1,4 +1,4 @@
-"""Trying again while a service does not answer: the one place that knows tenacity."""
+"""Retries while a service does not answer: the only module that uses tenacity."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LONGEST_WAIT_SECONDS = 2.0
 def while_unavailable(attempts: int, action: Callable[[], T]) -> T:
     """Call ``action`` up to ``attempts`` times while it raises `Unavailable`; return its result.
 
-    This bridges a blip of some seconds, such as a server that restarts. A server that hangs has
-    been waited for already, so it is not tried again. The last error is raised as it is.
+    This bridges outages of a few seconds, such as a server's restart. A server that hangs is not
+    retried, because the first call has already waited for it. The last error is raised unchanged.
     """
     return tenacity.Retrying(
         stop=tenacity.stop_after_attempt(attempts),

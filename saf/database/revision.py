@@ -1,4 +1,4 @@
-"""The schema's revision: library and database must mean the same tables."""
+"""The schema's revision: library and database must use the same tables."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WHERE n.nspname = 'saf' AND c.relname IN ('alembic_version', 'broker')
 
 
 def check_schema(connection: psycopg.Connection[Any]) -> None:
-    """Make sure that the library and the database mean the same schema.
+    """Check that the library and the database have the same schema.
 
-    It asks first whether the table exists, because a failed query would abort the caller's
+    It first checks that the table exists, because a failed query would abort the caller's
     transaction.
 
     Raises:

@@ -1,15 +1,15 @@
-"""What a server means by an SQLSTATE: one policy for the errors of both drivers.
+"""Meanings of SQLSTATEs: one policy for the errors of both drivers.
 
-    of the rows   data, constraints, limits of size, and what triggers raise: some message's doing
-    hangs         the server is there, and something holds up what was asked of it
-    no right      the login may not do what it has to
-    read-only     the server is a standby, or is told to take no writes
-    incomplete    something of the schema saf is missing
-    published     changes are published of a table that has no replica identity
-    disk full     nothing can be written before somebody has made room
+    of the rows   data, constraints, size limits, and errors raised by triggers: caused by a message
+    hangs         the server is running, and something blocks the request
+    no right      the login lacks a right that it needs
+    read-only     the server is a standby, or is set to take no writes
+    incomplete    part of the schema saf is missing
+    published     changes are published of a table without a replica identity
+    disk full     nothing can be written until somebody has made room
 
-An error without a meaning here may pass by itself: the connection is lost, the server restarts. The
-step is tried again later, and no message is to blame.
+An error without a meaning here may pass with time: the connection is lost, the server restarts. The
+step is retried later, and no message is to blame.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from saf.errors import ConfigurationError, DiskFull, SafError, Unavailable
 
 
 class Meaning(Enum):
-    """What an SQLSTATE says; the module lists the meanings."""
+    """Meaning of an SQLSTATE; the module lists the meanings."""
 
     OF_THE_ROWS = "of the rows"
     HANGS = "hangs"
@@ -51,7 +51,7 @@ MEANINGS = {
 
 
 def meaning(sqlstate: str | None) -> Meaning | None:
-    """Return what a server means by an SQLSTATE; None if the error may pass by itself.
+    """Return the meaning of an SQLSTATE; None if the error may pass with time.
 
     >>> meaning("54000"), meaning("53200"), meaning(None)
     (<Meaning.OF_THE_ROWS: 'of the rows'>, None, None)
@@ -64,11 +64,11 @@ def meaning(sqlstate: str | None) -> Meaning | None:
 
 
 def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
-    """Return the error for what a server says of itself, and not of some rows.
+    """Return the error for an SQLSTATE that is about the server, and not about some rows.
 
     Args:
-        what: names the database for people.
-        sqlstate: what the server says; None if it says nothing.
+        what: names the database in errors.
+        sqlstate: the server's SQLSTATE; None if it sent none.
         reason: the text of the error, without secrets.
     """
     reason = " ".join(reason.split())

@@ -1,5 +1,5 @@
-"""The engine: one item of work of one source, read, routed, delivered, marked, set aside.
+"""The engine: reads, routes, delivers, marks and sets aside one item of work of one source.
 
-It runs in any process and knows nothing of Spark, of leases or of cycles: it takes an item of work
-and gives receipts. Which items there are, and who runs them, is `saf.forwarding`'s.
+The engine runs in any process and does not know Spark, leases or cycles: it takes an item of work
+and returns receipts. `saf.forwarding` chooses the items and the runner.
 """

@@ -1,12 +1,13 @@
-"""The brake: a destination that rejects one message after the other gets no more.
+"""The brake: stops sending to a destination that rejects one message after the other.
 
 A destination that rejects everything is more likely to be at fault than every message. Each
 rejection makes a dead letter, so without a brake the whole backlog would become dead letters. After
 ``most`` rejections in a row, with nothing stored in between, the destination's messages wait until
-an operator lets it be tried again: `saf parked retry-now`.
+an operator tries it again: `saf parked retry-now`.
 
-The row is counted per source and destination. The source keeps the count (saf.rejecting), so that
-it continues in the next run; tasks that work beside each other count by themselves.
+Rejections in a row are counted per source and destination. The source keeps the count
+(saf.rejecting), so the count continues in the next run; tasks that run side by side count
+separately.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
 
 @dataclass
 class Brake:
-    """The rejections in a row of one task's destinations."""
+    """Rejections in a row, for each destination of one task."""
 
     work: Work
     most: int
     _reasons: dict[str, str] = field(default_factory=dict)
-    """The last reason of each destination that has rejected something."""
+    """The last reason of each destination that has rejected a message."""
     _written: dict[str, int] = field(init=False)
     _row: dict[str, int] = field(init=False)
 
@@ -59,7 +60,7 @@ class Brake:
         self._reasons[destination] = error.reason
 
     def engaged(self, destination: str) -> Braked | None:
-        """Return the error with which a destination gets no more; None if it gets more."""
+        """Return the error that stops sending to a destination; None if it is not braked."""
         messages = self._row.get(destination, 0)
         if messages < self.most or destination not in self._reasons:
             return None
@@ -73,7 +74,7 @@ class Brake:
         return {name: row for name, row in self._row.items() if self.engaged(name) is None}
 
     def write(self, source: psycopg.Connection[Any]) -> None:
-        """Write what has changed, in the transaction that sets the messages aside."""
+        """Write the changed counts, in the transaction that sets the messages aside."""
         counts = self.counts()
         for name in {*counts, *self._written}:
             if counts.get(name, 0) != self._written.get(name, 0):
@@ -85,5 +86,5 @@ class Brake:
                 source.execute(COUNT if params["messages"] else FORGET, params)
 
     def written(self) -> None:
-        """Note that what was written is committed."""
+        """Note that the written counts are committed."""
         self._written = dict(self.counts())

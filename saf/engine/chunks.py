@@ -1,4 +1,4 @@
-"""Arrow batches, cut into the chunks that are stored in one transaction each."""
+"""Chunks: Arrow batches, cut into tables that are each stored in one transaction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[pa.Table]:
-    """Gather Arrow batches, and cut them where they are long, into tables of bounded size.
+    """Join and split Arrow batches into tables of bounded size.
 
     A table has at most ``max_rows`` rows, and ends with the batch that reaches ``max_bytes``.
     """
@@ -35,7 +35,7 @@ def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> 
 
 
 def up_to(batches: Iterable[pa.RecordBatch], last: int) -> Iterator[pa.RecordBatch]:
-    """Give the messages with ids up to the last one; the batches are in the order of ids."""
+    """Yield the messages with ids up to ``last``; the batches are ordered by id."""
     for batch in batches:
         inside = int(pc.sum(pc.less_equal(batch["id"], last)).as_py() or 0)
         yield batch.slice(0, inside)
@@ -44,7 +44,7 @@ def up_to(batches: Iterable[pa.RecordBatch], last: int) -> Iterator[pa.RecordBat
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Give each item, and whether it is the last one.
+    """Yield each item, and whether it is the last one.
 
     >>> list(with_last("ab")), list(with_last(""))
     ([('a', False), ('b', True)], [])

@@ -1,8 +1,8 @@
-"""Classifying: a router's function answers for messages, as Arrow.
+"""Classifying: run a router's function over messages, as Arrow.
 
-A table of answers has a row for each message: the service, broker and key that it is really
-addressed to; or, in the column ``error``, why this cannot be found out. If the function fails for
-one message, halving finds it among its neighbours, which are answered.
+A table of answers has a row for each message: the service, broker and key that the message is
+really addressed to, or in the column ``error`` the reason why they are unknown. If the function
+fails for one message, halving finds that message; its neighbours still get answers.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ Function = Callable[[Any], Any]
 
 
 def by_arrow(function: Function, rows: pa.Table) -> pa.Table:
-    """The answers of a function of record batches with the columns of a message."""
+    """Return the answers of a function of record batches with the columns of a message."""
     batches = rows.select(COLUMNS).to_batches()
     answers = [answer for batch in batches for answer in _by_batch(function, batch)]
     return pa.Table.from_batches(answers, ANSWERS)
 
 
 def by_python(function: Function, rows: pa.Table) -> pa.Table:
-    """The answers of a function of single messages."""
+    """Return the answers of a function of single messages."""
     return as_answers([_by_message(function, message) for message in received(rows)])
 
 
 def as_answers(answers: Sequence[Resolved | str]) -> pa.Table:
-    """Make a table of answers; a text is the error of a message that could not be resolved."""
+    """Make a table of answers; a string is the error of a message that could not be resolved."""
     found = [one if isinstance(one, Resolved) else None for one in answers]
     return pa.table(
         [
@@ -60,10 +60,10 @@ def as_answers(answers: Sequence[Resolved | str]) -> pa.Table:
 
 
 def from_columns(said: pa.RecordBatch | pa.Table, count: int) -> pa.RecordBatch:
-    """Read answers from the columns service, and optionally broker and key.
+    """Read answers from the column service, and from broker and key if present.
 
     Raises:
-        ValueError, TypeError: these are not answers.
+        ValueError, TypeError: the columns are not valid answers.
     """
     if said.num_rows != count:
         raise ValueError(f"{said.num_rows} answers to {count} messages")
@@ -80,7 +80,7 @@ def from_columns(said: pa.RecordBatch | pa.Table, count: int) -> pa.RecordBatch:
 
 
 def as_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
-    """Make a table of messages as a task reads them; what a row does not have is null."""
+    """Make a table of messages as a task reads them; columns missing from a row are null."""
     binary = [
         {name: one.bytes if isinstance(one, UUID) else one for name, one in row.items()}
         for row in rows
@@ -89,7 +89,7 @@ def as_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
 
 
 def received(rows: pa.Table) -> Iterator[Received]:
-    """Give the messages one by one, as consumers see them."""
+    """Yield the messages one by one, as consumers see them."""
     ids = [one and UUID(bytes=one) for one in _values(rows["conversation_id"])]
     known = {"conversation_id": ids, "source": [None] * rows.num_rows}
     columns = [known[name] if name in known else _values(rows[name]) for name in READ]
@@ -140,7 +140,7 @@ def _plain(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def _brokers(column: pa.Array) -> pa.Array:
-    """Turn UUIDs, or their texts, into their 16 bytes."""
+    """Turn UUIDs, binary or text, into their 16 bytes."""
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         texts = column.dictionary_encode()
         bytes_ = [
@@ -154,7 +154,7 @@ def _brokers(column: pa.Array) -> pa.Array:
 
 
 def _values(column: pa.ChunkedArray) -> Iterable[Any]:
-    """The values. A column of nulls costs nothing; times cost less than Arrow takes for them."""
+    """Return a column's values. Null columns cost nothing; timestamps avoid Arrow's slow path."""
     if column.null_count == len(column):
         return repeat(None, len(column))
     if pa.types.is_timestamp(column.type):

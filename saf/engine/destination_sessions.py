@@ -1,8 +1,8 @@
-"""Destination sessions: a task's connections to its destinations, and how far each has stored.
+"""Destination sessions: a task's connections to its destinations, and their marks.
 
-A destination is connected when something first goes there. With each chunk it gets the marks that
-the source remembers of it, so that it notices if one of the two was set back. The marks that it
-answers with are written at the source by the transaction that moves past the chunk.
+A destination is connected when the first message goes there. With each chunk it gets the marks that
+the source remembers, so that it notices if the source or the destination was set back. The
+transaction that moves past the chunk writes the marks that the destination returned at the source.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = Log("saf.task")
 T = TypeVar("T")
 
 FRAMES = 5
-"""How many frames of what a client raised are logged, the innermost ones."""
+"""Innermost frames of a client's traceback to log."""
 
 
 def nowhere(name: str) -> Unavailable:
-    """The error for a destination that is not configured."""
+    """Return the error for a destination that is not configured."""
     return _until_configured(name, f"saf.toml has no [destinations.{name}]")
 
 
@@ -49,7 +49,7 @@ def _until_configured(name: str, reason: str) -> Unavailable:
 
 
 def obstacle(rules: ForwardingRules, name: str, quality: str | None) -> SafError | None:
-    """Why, by the configuration, nothing can go to a destination in a quality of service."""
+    """Return why the configuration rules out a quality of service at a destination, or None."""
     there = rules.destinations.get(name)
     if there is None:
         return nowhere(name)
@@ -62,7 +62,7 @@ def obstacle(rules: ForwardingRules, name: str, quality: str | None) -> SafError
 
 @dataclass
 class DestinationSessions:
-    """The destinations of one task, each connected once."""
+    """A task's destinations, each connected once."""
 
     work: Work
     rules: ForwardingRules
@@ -70,18 +70,18 @@ class DestinationSessions:
     _open: dict[str, Destination] = field(default_factory=dict)
     _identities: dict[str, UUID] = field(default_factory=dict)
     _known: dict[str, dict[Place, Mark | None]] = field(default_factory=dict)
-    """The marks of destinations, by their names, as far as they have been read."""
+    """The marks that have been read, by the destinations' names."""
     _stored: list[tuple[UUID, Mapping[Place, Mark], Mapping[Place, Mark]]] = field(
         default_factory=list
     )
-    """What to acknowledge: the destination, its marks, and the marks before them."""
+    """Marks to acknowledge: the destination, its marks, and its marks before them."""
 
     def store(self, part: Part, chunk: Chunk) -> Stored:
-        """Store a chunk where its part goes, if the marks there are the known ones.
+        """Store a chunk at its part's destination, if the marks there are the known ones.
 
         Raises:
-            Ahead, Behind: the marks there are others: the source, or the destination, was set back.
-            SafError: whatever else `saf.destinations.Destination.store` raises.
+            Ahead, Behind: the marks there differ: the source, or the destination, was set back.
+            SafError: any other error that `saf.destinations.Destination.store` raises.
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
@@ -102,16 +102,17 @@ class DestinationSessions:
         return marks
 
     def acknowledge(self, source: psycopg.Connection[Any]) -> None:
-        """Write what destinations have stored, with the position that moves past it."""
+        """Write what destinations have stored, in the transaction that moves the position past
+        it."""
         for there, marks, before in self._stored:
             acknowledge(source, there, marks, before)
 
     def settled(self) -> None:
-        """Note that what was to be acknowledged is."""
+        """Note that the acknowledgements are committed."""
         self._stored.clear()
 
     def close(self) -> None:
-        """Give up all connections."""
+        """Close all connections."""
         for destination in self._open.values():
             destination.close()
 
@@ -119,8 +120,8 @@ class DestinationSessions:
         """Return a destination of saf.toml, connected.
 
         Raises:
-            UsageError: it is the same as another one that has another name.
-            Unavailable: it cannot be connected to, for whatever reason.
+            UsageError: another name in saf.toml stands for the same destination.
+            Unavailable: connecting failed, for any reason.
         """
         with self._blamed(name):
             if name not in self._open:
@@ -142,7 +143,7 @@ class DestinationSessions:
     def _in_step(
         self, part: Part, chunk: Chunk, ask: Callable[[Destination, Chunk], T]
     ) -> tuple[Mapping[Place, Mark], T]:
-        """Ask a part's destination for something, with its known marks; return these too."""
+        """Ask a part's destination, with its known marks; return these marks and the answer."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
         if error := obstacle(self.rules, name, part.quality):
@@ -157,10 +158,10 @@ class DestinationSessions:
         except Ahead as error:
             batch, marks = self.work.batch, error.marks
             if not marks:
-                # or a twin of this task has set messages aside meanwhile
+                # or another run of this task has set messages aside since
                 if not self.source_session.find(lambda source: learn_set_aside(source, batch)):
                     raise
-            # or the messages were stored, nobody heard the answer, and they wait to be stored again
+            # or the messages were stored, the answer was lost, and they wait to be stored again
             elif self.source_session(lambda s: not_parked(s, batch.subscription_id, name, marks)):
                 raise
             with self._blamed(name):
@@ -168,7 +169,7 @@ class DestinationSessions:
 
     @contextmanager
     def _blamed(self, name: str) -> Iterator[None]:
-        """Blame a destination for whatever it raises that is not an error of its protocol.
+        """Blame a destination for any exception that is not an error of its protocol.
 
         A message is only ever blamed by `Rejected`. A client library that raises may be in any
         state, so the next attempt opens the destination again.
@@ -187,7 +188,7 @@ class DestinationSessions:
             raise Faulty(f"destination {name!r}", f"its client raised {text}") from None
 
     def _known_of(self, name: str, places: Sequence[Place]) -> dict[Place, Mark]:
-        """Return marks of a destination that the source remembers; the source is asked once."""
+        """Return the marks of a destination that the source remembers; ask the source once."""
         known = self._known.setdefault(name, {})
         if missing := [place for place in places if place not in known]:
             there = self._identities[name]
@@ -197,5 +198,5 @@ class DestinationSessions:
 
 
 def prefix(part: Part) -> str:
-    """The prefix of the names of a part's marks."""
+    """Return the prefix of the names of a part's marks."""
     return {EXACTLY_ONCE: "", AT_MOST_ONCE: ONCE}.get(part.quality or "", AGAIN)

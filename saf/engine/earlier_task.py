@@ -1,8 +1,8 @@
-"""An earlier task: what it has done with a batch's messages before it died.
+"""An earlier task: its work on a batch's messages before it died.
 
-Messages that it has set aside beyond the position are not sent, and new messages wait behind them.
-Messages that it has tried to send at most once are not sent again. It may be alive: a twin, which
-Spark has started because this one is slow.
+Messages that it set aside beyond the position are not sent, and new messages wait behind them.
+Messages that it tried to send at most once are not sent again. The earlier task may still be alive:
+Spark starts a second run of a task that is slow.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class EarlierTask:
         self._at_source = source_session
         self._lanes = lanes
         self._set_aside: dict[str, pa.Array] = {}
-        """For each destination, the ids beyond the position that are set aside already."""
+        """For each destination, the ids beyond the position that are already set aside."""
 
     def look(self) -> None:
-        """Find what is set aside, and hold the lanes that it is in."""
+        """Find the messages that are set aside, and hold their lanes."""
         ids: dict[str, list[int]] = defaultdict(list)
         found = self._at_source.find(lambda source: parking.set_aside(source, self._batch))
         for id_, destination, lane in found:
@@ -46,13 +46,13 @@ class EarlierTask:
         self._set_aside = {name: pa.array(some, pa.int64()) for name, some in ids.items()}
 
     def fresh(self, rows: pa.Table, destination: str = "") -> pa.Table:
-        """Return the messages not set aside for a destination; or for all, if it is empty."""
+        """Return the messages not set aside for a destination; if empty, for all destinations."""
         if destination not in self._set_aside:
             return rows
         return rows.filter(pc.invert(pc.is_in(rows["id"], self._set_aside[destination])))
 
     def unfinished(self, routed: pa.Table, matches: Sequence[Match]) -> pa.Table:
-        """The messages with anything left to do; of a topic's message, some copy may be left."""
+        """Return messages with anything left to do; keep a topic's, as some copy may be left."""
         if not self._set_aside:
             return routed
         topics = [number for number, match in enumerate(matches) if match.to_all]
@@ -63,9 +63,9 @@ class EarlierTask:
     def unattempted(
         self, parts: Iterable[Part], attempted: Mapping[int, int], set_aside: SetAside
     ) -> list[Part]:
-        """Parts without the messages that may have been sent at most once; these are buried.
+        """Return parts without the messages that may have been sent at most once; bury these.
 
-        ``attempted`` has, for each shard, the id up to which sending has been attempted.
+        ``attempted`` maps each shard to the id up to which sending has been attempted.
         """
         limits = np.zeros(max(attempted) + 1, np.int64)
         limits[list(attempted)] = list(attempted.values())

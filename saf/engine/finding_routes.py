@@ -1,7 +1,7 @@
-"""Finding routes: messages that have waited for a route, or for their router, may have one now.
+"""Finding routes: move messages that waited for a route, or for their router, once one exists.
 
-They move to lanes of the destinations that routes lead to; a topic's message moves as a copy for
-each. This is one transaction for each chunk, and the messages keep their place in the order. From
+They move to lanes of the destinations that routes lead to; a topic's message moves as one copy per
+destination. Each chunk is one transaction, and the messages keep their place in the order. From
 then on each copy waits for its destination alone.
 """
 
@@ -42,19 +42,20 @@ from saf.setaside.parking import ADDRESS
 
 @dataclass(kw_only=True)
 class FindingRoutes:
-    """Leads one task's parked messages to where routes lead now."""
+    """Moves one task's parked messages to where routes lead now."""
 
     resolver: Resolver
     matcher: Matcher
     parked: ParkedLanes
     transforming: Transforming
     _untransformed: bool = field(init=False, default=False)
-    """Whether there are messages that have no result of their router's transform yet."""
+    """Whether some messages have no result of their router's transform yet."""
     _left: dict[Lane, Lane] = field(init=False, default_factory=dict)
-    """For each lane of messages that are sent again, what the first that is left would wait in."""
+    """For each lane of messages sent again, the lane that the first one left would wait in."""
 
     def find(self, lanes: Sequence[Lane]) -> set[Lane]:
-        """Move messages that waited for a route to where routes lead now; return to which lanes."""
+        """Move messages that waited for a route to where routes lead now; return their new
+        lanes."""
         if not lanes:
             return set()
         found: set[Lane] = set()
@@ -82,9 +83,9 @@ class FindingRoutes:
         return found
 
     def _led(self, lanes: Sequence[Lane]) -> set[Lane]:
-        """The lanes in which some message may have a way out.
+        """Return the lanes in which some message may have a way out.
 
-        A lane says for which service it is, so a lane without a way out need not be read.
+        A lane names its service, so lanes without a way out need not be read.
         """
         unrouted = [lane for lane in lanes if lane.unrouted]
         brokers = [lane.broker and lane.broker.bytes for lane in unrouted]
@@ -103,7 +104,7 @@ class FindingRoutes:
         return others.union(unrouted[n] for n in rows.filter(led)["number"].to_pylist())
 
     def _stay(self, lanes: Sequence[Lane]) -> None:
-        """Note that what is left in these lanes has no way out."""
+        """Note that the messages left in these lanes have no way out."""
         here = self.parked.source_session(
             lambda s: parking.occupied(s, self.parked.work.batch, lanes)
         )
@@ -134,7 +135,7 @@ class FindingRoutes:
         found |= self._move(share(routed, self.matcher.matches, self.parked.source_session.choose))
 
     def _note_left(self, rows: pa.Table | None) -> None:
-        """Note for which service a message waits whose lane does not say so."""
+        """Note the service that a message waits for, if the message's lane does not name it."""
         if rows is None:
             return
         for kind in (Kind.RETRY, Kind.REPLAY):
@@ -145,7 +146,7 @@ class FindingRoutes:
     def _transformed(self, rows: pa.Table) -> pa.Table:
         """Return messages before the first that has to wait for the transform of its router.
 
-        What is made of a message that was sent to a router is kept before the message is led on.
+        Results of messages that were sent to a router are kept before the messages are redirected.
         """
         if not self.transforming.routers:
             return rows
@@ -181,7 +182,8 @@ class FindingRoutes:
         return lanes
 
     def _copies(self, rows: pa.Table) -> Iterator[tuple[str, str | None, list[dict[str, Any]]]]:
-        """For each destination and quality, the messages that go there, with their lanes there."""
+        """Yield each destination and quality, with the messages that go there and their new
+        lanes."""
         waited_for_route = pc.equal(rows[KIND], str(Kind.ROUTE))
         rows = in_lanes(rows, found_lanes(either(waited_for_route, route_lanes(rows), rows)))
         there: dict[tuple[str, str | None], list[int]] = {}

@@ -1,9 +1,9 @@
-r"""Headers that transforms give, written as PostgreSQL writes a jsonb.
+r"""Headers that transforms return, normalized to the way PostgreSQL writes a jsonb.
 
-All that comes after a transform takes headers for a JSON object on one line, whose names are
-written plainly: the lines of `jsonl`, and `saf.engine.vouching`, which looks for a name in the
-text. A transform may give any text. So each distinct text is read and written again; numbers keep
-their digits, which a signature covers.
+Code that runs after a transform expects headers to be a JSON object on one line with unescaped
+names: the lines of `jsonl`, and `saf.engine.vouching`, which searches the text for a name. A
+transform may return any text, so each distinct text is decoded and encoded again; numbers keep
+their digits, because a signature covers them.
 
 >>> written('{"a" :\n 1.50, "\\u0073af": ["ü", null, true]}')
 '{"a": 1.50, "saf": ["ü", null, true]}'
@@ -20,7 +20,7 @@ from saf.message import STRICT, as_json, check_headers
 
 
 def as_written(headers: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return headers as PostgreSQL writes them; null where they are none that it can hold."""
+    """Return headers as PostgreSQL writes them; null where it cannot store them."""
     if headers.null_count == len(headers):
         return headers
     texts = pc.unique(headers)
@@ -32,14 +32,14 @@ def written(text: str) -> str:
     """Return headers, given as JSON text, as PostgreSQL writes them.
 
     Raises:
-        ValueError: they are no JSON object that PostgreSQL can hold.
-        RecursionError: they are nested too deeply.
+        ValueError: not a JSON object that PostgreSQL can store.
+        RecursionError: nested too deeply.
     """
     found = STRICT.decode(text)
     if not isinstance(found, dict):
-        raise ValueError("not a JSON object")  # noqa: TRY004 - as where it is no JSON
+        raise ValueError("not a JSON object")  # noqa: TRY004 - as for invalid JSON
     said = as_json(found, _text)
-    said.encode()  # a lone surrogate is no text
+    said.encode()  # raises for a lone surrogate
     check_headers(said)
     return said
 

@@ -1,4 +1,4 @@
-"""What one task knows of the lanes of its shards (see `saf.setaside.lane`)."""
+"""Held lanes: the lanes of its shards that a task knows (see `saf.setaside.lane`)."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from saf.setaside.lane_columns import lanes_of, route_lanes
 
 @dataclass
 class HeldLanes:
-    """Which lanes new messages park in, and which lanes nobody has tried yet.
+    """Lanes that new messages park in, and lanes not tried yet.
 
-    A task knows from the start which lanes a destination has. There may be any number of lanes of
-    services, so those for a chunk's services are looked up chunk by chunk.
+    A task knows from the start which lanes a destination has. The number of services' lanes has no
+    bound, so a task looks up those of each chunk's services.
     """
 
     held: dict[Lane, str] = field(default_factory=dict)
-    """The lanes in which new messages have to park, each with the reason."""
+    """The lanes that new messages must park in, each with the reason."""
     ahead: set[Lane] = field(default_factory=set)
-    """Lanes with messages that the batch itself had set aside before a crash. These stay until the
-    position has passed them, and what comes after them in the batch has to stay behind them."""
+    """Lanes with messages that the batch itself set aside before a crash. They stay held until the
+    position has passed these messages, because later messages of the batch must stay behind
+    them."""
     untried: set[Lane] = field(default_factory=set)
-    """Lanes whose time has come, but that held nothing of these shards to try."""
+    """Lanes that are due, but contained nothing of these shards to try."""
     of_services: bool = False
-    """Whether there may be lanes of services."""
+    """Whether lanes of services may exist."""
 
     def hold(self, lane: Lane, why: str) -> None:
-        """Let new messages park behind this lane; behind a replay, all for its destination."""
+        """Park new messages behind this lane; behind a replay, all for its destination."""
         self.held[lane] = why
         self.of_services |= lane.of_service
         if lane.kind == Kind.REPLAY:
             self.held[Lane(destination=lane.destination)] = why
 
     def open(self, lane: Lane) -> None:
-        """Note that nothing of these shards is in the lane, unless the batch has put it there."""
+        """Note that the lane has nothing of these shards, unless the batch has put it there."""
         if lane in self.ahead:
             return
         if Lane(destination=lane.destination, kind=Kind.REPLAY) not in self.held:
             self.held.pop(lane, None)
 
     def look(self, source_session: SourceSession, batch: Batch, *messages: pa.Table) -> None:
-        """Find the lanes of the services of some messages; only these lanes are held then."""
+        """Find the lanes of some messages' services; afterwards no other service's lane is held."""
         if self.of_services:
             older = {lane for rows in messages for lane in _older(rows)}
             found = source_session.find(
@@ -56,13 +57,13 @@ class HeldLanes:
             self.held = mine | found
 
     def services(self, destination: str) -> frozenset[str]:
-        """The services whose messages wait for the destination to know them."""
+        """Return the services whose messages wait for the destination to know them."""
         mine = [lane for lane in self.held if lane.destination == destination]
         return frozenset(lane.subject for lane in mine if lane.kind == Kind.SERVICE)
 
 
 def _older(rows: pa.Table) -> set[Lane]:
-    """All lanes in which older messages for the same services may wait, at any destination."""
+    """Return all lanes where older messages for the same services may wait, at any destination."""
     routes, _ = lanes_of(route_lanes(rows))
     found = (found_lane("", lane) for lane in routes)
     return {*routes, *found, *(service_lane("", lane.subject) for lane in routes)}

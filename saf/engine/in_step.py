@@ -1,12 +1,12 @@
-"""In step: what Spark evaluates of messages comes to the task that delivers them, as it goes on.
+"""In step: pass the values that Spark evaluates to the task that delivers, as it proceeds.
 
-It is one stream of rows, in the order of the messages' numbers, of two kinds: answers of routers'
-expressions, and results of transforms. Each consumer reads on to the messages in hand; what belongs
-to the other one is held for it. So no more is held than about one chunk, and what comes with it.
+They are one stream of rows, ordered by the messages' numbers, of two kinds: answers of routers'
+expressions, and results of transforms. Each consumer reads up to its current messages and holds
+rows of the other kind for the other consumer. So about one chunk of rows is held at most.
 
-A message of the batch has its id as its number. A parked message has a number below zero, so that
-what is about parked messages comes first: the number of an answer is its parked_id, that of a
-result its id in the outbox, both with a minus.
+A message of the batch has its id as its number. A parked message has a negative number, so that
+rows about parked messages come first: minus the parked_id for an answer, minus the id in the outbox
+for a result.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import pyarrow.compute as pc
 from saf.errors import Unavailable
 
 ENDED = "ended"
-"""The column that tells rows apart: NULL in an answer, false in a result, true in the last row."""
+"""Column that tells rows apart: NULL in an answer, false in a result, true in the last row."""
 LAST = (1 << 63) - 1
-"""Greater than the number of any message: that of the last row, which is about none."""
+"""Number of the last row, which belongs to no message; greater than any message's number."""
 
 
 class InStep:
-    """What comes to one task."""
+    """The evaluated rows of one task."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
         self._batches = batches
@@ -36,20 +36,20 @@ class InStep:
         """The greatest number so far."""
 
     def answers(self, rows: pa.Table) -> pa.Table | None:
-        """Read on to some messages, of the batch or parked; return the answers about them.
+        """Read up to some messages, of the batch or parked; return the answers about them.
 
-        They have the column ``id``, which is the message's id, or its parked_id if it is parked.
+        The column ``id`` contains the message's id, or its parked_id if it is parked.
 
         Raises:
-            Unavailable: what is evaluated has ended early, or is not in its order.
+            Unavailable: the stream ended early or is out of order.
         """
         return self._about(rows, self._answers)
 
     def results(self, rows: pa.Table) -> pa.Table | None:
-        """Read on to some messages; return the results about them, by ids in the outbox.
+        """Read up to some messages; return the results about them, by ids in the outbox.
 
         Raises:
-            Unavailable: what is evaluated has ended early, or is not in its order.
+            Unavailable: the stream ended early or is out of order.
         """
         return self._about(rows, self._results)
 

@@ -1,15 +1,15 @@
-"""Kept results: what a transform has made of messages, where it would be something else next time.
+"""Kept results: output of transforms that would differ the next time, stored at the source.
 
-A batch that is read again has to give what it gave before. Most transforms do, because they depend
-on the message alone. What another one has made of a message is written at the source, durably,
-before anything of it is sent, as resolutions are (`saf.routing.resolved`). From then on this counts
-for the message: for a retried task, after a crash, for another member, for each destination of a
-topic, and while the message is parked or a dead letter.
+A batch that is read again must give the same messages. Most transforms ensure this, because they
+depend on the message alone. The results of other transforms are written at the source, durably,
+before any of them is sent, like resolutions (`saf.routing.resolved`). From then on the stored
+result is used for the message: by a retried task, after a crash, by another member, for each
+destination of a topic, and while the message is parked or a dead letter.
 
-It is removed when its batch is closed (`remove`); where the message is set aside then, a purge
-removes it after the message has gone (`collect`).
+Results are removed when their batch is closed (`remove`). If the message is set aside at that time,
+a purge removes them after the message is gone (`collect`).
 
-The functions take a psycopg connection. This imports no Arrow.
+The functions take a psycopg connection. This module imports no Arrow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from saf.database import DURABLY, fetch
 from saf.log.cursor import Batch
 
 RESULT = ("part", "key", "message_type", "headers", "body")
-"""The columns of a result, besides those that say what it was made of."""
+"""Columns of a result, besides those that identify its message."""
 
 MESSAGES = "unnest(%(shards)s::smallint[], %(ids)s::bigint[]) AS m (shard, id)"
 
@@ -52,7 +52,7 @@ WHERE subscription_id = %(subscription_id)s AND batch = %(batch)s AND shard = AN
   AND NOT ({SET_ASIDE})
 """
 
-# What is kept of a shard without an open batch is of a batch that was closed
+# What is kept of a shard without an open batch belongs to a batch that was closed
 COLLECT = f"""
 DELETE FROM saf.kept_result k
 WHERE NOT EXISTS (SELECT FROM saf.cursor c
@@ -61,7 +61,7 @@ WHERE NOT EXISTS (SELECT FROM saf.cursor c
   AND NOT ({SET_ASIDE})
 """
 
-# To whom messages were sent that a router has led on, as long as the outbox has them
+# To whom redirected messages were sent, as long as the outbox has them
 SENT_TO = f"""
 SELECT o.id, o.to_service FROM {MESSAGES} JOIN saf.outbox o USING (shard, id)
 WHERE o.to_service = ANY (%(services)s)
@@ -71,10 +71,10 @@ WHERE o.to_service = ANY (%(services)s)
 def kept(
     connection: psycopg.Connection[Any], batch: Batch, messages: Mapping[str, Sequence[int]]
 ) -> list[tuple[Any, ...]]:
-    """Return what is kept of messages, which are given by ``shards`` and ``ids``.
+    """Return the kept results of messages, which are given by ``shards`` and ``ids``.
 
-    Each row is the id of the message and the columns of `RESULT`, in the order of the ids and of
-    what was made of each. A row without a body says that nothing was made of its message.
+    Each row is the id of the message and the columns of `RESULT`, ordered by id and by the results'
+    numbers. A row without a body means that the message was left out.
     """
     params = {**messages, "subscription_id": batch.subscription_id}
     return fetch(connection, KEPT, params)
@@ -83,11 +83,11 @@ def kept(
 def keep(
     connection: psycopg.Connection[Any], batch: Batch, results: Mapping[str, Sequence[Any]]
 ) -> list[tuple[Any, ...]]:
-    """Keep results; return those that count, which another task may have kept before.
+    """Keep results; return the results to use, which another task may have kept before.
 
-    ``results`` are columns: shard, id, number and those of `RESULT`; each message has all of its
-    results among them. Call it in a transaction that has locked the cursors of the batch. Send
-    nothing of these messages before this has committed, and let that commit be durable.
+    ``results`` are columns: shard, id, number and those of `RESULT`; they contain all results of
+    each message. Call it in a transaction that has locked the cursors of the batch. Send none of
+    these messages before this transaction has committed durably.
     """
     messages = {"shards": results["shard"], "ids": results["id"]}
     once = dict.fromkeys(zip(*messages.values(), strict=True))
@@ -103,7 +103,7 @@ def keep(
 
 
 def remove(connection: psycopg.Connection[Any], batches: Iterable[Batch]) -> None:
-    """Remove what was kept in batches, unless its message is set aside.
+    """Remove the results that were kept in batches, unless their message is set aside.
 
     Call it in the transaction that closes them.
     """
@@ -117,7 +117,7 @@ def remove(connection: psycopg.Connection[Any], batches: Iterable[Batch]) -> Non
 
 
 def collect(connection: psycopg.Connection[Any]) -> int:
-    """Remove what was kept of messages that need it no more; return how much."""
+    """Remove results whose messages are gone; return how many."""
     return connection.execute(COLLECT).rowcount
 
 
@@ -126,5 +126,5 @@ def sent_to(
     messages: Mapping[str, Sequence[int]],
     services: Iterable[str],
 ) -> dict[int, str]:
-    """Return which messages, by id, were sent to which of some services, by what the outbox has."""
+    """Map ids of messages to those of ``services`` that they were sent to, as the outbox has it."""
     return dict(fetch(connection, SENT_TO, {**messages, "services": [*services]}))

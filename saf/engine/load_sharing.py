@@ -1,8 +1,8 @@
-"""Load sharing: which route each message takes, where its match is one of several.
+"""Load sharing: choose each message's route where several routes share.
 
-Messages without a key take them in turn by their ids, so a batch read again goes the same way.
-Messages with a key take the route that their key has chosen (`saf.routing.route_choices`): a chunk
-asks once, and once for each key.
+Messages without a key take the routes in turn by their ids, so a batch that is read again goes the
+same way. Messages with a key take the route that their key has chosen
+(`saf.routing.route_choices`); a chunk asks once, with each key once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
 
 
 def _distinct(columns: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Where each distinct row is first, in order of appearance; and which of them each row is."""
+    """Return the first row of each distinct value, in order, and each row's index among them."""
     codes = np.zeros(columns.num_rows, np.int64)
     for column in columns.columns:
         if column.null_count < len(column):

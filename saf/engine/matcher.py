@@ -1,8 +1,9 @@
-"""The matcher: where each message of a chunk goes, inside the task that delivers it.
+"""The matcher: finds each message's match, inside the task that delivers the message.
 
-It looks services and brokers up in hash tables of Arrow, made from what the routes name. So a
-thousand routes cost what one does: some 10 ns a message. (In Spark, a CASE over 1,000 conditions
-takes minutes to compile, and a literal map or a broadcast join of 1,000 costs half a µs a message.)
+It looks services and brokers up in Arrow hash tables built from the names in the routes. So a
+thousand routes cost as much as one: some 10 ns per message. (In Spark, a CASE over 1,000 conditions
+takes minutes to compile, and a literal map or a broadcast join of 1,000 costs half a µs per
+message.)
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Matcher:
         return rows.append_column("route", route)
 
     def quality(self, rows: pa.Table, destination: str) -> pa.ChunkedArray:
-        """For each row, the quality of service that its route to a destination names, or null."""
+        """Return for each row the quality of service that its route to a destination names, or
+        null."""
         named = [
             next((r.quality for r in match.routes if r.destination == destination), None)
             for match in self.matches
@@ -74,15 +76,15 @@ class _Table:
                 self.any = pa.scalar(number[match], pa.int32())
 
     def by_service(self, services: pa.ChunkedArray) -> pa.ChunkedArray:
-        """For each service, the number of its match, or null."""
+        """Return the number of each service's match, or null."""
         return _looked_up(services, pa.array(self._services, pa.string()), self._services.values())
 
     def by_broker(self, brokers: pa.ChunkedArray) -> pa.ChunkedArray:
-        """For each broker, the number of its match, or null."""
+        """Return the number of each broker's match, or null."""
         return _looked_up(brokers, pa.array(self._brokers, pa.binary()), self._brokers.values())
 
     def by_both(self, services: pa.ChunkedArray, brokers: pa.ChunkedArray) -> pa.ChunkedArray:
-        """For each service at a broker, the number of its match, or null."""
+        """Return the number of the match of each service at a broker, or null."""
         service = pa.array(dict.fromkeys(service for service, _ in self._both), pa.string())
         broker = pa.array(dict.fromkeys(broker for _, broker in self._both), pa.binary())
         width = np.int64(len(broker))
@@ -97,6 +99,6 @@ class _Table:
 
 
 def _looked_up(column: pa.ChunkedArray, names: pa.Array, numbers: Iterable[int]) -> pa.ChunkedArray:
-    """For each value, the number that its name has, or null."""
+    """Return the number of each value's name, or null."""
     places = pc.index_in(column, value_set=names, skip_nulls=True)
     return pa.array(numbers, pa.int32()).take(places)

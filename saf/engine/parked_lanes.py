@@ -1,9 +1,9 @@
-"""Parked lanes: what a task does with the parked messages of its shards, wherever they go next.
+"""Parked lanes: the parked messages of a task's shards, wherever they go next.
 
-They are read lane by lane, in order and in chunks. A step is made for each chunk; a message that
-the step raises for alone becomes a dead letter. What has gone leaves its lane in a transaction that
-only the owner of the shards can commit. Meanwhile the lanes are in hand (`saf.setaside.in_hand`),
-so that no person decides about a message that is on its way.
+The task reads them lane by lane, in order and in chunks, and runs a step for each chunk. A message
+for which the step raises even when alone becomes a dead letter. Settled messages leave their lane
+in a transaction that only the owner of the shards can commit. Until then the lanes are in hand
+(`saf.setaside.in_hand`), so that no operator decides about a message that is on its way.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ParkedLanes:
     _until: float = field(init=False, default=0.0)
 
     def begin(self, seconds: float) -> None:
-        """Begin a turn of so many seconds."""
+        """Begin a turn of ``seconds``."""
         self._until = time.monotonic() + seconds
 
     @property
@@ -59,7 +59,7 @@ class ParkedLanes:
         return time.monotonic() > self._until
 
     def hold(self, lanes: Collection[Lane], why: str) -> None:
-        """Let new messages wait behind these lanes. Lanes of services are looked up instead."""
+        """Park new messages behind these lanes. Lanes of services are looked up instead."""
         for lane in lanes:
             if not lane.of_service:
                 self.lanes.hold(lane, why)
@@ -72,19 +72,19 @@ class ParkedLanes:
         *,
         found: bool,
     ) -> Iterator[pa.Table]:
-        """Read what lanes hold of these shards, each lane in order, in chunks."""
+        """Read the lanes' messages of these shards in chunks, each lane in order."""
         if lanes:
             query = parking.in_lanes(self.work.batch, destination, lanes, columns, found=found)
             yield from chunks(read(self.work, query), self.rules.chunk_rows, self.rules.chunk_bytes)
 
     def isolate(self, destination: str, rows: pa.Table, step: Callable[[pa.Table], None]) -> None:
-        """Make a step for messages of lanes; one that it raises for alone becomes a dead letter.
+        """Run a step for messages of lanes; a message that fails alone becomes a dead letter.
 
         The lanes are in hand. If they were not for a while, messages that are gone are left out.
         """
         numbers, lanes = rows["parked_id"], rows.select(LANE)
         gone: set[int] = set()
-        """Messages that an attempt before has written durably: they have left that lane."""
+        """Messages that an earlier attempt has committed durably: they have left this lane."""
 
         def undo() -> None:
             ids = numbers.to_pylist()
@@ -115,7 +115,7 @@ class ParkedLanes:
         isolate(rows, make, bury, undo)
 
     def aside(self, destination: str = "") -> SetAside:
-        """Return what will hold the messages of a chunk that are set aside again, still empty."""
+        """Return an empty `SetAside` for messages of a chunk of lanes."""
         return SetAside(
             work=self.work,
             from_lanes=True,
@@ -124,7 +124,7 @@ class ParkedLanes:
         )
 
     def settle(self, rows: pa.Table, set_aside: SetAside) -> None:
-        """Take what has gone out of its lane."""
+        """Take messages out of their lane, unless they stay there."""
 
         def settle(source: psycopg.Connection[Any]) -> None:
             lock_cursors(source, self.work.batch)
@@ -142,7 +142,7 @@ class ParkedLanes:
         fail_point("unpark_commit")
 
     def postpone(self, failed: Mapping[Lane, SafError]) -> None:
-        """Note that attempts at lanes have failed, and let new messages wait behind them."""
+        """Note that attempts at lanes have failed, and park new messages behind these lanes."""
         if failed:
             subscription_id = self.work.batch.subscription_id
             for lane, error in failed.items():
@@ -150,7 +150,7 @@ class ParkedLanes:
             self.source_session(lambda source: backoff.postpone(source, subscription_id, failed))
 
     def succeed(self, lanes: Collection[Lane]) -> None:
-        """Note that what was tried of lanes has gone, so that their attempts start again."""
+        """Note that the tried messages of lanes are gone, so their backoff starts again."""
         if lanes:
             subscription_id = self.work.batch.subscription_id
             self.source_session(lambda source: backoff.succeeded(source, subscription_id, lanes))

@@ -1,10 +1,10 @@
-"""Parts of a chunk: which of its messages go where, and which wait in a lane.
+"""Parts of a chunk: messages by destination, and messages that wait in lanes.
 
-Pure: it takes rows and rules, and returns parts. All messages that go to one destination in one
-quality of service are one part, whatever routes they took, because the marks there say that a whole
-chunk is stored, and each quality has marks of its own. Each part is in order; messages of one key
-that are in different parts are not. A topic's message is in the part of each of its destinations,
-and in each it waits, or is set aside, by itself.
+Pure: takes rows and rules, returns parts. All messages that go to one destination in one quality of
+service are one part, whatever routes they took, because the marks there cover a whole chunk, and
+each quality has its own marks. Each part is in order; messages of one key that are in different
+parts are not. A topic's message is in the part of each of its destinations, and waits or is set
+aside in each part separately.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Part:
 
     @property
     def main(self) -> bool:
-        """Whether they belong in the destination's own lane, and so may go there at once."""
+        """Whether they belong in the destination's own lane, and so may go there immediately."""
         return not has_lanes(self.rows)
 
     @property
@@ -74,12 +74,12 @@ def split(
     held: Mapping[Lane, str],
     waiting: pa.Table | None = None,
 ) -> list[Part]:
-    """Split a chunk into parts; its column ``route`` says which of ``matches`` each message has.
+    """Split a chunk into parts by its column ``route``, an index into ``matches``.
 
-    Each match has one route, or is a topic's: load sharing is done. ``qualities`` are the default
-    qualities of the known destinations. A route to an unknown destination does not count; but a
-    topic's message waits for that destination alone. Messages behind others that wait for a route
-    have none either. Messages that are ``waiting`` have no way now.
+    Each match has one route or belongs to a topic: load sharing is done. ``qualities`` are the
+    default qualities of the known destinations. Routes to unknown destinations are ignored, except
+    that a topic's message waits for the unknown destination. Messages behind others that wait for a
+    route wait for one too. ``waiting`` messages cannot go anywhere now.
     """
     rows = _behind(rows, {lane for lane in held if lane.unrouted})
     numbers: dict[tuple[str, str | None] | None, list[int | None]] = defaultdict(list)
@@ -104,15 +104,15 @@ def split(
 
 
 def unroutable(rows: pa.Table) -> Part:
-    """Messages that wait for a route, in a lane for each service and broker."""
+    """Return the part of messages that wait for a route, in a lane per service and broker."""
     rows = in_lanes(rows, route_lanes(rows))
     return Part(destination=None, quality=None, rows=rows, waits_at="")
 
 
 def _behind(rows: pa.Table, unrouted: Collection[Lane]) -> pa.Table:
-    """Take the route from rows whose service, and broker, have messages waiting for a route.
+    """Remove the route from rows behind messages for the same service and broker that wait for one.
 
-    Each of these finds its route together with those, and so comes to its destination after them.
+    Such a row finds its route together with these messages, so it is delivered after them.
     """
     if not unrouted:
         return rows
@@ -124,7 +124,7 @@ def _behind(rows: pa.Table, unrouted: Collection[Lane]) -> pa.Table:
 def _parts(
     rows: pa.Table, destination: str | None, quality: str | None, held: Mapping[Lane, str]
 ) -> Iterator[Part]:
-    """One part; and another for messages behind others of their service that wait."""
+    """Yield a part, and another for messages behind waiting ones of their service."""
     if destination is None:
         yield unroutable(rows)
         return

@@ -1,12 +1,12 @@
-"""A pulse: the sign of life that a task gives, so that its driver keeps the lease for it.
+"""A pulse: a task's sign of life, so that its driver keeps the lease for the task.
 
-The driver cannot know by itself whether a task is slow or its process is stopped. If it renewed the
-lease for a stopped process, the shards would be kept from everybody else for ever. So the task's
-session at the source holds an advisory lock by which the driver knows the session, and a thread
-uses the session now and then. When a process is stopped, its thread is stopped too.
+The driver cannot tell a slow task from one whose process is stopped. If it renewed the lease for a
+stopped process, no other process could ever take the shards. So the task's session at the source
+holds an advisory lock by which the driver recognizes the session, and a thread uses the session now
+and then. A stopped process stops this thread too.
 
-The pulse also stops when the task has asked no database for anything for as long as a chunk may
-take: then its own code hangs, such as a classifier.
+The pulse also stops after the task has asked no database for anything for as long as a chunk may
+take. Then the task's own code hangs, such as a classifier.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import psycopg
 from saf.database import fetch
 from saf.database.patience import quiet_seconds
 
-# The session may have been another task's before
+# The session may have belonged to another task
 BEGIN = """
 SELECT pg_advisory_unlock_all(), pg_advisory_lock_shared(hashtextextended(%(life)s, 0))
 """
 END = "SELECT pg_advisory_unlock_all()"
 
-# For tasks that have a session: for how long it has done nothing. A task may run twice, and one of
-# the runs may have lost its machine.
+# For tasks that have a session: seconds since it was last used. A task may run twice, and one run
+# may have lost its machine.
 SILENT = """
 SELECT min(CASE WHEN a.state = 'active' THEN 0
                 ELSE extract(epoch FROM clock_timestamp() - a.state_change) END)::float
@@ -43,12 +43,12 @@ GROUP BY t.life
 
 
 def silent(connection: psycopg.Connection[Any], lives: list[str]) -> list[float]:
-    """For how many seconds each task was not heard of; only for tasks that are at work."""
+    """Return the seconds since each running task was last heard of; omits all other tasks."""
     return [float(seconds) for (seconds,) in fetch(connection, SILENT, {"lives": lives})]
 
 
 class Pulse:
-    """Beats several times a lease while its block runs, in a thread of its own."""
+    """Beats several times a lease in its own thread while the block runs."""
 
     def __init__(self, beat: Callable[[], object], every_seconds: float, patience: float) -> None:
         self._beat = beat

@@ -1,4 +1,4 @@
-"""Receipts, one per task and destination: all that reaches the driver of a message."""
+"""Receipts, one per task and destination: all that the driver learns about messages."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Receipts:
         self._by_destination: dict[str | None, Receipt] = {}
 
     def of(self, destination: str | None) -> Receipt:
-        """The receipt for a destination; None: the one for what concerns no single destination."""
+        """Return the receipt of a destination; None: for counts of no single destination."""
         return self._by_destination.setdefault(
             destination, Receipt(work=self._work, destination=destination)
         )
 
     def stored(self, destination: str, rows: int, seconds: float) -> None:
-        """Note that a chunk of so many rows was stored in one transaction."""
+        """Note that a chunk of ``rows`` messages was stored in one transaction."""
         receipt = self.of(destination)
         receipt.chunk_seconds.add(seconds)
         receipt.chunk_messages.add(rows)
 
     def delivered(self, destination: str, rows: pa.Table) -> None:
-        """Note that a destination has these rows now."""
+        """Note that a destination now has these rows."""
         add_services(self.of(destination).services, _by_service(rows))
 
     def __iter__(self) -> Iterator[Receipt]:
@@ -38,7 +38,7 @@ class Receipts:
 
 
 def _by_service(rows: pa.Table) -> Counter[str]:
-    """How many rows there are for each service; Python sees no message."""
+    """Count rows by service; Python sees no message."""
     counts = rows["to_service"].value_counts()
     return Counter(
         dict(zip(*(counts.field(name).to_pylist() for name in ("values", "counts")), strict=True))

@@ -1,15 +1,15 @@
-"""Releasing: parked messages whose time has come go before the new ones.
+"""Releasing: due parked messages are delivered before new ones.
 
 Messages that have waited for a route, or for their router, first move to lanes of the destinations
 that routes lead to now (`saf.engine.finding_routes`).
 
 Lanes of a destination are released together, by their rank (`saf.setaside.backoff.rank`): one
-ordered read, and chunks that go to the destination in one transaction each, whatever lanes they are
-of. An obstacle for one lane keeps only that lane's messages back.
+ordered read, and chunks that each go to the destination in one transaction, whatever lanes their
+messages are in. An obstacle for one lane keeps back only that lane's messages.
 
 Messages of healthy lanes must not wait for long. So after `RELEASE_SECONDS`, and at least one
-chunk, the task goes on with new messages. What is left goes on in the next cycle, after the lanes
-that had no turn.
+chunk, the task continues with new messages. The next cycle releases the rest, after the lanes that
+had no turn.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from saf.setaside.lane_columns import (
 from saf.setaside.parking import Backoff
 
 SENT_AGAIN = (Kind.REPLAY, Kind.FOUND_REPLAY)
-"""Kinds of lanes whose messages are sent although they have expired since: what a destination has
-lost is sent again, and its reader decides."""
+"""Kinds of lanes whose messages are sent even if they have expired since: they replace messages
+that a destination has lost, and their reader decides."""
 
 RELEASE_SECONDS = 5.0
-"""After so many seconds, no further chunk is begun; a chunk in hand is finished."""
+"""Seconds after which no further chunk is begun; the current chunk is finished."""
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,7 @@ class Releasing:
     finding_routes: FindingRoutes
 
     def release_all(self) -> None:
-        """Deliver what the lanes of the work hold of these shards, if their time has come."""
+        """Deliver the due messages of these shards in the lanes of the work."""
         self.parked.begin(RELEASE_SECONDS)
         if self.work.of_services:
             self._bury_unrouted()
@@ -98,7 +98,7 @@ class Releasing:
                     self._release(destination, lanes)
 
     def forget_untried(self) -> None:
-        """Forget lanes that held nothing here, and to which nothing new went either."""
+        """Forget lanes that had no messages here, and that got no new ones."""
         if self.lanes.untried:
             subscription_id, untried = self.work.batch.subscription_id, self.lanes.untried
             self.source_session(lambda source: backoff.forget(source, subscription_id, untried))
@@ -117,7 +117,7 @@ class Releasing:
         fail_point("unrouted_expired")
 
     def _release(self, destination: str, lanes: Sequence[Lane]) -> None:
-        """Deliver what some lanes of a destination hold of these shards."""
+        """Deliver the messages of these shards in some lanes of a destination."""
         blocked = self._blocked(destination, lanes)
         self.parked.postpone(blocked)
         free, tried = set(lanes) - blocked.keys(), set[Lane]()
@@ -137,7 +137,8 @@ class Releasing:
         self.lanes.untried |= left - tried
 
     def _blocked(self, destination: str, lanes: Sequence[Lane]) -> dict[Lane, SafError]:
-        """Which lanes cannot leave, and why: no match, or older messages wait in another lane."""
+        """Return the lanes that cannot leave, and why: no match, or older messages wait
+        elsewhere."""
         if destination not in self.rules.qualities:
             return dict.fromkeys(lanes, nowhere(destination))
         main = Lane(destination=destination)
@@ -155,10 +156,10 @@ class Releasing:
         }
 
     def _behind_replay(self, destination: str, lanes: Collection[Lane]) -> set[Lane]:
-        """Let a destination's own lane wait for what is sent again; return which lanes wait.
+        """Let a destination's own lane wait behind a replay; return the lanes that wait.
 
-        A replay that has failed goes first at its next attempt. One that the open batch has not
-        passed yet goes in the next cycle, and nothing is amiss.
+        A replay that has failed goes first at its next attempt. A replay that the open batch has
+        not passed yet goes in the next cycle; this is not a failure.
         """
         main = Lane(destination=destination)
         replay = Lane(destination=destination, kind=Kind.REPLAY)
@@ -181,7 +182,7 @@ class Releasing:
         )
 
     def _deliver(self, destination: str, left: set[Lane], rows: pa.Table) -> None:
-        """Deliver a chunk, and take what has gone out of its lane.
+        """Deliver a chunk, and take delivered messages out of their lane.
 
         Only messages of the lanes ``left`` are delivered; lanes that fail are removed from it.
         """
@@ -224,7 +225,7 @@ class Releasing:
             self._deliver_once(part)
 
     def _fit(self, destination: str, rows: pa.Table, set_aside: SetAside) -> Iterator[Part]:
-        """What may go of a chunk, by quality; what is too large, in doubt or expired is buried."""
+        """Yield deliverable parts by quality; bury messages too large, in doubt or expired."""
         kind = rows[KIND][0].as_py()
         rows = set_aside.bury_unread(rows)
         rows = self.transforming.bury_at_fault(rows, set_aside)
@@ -238,9 +239,9 @@ class Releasing:
                 yield fresh
 
     def _unexpired(self, part: Part, set_aside: SetAside) -> Part:
-        """A part without expired messages, which are buried unless the destination has them.
+        """Return a part without expired messages; bury those that the destination does not have.
 
-        If it does not say what it has, it is down, and all of the part waits.
+        A destination that cannot tell is down, and the whole part waits.
         """
         expired_ones = set_aside.expired(part.rows)
         if expired_ones is None:
@@ -250,13 +251,13 @@ class Releasing:
             try:
                 never = self.storing.not_stored(part, never, set_aside)
             except SafError:
-                return part  # which waits now, or the storing meets it too
+                return part  # it waits now, or storing raises the same error
         set_aside.bury(never, part.waits_at, "expired", expired.EXPIRED)
         gone = pc.is_in(part.rows["parked_id"], never["parked_id"].combine_chunks())
         return replace(part, rows=part.rows.filter(pc.invert(gone)))
 
     def _deliver_once(self, part: Part) -> None:
-        """Deliver a part at most once, after everything else that could raise."""
+        """Deliver a part at most once, after every step that could raise."""
         self._doubt(part)
         set_aside = self.parked.aside()
         isolate(
@@ -267,10 +268,10 @@ class Releasing:
         self.parked.settle(part.rows, set_aside)
 
     def _qualities(self, destination: str, rows: pa.Table) -> Iterator[Part]:
-        """Messages by their quality of service.
+        """Yield messages by their quality of service.
 
-        Parked again by a person, or while their destination was unknown, they name none: they have
-        what their route names now.
+        Messages that an operator parked again, or that were parked while their destination was
+        unknown, have none: they get the quality that their route names now.
         """
         if rows.num_rows and rows[KIND][0].as_py() == Kind.MAIN:
             self.lanes.look(self.source_session, self.work.batch, rows)
@@ -291,10 +292,10 @@ class Releasing:
         return self.parked.read(destination, lanes, columns, found=found)
 
     def _doubt(self, part: Part) -> None:
-        """Note, durably, that messages are about to be sent that must not be sent again.
+        """Note durably that messages are about to be sent that must not be sent again.
 
-        They wait in a lane from which nothing is sent. If they stay there, because this process
-        ends meanwhile, they become dead letters.
+        They wait in a lane from which nothing is sent. If they stay there because this process ends
+        before they leave, they become dead letters.
         """
         lane = Lane(destination=part.waits_at, kind=Kind.DOUBT)
         subscription_id = self.work.batch.subscription_id
@@ -307,7 +308,7 @@ class Releasing:
             fail_point("unpark")
 
         self.source_session(doubt)
-        self.lanes.untried.add(lane)  # empty again soon, unless other messages are there too
+        self.lanes.untried.add(lane)  # soon empty, unless it has other messages
         fail_point("unpark_commit")
 
 

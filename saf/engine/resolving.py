@@ -1,14 +1,14 @@
-"""Resolving: which services the messages for routers are really addressed to.
+"""Resolving: find the services that messages for routers are really addressed to.
 
-This happens before routing, inside the task that delivers: the target sees the true sender, and
-nothing in between could become a bottleneck. A router may resolve to another router, `MAX_HOPS` of
-them at most, and none twice. What is to be classified only once is remembered at the source
-(`saf.routing.resolved`), durably, before anything is sent.
+This happens before routing, inside the task that delivers, so the target sees the true sender and
+no process in between can become a bottleneck. A router may resolve to another router, `MAX_HOPS` of
+them at most, and none twice. Answers to questions that are asked only once are remembered at the
+source (`saf.routing.resolved`), durably, before anything is sent.
 
 A message that cannot be resolved becomes a dead letter as it was sent: its classifier raises, gives
-no answer, or names something that cannot be a service, or to which no route leads. Its neighbours
-go on. Messages of a router with a problem (`saf.routing.routers`) wait in the lane of their
-service, and later messages for that service wait behind them.
+no answer, or names an invalid service or one that no route leads to. Its neighbours continue.
+Messages of a router with a problem (`saf.routing.routers`) wait in the lane of their service, and
+later messages for that service wait behind them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from saf.setaside.parking import ADDRESS
 MAX_HOPS = 16
 LATER = "of its dialog, the first message was not resolved"
 RAISED = "its expression raises an error"
-"""All that a task knows of the error when an expression in SQL fails for a message."""
+"""The error of a message for which an expression in SQL fails; the task knows no more."""
 
 NO_TRANSFORMS: Mapping[str, str | None] = MappingProxyType({})
 BY_ROUTER = (
@@ -52,35 +52,35 @@ Places = npt.NDArray[np.int64]
 
 
 class Memory(Protocol):
-    """Remembers what was resolved; see `saf.routing.resolved`."""
+    """Remembers resolutions; see `saf.routing.resolved`."""
 
     def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
-        """Return what is remembered of these keys."""
+        """Return the remembered resolutions of these keys."""
 
     def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:
-        """Remember resolutions, committed; return what counts for these keys from now on."""
+        """Remember resolutions, committed; return those that these keys use from now on."""
 
 
 class Answers(Protocol):
-    """The answers of expressions in SQL, which others evaluate in step with the delivery."""
+    """Answers of expressions in SQL, which Spark evaluates in step with the delivery."""
 
     def about(self, rows: pa.Table) -> Mask:
-        """Go on to these messages; return which of them have answers."""
+        """Read up to these messages; return a mask of those with answers."""
 
     def to(self, router: Router, rows: pa.Table) -> pa.Table:
-        """The answers of a router for some of these messages, as in `saf.engine.classifying`.
+        """Return a router's answers for some of these messages, as in `saf.engine.classifying`.
 
         Raises:
-            Unavailable: there are no answers, because the source could not be read to the end.
+            Unavailable: answers are missing, because the source could not be read to the end.
         """
 
 
 @dataclass(kw_only=True)
 class Resolution:
-    """What became of some messages."""
+    """Messages after resolving."""
 
     rows: pa.Table
-    """The messages that go on, with their real addresses."""
+    """The messages that continue, with their real addresses."""
     dead: list[tuple[pa.Table, str]] = field(default_factory=list)
     """The messages that cannot be resolved, as they were sent, each group with the reason."""
     waiting: pa.Table | None = None
@@ -100,10 +100,10 @@ class Resolver:
         further: Collection[str] = (),
         transforms: Mapping[str, str | None] = NO_TRANSFORMS,
     ) -> None:
-        """Take routers, and what else decides whether a message may go on.
+        """Take routers, and what else decides whether a message may continue.
 
         ``further`` are services that others resolve later; they need no route here. ``transforms``
-        are the services that have one (`saf.engine.transforming`), with what is wrong with it.
+        maps each service with a transform (`saf.engine.transforming`) to its problem, if any.
         """
         routers = [_usable(router, answers) for router in routers]
         self._routers = {router.service: router for router in routers}
@@ -114,13 +114,13 @@ class Resolver:
         self._functions: dict[str, Function] = {}
         self._transforms = transforms
         self.problems: dict[str, str] = {}
-        """For each service whose messages wait, why they wait."""
+        """For each service whose messages wait, the reason."""
 
     def __bool__(self) -> bool:
         return bool(self._routers)
 
     def obstacle(self, lane: Lane) -> SafError:
-        """Why messages wait in a lane for a route."""
+        """Return why messages wait in a lane for a route."""
         service = lane.subject or lane.kind
         broker = str(lane.broker) if lane.broker else None
         if problem := self.problems.get(service):
@@ -129,16 +129,16 @@ class Resolver:
         return Unroutable(service, broker, elsewhere)
 
     def resolve(self, rows: pa.Table, held: Iterable[Lane] = ()) -> Resolution:
-        """Give rows their real addresses; rows behind a lane that is ``held`` wait.
+        """Give rows their real addresses; rows behind a lane in ``held`` wait.
 
         Raises:
-            ConfigurationError: a classifier cannot be loaded here, though it could at the driver.
+            ConfigurationError: a classifier that the driver could load cannot be loaded here.
         """
         resolution = self._resolve(rows, held)
         return self._let_wait(rows, resolution) if self._transforms else resolution
 
     def _let_wait(self, rows: pa.Table, resolution: Resolution) -> Resolution:
-        """Let messages wait that have a transform, and cannot be transformed."""
+        """Let messages wait whose transform cannot run."""
         number = "parked_id" if "parked_id" in rows.column_names else "id"
         going = resolution.rows
         sent = rows["to_service"].take(pc.index_in(going[number], rows[number].combine_chunks()))
@@ -173,7 +173,7 @@ class Resolver:
         if self._by_spark is not None:
             unasked = ~self._by_spark.about(rows)
             if "parked_id" in rows.column_names:
-                waiting |= left & unasked  # parked since then
+                waiting |= left & unasked  # parked after Spark read them
         left &= ~waiting
         addressed, errors, trails = rows, dict[int, str](), dict[int, list[str]]()
         for _ in range(MAX_HOPS):
@@ -208,12 +208,12 @@ class Resolver:
         )
 
     def _answers(self, router: Router, rows: pa.Table) -> pa.Table:
-        """The answers for rows; where one counts for a key, that of its first answered row."""
+        """Return answers for rows; where a key has one answer, use its first answered row's."""
         keys = _once(router, rows)
         if keys.null_count == len(keys):
             return self._classified(router, rows)
         encoded = keys.dictionary_encode()
-        names = [*encoded.dictionary.to_pylist(), None]  # the last one is of rows without a key
+        names = [*encoded.dictionary.to_pylist(), None]  # None: rows without a key
         which = pc.fill_null(encoded.indices, -1).to_numpy()
         known = dict(self._memory.resolved(router.service, names[:-1]))
         since = dict.fromkeys(known, 0)
@@ -223,7 +223,7 @@ class Resolver:
         places, own = np.flatnonzero(asked), self._classified(router, _filtered(rows, asked))
         failed = which[places[own["error"].is_valid().to_numpy()]]
         again = np.isin(which, failed[failed >= 0]) & ~asked
-        if again.any():  # the first became a dead letter, so the key's others are asked as well
+        if again.any():  # a key's first row failed: ask for its others
             places = np.concatenate([places, np.flatnonzero(again)])
             own = pa.concat_tables([own, self._classified(router, _filtered(rows, again))])
         new: dict[str, Resolved] = {}
@@ -242,7 +242,7 @@ class Resolver:
         return pa.concat_tables([own, of_keys]).take(take)
 
     def _classified(self, router: Router, rows: pa.Table) -> pa.Table:
-        """The classifier's answers; of a dialog, it is asked about the first message only."""
+        """Return the classifier's answers; ask it about the first message of each dialog only."""
         later = _later(rows)
         if not later.any():
             return self._judged(router, rows)
@@ -251,7 +251,7 @@ class Resolver:
         return answers.take(np.argsort(np.argsort(later, kind="stable")))
 
     def _judged(self, router: Router, rows: pa.Table) -> pa.Table:
-        """The classifier's answers; those that are empty or lead nowhere become errors."""
+        """Return the classifier's answers; turn empty or unroutable ones into errors."""
         answers = self._asked(router, rows)
         services, keys, error = answers["service"], answers["key"], answers["error"]
         addresses = {
@@ -259,7 +259,7 @@ class Resolver:
             "to_broker": pc.coalesce(answers["broker"], rows["to_broker"]),
         }
         lost = self._matcher.route(pa.table(addresses))["route"].is_null().to_numpy()
-        # a broker that nobody knows yet is waited for
+        # messages for a still unknown broker wait for the broker
         lost &= addresses["to_broker"].is_null().to_numpy() & ~_is_in(services, self._led_on)
         named = pc.binary_join_element_wise("it names '", services, "', ", "")
         for wrong, why in (
@@ -292,7 +292,7 @@ def _usable(router: Router, answers: Answers | None) -> Router:
 
 
 def _once(router: Router, rows: pa.Table) -> pa.Array:
-    """What each message is classified once for: its conversation, its key, or nothing."""
+    """Return the value that each message is classified once for: conversation, key or null."""
     conversations = rows["conversation_id"]
     keys = rows["key"] if router.once_per == KEY else pa.nulls(len(rows), pa.string())
     if conversations.null_count < len(conversations):
@@ -302,11 +302,11 @@ def _once(router: Router, rows: pa.Table) -> pa.Array:
 
 
 def _later(rows: pa.Table) -> Mask:
-    """Which messages belong to a dialog, but are not its first message."""
+    """Return which messages belong to a dialog, but are not its first message."""
     said = rows["from_initiator"]
     if said.null_count == len(said):
         return np.zeros(len(said), np.bool_)
-    # a COMPARE has the number of the last message, and holds nothing that could be classified
+    # a COMPARE has the number of the last message, and contains nothing that could be classified
     compares = pc.equal(rows["message_type"], COMPARE)
     follows = pc.or_kleene(pc.greater(rows["sequence"], 1), compares)
     later = pc.and_(said.is_valid(), pc.fill_null(follows, False))
@@ -314,7 +314,7 @@ def _later(rows: pa.Table) -> Mask:
 
 
 def _resolved(places: Places, answers: pa.Table, keyed: Mask) -> Iterable[tuple[int, Resolved]]:
-    """The answers to remember, each with the row that it is for."""
+    """Yield the answers to remember, each with its row."""
     for place, row in zip(places.tolist(), answers.to_pylist(), strict=True):
         if keyed[place] and row["error"] is None:
             broker = UUID(bytes=row["broker"]) if row["broker"] else None
@@ -322,7 +322,7 @@ def _resolved(places: Places, answers: pa.Table, keyed: Mask) -> Iterable[tuple[
 
 
 def _readdressed(rows: pa.Table, mine: Mask, answers: pa.Table) -> pa.Table:
-    """The rows, with the answers as the addresses of ``mine``, as far as these say anything."""
+    """Set the addresses of the rows ``mine`` to the answers; null answers change nothing."""
     for name, answer in zip(ADDRESS, ANSWERS.names[:-1], strict=True):
         new = answers[answer].combine_chunks()
         if new.null_count < len(new):
@@ -337,7 +337,7 @@ def _readdressed(rows: pa.Table, mine: Mask, answers: pa.Table) -> pa.Table:
 def _circles(
     trails: dict[int, list[str]], sent: pa.ChunkedArray, now: pa.ChunkedArray, left: Mask
 ) -> dict[int, str]:
-    """Go one step on the trail of each row that is left; one that closes a circle is an error."""
+    """Extend the trail of each row that is left; return an error for each loop."""
     found = {}
     for row in np.flatnonzero(left).tolist():
         trail, service = trails.setdefault(row, [sent[row].as_py()]), now[row].as_py()
@@ -363,7 +363,7 @@ def _errors(places: Places, errors: pa.ChunkedArray) -> dict[int, str]:
 
 
 def _unfit(names: pa.ChunkedArray, longest: int) -> pa.ChunkedArray:
-    """Which names, or keys, are empty or have too many bytes."""
+    """Return which names, or keys, are empty, too long or contain NUL."""
     length = pc.binary_length(names)
     bad = pc.or_(pc.equal(length, 0), pc.greater(length, longest))
     return pc.fill_null(pc.or_(bad, pc.match_substring(names, "\0")), False)

@@ -1,4 +1,4 @@
-"""The table of what is kept of transforms: see `saf.engine.kept_results`."""
+"""The table of transforms' kept results: see `saf.engine.kept_results`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sqlalchemy as sa
 
 
 def add_tables(metadata: sa.MetaData) -> None:
-    """Add it to the metadata of a broker."""
+    """Add the table to the metadata of a broker."""
     sa.Table(
         "kept_result",
         metadata,

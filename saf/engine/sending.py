@@ -1,11 +1,11 @@
 """Sending: the parts of a chunk, each stored at its destination, parked in its lanes, or buried.
 
-What waits is set aside before anything is stored, so that it is written at the source first. If a
-part were stored before it, a crash would leave what waits below the watermark, unwritten: once its
-lane is open, it would be taken for stored.
+Parts that wait are set aside before anything is stored, so that they are written at the source
+first. If another part were stored before them, a crash would leave them below the watermark,
+unwritten: once their lane is open, they would count as stored.
 
-What is sent at most once goes last, after everything that could raise for a message. The attempt is
-recorded at the source, durably, before it is made, because it is not made again.
+Parts that are sent at most once go last, after every step that could raise for a message. The
+attempt is recorded at the source, durably, before it is made, because it is not repeated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Sending:
     earlier: EarlierTask
 
     def send(self, parts: Sequence[Part], position: int, set_aside: SetAside) -> None:
-        """Send the parts of a chunk that ends at a position; what cannot go is in ``set_aside``.
+        """Send the parts of a chunk that ends at a position; put what cannot go in ``set_aside``.
 
         Raises:
             SafError: the only destination is down, so parking would gain nothing.
@@ -63,7 +63,7 @@ class Sending:
     def _attempted(
         self, parts: Sequence[Part], position: int, set_aside: SetAside
     ) -> Sequence[Part]:
-        """Record that parts are about to be sent at most once; return what nobody tried before."""
+        """Record that parts are about to be sent at most once; return those not tried before."""
         if not parts:
             return parts
         batch = self.work.batch
@@ -74,11 +74,12 @@ class Sending:
             return parts
         set_aside.write_ahead(self.source_session)
         before = self.source_session(lambda source: attempt(source, batch, position))
-        # all that is said to be tried now, a twin has tried meanwhile
+        # another run of this task has already tried the attempts that are recorded now
         return self.earlier.unattempted(parts, before, set_aside)
 
     def _waits(self, part: Part, set_aside: SetAside) -> bool:
-        """Park a part that cannot go, behind messages that wait in its lanes; return whether so."""
+        """Park a part that cannot go, or waits behind others in its lanes; return whether it
+        waits."""
         for lane in part.lanes:
             if lane not in self.lanes.held and (obstacle := self._obstacle(part, lane)):
                 set_aside.failed[lane] = obstacle
@@ -90,7 +91,7 @@ class Sending:
         return waits
 
     def _obstacle(self, part: Part, lane: Lane) -> SafError | None:
-        """Why messages cannot leave a lane; None if they can."""
+        """Return why messages cannot leave a lane; None if they can."""
         if part.destination is None:
             return self.resolver.obstacle(lane)
         return obstacle(self.rules, part.destination, part.quality)
@@ -98,8 +99,8 @@ class Sending:
     def _stay_open(self, set_aside: SetAside) -> None:
         """Raise, instead of parking, if the only destination is down.
 
-        What it has stored of the chunk before is done: the position moves past it. Where that is
-        not possible, because something before it waits, all that waits is parked.
+        The messages of this chunk that it has stored are done: the position moves past them. If
+        this is not possible, because an earlier message waits, all waiting messages are parked.
         """
         alone = Lane(destination=self.work.alone or "")
         if alone not in set_aside.failed or not set_aside.parked:

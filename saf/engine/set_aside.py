@@ -1,7 +1,8 @@
-"""What one chunk sets aside: it is gathered during delivery, and written with the position.
+"""The messages that one chunk sets aside: gathered during delivery, written with the position.
 
-It is written earlier where a watermark is about to pass it (`SetAside.write_ahead`). What is there
-already is not written again, because the answer to a commit may have got lost.
+They are written earlier if a watermark is about to pass them (`SetAside.write_ahead`). Messages
+that are set aside already are not written again: the answer to an earlier commit may have been
+lost.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ _UUIDS = ("message_id", "to_broker", "conversation_id")
 
 @dataclass
 class SetAside:
-    """What one chunk sets aside: lanes that failed or are open again, parked and dead messages."""
+    """A chunk's changes: lanes that failed or are open again, parked and dead messages."""
 
     work: Work
     position: int = 0
-    """The id with which the chunk ends; 0 if it is from lanes."""
+    """The chunk's last id; 0 if it is from lanes."""
     from_lanes: bool = False
-    """Whether the chunk was parked before, so that its rows say their lanes; else it is new."""
+    """Whether the chunk was parked before, so that its rows have lanes; else it is new."""
     destination: str = ""
-    """The destination that these lanes belong to; empty for none."""
+    """The destination that these lanes belong to; empty if none."""
     failed: dict[Lane, SafError] = field(default_factory=dict)
     down: set[str] = field(default_factory=set)
     """Destinations that do not answer."""
@@ -65,22 +66,22 @@ class SetAside:
     dead: list[tuple[pa.Table, str, str, str]] = field(default_factory=list)
     """Dead letters: the messages, the destination, the reason, the error."""
     unread: list[AsStored] = field(default_factory=list)
-    """Messages that become dead letters as they are stored: too large to be read, or isolated."""
+    """Messages that become dead letters as stored: too large to read, or isolated."""
     max_bytes: int = MAX_BODY
     """The largest body that is read, in bytes."""
     dead_letters: int = 0
-    """How many messages have become dead letters."""
+    """Messages that have become dead letters."""
     parked_messages: int = 0
     _left_out: dict[str, pa.Table] = field(default_factory=dict)
     """By destination, the messages that were left out: shard, message_id and number."""
     _staying: set[int] = field(default_factory=set)
-    """The messages that were parked before and stay so."""
+    """The messages that were parked before and stay parked."""
     _noted: dict[int, list[datetime]] = field(default_factory=dict)
-    """When messages of the shards were set aside, as soon as that is committed."""
+    """For each shard, when messages were set aside, once that is committed."""
 
     @property
     def ahead(self) -> bool:
-        """Whether there is anything that a watermark must not pass before it is written."""
+        """Whether some messages must be written before a watermark passes them."""
         return bool(self.parked or self.dead or self.unread)
 
     def __bool__(self) -> bool:
@@ -99,7 +100,7 @@ class SetAside:
         return min((int(pc.min(ids).as_py()) for ids in waiting), default=None)
 
     def wait(self, part: Part) -> None:
-        """Park messages in their lanes, or let them stay there."""
+        """Park messages in their lanes, or leave them there."""
         if self.from_lanes:
             self._staying |= set(part.rows["parked_id"].to_pylist())
         else:
@@ -112,9 +113,9 @@ class SetAside:
             self._staying |= set(part.rows["parked_id"].to_pylist())
 
     def leave_out(self, rows: pa.Table, destination: str) -> int:
-        """Take messages of which a transform makes nothing for a destination.
+        """Take messages that a transform leaves out for a destination.
 
-        Return how many were not taken before, in an attempt that has raised.
+        Return how many were not taken before, by an attempt that has raised.
         """
         new = rows.select(["shard", "message_id", self._number])
         known = self._left_out.get(destination)
@@ -139,7 +140,7 @@ class SetAside:
         return rows.filter(pc.is_valid(rows["body"]))
 
     def bury_as_stored(self, rows: pa.Table, error: str) -> None:
-        """Make dead letters of messages as they are stored; nobody knows what can be read."""
+        """Make dead letters of messages as stored, because reading them may fail."""
         for shard, id_ in self._places(rows):
             self.unread.append(AsStored(shard=shard, id=id_, reason="rejected", error=error))
         self.dead_letters += rows.num_rows
@@ -147,7 +148,7 @@ class SetAside:
     def bury_unfit(self, rows: pa.Table, max_bytes: int) -> pa.Table:
         """Make dead letters of messages that have expired or are too large; return the others.
 
-        The time that counts is when the batch was opened, so a second reading gives the same.
+        The time at which the batch was opened counts, so a second reading gives the same result.
         """
         self.max_bytes = max_bytes
         rows = self.bury_unread(rows)
@@ -158,7 +159,7 @@ class SetAside:
         return rows
 
     def expired(self, rows: pa.Table) -> pa.ChunkedArray | None:
-        """Which messages had expired when the batch was opened; None if none had."""
+        """Return which messages had expired when the batch was opened; None if none had."""
         expiry = rows["expires_at"]
         if expiry.null_count == len(expiry):
             return None
@@ -167,10 +168,10 @@ class SetAside:
         return expired if pc.any(expired).as_py() else None
 
     def note(self, source: psycopg.Connection[Any]) -> None:
-        """Note that messages are set aside; the transaction's commit then waits for the disk.
+        """Note that messages are set aside, so that the transaction commits durably.
 
-        That of a position need not. But a later chunk's watermark may pass what is set aside here,
-        and would drop it if a crash let it come again.
+        Commits that only move a position need not be durable. But the watermark of a later chunk
+        may pass these messages, and would drop them if a crash made them come again.
         """
         if not self.ahead:
             return
@@ -180,10 +181,10 @@ class SetAside:
         self._noted = note_set_aside(source, self.work.batch.of(shards))
 
     def write(self, source: psycopg.Connection[Any], before: int) -> None:
-        """Write all of it, in the caller's transaction, which has locked the batch's cursors.
+        """Write all changes, in the caller's transaction, which has locked the batch's cursors.
 
-        Whoever has moved their position, ``before``, past the chunk has written it, or had no need
-        to. What a person has done with it since is not undone.
+        If the position ``before`` is past the chunk, the task that moved it has written the
+        changes, or had nothing to write. Operators' decisions since then are not undone.
         """
         self.note(source)
         if before >= self.position:
@@ -208,9 +209,9 @@ class SetAside:
         beyond: int = 0,
         among: Collection[int] | None = None,
     ) -> None:
-        """Count what was left out, in the transaction with which it is done, and only there.
+        """Count messages that were left out, only in the transaction that completes them.
 
-        Only numbers ``beyond`` one count, or ``among`` some: others were done with before.
+        Count only numbers ``beyond`` one, or ``among`` some: the others were completed before.
         """
         if not self._left_out:
             return
@@ -232,7 +233,7 @@ class SetAside:
         dropped.add(source, self.work.batch.subscription_id, counts)
 
     def write_ahead(self, source_session: SourceSession) -> None:
-        """Write what has been gathered so far, if a watermark must not pass it before."""
+        """Write the changes gathered so far, if a watermark must not pass them before."""
         if not self.ahead:
             return
 
@@ -251,7 +252,7 @@ class SetAside:
         fail_point("set_aside")
 
     def written(self) -> None:
-        """Note that what has been gathered so far is written, and committed."""
+        """Note that the changes gathered so far are committed."""
         self.work.batch.set_aside_at.update(self._noted)
         self._noted = {}
         self.parked_messages += sum(part.rows.num_rows for part in self.parked)
@@ -263,9 +264,9 @@ class SetAside:
     def write_from_lanes(
         self, source: psycopg.Connection[Any], parked_ids: Sequence[int]
     ) -> list[int]:
-        """Write it for messages that were parked before: those that have gone leave their lane.
+        """Write the changes for messages that were parked before; settled ones leave their lane.
 
-        Return which of them were still there.
+        Return the ids that were still parked.
         """
         self.note(source)
         subscription_id = self.work.batch.subscription_id
@@ -344,7 +345,7 @@ class SetAside:
 
 
 def _tell(source: psycopg.Connection[Any], rows: Iterable[dict[str, Any]]) -> None:
-    """Send an Error to the ends of dialogs, here at the source, that have said these messages."""
+    """Send an Error to the dialog ends here at the source that have sent these messages."""
     said = [row for row in rows if row["from_initiator"] is not None]
     if said:
         source.execute(

@@ -1,7 +1,7 @@
-"""The source: it reads the open batch of a broker, for a group of its shards, inside a task.
+"""The source: reads a broker's open batch for a group of shards, inside a task.
 
-It reads by COPY into Arrow, so no Python runs per message. Reading claims nothing and changes
-nothing, so a task may run twice; the batch gives the same rows each time.
+It reads by COPY into Arrow, so no Python runs per message. Reading claims and changes nothing, so a
+task may run twice; the batch gives the same rows each time.
 
 The columns are those of `saf.log.columns`.
 """
@@ -23,7 +23,7 @@ from saf.engine.work import Work
 from saf.limits import KEPT
 from saf.log.columns import common, completed, plain, selected
 
-# For the session: each of its transactions only reads, with one snapshot for all statements
+# For the session: its transactions are read-only, with one snapshot for all statements
 ONE_SNAPSHOT = """
 SELECT set_config('default_transaction_isolation', 'repeatable read', false),
        set_config('default_transaction_read_only', 'on', false)
@@ -34,13 +34,13 @@ GONE = (
     errors.UndefinedObject.sqlstate,
     errors.ObjectNotInPrerequisiteState.sqlstate,
 )
-"""What servers, by version, say of a snapshot whose transaction has ended."""
+"""SQLSTATEs, by server version, for a snapshot whose transaction has ended."""
 
 
 def messages(work: Work, max_bytes: int) -> Generator[pa.RecordBatch, None, None]:
-    """Give what is left of one item of work, with the columns of `saf.log.columns`, by id.
+    """Yield the rest of an item of work, with the columns of `saf.log.columns`, by id.
 
-    Close it: until then it holds a snapshot at the source. Raises as `read` does.
+    Close the generator: until then it holds a snapshot at the source. Raises as `read` does.
     """
     rest = work.batch
     if work.deep:
@@ -70,14 +70,14 @@ def _in_windows(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
                 whole = [complete for some in rows if (complete := completed(some)) is not None]
                 if len(whole) == len(rows):
                     return whole
-                asked = columns  # the other windows will have the columns that these have
+                asked = columns  # later windows will have full columns too
             return given(cursor, window.rows(batch, columns))
 
         yield from in_order(windows, within)
 
 
 def _windows(cursor: bulk.BulkCursor, work: Work) -> list[Window]:
-    """The windows of the batch, by the survey that tasks share, or else by one of this task."""
+    """Return the windows of the batch, by the tasks' shared survey or else by its own survey."""
     if work.survey is not None:
         try:
             return adopt(cursor, work.batch, work.survey)
@@ -89,7 +89,7 @@ def _windows(cursor: bulk.BulkCursor, work: Work) -> list[Window]:
 
 
 def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
-    """Give a query's result at the source, about 4 MiB at a time, in types Arrow computes with.
+    """Yield a query's result at the source, about 4 MiB at a time, in types Arrow computes with.
 
     Raises:
         Unavailable: the source does not answer, or stops answering before the end.
@@ -100,14 +100,14 @@ def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
 
 def _columns(cursor: bulk.BulkCursor, log: str, max_bytes: int) -> list[str | sql.Composable]:
     kept = cursor.connection.learnt.get(KEPT)
-    if not kept:  # what has held for all rows of a log still does
+    if not kept:  # a fact about all rows of a log; once true, it stays true
         ((kept,),) = cursor.ask(f"SELECT {KEPT.format(log=log)}")
         cursor.connection.learnt[KEPT] = kept
     return selected(max_bytes, kept=bool(kept))
 
 
 def given(cursor: bulk.BulkCursor, query: str) -> Iterator[pa.RecordBatch]:
-    """Give what a query gives to a cursor of `reading`, in types Arrow computes with."""
+    """Yield a query's result on a cursor of `reading`, in types Arrow computes with."""
     cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
     cursor.execute(query)
     for rows in cursor.batches():
@@ -123,10 +123,10 @@ def _reading(work: Work, *, alone: bool = False) -> AbstractContextManager[bulk.
 def reading(
     what: str, dsn: Dsn, *, keep: bool = False, alone: bool = False
 ) -> Iterator[bulk.BulkCursor]:
-    """A cursor in a transaction that only reads, with one snapshot, which no query has taken yet.
+    """Open a cursor in a read-only transaction with one snapshot, which no query has taken yet.
 
-    With ``alone``, each query has a snapshot of its own. The connection is kept only if the work
-    with it came to its end. ``what`` names the database for people.
+    With ``alone``, each query has its own snapshot. The connection is kept only if the block ends
+    normally. ``what`` names the database in errors.
 
     Raises:
         Unavailable: the database does not answer, or stops answering.
@@ -140,11 +140,11 @@ def reading(
             with connection.cursor() as cursor:
                 yield cursor
             connection.rollback()  # so that it does not hold on to its snapshot
-        except BaseException:  # also if the reader stops before the end
+        except BaseException:  # including a reader that stops before the end
             connections.drop(connection)
             raise
         connections.put(keep, "read", dsn, connection)
-    # Arrow itself raises for a stream that breaks off
+    # Arrow itself raises OSError for a stream that breaks off
     except (adbc.Error, OSError) as error:
         raise translated(what, getattr(error, "sqlstate", None), dsn.redact(str(error))) from None
 

@@ -1,4 +1,4 @@
-"""What a task writes at its source: the connection, and one transaction per step."""
+"""The source session: a task's writes at its source, one transaction per step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class SourceSession:
-    """Writes at the source, each write in its own transaction; a lost one is tried again.
+    """Writes at the source, each write in its own transaction; a lost one is retried.
 
     So a write must be able to run twice. Connects at the first write.
     """
@@ -38,7 +38,7 @@ class SourceSession:
         self._let_slip = False
 
     def __call__(self, write: Callable[[psycopg.Connection[Any]], T]) -> T:
-        """Commit ``write`` and return what it returns.
+        """Commit ``write`` and return its result.
 
         Raises:
             Unavailable: the source does not answer; the write may have been committed.
@@ -51,7 +51,7 @@ class SourceSession:
         return while_unavailable(self._attempts, transaction)
 
     def find(self, ask: Callable[[psycopg.Connection[Any]], T]) -> T:
-        """Return what ``ask`` finds, which only reads, each statement by itself.
+        """Return the result of ``ask``, which only reads, each statement in its own transaction.
 
         Raises:
             Unavailable: the source does not answer.
@@ -65,7 +65,7 @@ class SourceSession:
 
     @contextmanager
     def in_hand(self, destination: str) -> Iterator[None]:
-        """Have a destination's parked messages in hand while a block runs; no person has them."""
+        """Hold a destination's parked messages in hand during a block; no operator has them."""
         self(lambda source: self._share(source, destination))
         self._in_hand, self._let_slip = destination, False
         try:
@@ -77,31 +77,32 @@ class SourceSession:
                 try:
                     in_hand.let_go(self._connection, subscription_id, destination)
                 except psycopg.Error:
-                    self._connection.close()  # a session that is gone has nothing in hand
+                    self._connection.close()  # a closed session has nothing in hand
 
     def let_slip(self) -> bool:
-        """Whether what is in hand was out of hand since it was read: the session was lost."""
+        """Whether the messages in hand were out of hand since they were read: the session was
+        lost."""
         self(lambda source: source.execute("SELECT"))
         return self._let_slip
 
     def choose(self, among: Mapping[Asker, Sequence[str]]) -> Mapping[Asker, str]:
-        """Choose the destinations of keys that several routes share, committed."""
+        """Choose destinations for keys among routes that share, committed."""
         return self._remember("chosen", lambda source: choose(source, among))
 
     def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
-        """Return what a router has resolved before; see `saf.routing.resolved`."""
+        """Return a router's earlier resolutions; see `saf.routing.resolved`."""
         return self.find(lambda source: resolved(source, router, keys))
 
     def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:
-        """Keep what a router has resolved, committed; return what counts for these keys."""
+        """Keep a router's resolutions, committed; return those to use for these keys."""
         return self._remember("resolved", lambda source: keep(source, router, new))
 
     def kept_results(self, messages: Mapping[str, Sequence[int]]) -> list[tuple[Any, ...]]:
-        """Return what is kept of transforms of messages; see `saf.engine.kept_results`."""
+        """Return the kept results of messages; see `saf.engine.kept_results`."""
         return self(lambda source: kept_results.kept(source, self._work.batch, messages))
 
     def keep_results(self, results: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
-        """Keep what transforms have made, committed; return what counts for these messages."""
+        """Keep transforms' results, committed; return those to use for these messages."""
         batch = self._work.batch
         return self._remember(
             "transformed", lambda source: kept_results.keep(source, batch, results)
@@ -110,13 +111,13 @@ class SourceSession:
     def sent_to(
         self, messages: Mapping[str, Sequence[int]], services: Collection[str]
     ) -> dict[int, str]:
-        """Return which messages the outbox says were sent to which of some services."""
+        """Map messages to those of ``services`` that they were sent to, as the outbox has it."""
         return self(lambda source: kept_results.sent_to(source, messages, services))
 
     def _remember(self, point: str, write: Callable[[psycopg.Connection[Any]], T]) -> T:
-        """Commit what must be the same whenever the batch is read again, before anything is sent.
+        """Commit values that must be the same whenever the batch is read again, before any sending.
 
-        Of two tasks with the same batch, the second finds what the first has written.
+        If two tasks have the same batch, the second finds the values that the first has written.
         """
 
         def remember(source: psycopg.Connection[Any]) -> T:
@@ -128,21 +129,21 @@ class SourceSession:
         return remembered
 
     def beat(self) -> None:
-        """Give a sign of life, from any thread; a session that is lost gives none."""
+        """Give a sign of life, from any thread; a lost session gives none."""
         connection = self._connection
         if connection is not None:
             with suppress(psycopg.Error):
                 connection.execute("SELECT 1")
 
     def close(self) -> None:
-        """Give up the connection."""
+        """Close the connection, or keep it for the next task."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
         keep = self._work.keep and connection.info.transaction_status == TransactionStatus.IDLE
         if keep and self._work.among_others:
-            # the driver must not take a task that has ended for one that is silent; if the job ends
-            # with the task, the lock may stay until another task takes the session
+            # the driver must not mistake an ended task for a silent one; if the job ends with the
+            # task, the lock may stay until another task takes the session
             try:
                 connection.execute(pulse.END)
             except psycopg.Error:
@@ -169,7 +170,7 @@ class SourceSession:
 
     def _share(self, connection: psycopg.Connection[Any], destination: str) -> None:
         in_hand.share(connection, self._work.batch.subscription_id, destination)
-        learn_set_aside(connection, self._work.batch)  # what persons have decided since it was read
+        learn_set_aside(connection, self._work.batch)  # operators' decisions since it was read
 
     def _connect(self) -> psycopg.Connection[Any]:
         return connections.take(

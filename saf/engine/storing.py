@@ -1,8 +1,8 @@
 """Storing: the step of a delivery in which messages reach their destinations.
 
 An obstacle delays only the messages that it is about. Halving finds a message that a destination
-rejects, and its neighbours are stored. Between the halves, a request to stop is heard, and a
-destination that rejects one message after the other is given no more (`saf.engine.brake`).
+rejects, and its neighbours are stored. Between halves, the task checks for a request to stop, and
+gives nothing more to a destination that rejects one message after the other (`saf.engine.brake`).
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from saf.setaside.lane_columns import (
 )
 
 TO_REPAIR = (Behind, Braked, ConfigurationError, Refused, SchemaError)
-"""Nothing can be stored there before a person has repaired something."""
+"""Nothing can be stored there until an operator has repaired something."""
 
 REFUSES = (Unavailable, *TO_REPAIR)
 """Nothing can be stored there now."""
 
 ASK_SECONDS = 0.5
-"""How often a task asks between halves whether it should stop, in seconds."""
+"""Interval in seconds at which a task checks, between halves, whether to stop."""
 
 
 @dataclass
@@ -76,23 +76,23 @@ class Storing:
     destinations: DestinationSessions
     transforming: Transforming
     to_repair: SafError | None = None
-    """The error of a destination that nothing can be stored at before a person has repaired it."""
+    """The error of a destination where nothing can be stored until an operator has repaired it."""
     brake: Brake = field(init=False)
     stopping: bool = False
-    """Whether a request to stop was heard between two halves."""
+    """Whether a request to stop was seen between two halves."""
     _asked: float = field(init=False, default_factory=monotonic)
 
     def __post_init__(self) -> None:
         self.brake = Brake(self.work, self.rules.max_rejected)
 
     def store(self, part: Part, set_aside: SetAside) -> None:
-        """Store a part; messages that cannot be stored are in ``set_aside``."""
+        """Store a part; put messages that cannot be stored in ``set_aside``."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
         part = self._without_dialogs(self._bury_unsuited(part, set_aside), set_aside)
         set_aside.write_ahead(self.source_session)
         if not (part.rows.num_rows or part.main):
-            return  # of no lane; in its own lane, a destination fences the owner before
+            return  # an empty main part is stored all the same: it fences the previous owner
         if part.rows.num_rows and (braked := self.brake.engaged(name)):
             self._wait(part, set_aside, braked)
             return
@@ -118,8 +118,8 @@ class Storing:
             error.rows = inputs_of(part.rows, error.rows)
             self._store_known(part, set_aside, error)
         except Fenced as error:
-            # if the source knows of a newer owner too, this raises Fenced; otherwise the
-            # destination is ahead
+            # if the source knows a newer owner too, this raises Fenced; otherwise the destination
+            # is ahead
             self.source_session(lambda source: lock_cursors(source, self.work.batch))
             raise Ahead(f"destination {name!r}", error.shards) from None
         except Rejected as error:
@@ -135,7 +135,8 @@ class Storing:
                 set_aside.opened.add(lane)
 
     def store_once(self, part: Part, set_aside: SetAside) -> None:
-        """Store a part at most once: what may have left becomes dead letters, not sent again."""
+        """Store a part at most once: bury messages that may have left, and never send them
+        again."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
         part = self._without_dialogs(self._bury_unsuited(part, set_aside), set_aside)
@@ -154,7 +155,7 @@ class Storing:
             self._let_wait(others, set_aside, error)
             self.store_once(replace(part, rows=mine), set_aside)
         except Rejected as error:
-            # what is rejected was not stored, so its neighbours have not left yet
+            # rejected messages were not stored, so their neighbours have not left yet
             part = self._without_stored(part, set_aside, error, perf_counter() - began)
             if part.rows.num_rows == 1:
                 self._bury_rejected(part, set_aside, error)
@@ -171,7 +172,7 @@ class Storing:
             self._note(part, stored.messages, perf_counter() - began)
 
     def _leave_out(self, part: Part, chunk: Chunk, set_aside: SetAside) -> Part:
-        """A part without messages of which a transform has made nothing, which are counted."""
+        """Return a part without the messages that a transform leaves out; count these."""
         assert part.destination is not None  # noqa: S101 - it is on its way there
         if not self.transforming:
             return part
@@ -185,7 +186,7 @@ class Storing:
     def _without_stored(
         self, part: Part, set_aside: SetAside, error: SafError, seconds: float
     ) -> Part:
-        """A part without what its destination has stored of it although it raised."""
+        """Return a part without the messages that its destination stored although it raised."""
         if error.stored is None:
             return part
         there = inputs_of(part.rows, error.stored)
@@ -194,7 +195,7 @@ class Storing:
         return replace(part, rows=inputs_of(part.rows, error.stored, but=True))
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:
-        """Note that a part was given to its destination, which had not stored so many of it."""
+        """Note that a part was given to its destination, where ``messages`` were new."""
         assert part.destination is not None  # noqa: S101 - it was stored there
         if messages:
             self.brake.stored(part.destination)
@@ -206,7 +207,7 @@ class Storing:
             self.receipts.of(part.destination).retried += messages
 
     def _early(self, part: Part) -> int:
-        """Return how many messages a destination that holds none got before their time."""
+        """Return how many messages came before their time, at a destination that holds none."""
         assert part.destination is not None  # noqa: S101 - it was stored there
         times = part.rows["deliver_at"]
         holds = self.rules.destinations[part.destination].capabilities.holds
@@ -218,7 +219,8 @@ class Storing:
     def not_stored(self, part: Part, rows: pa.Table, set_aside: SetAside) -> pa.Table:
         """Ask its destination which rows of a part it has not stored before.
 
-        Raises what storing raises. If it refuses everything now, the whole part waits, too.
+        Raises the errors of `store`. If the destination refuses everything now, the whole part
+        waits, too.
         """
         chunk = self._chunk(replace(part, rows=rows))
         try:
@@ -246,7 +248,7 @@ class Storing:
             self.lanes.hold(Lane(destination=name), str(error))
 
     def _hold_others(self, name: str, set_aside: SetAside, error: SafError) -> None:
-        """Let what was not sent yet wait for its destination, which may not be tried at once."""
+        """Let unsent messages wait for their destination, which must not be tried immediately."""
         if isinstance(error, TO_REPAIR):
             self.to_repair = error
         lane = Lane(destination=name)
@@ -254,9 +256,9 @@ class Storing:
         self.lanes.hold(lane, str(error))
 
     def _bury_unsuited(self, part: Part, set_aside: SetAside) -> Part:
-        """A part without messages that its destination never takes, which become dead letters.
+        """Return a part without messages that its destination never takes; bury these.
 
-        They are too large for it, or have parts and it might store only some of them.
+        They are too large for it, or were split and it might store only some parts.
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         what = f"destination {part.destination!r}"
@@ -277,9 +279,10 @@ class Storing:
         return part
 
     def _without_dialogs(self, part: Part, set_aside: SetAside) -> Part:
-        """A part without messages of dialogs, which wait for a route to where an end can live.
+        """Return a part without messages of dialogs; these wait for a route to where an end can
+        live.
 
-        Those of a monolog stay: they are for a topic, and nobody answers.
+        Messages of a monolog stay: they are for a topic, and nobody answers.
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         if self.rules.destinations[part.destination].capabilities.takes_dialogs:
@@ -298,7 +301,7 @@ class Storing:
         return replace(part, rows=part.rows.filter(pc.invert(spoken)))
 
     def _store_halves(self, part: Part, set_aside: SetAside, error: Rejected) -> None:
-        """Store what can be stored of a part in which the destination rejects something."""
+        """Store as much as possible of a part in which the destination rejects something."""
         assert part.destination is not None  # noqa: S101 - it was given to it
         if part.rows.num_rows == 1:
             self._bury_rejected(part, set_aside, error)
@@ -315,7 +318,7 @@ class Storing:
             self.store(second, set_aside)
 
     def _bury_rejected(self, part: Part, set_aside: SetAside, error: Rejected) -> None:
-        """Make a dead letter of the one message of a part, which its destination has rejected."""
+        """Make a dead letter of a part's only message, which its destination has rejected."""
         assert part.destination is not None  # noqa: S101 - it was given to it
         set_aside.bury(part.rows, part.destination, "rejected", str(error))
         self.brake.rejected(part.destination, error)
@@ -323,7 +326,7 @@ class Storing:
             self._hold_others(part.destination, set_aside, braked)
 
     def _told_to_stop(self) -> bool:
-        """Whether the task was told to stop; the source is asked now and then."""
+        """Whether the task was told to stop; asks the source now and then."""
         if not self.stopping and monotonic() - self._asked >= ASK_SECONDS:
             batch = self.work.batch
             self.stopping = self.source_session.find(lambda source: told_to_stop(source, batch))
@@ -338,7 +341,7 @@ class Storing:
         self._store_rest(part, others, set_aside)
 
     def _let_wait(self, rows: pa.Table, set_aside: SetAside, error: SafError) -> None:
-        """Let messages wait for a route, as messages without a route do."""
+        """Park messages to wait for a route, like messages that have none."""
         waiting = unroutable(rows)
         for lane in waiting.lanes:
             set_aside.failed[lane] = error
@@ -351,7 +354,7 @@ class Storing:
         Messages for these services wait in lanes of the services, so that the rest need not wait.
         The lanes are those for messages that have found a route, unless the messages wait in the
         service's lane already or are in the order in which they were sent. Otherwise a message that
-        was stored before the service went, or that is sent again, would meet another lane's
+        was stored before the service was removed, or that is sent again, would meet another lane's
         watermark.
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
@@ -379,10 +382,10 @@ class Storing:
         self._store_rest(part, rows, set_aside)
 
     def _store_rest(self, part: Part, refused: pa.Table, set_aside: SetAside) -> None:
-        """Store those rows of a part that its destination has not refused.
+        """Store the rows of a part that its destination has not refused.
 
-        What it has stored before is among them: it drops this again, and answers with the marks
-        that the source has to acknowledge.
+        They include rows that the destination has stored before: it drops them, and answers with
+        the marks that the source has to acknowledge.
         """
         rest = inputs_of(part.rows, refused, but=True)
         if rest.num_rows:
@@ -405,7 +408,7 @@ def _halves(part: Part) -> tuple[Part, Part]:
 
 
 def _told_apart(error: AnotherBroker) -> tuple[pa.Table, pa.Table]:
-    """Split refused rows into those that are for the destination, and the others."""
+    """Split refused rows into those for the destination, and the others."""
     others = pa.array([UUID(one).bytes for one in error.others], pa.binary())
     away = pc.is_in(error.rows["to_broker"], value_set=others, skip_nulls=True)
     return error.rows.filter(pc.invert(away)), error.rows.filter(away)

@@ -1,17 +1,17 @@
-"""A survey: where the rows of a deep batch are, and in which order its pages have to be read.
+"""A survey: where the rows of a deep batch are, and in which order to read its pages.
 
-A log is cut into *windows* of some pages each, and the lowest id in each window is looked up. That
-takes a look at each row's header, so it is done once for a batch: the tasks that share the batch
-share the survey as well. A window's lowest id is that of the whole batch; for the shards of one
-task it is a lower bound, which is all that `saf.engine.windows` needs.
+A log is cut into *windows* of some pages each, and the survey finds the lowest id in each window.
+This reads each row's header, so it is done once per batch: tasks that share the batch share the
+survey. A window's lowest id is that of the whole batch; for the shards of one task it is a lower
+bound, and `saf.engine.windows` needs no more.
 
-*What makes it safe to share.* A survey is true in the snapshot that it was made in, as long as its
-transaction has the log locked: no row that the snapshot shows leaves its page. So whoever uses the
-survey locks the log too, and then adopts the snapshot (`adopt`), which PostgreSQL allows only while
-the transaction that has exported it goes on. From the survey to the last row that is read, somebody
-holds the lock, and everybody sees the same versions of the same rows: VACUUM FULL and TRUNCATE have
-to wait, and what an UPDATE writes elsewhere is not seen. If that transaction has ended, nothing is
-known any more, and the task makes a survey of its own.
+*Why sharing is safe.* A survey is true in its snapshot while its transaction has the log locked: no
+row that the snapshot shows leaves its page. So each user of the survey locks the log too, and then
+adopts the snapshot (`adopt`). PostgreSQL allows this only while the transaction that exported the
+snapshot is open. From the survey to the last row that is read, some transaction holds the lock, and
+all see the same versions of the same rows: VACUUM FULL and TRUNCATE have to wait, and rows that an
+UPDATE writes elsewhere are not seen. If that transaction has ended, the survey is worthless, and
+the task makes its own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from saf.log.cursor import Batch, begun_since, since
 from saf.log.ring import SLOT_ROWS, SLOTS
 
 WINDOW_BYTES = 8 * 1024 * 1024
-"""The size of a window, in bytes, as it is stored."""
+"""Stored size of a window, in bytes."""
 
 AT_ONCE = 256
-"""How many windows one statement surveys."""
+"""Windows that one statement surveys."""
 
 ISOLATION = "repeatable read"
 # One snapshot for all statements of a reader. Must come before any query of the transaction.
@@ -40,20 +40,21 @@ ONE_SNAPSHOT = f"SET TRANSACTION ISOLATION LEVEL {ISOLATION}, READ ONLY"
 ALONE = "SELECT set_config('max_parallel_workers_per_gather', '0', false)"
 
 EXPORT = "SELECT pg_export_snapshot()"
-# The lock comes first: where the snapshot can be adopted after it, its exporter's locks have not
-# ended before. It takes no snapshot of its own, as a query would.
+# The lock comes first: if the snapshot can still be adopted afterwards, its exporter has held its
+# locks until then. Unlike a query, LOCK TABLE takes no snapshot.
 LOCK = "LOCK TABLE {log} IN ACCESS SHARE MODE"
 ADOPT = "SET TRANSACTION SNAPSHOT {snapshot}"
 
-# Only the index can say quickly that a full slot holds nothing of the batch. To read some pages the
-# index is of no use, whatever the planner expects. A query each, because ADBC prepares statements.
+# Only the index can show quickly that a full slot contains nothing of the batch. For reading some
+# pages the index is useless, whatever the planner expects. Separate queries, because ADBC prepares
+# statements.
 BY_INDEX = """
 SELECT set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan', 'off', true),
        current_setting('transaction_isolation')
 """
 BY_PAGES = "SELECT set_config('enable_indexscan', 'off', true)"
 
-# The slot by the expression of the partitions, so that the planner leaves out the others
+# Name the slot by the partitions' expression, so that the planner skips the others
 IN_SLOT = "(SELECT * FROM {log} WHERE (id / {slot_rows}) % {slots} = {slot}) AS slot"
 IN_WINDOW = """
 SELECT * FROM {log} WHERE (id / {slot_rows}) % {slots} = {slot}
@@ -70,13 +71,13 @@ LOWEST = "(SELECT min(id) FROM ({rows}) AS rows)"
 
 
 class Querying(Protocol):
-    """What is needed of a cursor of a database."""
+    """The methods needed of a database cursor."""
 
     def execute(self, operation: str, /) -> object:
         """Run a statement."""
 
     def fetchall(self) -> list[tuple[Any, ...]]:
-        """Return its rows."""
+        """Return the statement's rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class Window:
     """The lowest id in the window."""
 
     def rows(self, batch: Batch, columns: Iterable[str | sql.Composable]) -> str:
-        """The query for these rows, in no order."""
+        """Return the query for these rows, unordered."""
         xmax, in_progress = begun_since(batch.done)
         found = sql.SQL(IN_WINDOW).format(
             **_slot(batch, self.slot),
@@ -105,7 +106,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """The windows of a batch, for whoever adopts the snapshot that they were found in."""
+    """The windows of a batch, usable in the snapshot in which they were found."""
 
     windows: tuple[Window, ...]
     snapshot: str
@@ -113,11 +114,11 @@ class Survey:
 
 
 class NotSurveyed(Exception):
-    """The transaction has no snapshot that all its statements share, so a survey means nothing."""
+    """The statements of the transaction do not share a snapshot, so a survey means nothing."""
 
 
 def export(cursor: Querying, batches: Iterable[Batch]) -> list[Survey]:
-    """Survey batches for others; the surveys can be used as long as the transaction goes on.
+    """Survey batches for other tasks; the surveys are usable while the transaction is open.
 
     Raises as `survey` does.
     """
@@ -128,9 +129,9 @@ def export(cursor: Querying, batches: Iterable[Batch]) -> list[Survey]:
 
 
 def adopt(cursor: Querying, batch: Batch, shared: Survey) -> list[Window]:
-    """Read what a survey has found, in its snapshot; call it before any query of a transaction.
+    """Adopt a survey's snapshot and return its windows; call before any query of a transaction.
 
-    Raises what the database says if the survey's transaction has ended.
+    Raises the database's error if the survey's transaction has ended.
     """
     lock = sql.SQL(LOCK).format(log=sql.Identifier("saf", batch.log))
     cursor.execute(lock.as_string(None))
@@ -143,10 +144,10 @@ def adopt(cursor: Querying, batch: Batch, shared: Survey) -> list[Window]:
 
 
 def survey(cursor: Querying, batch: Batch) -> list[Window]:
-    """Return the windows with rows of a batch, in the order in which they have to be read.
+    """Return the windows with rows of a batch, in the order in which to read them.
 
     Raises:
-        NotSurveyed: the transaction is not one of repeatable reads.
+        NotSurveyed: the transaction's isolation level is not repeatable read.
     """
     cursor.execute(BY_INDEX)
     if cursor.fetchall()[0][-1] != ISOLATION:
@@ -171,14 +172,14 @@ def survey(cursor: Querying, batch: Batch) -> list[Window]:
 
 
 def _cut(slot: int, pages: int, size: int) -> Iterator[Window]:
-    """Cut a slot of so many pages and bytes into windows; the bytes include large bodies."""
+    """Cut a slot into windows by its pages and bytes; the bytes include large bodies."""
     step = max(1, WINDOW_BYTES * pages // size)
     for first in range(0, pages, step):
         yield Window(slot=slot, first=first, end=first + step)
 
 
 def _sizes(batch: Batch, slot: int) -> str:
-    """The query for the size of a slot, if it holds anything of the batch."""
+    """Return the query for the size of a slot, if it contains anything of the batch."""
     part = sql.SQL(IN_SLOT).format(**_slot(batch, slot))
     query = sql.SQL(SIZES).format(
         slot=slot,

@@ -1,18 +1,17 @@
-"""The task: what is done with the messages of one item of work, in Spark or elsewhere.
+"""The task: delivers the messages of one item of work, in Spark or elsewhere.
 
-First the parked messages whose time has come, lane by lane; then the batch. Per chunk, in the
-order of the ids:
+Due parked messages come first, lane by lane; then the batch. Per chunk, ordered by id:
 
-0. Find out what transforms have made of messages, for routers to which service each message is
-   really addressed, and for routes that share which one it takes. What must be remembered of these
-   is written at the source, durably, before anything is sent.
+0. Find the results of transforms, the services that messages for routers are really addressed to,
+   and the route that each message takes where routes share. Results to remember are written at the
+   source, durably, before anything is sent.
 1. One transaction per destination; committed and durable before the next step.
 2. at_most_once routes: record the attempt at the source, durably; then send (`saf.engine.sending`).
 3. One transaction at the source: move the position, or close the batch with its last chunk; and set
    aside what could not go.
 
-If something is set aside while other messages are still to be stored, it is written at the source
-first. A crash before step 3 would leave it below the watermark, where it looks stored.
+If messages are set aside while others are still to be stored, they are written at the source first.
+Otherwise a crash before step 3 would leave them below the watermark, where they count as stored.
 
 An obstacle delays only the messages that it is about. A destination that is down, and a missing
 route or service, park them (see `saf.setaside.parking`). A message that is rejected, expired or too
@@ -20,9 +19,9 @@ large becomes a dead letter (see `saf.setaside.dead`); halving finds it among it
 the only destination is down, the batch stays open instead.
 
 A crash loses nothing: the next run reads the same batch from the last position, and the
-destination's watermark drops what it has. A task never raises for what an operator can wait out or
-mend: it ends, and its receipt says why. Receipts, one per task and destination, are all that
-reaches the driver.
+destination's watermark drops what the destination has. A task never raises for a problem that an
+operator can wait out or repair: it ends, and its receipt names the problem. Receipts, one per task
+and destination, are all that reaches the driver.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ from saf.log.cursor import advance, finish, is_finished, learn_set_aside, lock_c
 from saf.setaside.isolation import isolate
 
 BEATS = 6
-"""How often in a lease a task gives a sign of life: twice as often as the lease is renewed."""
+"""Signs of life that a task gives per lease: twice as many as the lease's renewals."""
 
 EXPECTED = (Unavailable, Rejected, Fenced, Ahead, Behind, UsageError)
 
@@ -69,8 +68,8 @@ EXPECTED = (Unavailable, Rejected, Fenced, Ahead, Behind, UsageError)
 class Task:
     """One task: it forwards the rest of one batch, and the parked messages of its shards.
 
-    With ``partly``, it gets only the first messages of what is left, and another one goes on.
-    With ``closes``, it closes the batch with the last chunk. Otherwise its driver does, as a task
+    With ``partly``, it gets only the first messages of the rest, and another task continues. With
+    ``closes``, it closes the batch with the last chunk. Otherwise its driver does, because a task
     that may run twice has to find the batch open.
     """
 
@@ -112,9 +111,9 @@ class Task:
         self.closes = closes
         self.partly = partly
         self.read = 0
-        """The last id of the chunk before."""
+        """The last id of the previous chunk."""
         self.end: int | None = None
-        """The last id of the batch, if its last chunk is in hand."""
+        """The last id of the batch, once its last chunk is in hand."""
         self.earlier = EarlierTask(work.batch, self.source_session, self.lanes)
         self.sending = Sending(
             work=work,
@@ -191,7 +190,7 @@ class Task:
         return Pulse(self.source_session.beat, self.work.lease_seconds / BEATS, patience)
 
     def _forward(self, read: pa.Table) -> bool:
-        """Steps 0 to 3 for one chunk, a name for each state; return whether the task should stop.
+        """Run steps 0 to 3 for one chunk, a name for each state; return whether to stop.
 
         read -> fit -> resolved -> routed -> shared -> parts, sent or set aside -> settled
         """
@@ -221,7 +220,7 @@ class Task:
         return self._settle(set_aside, position)
 
     def _refuse_doubled(self, rows: pa.Table) -> None:
-        """Refuse rows with the same id, of which a mark could not tell one from the other."""
+        """Reject rows with the same id, because marks cannot tell them apart."""
         ids = rows["id"].to_numpy()
         again = np.flatnonzero(np.diff(ids, prepend=self.read) == 0)
         if again.size:
@@ -230,14 +229,14 @@ class Task:
         self.read = int(ids[-1])
 
     def _settle(self, set_aside: SetAside, position: int) -> bool:
-        """Do step 3: move the position, or close the batch; return whether the task should stop."""
+        """Run step 3: move the position, or close the batch; return whether to stop."""
 
         ends, attempts = position == self.end, count()
 
         def settle(source: psycopg.Connection[Any]) -> bool:
-            # done once, also where the answer to the commit before got lost. `SetAside.write` and
-            # `advance` see to that too: the first leaves out what is there already, and the second
-            # fences
+            # done once, even if the answer to an earlier commit was lost. `SetAside.write` and
+            # `advance` ensure this too: the first skips messages that are set aside already, the
+            # second fences
             batch = self.work.batch
             if next(attempts) and ends and is_finished(source, batch):
                 return False
@@ -262,7 +261,7 @@ class Task:
         return stop
 
     def _bury(self, message: pa.Table, error: str) -> bool:
-        """Make a dead letter of the one message for which a step has raised, and go past it."""
+        """Make a dead letter of the one message for which a step has raised, and move past it."""
         position = int(message["id"][0].as_py())
         set_aside = SetAside(work=self.work, position=position)
         set_aside.bury(self.earlier.fresh(message), "", "rejected", error)

@@ -1,24 +1,24 @@
-"""Transforming: what a transform has made of messages takes their place, just before they are sent.
+"""Transforming: replace messages with the results of transforms, just before they are sent.
 
 A transform is a function of DataFrames for the messages of one service. Spark evaluates it beside
-the delivery (`saf.spark.evaluation`), and its results come here in step (`saf.engine.in_step`).
+the delivery (`saf.spark.evaluation`), and its results arrive here in step (`saf.engine.in_step`).
 
-Until a chunk is given to its destination, everything is about messages as they were sent: chunks
-and positions count these, and these are parked and become dead letters. So marks do not depend on
-how many messages a transform makes of one. A batch that is read again finds the same marks.
+Until a chunk is given to its destination, everything uses messages as they were sent: chunks and
+positions count these, and these are parked and become dead letters. So marks do not depend on how
+many messages a transform makes of one, and a batch that is read again finds the same marks.
 
-Of a message, a transform makes nothing, one message, or several with numbers (``part``). The first
-keeps the id of the message, so that a destination that has it has them all. The ids of the others
-follow from it and from their numbers.
+A transform makes nothing, one message, or several with numbers (``part``) of each message. The
+first result keeps the id of the message, so a destination that has the first has them all. The ids
+of the others are derived from this id and their numbers.
 
-What is wrong with a result makes a dead letter of its message. If a transform has a problem, or
-nobody evaluates it, the messages of its service wait.
+An invalid result makes a dead letter of its message. If a transform has a problem, or nobody
+evaluates it, the messages of its service wait.
 
-Some results are kept (`saf.engine.kept_results`), and count from then on:
+Some results are kept (`saf.engine.kept_results`), and are used from then on:
 
 - those of a transform that is not deterministic;
 - those of the transform of a router. The router's classifier sees a message as it was sent. If the
-  message is parked after that, it has the address that the router has found, and no longer says
+  message is parked afterwards, it has the address that the router has found, and no longer shows
   that it was sent to the router.
 """
 
@@ -53,7 +53,7 @@ RESULT = pa.schema(
 )
 """The columns of results."""
 GIVEN = ("key", "message_type", "headers", "body")
-"""The columns of a message that a transform may give."""
+"""The columns of a message that a transform may return."""
 
 NEEDS_SPARK = (
     "its transform needs a Spark of the forwarder's own: run `saf forward` with a forwarder.master "
@@ -67,33 +67,33 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """What one task is told of its transforms."""
+    """A task's evaluated transforms."""
 
     given: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """For each service that is evaluated, which of `GIVEN` its transform gives."""
+    """For each evaluated service, the columns of `GIVEN` that its transform returns."""
     problems: Mapping[str, str] = field(default_factory=dict)
-    """For each other one, why it cannot be."""
+    """For each other service with a transform, why it cannot be evaluated."""
     faults: Mapping[int, str] = field(default_factory=dict)
-    """For messages, by their ids in the outbox, what the transform raises for them."""
+    """For messages, by their ids in the outbox, the error that the transform raises for them."""
     parked: frozenset[int] = frozenset()
-    """The parked messages that have results, by their ids in the outbox."""
+    """Parked messages that have results, by their ids in the outbox."""
     last: int = LAST
     """The greatest id in the batch that is evaluated."""
 
 
 class Memory(Protocol):
-    """Keeps results at the source, and knows what was sent to whom; see `kept_results`."""
+    """Keeps results at the source, and knows the addressees of messages; see `kept_results`."""
 
     def kept_results(self, messages: Mapping[str, Sequence[int]]) -> list[tuple[Any, ...]]:
-        """Return what is kept of messages, given by shards and ids."""
+        """Return the kept results of messages, given by shards and ids."""
 
     def keep_results(self, results: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
-        """Keep results, committed; return what counts for their messages from now on."""
+        """Keep results, committed; return those that their messages use from now on."""
 
     def sent_to(
         self, messages: Mapping[str, Sequence[int]], services: Collection[str]
     ) -> dict[int, str]:
-        """Return which messages were sent to which of some services, as far as that is known."""
+        """Map messages to those of ``services`` that they were sent to, as far as known."""
 
 
 class Transforming:
@@ -109,7 +109,7 @@ class Transforming:
         not_deterministic: Collection[str] = (),
         routers: Collection[str] = (),
     ) -> None:
-        """Take the services that have a transform, and which of them are ``routers``."""
+        """Take the services with a transform; ``routers`` are the services that are routers."""
         if evaluated is None:
             evaluated = Evaluated(problems=dict.fromkeys(services, NEEDS_SPARK))
         self.services = frozenset(services)
@@ -117,9 +117,9 @@ class Transforming:
             service: f"service {service!r}: {why}" for service, why in evaluated.problems.items()
         }
         self.routers = self.services & {*routers}
-        """The routers that have a transform."""
+        """Routers that have a transform."""
         self._keeping = self.routers.union(not_deterministic)
-        """The services whose results are kept."""
+        """Services whose results are kept."""
         self._evaluated = evaluated
         self._in_step = in_step
         self._max_bytes = max_bytes
@@ -128,7 +128,7 @@ class Transforming:
         self._kept: set[int] = set()
         """The messages in hand whose results are kept, by their ids in the outbox."""
         self._sent_to: dict[int, str] = {}
-        """The routers that parked messages in hand were sent to."""
+        """The routers that the parked messages in hand were sent to."""
 
     @classmethod
     def of(
@@ -138,7 +138,7 @@ class Transforming:
         evaluated: Evaluated | None = None,
         in_step: InStep | None = None,
     ) -> Transforming:
-        """The transforms of an item of work."""
+        """Return the transforms of an item of work."""
         return cls(
             rules.transforms,
             evaluated,
@@ -152,12 +152,12 @@ class Transforming:
         return bool(self.services)
 
     def look(self, rows: pa.Table, memory: Memory | None) -> None:
-        """Read on to the results of some messages of the batch, or of parked ones.
+        """Read up to the results of some messages, of the batch or parked.
 
-        There must be a ``memory``, unless nothing is ever kept.
+        ``memory`` may be None only if no results are ever kept.
 
         Raises:
-            Unavailable: there are not all results; see `InStep.results`.
+            Unavailable: results are missing; see `InStep.results`.
         """
         self._sent_to = {}
         if not self.services or not rows.num_rows:
@@ -195,9 +195,9 @@ class Transforming:
         return rows.filter(pa.array(left))
 
     def keep(self, rows: pa.Table, memory: Memory) -> None:
-        """Keep what was made of messages, where that may be something else the next time.
+        """Keep the results of messages where they may differ the next time.
 
-        Nothing of these messages may be sent before.
+        None of these messages may be sent before.
         """
         mine = _is_in(self._services(rows), self._keeping & self._evaluated.given.keys())
         mine &= ~_is_in(log_ids(rows), self._kept)
@@ -209,7 +209,7 @@ class Transforming:
     def ready(
         self, rows: pa.Table, memory: Memory, *, led_on: bool = True
     ) -> tuple[pa.Table, str | None]:
-        """Return the parked messages before the first that has no result, and why it has none.
+        """Return the parked messages before the first without a result, and why it has none.
 
         Messages that are not ``led_on`` yet need none, unless they were sent to a router.
         """
@@ -231,7 +231,7 @@ class Transforming:
         )
 
     def outputs(self, rows: pa.Table) -> pa.Table:
-        """Return what is sent of messages; what a transform leaves out is not in it."""
+        """Return the messages to send, without those that a transform leaves out."""
         if not self._mine(rows).any():
             return rows
         out, nth, parts = self._made(rows)
@@ -245,7 +245,7 @@ class Transforming:
         return out
 
     def _made(self, rows: pa.Table) -> tuple[pa.Table, Places, pa.ChunkedArray]:
-        """What was made of messages: rows, the how manieth of its message each is, and its part."""
+        """Return messages' results: rows, each row's ordinal within its message, and its part."""
         mine = self._mine(rows)
         ids, of_results = log_ids(rows).to_numpy(), self._now["id"].to_numpy()
         first = np.searchsorted(of_results, ids, "left")
@@ -267,7 +267,7 @@ class Transforming:
         return out, nth, self._now["part"].take(result)
 
     def _as_kept(self, rows: pa.Table) -> dict[str, list[Any]]:
-        """What was made of messages, as it is kept: with a row for what is left out, too."""
+        """Return messages' results as they are kept, with a row for each message left out."""
         out, nth, parts = self._made(rows)
         nothing = rows.filter(pa.array(~_is_in(log_ids(rows), log_ids(out).to_pylist())))
         count = nothing.num_rows
@@ -280,7 +280,7 @@ class Transforming:
         return columns | {name: out[name].to_pylist() + [None] * count for name in GIVEN}
 
     def _count(self, kept: Sequence[tuple[Any, ...]]) -> None:
-        """Let what is kept count for its messages, and nothing else."""
+        """Use kept results for their messages, in place of any other results."""
         if not kept:
             return
         self._kept.update(row[0] for row in kept)
@@ -292,7 +292,7 @@ class Transforming:
         self._now = _in_order(pa.concat_tables([others, made]))
 
     def _services(self, rows: pa.Table) -> pa.ChunkedArray:
-        """The service that each message was sent to; of one of the batch, before it is led on."""
+        """Return the service that each message was sent to, before any router redirected it."""
         services = rows["to_service"]
         if not self._sent_to:
             return services
@@ -300,15 +300,15 @@ class Transforming:
         return pc.coalesce(pa.chunked_array([pa.array(sent, pa.string())]), services)
 
     def _mine(self, rows: pa.Table) -> Mask:
-        """Which messages have results, or lack them."""
+        """Return which messages have results, or lack them."""
         parked = "parked_id" in rows.column_names  # those with a problem have no results either
         services = self.services if parked else self._evaluated.given.keys()
         return _is_in(self._services(rows), services) | _is_in(log_ids(rows), self._kept)
 
     def _note_faults(self) -> None:
-        """Note which messages have results that cannot be sent, and leave these results out.
+        """Note messages whose results cannot be sent.
 
-        The headers of the others become as PostgreSQL writes them.
+        Headers of the results are rewritten as PostgreSQL writes them.
         """
         now = self._now
         headers = as_written(now["headers"])
@@ -343,19 +343,19 @@ class Transforming:
 
 
 def log_ids(rows: pa.Table) -> pa.ChunkedArray:
-    """The ids that messages have in the outbox."""
+    """Return the messages' ids in the outbox."""
     return rows["log_id" if "log_id" in rows.column_names else "id"]
 
 
 def inputs_of(rows: pa.Table, some: pa.Table, *, but: bool = False) -> pa.Table:
-    """Return those of messages that some outputs were made of; or all ``but`` these."""
+    """Return the messages that some outputs were made of, or all ``but`` these."""
     name = _number(rows)
     found = pc.is_in(rows[name], some[name].combine_chunks())
     return rows.filter(pc.invert(found) if but else found)
 
 
 def several_of(outputs: pa.Table) -> pa.Table:
-    """Return the outputs whose message has several."""
+    """Return the outputs of messages that have several."""
     numbers = outputs[_number(outputs)]
     counts = numbers.value_counts()
     several = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
@@ -367,21 +367,21 @@ def _named(rows: pa.Table) -> dict[str, list[int]]:
 
 
 def _as_results(rows: pa.Table) -> pa.Table:
-    """Return results with all columns, of which a function may give only some."""
+    """Return results with all columns; columns missing from ``rows`` are null."""
     there, lacking = {*rows.column_names}, pa.nulls(rows.num_rows)
     columns = [rows[name] if name in there else lacking for name in RESULT.names]
     return pa.table(columns, RESULT.names).cast(RESULT)
 
 
 def _taken(rows: pa.Table, places: Places) -> pa.Table:
-    """Return the rows at some places; copy nothing where these are all of them, in their order."""
+    """Return the rows at some places; copy nothing if these are all rows in order."""
     if len(places) == rows.num_rows and (places == np.arange(len(places))).all():
         return rows
     return rows.take(pa.array(places, pa.int64()))
 
 
 def _in_order(results: pa.Table) -> pa.Table:
-    """Sort results by their ids, and those of each id by their parts."""
+    """Sort results by id, then by part."""
     results = results.combine_chunks()
     ids = results["id"].to_numpy()
     if (ids[1:] > ids[:-1]).all():

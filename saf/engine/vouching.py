@@ -1,13 +1,12 @@
-"""Vouching: what a source knows of who sent a message, told to whoever receives it.
+"""Vouching: tell receivers what the source knows of a message's sender.
 
-While a broker has rules of who may send as whom (`saf.broker.senders`), its server has checked the
-sender of each message. The forwarder says so in a header, with the broker and the service. A header
-of that name that a sender has made up is renamed, so that a receiver can rely on the name. No
-forwarder meets what goes by a local route (`saf.routing.local`): the function of its trigger does
-the same.
+While a broker has rules for senders (`saf.broker.senders`), its server has checked the sender of
+each message. The forwarder states this in a header, with the broker and the service. A header of
+that name that a sender has made up is renamed, so that receivers can rely on the name. Messages on
+a local route (`saf.routing.local`) bypass the forwarder: the function of its trigger does the same.
 
-It works on whole columns of JSON text, as PostgreSQL writes it. Of two values of one name the last
-one counts, in a jsonb and in Python; so what is said here goes last.
+It works on whole columns of JSON text, as PostgreSQL writes it. If a name has two values, the last
+one wins, in a jsonb and in Python; so the verified value is appended last.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _VERIFIED, _CLAIMED = f'"{VERIFIED_FROM}":', f'"{CLAIMED_FROM}":'
 
 
 def vouched(rows: pa.Table, source: UUID, since: int | None) -> pa.Table:
-    """Return messages with what is known of their senders in the headers.
+    """Return messages whose headers name the verified senders.
 
     Args:
         rows: with the columns of messages, and their ids in the outbox.
         source: the broker_id.
-        since: senders of messages with greater ids were checked; None: of none.
+        since: senders of messages with greater ids were checked; None: no sender was.
     """
     checked = _checked(rows, since)
     headers = _renamed(rows["headers"], checked)
@@ -41,7 +40,7 @@ def vouched(rows: pa.Table, source: UUID, since: int | None) -> pa.Table:
 
 
 def _checked(rows: pa.Table, since: int | None) -> pa.ChunkedArray:
-    """For each message, whether its sender was checked and its headers can say so."""
+    """Return for each message whether its sender was checked and its headers can tell so."""
     if since is None:
         return pa.chunked_array([pa.nulls(rows.num_rows, pa.bool_())])
     # a parked message has another number as its id

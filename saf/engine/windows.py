@@ -1,11 +1,10 @@
 """A deep backlog in the order of its ids, without sorting it at the source.
 
-A log is stored nearly in the order of its ids, but not quite, because those who insert at the same
-time fill different pages. To sort millions of rows takes the server as long as to read them, and
-needs files as large as they are. So a deep batch is read in windows of some pages each, in the
-order of the lowest ids in them, which a survey has found (`saf.engine.survey`). So when a window
-ends, all rows below the lowest id of the next window are known, and are sorted here. The others are
-held back.
+A log is stored nearly in the order of its ids, but not quite, because concurrent inserts fill
+different pages. Sorting millions of rows takes the server as long as reading them, and needs files
+of the same size. So a deep batch is read in windows of some pages each, ordered by their lowest
+ids, which a survey has found (`saf.engine.survey`). When a window ends, all rows below the lowest
+id of the next window are known, and are sorted here. The others are held back.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ import pyarrow as pa
 from saf.engine.survey import Window
 
 HELD_BYTES = 64 * 1024 * 1024
-"""The most bytes that may be held back; also in one window, whose bodies may be compressed."""
+"""Maximum bytes held back, even within one window: its stored bodies may be compressed."""
 
 BATCH_BYTES = 4 * 1024 * 1024
-"""How many bytes of sorted rows are given on at a time."""
+"""Bytes of sorted rows yielded at a time."""
 
 
 class NotInWindows(Exception):
-    """Too much would have to be held back."""
+    """Too many rows to hold back."""
 
 
 def in_order(
     windows: Sequence[Window], read: Callable[[Window], Iterable[pa.RecordBatch]]
 ) -> Iterator[pa.RecordBatch]:
-    """Give what ``read`` gives for surveyed windows, in the order of the ids.
+    """Yield the rows that ``read`` returns for surveyed windows, ordered by id.
 
     Raises:
-        NotInWindows: too much would have to be held back.
+        NotInWindows: too many rows to hold back.
     """
     held: list[pa.RecordBatch] = []
     for number, window in enumerate(windows, 1):
@@ -49,10 +48,10 @@ def in_order(
 def bounded(
     batches: Iterable[pa.RecordBatch], beside: Iterable[pa.RecordBatch] = ()
 ) -> list[pa.RecordBatch]:
-    """Return all batches, unless together with those ``beside`` they exceed what may be held.
+    """Return all batches, unless they exceed the limit together with those ``beside``.
 
     Raises:
-        NotInWindows: they do.
+        NotInWindows: they exceed it.
     """
     size = sum(batch.nbytes for batch in beside)
     held = []
@@ -74,7 +73,7 @@ def _in_order(rows: pa.Table, bound: int | None) -> tuple[pa.Table, int]:
 
 
 def _batches(rows: pa.Table) -> list[pa.RecordBatch]:
-    """Split rows into batches of a bounded size, because sorting made a single one of them."""
+    """Split rows into batches of a bounded size, because sorting made them one."""
     if not rows.num_rows:
         return []
     few = max(1, BATCH_BYTES * rows.num_rows // max(1, rows.nbytes))

@@ -1,4 +1,4 @@
-"""What the driver and its tasks tell each other; imports neither Spark nor Arrow."""
+"""Work and receipts, which the driver and its tasks exchange; imports neither Spark nor Arrow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEASE_SECONDS = 30.0
 MAX_REJECTED = 10
 
 MOST_SERVICES = 100
-"""How many services of a destination are named in counts; others are counted under `OTHER`."""
+"""Services per destination that are counted by name; others are counted under `OTHER`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,42 +29,42 @@ class Work:
     """One item of work: forward one open batch of one broker."""
 
     broker: str
-    """The source's name, for people."""
+    """The source's name, for messages to operators."""
     source: UUID
     """The source's broker_id, by which destinations keep watermarks."""
     dsn: Dsn
     batch: Batch
     routes: Routes
-    """The routes that are frozen with the batch."""
+    """The routes that were frozen with the batch."""
     much: bool = False
-    """Whether it is worth more than one task."""
+    """Whether the work is large enough for more than one task."""
     deep: bool = False
-    """Whether it has too many messages to have them sorted; see `saf.engine.windows`."""
+    """Whether it has too many messages to sort them; see `saf.engine.windows`."""
     survey: Survey | None = None
-    """Where the messages of the batch are, if that was surveyed for several tasks."""
+    """The windows of the batch, if it was surveyed for several tasks."""
     keep: bool = False
-    """Whether more work like it comes soon, so that connections are kept; see
+    """Whether similar work comes soon, so that connections are kept; see
     `saf.database.connections`."""
     among_others: bool = False
-    """Whether its job has other tasks, which may be at work long after its own has ended."""
+    """Whether its job has other tasks, which may run long after this one has ended."""
     waiting: tuple[Backoff, ...] = ()
     """The lanes that a cycle must know, in the order in which they are tried; see
     `saf.setaside.backoff.waiting`."""
     of_services: bool = False
     """Whether there are lanes of services, due or not."""
     rejecting: Mapping[str, int] = field(default_factory=dict)
-    """How many messages each destination has rejected in a row, if any."""
+    """Messages that each destination has rejected in a row, if any."""
     vouched_since: int | None = None
-    """The source has checked who sent the messages with greater ids; None: of none. See
+    """The source has checked the senders of messages with greater ids; None: of no messages. See
     `saf.engine.vouching`."""
     cycle: str = field(default_factory=lambda: uuid4().hex)
-    """Tells this work on the batch apart from any other work on it."""
+    """Unique id of this attempt at the batch."""
     lease_seconds: float = LEASE_SECONDS
-    """How long nothing may be heard of the task, in seconds; see `saf.engine.pulse`."""
+    """Seconds without a sign of life after which the task's lease ends; see `saf.engine.pulse`."""
 
     @property
     def life(self) -> str:
-        """The name by which the driver sees that the task lives."""
+        """The name by which the driver recognizes the task's sign of life."""
         return f"{self.cycle} {self.batch.shards[0]}"
 
     @property
@@ -94,11 +94,11 @@ class ForwardingRules:
     """Messages with a larger body, in bytes, become dead letters."""
     attempts: int
     transforms: Mapping[str, str] = field(default_factory=dict)
-    """For each service with a transform, its function; see `saf.engine.transforming`."""
+    """The function of each service with a transform; see `saf.engine.transforming`."""
     not_deterministic: frozenset[str] = frozenset()
-    """Those of them whose transform may make something else of a message the next time."""
+    """Services in `transforms` whose transform may return a different result the next time."""
     max_rejected: int = MAX_REJECTED
-    """Messages that a destination rejects in a row before it gets no more."""
+    """Rejections in a row after which a destination gets no more messages."""
 
     @property
     def qualities(self) -> dict[str, str]:
@@ -108,16 +108,16 @@ class ForwardingRules:
 
 @dataclass(kw_only=True)
 class Receipt:
-    """What one task did for one destination; None: what concerns no single destination."""
+    """One task's results at one destination; None: counts of no single destination."""
 
     work: int
     destination: str | None
     messages: int = 0
     retried: int = 0
-    """Those of the messages that were parked before."""
+    """The number of `messages` that were parked before."""
     dropped: int = 0
     left_out: int = 0
-    """Messages of which a transform has made nothing."""
+    """Messages that a transform has left out."""
     early: int = 0
     """Messages that the destination got before their deliver_at, because it holds none."""
     services: dict[str, int] = field(default_factory=dict)
@@ -127,24 +127,24 @@ class Receipt:
     down: bool = False
     """Whether the destination did not answer, or refused everything."""
     rejecting: int | None = None
-    """How many messages the destination has rejected in a row; None if it was asked for nothing."""
+    """Messages that the destination has rejected in a row; None if it was not used."""
     complete: bool = False
     """Whether every message of the batch is delivered."""
     closed: bool = False
-    """Whether it has closed the batch, too."""
+    """Whether the task has also closed the batch."""
     stopped: bool = False
-    """Whether it was asked to stop before the end."""
+    """Whether the task was asked to stop before the end."""
     error_kind: str | None = None
-    """The class name of the error that ended the task early, or that a person has to mend."""
+    """Class name of the error that ended the task early, or that needs an operator."""
     error: str | None = None
     chunk_seconds: Tally = field(default_factory=CHUNK_SECONDS.tally, compare=False)
-    """How long storing each chunk at the destination took."""
+    """Seconds that storing each chunk at the destination took."""
     chunk_messages: Tally = field(default_factory=CHUNK_MESSAGES.tally, compare=False)
-    """How many messages each chunk had."""
+    """Messages per chunk."""
 
 
 def add_services(counts: dict[str, int], more: Mapping[str, int]) -> None:
-    """Add messages by service to counts, which stay few whatever services senders address.
+    """Add messages by service to counts; the number of services counted stays bounded.
 
     >>> counts = {str(number): 1 for number in range(MOST_SERVICES)}
     >>> add_services(counts, {"7": 1, "one": 2, "more": 3})

@@ -1,5 +1,5 @@
-"""Forwarding: the driver that finds work at all sources, has it run, and settles what came of it.
+"""Forwarding: the driver that finds work at all sources, has it run, and settles the results.
 
-What holds leases, and opens and closes batches, is here. Messages never pass through here; a
+This package holds leases, and opens and closes batches. Messages never pass through it; a
 `saf.forwarding.runner` runs the work.
 """

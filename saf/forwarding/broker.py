@@ -39,14 +39,14 @@ LOG = "outbox"
 SUBSCRIPTION = "forwarder"
 
 LITTLE = 5000
-"""How many messages one task forwards in the time that two tasks need to connect."""
+"""Messages that one task forwards in the time that two tasks need to connect."""
 
 DEEP = 300_000
-"""From about so many messages on, a batch is quicker to survey and read than to sort."""
+"""Number of messages, roughly, from which a batch is quicker to survey and read than to sort."""
 SAMPLE = 4
-"""How many shards are counted to estimate the size of a batch."""
+"""Shards that are counted to estimate the size of a batch."""
 
-# Finds what any member would find; for a process that owns no shard
+# Finds what any member would find; for a process that owns no shards
 PENDING = f"""
 SELECT done::text, array_agg(shard), bool_or(open IS NOT NULL) FROM {NEWEST} AS c
 GROUP BY done::text
@@ -61,7 +61,7 @@ FROM saf.broker b, saf.subscription s WHERE s.log = %(log)s AND s.name = %(subsc
 """
 
 
-# A destination that was tried in vain, rather than for some service, is still left alone
+# Destinations with failed attempts in their own lane, not in a service's, that still wait
 DOWN = """
 SELECT DISTINCT destination FROM saf.backoff
 WHERE subscription_id = %(subscription_id)s AND kind = %(kind)s AND attempts > 0
@@ -91,7 +91,7 @@ class SourceBroker:
         self.lease_seconds = lease_seconds
         self.max_connections = max_connections
         self.shards = 0
-        """How many shards this member owns."""
+        """Shards that this member owns."""
         self.idle = False
         """Whether it is a member, but the others own all shards."""
         self.resumed = False
@@ -101,16 +101,16 @@ class SourceBroker:
         self.unfinished = False
         """Whether the last cycle left some of its work open for the next one."""
         self.vigil: Vigil | None = None
-        """The vigil over the tasks at work."""
+        """The vigil over the running tasks."""
         self._connection: psycopg.Connection[Any] | None = None
         self._member: Member | None = None
         self._broker_id: UUID | None = None
         self.place: Place | None = None
-        """Which broker of which database it is, once it was met."""
+        """The broker's identity and database, once connected."""
         self._renewed = 0.0
         self._routes: dict[int, Routes] = {}
         self.waiting = Summary()
-        """Lanes of parked messages, and destinations that are left alone until their time."""
+        """Lanes of parked messages, and destinations that wait for their next attempt."""
         self.down: set[str] = set()
         """Destinations of these lanes that have not answered."""
         self.lanes_left = False
@@ -118,19 +118,19 @@ class SourceBroker:
         self._lanes: tuple[Backoff, ...] = ()
         self._of_services = False
         self._rejecting: dict[str, int] = {}
-        """How many messages destinations have rejected in a row, as far as this process knows."""
+        """Messages that destinations have rejected in a row, as far as this process knows."""
         self._began: datetime | None = None
         self._quiet = Quiet()
         self._has_work = False
-        """Whether it has looked for work before, so that what is in hand may be its own."""
+        """Whether it has searched for work before, so that open batches may be its own."""
 
     @property
     def connected(self) -> bool:
-        """Whether it holds a connection, and with it shards."""
+        """Whether it has a connection, and with it shards."""
         return self._connection is not None
 
     def visit(self, default_destination: str | None, *, brief: bool) -> list[Work]:
-        """Return what there is to forward now. Called between cycles.
+        """Return the work to forward now. Called between cycles.
 
         A ``brief`` visit that finds nothing writes nothing, and disconnects at its end.
         Raises:
@@ -156,7 +156,7 @@ class SourceBroker:
     def _is_quiet(self) -> bool:
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
-            # without a member, there is a look, which joins
+            # without a member, search for work, which joins
             return self._member is not None and self._quiet.lasts(
                 connection, self._member.subscription_id
             )
@@ -174,7 +174,7 @@ class SourceBroker:
             try:
                 self._balance(connection)
             except Fenced:
-                # this process slept past its lease and was forgotten: it comes back as a new member
+                # this process slept past its lease and was removed: it comes back as a new member
                 self._member = None
                 self._balance(connection)
             self._quiet.forget()
@@ -185,7 +185,7 @@ class SourceBroker:
         return self._member is not None and self._due()
 
     def renew(self) -> None:
-        """Renew the lease, if it is time to, while tasks are heard of. Called during a cycle."""
+        """Renew the lease if it is time and tasks give signs of life. Called during a cycle."""
         if self._member is None or not self._due():
             return
         with unavailable_if_lost(f"broker {self.name!r}"):
@@ -199,13 +199,13 @@ class SourceBroker:
             try:
                 self._member.renew(connection, silent)
             except Fenced:
-                return  # the tasks learn of it by their own writes, and `tend` joins again
+                return  # the tasks' own writes raise too, and `tend` joins again
 
     def open_work(self, default_destination: str | None) -> list[Work]:
-        """Return what there is to forward now.
+        """Return the work to forward now.
 
-        These are batches in hand, and a new one if there is anything new or a lane's time has come.
-        Nothing is returned while the only destination is down and its time has not come.
+        It consists of open batches, and a new batch if there are new messages or a lane is due.
+        Nothing is returned while the only destination is down and not due.
         """
         member = self._member
         self.resumed = False
@@ -231,7 +231,7 @@ class SourceBroker:
                 opened = cursor.open_batch(connection, LOG, member, version)
             if not (owned.in_hand or opened):
                 return []
-            # asked after the batch is open: rules that were given up before do not count for it
+            # after opening the batch, so that rules removed before do not apply to it
             since = vouched_since(connection)
             work = [self._work(connection, batch, since) for batch in [*owned.in_hand, *opened]]
             little = opened if new <= LITTLE else []
@@ -242,7 +242,8 @@ class SourceBroker:
             ]
 
     def _say_resumed(self, in_hand: Iterable[cursor.Batch]) -> None:
-        """Say once what an earlier run has marked of batches in hand, and this run cannot count."""
+        """Log once that an earlier run has marked messages of open batches, which are not
+        counted."""
         begun = [batch for batch in in_hand if batch.position]
         if begun and not self._has_work:
             log.info(
@@ -270,7 +271,7 @@ class SourceBroker:
     ) -> None:
         """Close the batches of completed work.
 
-        ``waits`` says whether the cycle set any messages aside; ``transformed``, whether it may
+        ``waits`` tells whether the cycle set any messages aside; ``transformed``, whether it may
         have kept results of transforms.
 
         Raises:
@@ -288,7 +289,7 @@ class SourceBroker:
             self.look_at_waiting()
 
     def note(self, receipts: Iterable[Receipt]) -> None:
-        """Note what destinations have rejected in a row, for the next cycle."""
+        """Note destinations' rejections in a row, for the next cycle."""
         told = [one for one in receipts if one.destination and one.rejecting is not None]
         for one in told:
             self._rejecting.pop(str(one.destination), None)
@@ -325,19 +326,19 @@ class SourceBroker:
             self.down = {name for (name,) in fetch(connection, DOWN, params)}
 
     def stop(self) -> None:
-        """Ask the tasks to finish the chunk in hand and end."""
+        """Ask the tasks to finish the current chunk and end."""
         if self._member is not None and self._connection is not None:
             with unavailable_if_lost(f"broker {self.name!r}"):
                 self._member.stop(self._connection)
 
     def take_back_stop(self) -> None:
-        """Take `stop` back after the end of the cycle, because there will be another."""
+        """Withdraw `stop` after the end of the cycle, because another cycle follows."""
         if self._member is not None and self._connection is not None:
             with unavailable_if_lost(f"broker {self.name!r}"):
                 self._member.take_back_stop(self._connection)
 
     def leave(self) -> None:
-        """Free the shards and disconnect. If the server is gone, they become free by themselves."""
+        """Free the shards and disconnect. If the server is gone, they become free anyway."""
         connection, self._connection = self._connection, None
         member, self._member = self._member, None
         if connection is None:
@@ -351,7 +352,7 @@ class SourceBroker:
             connection.close()
 
     def forget_connection(self) -> None:
-        """Drop the connection after `Unavailable`; the next `tend` starts afresh."""
+        """Drop the connection after `Unavailable`; the next `tend` connects again."""
         if self._connection is not None:
             self._connection.close()
         self._connection = self._member = None
@@ -366,7 +367,7 @@ class SourceBroker:
         return self._connection
 
     def _identify(self, connection: psycopg.Connection[Any]) -> int:
-        """Learn the broker's id; return the subscription's."""
+        """Read the broker's id; return the subscription's."""
         known = fetch(connection, IDENTITY, {"log": LOG, "subscription": SUBSCRIPTION})
         if not known:
             raise ConfigurationError(
@@ -402,7 +403,7 @@ class SourceBroker:
         """Whether any member would find something to forward. Only reads."""
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
-            # each visit may meet another server, whose cursors would never find anything
+            # each visit may reach another server, whose cursors would never find anything
             self._refuse_unhealthy(connection)
             subscription_id = self._identify(connection)
             found = fetch(connection, PENDING, {"subscription_id": subscription_id})

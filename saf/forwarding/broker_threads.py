@@ -1,8 +1,8 @@
-"""Broker threads: each deals with one database, so that no database holds up another.
+"""Broker threads: each serves one database, so that no database delays another.
 
-Each database has one thing done at a time. Nobody waits for one that takes longer than all others:
-a database that does not answer takes ``connect_timeout`` of its own thread, and of nothing else.
-What it answers in the end is taken later.
+Each database has one action at a time. No one waits for a database that takes longer than all
+others: a database that does not answer uses ``connect_timeout`` of its own thread, and of nothing
+else. Its late answer is taken later.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from saf.errors import SafError, Unexpected
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 1.0
-"""How long nothing may come back before slow databases are left to themselves, in seconds."""
+"""Seconds without any result after which slow databases are no longer waited for."""
 
 
 class BrokerThreads:
-    """A number of threads, and the databases that they deal with."""
+    """A number of threads, and the databases that they serve."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -34,7 +34,7 @@ class BrokerThreads:
 
     @property
     def full(self) -> bool:
-        """Whether every thread is at work."""
+        """Whether every thread is busy."""
         return len(self.busy) >= self.threads
 
     def start(
@@ -51,7 +51,7 @@ class BrokerThreads:
         job.add_done_callback(self._done.put)
 
     def take_results(self, timeout: float = PATIENCE_SECONDS) -> bool:
-        """Take the results that have come, or the first that comes; False if none comes in time."""
+        """Take all results so far, or wait for the first; return False if none comes in time."""
         done = []
         try:
             done.append(self._done.get(timeout=timeout if self._jobs else 0))
@@ -66,21 +66,22 @@ class BrokerThreads:
                 result = job.result()
             except SafError as error:
                 on_failure(error)
-            except Exception as error:  # whatever it is, it is one database's
+            except Exception as error:  # any error concerns one database only
                 on_failure(Unexpected(name, error))
             else:
                 on_result(result)
         return bool(done)
 
     def finish(self, names: set[str]) -> bool:
-        """Take the results of all of these; False if some databases are left to themselves."""
+        """Take the results of all these; return False if some databases are no longer waited
+        for."""
         while self.busy & names:
             if not self.take_results():
                 return False
         return True
 
     def dismiss(self, last: Callable[[str], None]) -> None:
-        """Take no more work; a thread that is still at work does ``last`` after it."""
+        """Take no more work; a thread that is still busy runs ``last`` afterwards."""
         for job, (name, *_) in self._jobs.items():
             job.add_done_callback(partial(_afterwards, last, name))
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -2,14 +2,14 @@
 
 The driver holds leases, and opens and closes batches; messages never pass through it. Tasks, which
 a `saf.forwarding.runner` runs, read, deliver and mark (`saf.engine.source`, `saf.engine.task`).
-What goes wrong for one broker or one destination is noted in the `Summary`, and the others go on.
+Problems of one broker or one destination are noted in the `Summary`, and the others continue.
 
-*Little and deep.* A cycle is one job of the runner, and ends when its last task does. Nobody should
-wait for another broker's deep backlog. So deep backlogs leave one slot free, and while tasks work
-on them the driver goes on with cycles of little work beside them. If another backlog turns out to
-be deep, or there is only one slot, then after ``turn_seconds`` the driver asks the tasks in hand to
-end with their chunk, as in `stop`. Their batches stay open, and the next cycle goes on with all
-backlogs from their positions. While nobody waits, nothing is interrupted.
+*Little and deep.* A cycle is one job of the runner, and ends when its last task does. No broker
+should wait for another's deep backlog. So deep backlogs leave one slot free, and while tasks work
+on them the driver runs cycles of little work beside them. If another backlog turns out to be deep,
+or there is only one slot, then after ``turn_seconds`` the driver asks the running tasks to end
+after their chunk, as in `stop`. Their batches stay open, and the next cycle continues all backlogs
+from their positions. While no broker waits, nothing is interrupted.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ SPARK_GONE = SparkGone.__name__
 
 TICK_SECONDS = 0.2
 RUNNER_THREADS = 3
-"""For a job, for another one beside it, and for what the runner is asked meanwhile."""
+"""Threads for a job, for another one beside it, and for questions to the runner."""
 CANCEL_SECONDS = 10.0
-"""How long a runner may take to end a job that was given up, in seconds."""
+"""Seconds that a runner may take to end a job that was given up."""
 TELL_SECONDS = 1.0
-"""How often tasks are asked to stop that could not be asked before."""
+"""Seconds between stop requests to tasks that could not be reached before."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Beside:
 class Forwarder:
     """Forwards the outboxes of all configured brokers.
 
-    ``runner`` runs the work. It is started when there is some, and not before.
+    ``runner`` runs the work. It is started only when there is work.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Forwarder:
         self.roster = Roster(settings, self._problem, runner.let_go)
         limits = [d.max_connections for d in settings.destinations.values() if d.max_connections]
         self.most = min(limits, default=None)
-        """The most tasks at a time, so that no destination gets too many connections."""
+        """Maximum tasks at a time, so that no destination gets too many connections."""
         self.cycles = 0
         self.rules = ForwardingRules(
             destinations=dict(settings.destinations),
@@ -102,20 +102,20 @@ class Forwarder:
         )
         self.purging = Purging(settings.purge)
         self._failed_job: JobFailed | None = None
-        """The work of this cycle, and below the brokers that it belongs to."""
+        """This cycle's job if it failed; `_failed_at` has the brokers that it was for."""
         self._failed_at: set[str] = set()
         self._stop = False
         self._background = Background(RUNNER_THREADS, "saf-runner")
 
     def stop(self) -> None:
-        """Finish the chunks in hand and end. Safe to call from a signal handler."""
+        """Finish the current chunks and end. Safe to call from a signal handler."""
         self._stop = self.roster.stopped = True
 
     def drain(self) -> Summary:
         """Forward everything that was committed before the call, and end.
 
-        What is committed meanwhile is forwarded too as long as the cycles stay full. So a run under
-        steady load ends too.
+        Messages committed during the run are forwarded too as long as cycles stay full. So a run
+        under steady load ends too.
         """
         started = time.monotonic()
         failed_jobs = 0
@@ -152,7 +152,7 @@ class Forwarder:
         return self.summary
 
     def loop(self, report: Callable[[Summary], None]) -> Summary:
-        """Cycle until `stop`, with a pause after a cycle that found nothing or met a problem.
+        """Cycle until `stop`, with a pause after a cycle that found nothing or had a problem.
 
         Pauses grow up to ``interval_seconds`` while nothing is found. ``report`` gets a summary of
         each cycle that did something.
@@ -193,7 +193,7 @@ class Forwarder:
         return whole
 
     def cycle(self) -> bool:
-        """Forward what is pending now, once; return whether there was anything to do."""
+        """Forward all pending messages once; return whether there were any."""
         began, before = time.monotonic(), self.summary.forwarded
         self._failed_job = None
         self._failed_at.clear()
@@ -232,7 +232,7 @@ class Forwarder:
         limits = self._limits()
         work = plan(found, slots, limits=limits, cap=cap, last_turn=last_turn)
         if not self.roster.once and self.most is None and not limits:
-            # in a loop; where connections are counted, those that wait would count too
+            # in a loop; if connections are limited, idle ones would count too
             work = [replace(item, keep=True, among_others=len(work) > 1) for item in work]
         for broker in self._at_work(work):
             broker.last_turn = self.cycles
@@ -258,8 +258,8 @@ class Forwarder:
             self._settle(work, receipts, _shards(found))
 
     def _job(self, work: list[Work], vigil: Vigil, limits: Mapping[str, int]) -> list[Receipt]:
-        """Have the runner run the items; in the background."""
-        # a source whose connections are counted has none for this
+        """Have the runner run the items; runs in the background."""
+        # a source with limited connections has none to spare for surveys
         with surveyed(work, but=limits, meanwhile=vigil.hear) as items:
             return self.runner.run(items, self.rules, vigil.group)
 
@@ -274,12 +274,12 @@ class Forwarder:
         return self._answer(self.runner.slots, SILENT_LEASES * self.options.lease_seconds)
 
     def _answer(self, question: Callable[[], T], within: float) -> T:
-        """Ask the runner something in the background; keep the leases meanwhile.
+        """Ask the runner something in the background, and keep the leases while waiting.
 
-        After a wish to stop, it is waited for no longer than a lease.
+        After a stop request, wait at most one lease.
 
         Raises:
-            Unavailable: it has not answered within so many seconds, and is given up.
+            Unavailable: the runner has not answered within ``within`` seconds, and is given up.
         """
         asked, began = self._background.submit(question), time.monotonic()
         stopped = False
@@ -302,7 +302,7 @@ class Forwarder:
         *,
         left_out: bool,
     ) -> list[Receipt]:
-        """Wait for a job; meanwhile, renew leases and pass a wish to stop on."""
+        """Wait for a job; while waiting, renew leases and pass on stop requests."""
         working = self._at_work(work)
         deep = self._at_work(item for item in work if item.much)
         began = looked = asked = time.monotonic()
@@ -324,13 +324,13 @@ class Forwarder:
                 tell_at = now + TELL_SECONDS
             self._renew()
             if not vigil.heard and now - asked > self.options.lease_seconds:
-                # a task may have to wait for executors, but Spark itself answers meanwhile
+                # a task may have to wait for executors, but Spark itself must answer
                 self._slots()
                 asked = time.monotonic()
             if error := vigil.given_up:
                 return self._give_up(job, vigil, error)
             if stopped_at and not vigil.heard and now - stopped_at > self.options.lease_seconds:
-                # nobody is there yet who could hear of the wish
+                # no task is running yet that could see the request
                 self.summary.stopped = True
                 error = Unavailable("Spark", "it does not end a job that has not begun: it hangs")
                 return self._cancel(job, vigil, error) or []
@@ -341,7 +341,7 @@ class Forwarder:
     def _give_up(
         self, job: Future[list[Receipt]], vigil: Vigil, error: Unavailable
     ) -> list[Receipt]:
-        """End a job that hangs. Its batches stay open, and its brokers are left alone for a while.
+        """End a job that hangs. Its batches stay open, and its brokers are skipped for a while.
 
         Raises:
             Unavailable: the runner itself does not answer any more.
@@ -357,10 +357,10 @@ class Forwarder:
     def _cancel(
         self, job: Future[list[Receipt]], vigil: Vigil, error: Unavailable
     ) -> list[Receipt] | None:
-        """Cancel a job; return its receipts if it has come to its end after all.
+        """Cancel a job; return its receipts if it has ended normally after all.
 
         Raises:
-            Unavailable: it is ``error``, because the runner does not answer any more.
+            Unavailable: the ``error``, because the runner does not answer any more.
         """
         Thread(target=self.runner.cancel, args=[vigil.group], daemon=True).start()
         if not wait_for([job], timeout=CANCEL_SECONDS).done:
@@ -369,7 +369,8 @@ class Forwarder:
         return job.result() if job.exception() is None else None
 
     def _tell_to_stop(self, brokers: Iterable[SourceBroker], told: set[str]) -> None:
-        """Ask the tasks of brokers to end with their chunk, and note in ``told`` who was asked."""
+        """Ask brokers' tasks to end after their chunk; add the brokers that were asked to
+        ``told``."""
 
         def tell(broker: SourceBroker) -> None:
             broker.stop()
@@ -383,7 +384,7 @@ class Forwarder:
             return False
         others = self.roster.visit(self.options.default_destination, but=working)
         little = [item for item in others if beside is not None and not item.much]
-        # who is slow to answer would have to be asked again, and be too late again
+        # a slow broker would be asked again, and be too late again
         self.roster.give_back(item for item in others if beside is None or item.much)
         if beside is None or not little:
             return bool(others)
@@ -471,14 +472,14 @@ class Forwarder:
         self.summary.down = sorted({*self.summary.down, *names})
 
     def _meter(self, work: Sequence[Work]) -> AbstractContextManager[Meter | None]:
-        """What shows how far the work is, if anybody watches."""
+        """Return a context that shows the work's progress, if anybody watches."""
         if self.progress is None:
             return nullcontext()
         limited = {name for name, broker in self.roster.brokers.items() if broker.max_connections}
         return Meter(self.progress, [item for item in work if item.broker not in limited])
 
     def _note_waiting(self) -> None:
-        """The lanes that wait: how many, and some of them by name."""
+        """Add the waiting lanes to the summary: their number, and some by name."""
         for broker in self.roster.brokers.values():
             self.summary.waiting_lanes += broker.waiting.lanes
             self._note_down(broker.down & self.rules.destinations.keys())
@@ -501,7 +502,7 @@ class Forwarder:
             time.sleep(min(TICK_SECONDS, max(0.0, until - time.monotonic())))
 
     def _note_spark_gone(self, error: SparkGone) -> None:
-        """Note that Spark has ended; what the run has forwarded before is still reported."""
+        """Note that Spark has ended; messages forwarded before are still reported."""
         self._problem("Spark", SparkGone(error.reason, stopping=self._stop))
         self.summary.stopped |= self._stop
 
@@ -511,7 +512,7 @@ class Forwarder:
                 self._problem(name, self._failed_job)
 
     def _leave_to_another_run(self) -> None:
-        """Work with the brokers of a job that fails each time is not tried again in this run."""
+        """Skip the brokers of a job that fails each time for the rest of this run."""
         self._note_failed_job()
         for name in self._failed_at:
             self.roster.failed(name)
@@ -536,7 +537,7 @@ class Forwarder:
 
 
 def _shards(work: Iterable[Work]) -> Counter[str]:
-    """Of how many shards by broker."""
+    """Return the number of shards by broker."""
     counts: Counter[str] = Counter()
     for item in work:
         counts[item.broker] += len(item.batch.epochs)

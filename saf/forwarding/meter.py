@@ -1,8 +1,8 @@
-"""A meter: how far the tasks at work are, for people who watch.
+"""A meter: the progress of the running tasks, for people who watch.
 
-It asks in a thread and by its own connections. So when it counts a deep backlog, for which it reads
-all of it, it holds up neither leases nor tasks. If anything goes wrong with it, the forwarder goes
-on and nothing is shown. Sources with limited connections are left out: there is none to spare.
+It asks in a separate thread with its own connections. So when it counts a deep backlog, which reads
+all of it, it delays neither leases nor tasks. If it fails, the forwarder continues and nothing is
+shown. Sources with limited connections are left out, because they have none to spare.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = Log("saf.forward")
 
 LOOK_SECONDS = 0.5
 LEAVE_SECONDS = 1.0
-"""How long a meter is waited for at its end, if a source does not answer, in seconds."""
+"""Seconds to wait for a meter at its end, if a source does not answer."""
 
-# A shard that has another batch, or none in hand, has completed this one
+# A shard that has another batch, or none open, has completed this one
 POSITIONS = f"""
 SELECT avg(CASE WHEN open IS NOT NULL AND batch = %(batch)s THEN least(position, %(highest)s)
            ELSE %(highest)s END)::float8
@@ -37,7 +37,7 @@ FROM {NEWEST} AS c WHERE shard = ANY (%(shards)s)
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the cycle in hand is, in messages; shown to people."""
+    """Progress of the current cycle, in messages; shown to people."""
 
     done: int
     total: int
@@ -45,7 +45,8 @@ class Progress:
 
 @dataclass
 class Span:
-    """A batch that is worked on: how many messages it had left, and between which ids."""
+    """A batch in progress: the number of its remaining messages, and their lowest and highest
+    id."""
 
     batch: Batch
     connection: psycopg.Connection[Any]
@@ -59,7 +60,7 @@ class Span:
         self.lowest, self.highest = lowest or 0, highest or 0
 
     def done(self) -> float:
-        """About how many of them are forwarded, by how far their ids are."""
+        """Estimate how many of the messages are forwarded, by the positions reached."""
         params = {
             "subscription_id": self.batch.subscription_id,
             "batch": self.batch.number,
@@ -72,7 +73,7 @@ class Span:
 
 
 class Meter:
-    """Reports the progress of some work for as long as its block lasts."""
+    """Reports the progress of some work while its block runs."""
 
     def __init__(self, report: Callable[[Progress], None], work: Iterable[Work]) -> None:
         self._report = report
@@ -84,7 +85,7 @@ class Meter:
         self._thread = Thread(target=self._watch, name="saf-meter", daemon=True)
 
     def complete(self) -> None:
-        """Say that all of the work is done: its positions say so only about."""
+        """Note that all of the work is done; its positions show this only roughly."""
         self._complete = True
 
     def __enter__(self) -> Meter:
@@ -108,5 +109,5 @@ class Meter:
                     self._report(Progress(int(sum(span.done() for span in spans)), total))
                 if self._complete:
                     self._report(Progress(total, total))
-        except Exception as error:  # for whoever watches, and not worth more than a line
+        except Exception as error:  # only the display fails: one line is enough
             log.info("progress_not_shown", error=f"{type(error).__name__}: {error}")

@@ -1,14 +1,14 @@
-"""Planning: which work of a cycle becomes which tasks, and in which order. Pure.
+"""Planning: turn a cycle's work into tasks, and order them. Pure.
 
 Spark starts tasks in order, as many at a time as it has slots. Little work goes first, because it
-ends soon; then everything else may take its time. Deep backlogs share the slots equally among
-brokers, and are split among them by shards.
+ends soon; the rest may then take its time. Deep backlogs share the slots equally among brokers, and
+are split among them by shards.
 
 Connections: a task has up to `PER_TASK` to its source (one that reads the batch, one that reads
 parked messages, one that marks), besides the driver's own, and one to each destination that it
-delivers to. So few tasks keep a broker's limit, and no more tasks than a destination's limit are
-planned. What a cap leaves out stays open, and brokers that have waited longest go first in the next
-cycle.
+delivers to. So the number of tasks keeps within a broker's limit, and no more tasks are planned
+than a destination's limit allows. Work beyond a cap stays open, and brokers that have waited
+longest go first in the next cycle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PER_DRIVER = 1
 
 
 def tasks_within(max_connections: int) -> int:
-    """How many tasks a source's limit on connections leaves room for; at least one.
+    """Return how many tasks a source's limit on connections allows; at least one.
 
     >>> tasks_within(4), tasks_within(6), tasks_within(10), tasks_within(31)
     (1, 1, 3, 10)
@@ -39,13 +39,13 @@ def plan(
     cap: int | None = None,
     last_turn: Mapping[str, int],
 ) -> list[Work]:
-    """The tasks of a cycle, in the order in which they start.
+    """Return the tasks of a cycle, in the order in which they start.
 
     Args:
         work: the open work, each broker's oldest first.
-        slots: how many tasks run at a time.
-        limits: for brokers that have a limit, how many tasks they may have.
-        cap: the most tasks.
+        slots: tasks that run at a time.
+        limits: for brokers that have a limit, the maximum number of tasks.
+        cap: the maximum number of tasks.
         last_turn: for each broker, the cycle in which it last had a task.
     """
     by_broker: dict[str, list[Work]] = {}

@@ -1,7 +1,7 @@
-"""Purging by the forwarder: now and then it purges its sources, some brokers in parallel.
+"""Purging by the forwarder: it purges its sources periodically, some brokers in parallel.
 
-It goes on beside the forwarding, which does not wait for it: to archive a slot takes as long as the
-archive has to write, and a forwarder that always has work would never come to it.
+Purging runs beside the forwarding, which does not wait for it: archiving a slot takes as long as
+the archive needs to write, and a forwarder that always has work would never purge.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TICK_SECONDS = 0.2
 
 
 class Purging:
-    """The purges of a run: when each broker is due, and those under way."""
+    """The purges of a run: when each broker is due, and those in progress."""
 
     def __init__(self, rules: Purge) -> None:
         self.rules = rules
@@ -36,7 +36,7 @@ class Purging:
         self._background = Background(AT_ONCE, "saf-purge")
 
     def start(self, brokers: Iterable[SourceBroker]) -> None:
-        """Begin to purge those of the brokers that are due, in the background."""
+        """Begin to purge the brokers that are due, in the background."""
         now = time.monotonic()
         self._under_way = {name: job for name, job in self._under_way.items() if not job.done()}
         for broker in brokers:
@@ -47,7 +47,8 @@ class Purging:
                 self._under_way[name] = job
 
     def finish(self, stopped: Callable[[], bool]) -> None:
-        """Wait for what was started; once ``stopped``, only for what has begun."""
+        """Wait for all purges that were submitted; once ``stopped``, only for those that have
+        begun."""
         jobs = list(self._under_way.values())
         while wait(jobs, timeout=TICK_SECONDS).not_done:
             if stopped():
@@ -55,7 +56,7 @@ class Purging:
                     job.cancel()
 
     def dismiss(self) -> None:
-        """Begin nothing more; the end of the process waits for nothing."""
+        """Begin nothing more; the end of the process waits for no purge."""
         for job in self._under_way.values():
             job.cancel()
         self._background.dismiss()
@@ -70,9 +71,9 @@ class Purging:
                 outcome = purge_by_rules(connection, dsn, self.rules)
             count_purged(name, outcome)
         except MayNotPurge as error:
-            # not a failure: a forwarder need not have the right, and `saf purge` says why
+            # not a failure: a forwarder need not have the right, and `saf purge` shows why
             log.debug("not_purged", broker=name, error=str(error))
         except SafError as error:
             log.warning("not_purged", broker=name, error=str(error))
-        except Exception as error:  # whatever it is, forwarding goes on
+        except Exception as error:  # any error; forwarding continues
             log.exception("not_purged", broker=name, error=str(Unexpected("the purge", error)))

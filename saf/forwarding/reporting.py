@@ -1,6 +1,6 @@
-"""Reporting: what a forwarder counts for the metrics of its process, from receipts of its tasks.
+"""Reporting: a forwarder's counts for the metrics of its process, from receipts of its tasks.
 
-Tasks may run on other machines, and count nothing there: their receipts say it.
+Tasks may run on other machines, and count nothing there: their receipts contain the counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from saf.metrics.process import count, counting, observe
 
 
 def receipts(work: Sequence[Work], found: Sequence[Receipt]) -> None:
-    """Count what the tasks of a cycle have done."""
+    """Count the results of a cycle's tasks."""
     if not counting():
         return
     for receipt in found:
@@ -37,11 +37,11 @@ def receipts(work: Sequence[Work], found: Sequence[Receipt]) -> None:
 
 
 def cycle(seconds: float, messages: int) -> None:
-    """Count a cycle in which there was something to do."""
+    """Count a cycle that had something to do."""
     observe(m.CYCLES, seconds)
     observe(m.CYCLE_MESSAGES, messages)
 
 
 def problem(broker: str, kind: str) -> None:
-    """Count what has gone wrong."""
+    """Count a problem."""
     count(m.PROBLEMS, broker=broker, kind=kind)

@@ -1,13 +1,13 @@
-"""The roster: the source brokers of a run, each dealt with in a thread of `BrokerThreads`.
+"""The roster: the source brokers of a run, each served in a thread of `BrokerThreads`.
 
 A broker that fails is a problem of this cycle, and is tried again after 1, 2, 4, … 32 times
-``interval_seconds``; in a run that only drains, it is not tried again. Fleets are asked again as
-`saf.fleets` says.
+``interval_seconds``; a run that only drains does not try it again. Fleets are asked again as
+`saf.fleets` describes.
 
 *Connections.* The driver stays connected to a broker, because a member of a subscription is a
 session. With more brokers than ``max_sessions``, it connects to each in turn, and stays only for
 the cycle in which there is something to forward: it is never connected to more than
-``max_sessions`` of them at once.
+``max_sessions`` brokers at the same time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from saf.setaside.parking import wait_seconds
 log = Log("saf.forward")
 
 THREADS = 64
-"""How many brokers are dealt with at a time."""
+"""Brokers that are served at a time."""
 LONGEST_WAIT = 32
 NEVER = float("inf")
 
@@ -43,9 +43,9 @@ NEVER = float("inf")
 class Roster:
     """All source brokers, including those of fleets.
 
-    ``problem`` is called with what fails, and where; ``left``, with a database that is no longer a
-    source. With ``once``, for a run that ends when everything is drained, a broker that has nothing
-    more, or has failed, is not visited again.
+    ``problem`` is called with each failure and its place; ``left``, with a database that is no
+    longer a source. With ``once``, for a run that ends when everything is drained, a broker that
+    has nothing more, or has failed, is not visited again.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Roster:
         self.options = settings.forwarder
         self.once = True
         self.stopped = False
-        """Whether to wait for no broker any more."""
+        """Whether to stop waiting for brokers."""
         self.skipped = False
-        """Whether some brokers were not visited, because connections or threads were all taken."""
+        """Whether some brokers were not visited, because all connections or threads were in use."""
         self.brokers: dict[str, SourceBroker] = {}
         self._problem = problem
         self._left = left
@@ -80,7 +80,7 @@ class Roster:
         self._sessions: set[str] = set()
         """The brokers that may be connected."""
         self._found: list[Work] = []
-        """What there is to forward, and was not given out yet."""
+        """Work that was found and not returned yet."""
         self._enlist()
 
     @property
@@ -96,9 +96,9 @@ class Roster:
     def visit(
         self, default_destination: str | None, but: Collection[SourceBroker] = ()
     ) -> list[Work]:
-        """Return what there is to forward at brokers that answer in time; ``but`` some at work.
+        """Return the work at brokers that answer in time; ``but`` some that have running tasks.
 
-        What a broker answers later is returned by a later visit.
+        Work of brokers that answer later is returned by a later visit.
         """
         if not but:
             self._refresh()
@@ -119,7 +119,7 @@ class Roster:
             and name not in late
             and broker not in but
         ]
-        # taken from the end: brokers that had no turn for longest come first, those that fail last
+        # taken from the end: brokers that have waited longest come first, those that fail come last
         left.sort(key=lambda b: (-self._failures.get(b.name, 0), -b.last_turn))
         while left and (self._may_connect(left[-1]) or self._threads.take_results()):
             if self._may_connect(left[-1]):
@@ -129,12 +129,12 @@ class Roster:
         self.skipped = bool(left)
         self._threads.finish(set(self.brokers))
         while self.once and not (self._found or but or self.stopped) and self._threads.busy:
-            self._threads.take_results()  # there is nothing else to do
+            self._threads.take_results()  # nothing else to do
         found, self._found = self._without_copies(self._found), []
         return found
 
     def _without_copies(self, found: list[Work]) -> list[Work]:
-        """Leave out work of brokers that have the broker_id of another one: they are copies of it.
+        """Leave out work of brokers that have another's broker_id: one is a copy of the other.
 
         Of two databases of one cluster, the copy was created later. Of two clusters, either may be
         the copy, so neither is forwarded.
@@ -155,13 +155,13 @@ class Roster:
             if broker.place is not None and name not in self._threads.busy:
                 self._problem(name, SameBroker(name, original.name, broker.place.broker_id))
                 broker.leave()
-                broker.place = None  # asked again when it is visited again
+                broker.place = None  # asked again at the next visit
                 self._count(broker)
                 self.failed(name)
         return [item for item in found if item.broker not in copies]
 
     def give_back(self, work: Iterable[Work]) -> None:
-        """Return work by the next visit once more, because there is no room for it now."""
+        """Keep work for the next visit, because all slots are taken now."""
         self._found.extend(work)
 
     def each(
@@ -171,7 +171,7 @@ class Roster:
         *,
         quiet: bool = False,
     ) -> None:
-        """Call ``action`` for those of the brokers that are free, and wait until most have done it.
+        """Call ``action`` for those brokers that are free, and wait until most have done it.
 
         A failure is a problem; with ``quiet``, it is a line in the log.
         """
@@ -184,17 +184,18 @@ class Roster:
         self._threads.finish(names)
 
     def well(self) -> list[SourceBroker]:
-        """The brokers that answered when they were last asked."""
+        """Return the brokers that answered when they were last asked."""
         return [broker for broker in self.brokers.values() if self._is_well(broker)]
 
     def failed(self, name: str) -> None:
-        """Leave a broker alone for a while, because nothing more can be done for it now."""
+        """Skip a broker for a while, because nothing more can be done for it now."""
         failures = self._failures[name] = self._failures.get(name, 0) + 1
         seconds = wait_seconds(failures, 1, LONGEST_WAIT) * self.options.interval_seconds
         self._visit_at[name] = NEVER if self.once else time.monotonic() + seconds
 
     def rest(self, but: Collection[SourceBroker] = ()) -> None:
-        """If there are too many brokers to stay connected, make room; ``but`` some at work."""
+        """If there are too many brokers to stay connected, disconnect; ``but`` from some at
+        work."""
         if self.brief:
             late = self._late
             done = [
@@ -205,7 +206,7 @@ class Roster:
             self.each(SourceBroker.leave, done)
 
     def leave(self) -> None:
-        """Leave all brokers. A broker that does not answer is not waited for."""
+        """Leave all brokers, without waiting for those that do not answer."""
         try:
             self._remember(self._met.values())
         except (SafError, psycopg.Error) as error:
@@ -217,7 +218,7 @@ class Roster:
 
     @property
     def _late(self) -> set[str]:
-        """The brokers with work that was not given out yet."""
+        """The brokers with work that was not returned yet."""
         return {item.broker for item in self._found}
 
     def _refresh(self) -> None:
@@ -245,10 +246,10 @@ class Roster:
             self._met[broker.name] = Member(fleet=fleet, name=broker.name, broker_id=broker_id)
 
     def _listed_by(self, name: str, fleet: Fleet, met: Sequence[Member]) -> Listing:
-        """Ask a fleet who belongs to it; a member that was met before and is missing is a problem.
+        """Ask a fleet for its members; a member that was met before and is missing is a problem.
 
-        Called in a thread. If the store that remembers the members does not answer, those that this
-        run has met count.
+        Called in a thread. If the store that remembers the members does not answer, use those that
+        this run has met.
         """
         listing = ask(name, fleet)
         known = [one for one in met if one.fleet == name]
@@ -273,14 +274,14 @@ class Roster:
             self._remembered |= new
 
     def _hears(self, fleet: str, listing: Listing) -> None:
-        """Note who belongs to a fleet; who leaves it may be at work until the next cycle."""
+        """Note the members of a fleet; a member that leaves may have tasks until the next cycle."""
         for name, error in listing.problems:
             self._problem(name, error)
         self._listed[fleet] = listing.brokers
         self._heard = True
 
     def _enlist(self) -> None:
-        """Add new brokers, and remove those that have gone or are elsewhere now."""
+        """Add new brokers, and remove those that are gone or have moved."""
         wanted = {name: one for listed in self._listed.values() for name, one in listed.items()}
         for name, broker in list(self.brokers.items()):
             there = wanted.get(name)
@@ -350,12 +351,12 @@ class Roster:
         self.failed(broker.name)
         fleet = self._listed.get(broker.name.partition("/")[0], {})
         if isinstance(error, SchemaMissing) and isinstance(fleet.get(broker.name), Candidate):
-            self._visit_at[broker.name] = NEVER  # it is no broker, or not yet
+            self._visit_at[broker.name] = NEVER  # not a broker, or not yet
             return
         self._problem(broker.name, error)
 
 
 def _created(broker: SourceBroker) -> tuple[int, int, str]:
-    """The key by which brokers are sorted: those of one cluster as they were created."""
+    """Return the key by which brokers are sorted: those of one cluster by creation."""
     cluster, oid = broker.place.database if broker.place is not None else (0, 0)
     return cluster, oid, broker.name

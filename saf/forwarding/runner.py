@@ -1,8 +1,8 @@
 """Runners: they run the engine for items of work, and return its receipts.
 
 A forwarder plans its work and has a runner run it: Spark (`saf.spark.runner`), this process
-(`InProcess`), or one of them, by how much there is to do (`LittleHere`). The result for an item is
-the same everywhere, because the engine is the same.
+(`InProcess`), or either one, depending on the amount of work (`LittleHere`). The result for an
+item is the same everywhere, because the engine is the same.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ log = Log("saf.task")
 class Runner(Protocol):
     """Runs items of work, some at a time. Called from threads of the forwarder.
 
-    Calls of `run` do not wait for each other, and `slots` is asked beside them.
+    Calls of `run` do not wait for each other, and `slots` may be called at the same time.
     """
 
     def start(self, work: Sequence[Work]) -> None:
-        """Get ready for the work of a cycle, which may take seconds; called before all else.
+        """Prepare for the work of a cycle, which may take seconds; called before all else.
 
         A run that finds nothing to do never calls it.
         """
 
     def slots(self) -> int:
-        """How many items run at a time now; as long as it answers, it does not hang.
+        """Return how many items run at a time now; a runner that answers does not hang.
 
         Raises:
             SparkGone: Spark has ended.
         """
 
     def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
-        """Run each item to its end; ``group`` tells this call apart from others.
+        """Run each item to its end; ``group`` identifies this call.
 
         Raises:
             JobFailed: the job ended without receipts; another attempt may succeed.
@@ -50,10 +50,10 @@ class Runner(Protocol):
         """Keep no connection to a database that is no longer a source: it may be dropped."""
 
     def cancel(self, group: str) -> None:
-        """End a call that hangs. Raises nothing; it may be in vain."""
+        """End a call that hangs. Raises nothing, and may fail."""
 
     def abandon(self) -> None:
-        """Give up what does not answer any more; `run` then raises SparkGone."""
+        """Give up a runner that does not answer any more; `run` then raises SparkGone."""
 
 
 def run_item(
@@ -64,7 +64,7 @@ def run_item(
     ``closes`` is as in `saf.engine.task.Task`.
     """
     from saf.engine.source import messages
-    from saf.engine.task import Task  # needs Arrow, which a driver of Spark does not
+    from saf.engine.task import Task  # needs Arrow; a driver of Spark does not
 
     with closing(messages(item, rules.max_bytes)) as rows:
         return Task(number, item, rules, closes=closes).run(rows)
@@ -78,7 +78,7 @@ def item_alone(
 
 
 def bounded(number: int, item: Work, run: Callable[[], list[Receipt]]) -> list[Receipt]:
-    """Call ``run`` and return its receipts; what it raises is the problem of that broker."""
+    """Call ``run`` and return its receipts; an exception becomes a problem of that broker."""
     try:
         return run()
     except Exception as error:
@@ -95,12 +95,12 @@ class InProcess:
     """
 
     def start(self, work: Sequence[Work]) -> None:  # noqa: ARG002 - a runner's signature
-        """Load what the work needs, while the forwarder keeps its leases."""
+        """Load the modules that the work needs, while the forwarder keeps its leases."""
         import saf.engine.source
         import saf.engine.task  # noqa: F401 - Arrow, and its drivers
 
     def slots(self) -> int:
-        """One."""
+        """Return 1."""
         return 1
 
     def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:  # noqa: ARG002 - a runner's signature
@@ -115,27 +115,27 @@ class InProcess:
         ]
 
     def let_go(self, source: Dsn) -> None:
-        """Close what this process has kept of it."""
+        """Close this process's kept connections to a database."""
         from saf.database import connections  # needs Arrow
 
         connections.forget(source)
 
     def cancel(self, group: str) -> None:
-        """Does nothing, because it is this process that hangs."""
+        """Do nothing, because it is this process that hangs."""
 
     def abandon(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 FEW = 8
-"""So many brokers with little work are done one after the other sooner than a job of Spark is."""
+"""Maximum brokers whose little work is faster here, one after the other, than in a Spark job."""
 
 
 class LittleHere:
-    """Runs little work in this process, and other work by ``spark``, which it starts for that.
+    """Runs little work in this process, and other work by ``spark``, which it starts when needed.
 
-    Work is little if there is not much of it, for few brokers, and without classifiers: these are
-    code of somebody else, and a task of Spark that hangs can be ended.
+    Work is little if it has few messages, for few brokers, and no classifiers: these are users'
+    code, and a task of Spark that hangs can be ended.
     """
 
     def __init__(self, spark: Runner) -> None:
@@ -144,17 +144,17 @@ class LittleHere:
         self._started = False
 
     def start(self, work: Sequence[Work]) -> None:
-        """Start Spark if there is more than little work; otherwise load what is needed here."""
+        """Start Spark if there is more than little work; otherwise load the modules needed here."""
         runner = self._for(work)
         runner.start(work)
         self._started |= runner is self._spark
 
     def slots(self) -> int:
-        """How many tasks Spark runs at a time now, if it is started; otherwise one."""
+        """Return how many tasks Spark runs at a time now, if it is started; otherwise 1."""
         return self._spark.slots() if self._started else self._here.slots()
 
     def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
-        """Run each item to its end, here or there."""
+        """Run each item to its end, here or by Spark."""
         return self._for(work).run(work, rules, group)
 
     def _for(self, work: Sequence[Work]) -> Runner:
@@ -162,12 +162,12 @@ class LittleHere:
         return self._here if little else self._spark
 
     def let_go(self, source: Dsn) -> None:
-        """Close what this process has kept of a database."""
+        """Close this process's and Spark's kept connections to a database."""
         self._here.let_go(source)
         self._spark.let_go(source)
 
     def cancel(self, group: str) -> None:
-        """Cancel Spark's job; what hangs here ends at the bounds of its sessions."""
+        """Cancel Spark's job; calls that hang here end at the bounds of their sessions."""
         if self._started:
             self._spark.cancel(group)
 

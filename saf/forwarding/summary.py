@@ -1,4 +1,4 @@
-"""What a run of the forwarder did, for people and for programs."""
+"""Summary of a run of the forwarder, for people and for programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from saf.errors import SafError, Unavailable, UsageError
 
 @dataclass
 class Summary:
-    """What a run did. Counts are messages."""
+    """Results of a run. Counts are messages."""
 
     forwarded: int = 0
     dropped: int = 0
@@ -23,13 +23,13 @@ class Summary:
     early: dict[str, int] = field(default_factory=dict)
     """By destination, messages that it got before their deliver_at, because it holds none."""
     parked: int = 0
-    """Messages set aside until a destination, a route or a service is there."""
+    """Messages set aside until a destination, a route or a service exists or answers."""
     dead: int = 0
-    """Messages set aside for a person."""
+    """Messages set aside for an operator."""
     by_destination: dict[str, int] = field(default_factory=dict)
     by_service: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of each destination, messages by service that it has now: ``forwarded`` and ``dropped``
-    ones. So what a killed run had stored, and could not say, is said by the next one."""
+    """By destination, messages by service that it has now: ``forwarded`` and ``dropped`` ones. So
+    messages that a killed run had stored, without reporting them, are reported by the next run."""
     batches: int = 0
     cycles: int = 0
     seconds: float = 0.0
@@ -37,21 +37,21 @@ class Summary:
     idle: bool = False
     """Whether other forwarders hold all shards of all brokers."""
     waiting: list[dict[str, Any]] = field(default_factory=list)
-    """Some lanes: ``broker``, ``lane``, ``kind``, ``subject``, ``attempts``,
-    ``next_attempt_at``, ``error``."""
+    """Some lanes: ``broker``, ``lane``, ``kind``, ``subject``, ``attempts``, ``next_attempt_at``,
+    ``error``."""
     waiting_lanes: int = 0
-    """How many lanes wait."""
+    """Number of lanes that wait."""
     down: list[str] = field(default_factory=list)
     """Destinations that do not answer, or refuse everything."""
     problems: list[dict[str, str]] = field(default_factory=list)
-    """What went wrong: ``broker``, ``kind`` (an error's class) and ``error``."""
+    """Problems: ``broker``, ``kind`` (an error's class) and ``error``."""
 
     @property
     def exit_code(self) -> int:
-        """0: done or nothing to do; 75: try again later; 2: a person must mend it; 1: other.
+        """0: done or nothing to do; 75: try again later; 2: an operator must act; 1: other.
 
-        Messages that wait for a route or a service keep nobody else waiting, and the next run does
-        not help them: that is 0. Messages for a destination that is down are 75.
+        Messages that wait for a route or a service block no others, and the next run does not help
+        them: that is 0. Messages for a destination that is down are 75.
         """
         codes = {getattr(errors, problem["kind"]).exit_code for problem in self.problems}
         for code in (SafError.exit_code, UsageError.exit_code):
@@ -81,7 +81,7 @@ class Summary:
             add_services(self.by_service.setdefault(destination, {}), services)
 
     def as_dict(self) -> dict[str, Any]:
-        """The summary as a dict, for one line of JSON."""
+        """Return the summary as a dict, for one line of JSON."""
         rate = self.forwarded / self.seconds if self.seconds else 0.0
         return {
             **asdict(self),

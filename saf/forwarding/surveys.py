@@ -1,11 +1,11 @@
-"""Surveys at the driver: a deep batch that several tasks share is surveyed once, for all of them.
+"""Surveys at the driver: a deep batch that several tasks share is surveyed once, for all tasks.
 
-A survey reads each page of the batch. It is good for as long as the transaction goes on that has
-made it (`saf.engine.survey`), so the driver has one more session at such a source while a job runs.
+A survey reads each page of the batch. It is valid while the transaction that made it is open
+(`saf.engine.survey`), so the driver has one more session at such a source while a job runs.
 
-It only saves work. Where there is no survey, each task makes its own: if the source does not answer
-here, if it takes longer than the others wait for it, if this process dies, or if the server ends
-the session. So nothing is raised here. A batch that one task reads is left to that task.
+Surveys only save work. Without one, each task makes its own: if the source does not answer here, if
+the survey takes longer than the others wait for it, if this process dies, or if the server ends the
+session. So nothing is raised here. A batch that one task reads is left to that task.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from saf.logger import Log
 log = Log("saf.forward")
 
 PATIENCE_SECONDS = 60.0
-"""How long a survey may take before the tasks begin without it, in seconds."""
+"""Seconds that a survey may take before the tasks begin without it."""
 OTHERS_SECONDS = 5.0
-"""The same, where tasks of other sources wait for it too."""
+"""Like `PATIENCE_SECONDS`, if tasks of other sources wait for the survey too."""
 TICK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surveyed:
-    """A source's surveys, and the session that they are good for."""
+    """A source's surveys, and the session in which they are valid."""
 
     session: psycopg.Connection[Any]
     surveys: Mapping[Batch, Survey]
-    """By the batch, with all shards that tasks share."""
+    """By batch, with all shards that tasks share."""
 
 
 @contextmanager
 def surveyed(
     work: Sequence[Work], but: Container[str] = (), meanwhile: Callable[[], None] = lambda: None
 ) -> Iterator[list[Work]]:
-    """Give the items, with surveys, which are good inside the block; ``but`` some brokers'.
+    """Yield the items, with surveys that are valid inside the block; ``but`` some brokers'.
 
-    ``meanwhile`` is called now and then while it waits for them.
+    ``meanwhile`` is called periodically while waiting for the surveys.
     """
     shared = {name: some for name, some in _shared(work).items() if name not in but}
     if not shared:
@@ -76,7 +76,7 @@ def surveyed(
 
 
 def _shared(work: Sequence[Work]) -> dict[str, tuple[Dsn, list[Batch]]]:
-    """The deep batches, by broker, that more than one item has a split of."""
+    """Return by broker the deep batches that are split among several items."""
     by_broker: dict[str, list[Work]] = {}
     for item in work:
         if item.deep:
@@ -93,7 +93,7 @@ def _shared(work: Sequence[Work]) -> dict[str, tuple[Dsn, list[Batch]]]:
 def _answered(
     jobs: Collection[Future[Surveyed | None]], meanwhile: Callable[[], None]
 ) -> set[Future[Surveyed | None]]:
-    """Wait for the surveys, unless one takes too long; return those that are there."""
+    """Wait for the surveys, unless one takes too long; return those that are done."""
     until = time.monotonic() + (PATIENCE_SECONDS if len(jobs) == 1 else OTHERS_SECONDS)
     done: set[Future[Surveyed | None]] = set()
     while len(done) < len(jobs) and (left := until - time.monotonic()) > 0:

@@ -1,13 +1,13 @@
-"""A vigil: whether the tasks of a job are heard of; see `saf.engine.pulse`.
+"""A vigil: whether a job's tasks give signs of life; see `saf.engine.pulse`.
 
 The driver renews a lease only as long as its tasks live. If a task has a session at its source and
-is silent for a whole lease, it is given up, and the job with it: Spark kills the process, the batch
-stays open, and whoever forwards next goes on from its position. A job is given up too if none of
-its tasks is heard of any more, as when Spark itself hangs. A job that has not begun waits for
-longer, as long as Spark answers; meanwhile, its shards may go to others.
+is silent for a whole lease, the task and its job are given up: Spark kills the process, the batch
+stays open, and the next forwarder continues from its position. A job is also given up if none of
+its tasks gives signs of life any more, as when Spark itself hangs. A job that has not begun may
+wait longer, as long as Spark answers; during that time, other members may take its shards.
 
-What the driver has slept through, because its machine was suspended for one, says nothing of its
-tasks: they have slept too. So a silence counts from when the driver was awake again.
+Time in which the driver slept, e.g. because its machine was suspended, does not count against its
+tasks: they have slept too. So silence is counted from the time at which the driver was awake again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from saf.engine.work import Work
 from saf.errors import Unavailable
 
 SILENT_LEASES = 2
-"""For how many leases Spark may say nothing."""
+"""Leases for which Spark may be silent."""
 BEGIN_SECONDS = 600.0
-"""How long a job may wait for its first task, in seconds: executors may have to be started."""
+"""Seconds that a job may wait for its first task: executors may need to start."""
 SLEPT = 2 / 3
-"""A driver that does nothing for such a part of the lease has slept: it looks twice as often."""
+"""Part of a lease after which an inactive driver has slept: normally it checks twice as often."""
 
 
 class Vigil:
@@ -43,7 +43,7 @@ class Vigil:
         self._lease = max(item.lease_seconds for item in work)
         self._heard_at = self._awake_at = self._awake_since = time.monotonic()
         self.heard = False
-        """Whether any task was heard of."""
+        """Whether any task has given a sign of life."""
         self._lost: dict[str, float] = {}
 
     @property
@@ -52,11 +52,12 @@ class Vigil:
         return list(self._lives)
 
     def hear(self) -> None:
-        """Count the job as heard of: the driver itself works for it."""
+        """Count as a sign of life of the job that the driver itself works for it."""
         self._heard_at = time.monotonic()
 
     def look(self, broker: str, connection: psycopg.Connection[Any]) -> float:
-        """For how many seconds some task of a broker, or the job, was not heard of."""
+        """Return the seconds since the last sign of life of a broker's most silent task, or the
+        job."""
         now = self._awake()
         seconds = [
             min(one, now - self._awake_since)
@@ -72,7 +73,7 @@ class Vigil:
 
     @property
     def given_up(self) -> Unavailable | None:
-        """Why the job is not waited for any longer; None if it is."""
+        """Why to stop waiting for the job; None: keep waiting."""
         quiet = self._awake() - self._heard_at
         lost = sorted(name for name, seconds in self._lost.items() if seconds >= self._lease)
         if lost:
@@ -87,7 +88,7 @@ class Vigil:
         return Unavailable(what, f"{reason}. The next run forwards what it had in hand")
 
     def _awake(self) -> float:
-        """What time it is; note whether the driver has slept since it was asked last."""
+        """Return the time; note whether the driver has slept since the last call."""
         now = time.monotonic()
         if now - self._awake_at > self._lease * SLEPT:
             self._awake_since = self._heard_at = now

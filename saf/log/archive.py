@@ -2,14 +2,15 @@
 
     FOLDER/<broker_id>/outbox-3-<first id>-<last id>.parquet
 
-A file has every column of messages of the slot, in no order (`saf.log.slot_rows`). It is written
-under another name, brought to the disk and then named, so a file with this name is whole, and it
-never changes. A broker that was repaired after it was set back adds its incarnation to the names.
+A file has every column of messages of the slot, unordered (`saf.log.slot_rows`). It is written
+under another name, flushed to disk and then renamed, so a file with this name is complete and never
+changes. A broker that was repaired after a set-back adds its incarnation to the names.
 
 The caller truncates the slot afterwards, and only if the snapshot still shows every row. If it does
-not, or dies before, the next archive of the slot writes what no file has yet. So the files of a
-broker have each message once, and all that left its table. Two that write at the same time, such
-as after a broken connection, would not know of each other: the second one is refused.
+not, or if the process dies first, the next archive of the slot writes the messages that no file has
+yet. So a broker's files contain each message once, and every message that has left its table. Two
+concurrent writers, as after a broken connection, would not know of each other: the second one is
+refused.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ NAME = re.compile(
 FIRST = 1
 """The incarnation of a broker that was never repaired."""
 KEY = ("id", "message_id")
-"""What tells messages of a broker apart, also one from before and one from after a set-back."""
+"""Columns that tell messages of a broker apart, even those from before and after a set-back."""
 KEY_BYTES = 24
 LOCK = ".lock"
-"""The file that whoever writes to a broker's folder has locked."""
+"""File in a broker's folder that a writer keeps locked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +67,14 @@ class Piece:
 
 
 class ParquetArchive:
-    """Writes slots of one broker below a folder: a `saf.log.ring.Archive`."""
+    """Writes slots of one broker to files in a folder: a `saf.log.ring.Archive`."""
 
     def __init__(self, dsn: Dsn, folder: Path) -> None:
         self.dsn = dsn
         self.folder = folder
 
     def __call__(self, contents: Contents) -> Path | None:
-        """Write the messages of a slot to a file; None if their number has changed meanwhile.
+        """Write the messages of a slot to a file; None if their number has changed.
 
         Raises:
             Unavailable: the folder cannot be written to, or the database does not answer.
@@ -87,7 +88,7 @@ class ParquetArchive:
             raise Unavailable(f"archive {self.folder}", error.strerror or str(error)) from None
 
     def _folder(self, broker_id: str) -> Path:
-        """The broker's own folder, because names of brokers may repeat, and all ids begin at 1."""
+        """Return the broker's own folder: names of brokers may repeat, and all ids begin at 1."""
         folder = self.folder / broker_id
         make_folder(folder)
         return folder
@@ -104,7 +105,7 @@ class ParquetArchive:
 
 
 def pieces(folder: Path, broker_id: str, log: str) -> list[Piece]:
-    """The files that an archive has of a log; a `.part` is none.
+    """Return an archive's files of a log; `.part` files do not count.
 
     Raises:
         OSError: the folder cannot be read.
@@ -112,7 +113,7 @@ def pieces(folder: Path, broker_id: str, log: str) -> list[Piece]:
     folder.stat()  # raises if there is no archive at all
     try:
         paths = sorted((folder / broker_id).iterdir())
-    except FileNotFoundError:  # of this broker, nothing was archived yet
+    except FileNotFoundError:  # nothing of this broker was archived yet
         return []
     named = [(path, NAME.fullmatch(path.name)) for path in paths]
     return [
@@ -130,7 +131,7 @@ def pieces(folder: Path, broker_id: str, log: str) -> list[Piece]:
 
 
 def _write(rows: SlotRows, contents: Contents, folder: Path) -> Path | None:
-    """Write what no file has yet; return the newest file that has messages of the slot."""
+    """Write messages that no file has yet; return the newest file with messages of the slot."""
     slot = contents.slot
     before = [one for one in pieces(folder.parent, folder.name, slot.log) if _meets(one, contents)]
     known = [_keys(pq.read_table(one.path, columns=[*KEY])) for one in before]
@@ -140,7 +141,7 @@ def _write(rows: SlotRows, contents: Contents, folder: Path) -> Path | None:
         if read != contents.messages:
             return None
         if ends is None:
-            sync(folder)  # whoever gave them their names may have died before
+            sync(folder)  # the writer that renamed them may have died first
             return max((one.path for one in before), key=lambda path: path.stat().st_mtime_ns)
         fail_point("archive_written")
         life = "" if rows.incarnation == FIRST else f"-life-{rows.incarnation}"
@@ -163,7 +164,7 @@ def _copy(
 ) -> tuple[int, tuple[int, int] | None]:
     """Copy rows that are not known into a file, durably.
 
-    Return how many rows there were, and the first and the last id in the file; None: no row.
+    Return how many rows were read, and the first and last id in the file; None: no rows.
     """
     read, lows, highs = 0, [], []
     writer: pq.ParquetWriter | None = None
@@ -186,7 +187,7 @@ def _copy(
 
 
 def _keys(rows: pa.Table | pa.RecordBatch) -> pa.Array:
-    """What tells messages apart, as bytes."""
+    """Return each message's identity as bytes."""
     columns = []
     for name, size in (("id", 8), ("message_id", 16)):
         column = rows[name]
@@ -201,7 +202,7 @@ def _keys(rows: pa.Table | pa.RecordBatch) -> pa.Array:
 
 
 def _named(part: Path, file: Path) -> Path:
-    """Give a file its name, or the next one that is free; what is there is not replaced."""
+    """Rename a file, or give it the next free name; never replace an existing file."""
     names = (file.with_suffix(f".{number}.parquet") for number in count(2))
     name = next(one for one in chain([file], names) if not one.exists())
     return part.rename(name)

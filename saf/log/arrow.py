@@ -1,4 +1,4 @@
-"""The types of a message's columns in Arrow: as they are read, and as Spark hands them on."""
+"""Arrow types of a message's columns: as they are read, and as Spark passes them on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READ = {
     "bytea": pa.binary(),
     "timestamptz": MOMENT,
 }
-"""Arrow's types by PostgreSQL's, as `saf.log.columns.plain` gives them."""
+"""Arrow's types by PostgreSQL's, as `saf.log.columns.plain` returns them."""
 TYPES = {column.name: READ[column.type] for column in MESSAGE}
 
 OF_SPARK = {

@@ -1,12 +1,12 @@
 """What a log accepts, in any language: the CHECKs of both logs.
 
 Before a statement inserts into a table, PostgreSQL reads and prepares the table's CHECKs, which
-takes longer than to insert a row. A chunk of thousands pays that once, an application that sends
-pays it for each message. So at an outbox a function checks the same, which the server prepares once
-in a transaction. The larger an expression is, the longer that takes, too. So `ACCEPT` has one that
-is small, and true for what nearly all messages are; what it is not true for, `EXAMINE` checks as
-CHECKs would. That raises with the name of the constraint that it stands for, because whoever is
-refused should be told by which.
+takes longer than inserting a row. A chunk of thousands pays that once, but a sending application
+pays it for each message. So at an outbox a function makes the same checks, and the server prepares
+it once per transaction. The larger an expression is, the longer that takes, too. So `ACCEPT` has a
+small one that is true for nearly all messages; `EXAMINE` checks the others as CHECKs would. It
+raises with the name of the constraint that it replaces, so that the sender learns which one was
+violated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IN_CALENDAR = " AND ".join(
     for column in ("created_at", "deliver_at", "expires_at")
 )
 
-# An id above the current one is no transaction's either, but the current one differs between
+# Ids above the current one belong to no transaction either, but the current one differs between
 # clusters, and a dump must fit into any of them: `saf.operating.doctor` finds such ids.
 POSSIBLE = "txid < '9223372036854775808'::xid8"
 
@@ -33,7 +33,7 @@ CHECKS = {
 """The checks, by the ends of their constraints' names."""
 
 ACCEPTED = "saf.accept(txid, to_service, key, headers, created_at, deliver_at, expires_at)"
-"""SQL: the check of an outbox, which raises for what it does not accept."""
+"""SQL: the check of an outbox, which raises for rows that it does not accept."""
 
 _REFUSE = "\n".join(
     f"         WHEN NOT ({check}) THEN 'outbox_{name}'" for name, check in CHECKS.items()
@@ -42,7 +42,7 @@ _ARGUMENTS = """
     txid xid8, to_service text, key text, headers jsonb,
     created_at timestamptz, deliver_at timestamptz, expires_at timestamptz
 """
-# A search_path of its own, so that a sender cannot bring operators of his own
+# Its own search_path, so that senders cannot substitute their own operators
 EXAMINE = f"""
 CREATE FUNCTION saf.examine({_ARGUMENTS}) RETURNS boolean
 LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE
@@ -61,7 +61,7 @@ BEGIN
         MESSAGE = format('new row for relation "outbox" violates check constraint %I', refused);
 END $$
 """
-# To set a search_path takes as long as to check, so each name says where it is from
+# Setting a search_path takes as long as checking, so each name is qualified with its schema
 ACCEPT = f"""
 CREATE FUNCTION saf.accept({_ARGUMENTS}) RETURNS boolean
 LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $$

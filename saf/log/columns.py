@@ -1,10 +1,10 @@
-"""The columns that are read of a log: ``id`` and ``shard`` at the source, and the message's.
+"""The columns that are read from a log: ``id`` and ``shard`` at the source, and the message's.
 
-To read a NULL takes as long as to read a number. So of a deep backlog, the columns that most
-messages do not have are read only where some message has them.
+Reading a NULL takes as long as reading a number. So for a deep backlog, the columns that most
+messages lack are read only where some message has them.
 
-If a row is too large to be read (see `saf.limits`), its large values are NULL, and so is its body,
-which tells it from other rows.
+If a row is too large to be read (see `saf.limits`), its large values are NULL, and so is its body.
+The NULL body tells such a row from others.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ MORE_THAN_COMMON = sql.SQL("CASE WHEN {} THEN NULL ELSE true END AS {}").format(
 
 
 def selected(max_bytes: int | None, *, kept: bool = False) -> list[str | sql.Composable]:
-    """The expressions to select for `COLUMNS`; a body over ``max_bytes`` is NULL.
+    """Return the expressions to select for `COLUMNS`; a body over ``max_bytes`` is NULL.
 
-    Of a log, ``kept`` says that its constraint holds for all rows. The conditions that it makes
-    needless take the server longer to plan than a few rows to read.
+    ``kept`` means that the log's constraint holds for all rows. It makes some conditions
+    unnecessary that take the server longer to plan than reading a few rows.
     """
     return [bounded(name, max_bytes, "true" if kept else "false") for name in COLUMNS]
 
 
 def common(columns: Iterable[str | sql.Composable]) -> list[str | sql.Composable]:
-    """The expressions without the seldom columns; `MORE` says whether a row has any of these."""
+    """Return the expressions without the seldom columns; `MORE` tells if a row has any of these."""
     named = zip(COLUMNS, columns, strict=True)
     return [*(column for name, column in named if name not in UNCOMMON), MORE_THAN_COMMON]
 
 
 def completed(rows: pa.RecordBatch, names: Sequence[str] = COLUMNS) -> pa.RecordBatch | None:
-    """Add the seldom columns to what `common` has read; None if a row has one of them.
+    """Add the seldom columns to rows read with `common`; None if a row has one of them.
 
-    ``names``: the columns that shall be there then.
+    ``names`` are the columns to return.
     """
     if rows[MORE].null_count < rows.num_rows:
         return None
@@ -61,9 +61,9 @@ def completed(rows: pa.RecordBatch, names: Sequence[str] = COLUMNS) -> pa.Record
 
 
 def bounded(name: str, max_bytes: int | None = None, kept: str = "false") -> str | sql.Composable:
-    """A column, or NULL where it is too large; the body is NULL where anything in the row is.
+    """Return a column, or NULL where it is too large; the body is NULL if any value in the row is.
 
-    ``kept`` is SQL that says whether a log's constraint holds for all rows, such as `KEPT`.
+    ``kept`` is an SQL condition, e.g. `KEPT`: whether a log's constraint holds for all rows.
     """
     if name in ("from_service", "message_type"):
         return _where(f"octet_length({name}) <= {LONG_NAMES}", name)
@@ -85,7 +85,7 @@ def _where(condition: str, name: str) -> sql.Composable:
 
 
 def plain(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Turn what PostgreSQL sent into types for Arrow to compute with: uuid binary, jsonb text."""
+    """Convert columns to types that Arrow computes with: uuid to binary, jsonb to text."""
     return pa.RecordBatch.from_arrays([_storage(c) for c in rows.columns], names=rows.schema.names)
 
 

@@ -1,40 +1,40 @@
-"""How every log is read: in batches, each between two snapshots of a cursor.
+"""Cursors: every log is read in batches, each between two snapshots of a cursor.
 
-Every reader of a log, the forwarder or a consumer, reads it like this. Each row of a log has the id
-of the transaction that wrote it (``txid``). A cursor, one per subscription and shard, holds two
-snapshots, which say which transactions were complete:
+This is how every reader, a forwarder or a consumer, reads a log. Each row of a log has the id of
+the transaction that wrote it (``txid``). A cursor, one per subscription and shard, contains two
+snapshots, which tell which transactions were complete:
 
     done        every row visible in it is complete
-    open        the batch in hand is the rows visible in ``open`` and not in ``done``
+    open        the open batch is the rows visible in ``open`` and not in ``done``
     position    within the batch, the rows with ``id <= position`` are complete
 
 It moves in three steps:
 
-    open        open = the snapshot of now, batch = batch + 1
-    advance     position = the last id completed, as often as one likes
+    open        open = the current snapshot, batch = batch + 1
+    advance     position = the last id completed, any number of times
     close       done = open, open = NULL; with the last advance, or after it
 
-What this gives, where simpler schemes fail (the idea is PgQ's; here it is per shard):
+Guarantees, where simpler schemes fail (the idea is PgQ's; here it is per shard):
 
-- *Nothing is skipped.* Ids are drawn before the commit, so reading ``id > last`` loses the row
+- *Nothing is skipped.* Ids are assigned before the commit, so reading ``id > last`` loses the row
   that commits late with a lower id. A row that commits after the snapshot ``open`` is not visible
   in it, so it belongs to the next batch, whatever its id.
-- *A batch never changes.* Two snapshots name the same set of rows for ever. Read again by a
-  retried task or another process after a crash, it gives the same rows in the same order, and
-  (batch, position) is a mark that a destination can compare: that is what exactly once rests on.
-- *Order.* Rows written one after the other under one lock have rising ids, and the later is
-  never in an earlier batch: if its transaction was complete at a snapshot, so was the one that
-  had to release the lock first.
+- *A batch never changes.* Two snapshots always name the same set of rows. A retried task, or
+  another process after a crash, reads the same rows in the same order, and (batch, position) is a
+  mark that a destination can compare. Exactly once depends on this.
+- *Order.* Rows written one after the other under one lock have rising ids, and the later row is
+  never in an earlier batch: if its transaction was complete at a snapshot, so was the transaction
+  that had to release the lock first.
 - *One long transaction delays only itself.* Its id stays listed as in progress in ``done``, and
   its rows are found by that id when it ends. The cost of a batch follows its new rows.
 - *Nothing is forwarded that the source could still lose.* ``open`` commits with
-  synchronous_commit = on; the log is written in order, so everything visible before is durable.
+  synchronous_commit = on; WAL is written in order, so everything visible before is durable.
 
-Every write names owner and epoch (see `saf.log.shards`) and the batch. If it finds any of them
-changed, it writes nothing and raises `Fenced`.
+Every write names owner and epoch (see `saf.log.shards`) and the batch. If any of them has changed,
+the write changes nothing and raises `Fenced`.
 
-What it does not do: it never reads from a standby, never deletes, and does not order messages of
-different shards among each other.
+This module never reads from a standby, never deletes, and does not order messages of different
+shards among each other.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from saf.log.shards import NEWEST, THIS_ROW, Member
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of some shards of a log, between two snapshots. Can be pickled; holds no connection."""
+    """Rows of some shards of a log, between two snapshots. Can be pickled; has no connection."""
 
     log: str
     subscription_id: int
@@ -69,18 +69,18 @@ class Batch:
     open: str
     """pg_snapshot as text: rows visible in it are in the batch."""
     position: int
-    """Rows up to this id are complete already."""
+    """Rows up to this id are already complete."""
     route_version: int | None
     opened_at: datetime
-    """When it was opened, by the database's clock; what had expired by then counts as expired."""
+    """When it was opened, by the database's clock; messages expired by then count as expired."""
     epochs: tuple[tuple[int, int], ...]
     """(shard, epoch) of each shard, by shard."""
     set_aside_at: dict[int, list[datetime]] = field(default_factory=dict, compare=False)
-    """For each shard, the last times at which messages of it were set aside, ascending."""
+    """For each shard, the last times at which its messages were set aside, ascending."""
 
     @property
     def shards(self) -> list[int]:
-        """The shards that its rows are in."""
+        """The shards of its rows."""
         return [shard for shard, _ in self.epochs]
 
     def split(self, parts: int) -> list[Batch]:
@@ -89,11 +89,11 @@ class Batch:
         return [replace(self, epochs=self.epochs[part::parts]) for part in range(parts)]
 
     def of(self, shards: Collection[int]) -> Batch:
-        """The rows of some of its shards."""
+        """Return the batch with only some of its shards."""
         return replace(self, epochs=tuple(one for one in self.epochs if one[0] in shards))
 
     def select(self, columns: Iterable[str | sql.Composable]) -> str:
-        """The query for the batch's remaining rows, in the order of their ids.
+        """Return the query for the batch's remaining rows, ordered by id.
 
         Columns are names, or expressions over them.
         """
@@ -104,10 +104,10 @@ class Batch:
         columns: Iterable[str | sql.Composable],
         found: sql.Composable | None = None,
     ) -> str:
-        """The query for the batch's remaining rows, in no order.
+        """Return the query for the batch's remaining rows, unordered.
 
-        With ``found``, only for rows among those that another query finds, as `since` does. It is a
-        complete text without parameters, because COPY takes none; psycopg quotes each part.
+        With ``found``, only for those rows that another query finds, as `since` does. The result is
+        a complete text without parameters, because COPY takes none; psycopg quotes each part.
         """
         return (
             sql.SQL(ROWS)
@@ -150,15 +150,15 @@ BEGUN_SINCE = """
 SELECT * FROM {log} WHERE shard = ANY ({shards}::smallint[]) AND txid >= {xmax}::xid8
 """
 
-# Rows of transactions that were in progress at the snapshot: looked up one transaction at a
-# time. UNION ALL and not OR, so that each half is a plain range or list on the index; they are
-# disjoint, because what was in progress is below xmax.
+# Rows of transactions that were in progress at the snapshot: looked up one transaction at a time.
+# UNION ALL and not OR, so that each half is a plain range or list on the index. The halves are
+# disjoint, because ids in progress are below xmax.
 ENDED_SINCE = """
 UNION ALL
 SELECT * FROM {log} WHERE shard = ANY ({shards}::smallint[]) AND txid = ANY ({xip}::xid8[])
 """
 
-# The same with parameters, so that the server plans it once
+# The same rows with parameters, so that the server plans the query once
 NEW_ROWS = f"""
 SELECT count(*) FROM (SELECT FROM ({BEGUN_SINCE} {ENDED_SINCE}) AS since LIMIT {{most}}) AS few
 """
@@ -173,16 +173,17 @@ GROUP BY 1, 2, 3, 4, 5, 6
 ORDER BY batch, position
 """
 
-# Where nothing is in hand, ``open`` is NULL, and what is not in ``done`` may be opened
+# Without an open batch, ``open`` is NULL, and rows not in ``done`` may be opened
 OWNED = BATCHES.format(cursors=f"(SELECT * FROM {NEWEST} AS n WHERE owner = %(owner)s)")
 
-# For a session that looks for new rows: most polls find nothing, which only the index can say
+# For a session that polls for new rows: most polls find nothing, which only the index can show
 # quickly. With stale statistics, the planner may choose to scan the whole table, hoping to meet a
 # row early.
 BY_INDEX = "SET enable_seqscan = off; SET enable_bitmapscan = off"
 
-# All shards that are opened together get the same number, above any they had, so that they stay
-# one batch. The number only has to rise per shard. The commit is durable, whatever the default.
+# All shards that are opened together get the same number, above all their earlier ones, so that
+# they stay one batch. The number only has to rise per shard. The commit is durable, whatever the
+# default.
 OPEN = f"""
 WITH n AS (SELECT shard, batch FROM {NEWEST} AS c WHERE owner = %(owner)s),
      durable AS MATERIALIZED (SELECT set_config('synchronous_commit', 'on', true)),
@@ -198,7 +199,7 @@ RETURNING c.*)
 {BATCHES.format(cursors="opened")}
 """
 
-# The rows of a batch's shards, as long as owner, epoch and batch are still what they were
+# The cursors of a batch's shards, if owner, epoch and batch have not changed
 SAME = """
 unnest(%(shards)s::smallint[], %(epochs)s::bigint[]) AS mine (shard, epoch)
 WHERE c.subscription_id = %(subscription_id)s AND c.shard = mine.shard
@@ -206,8 +207,8 @@ WHERE c.subscription_id = %(subscription_id)s AND c.shard = mine.shard
 """
 MINE = f"{SAME} AND c.open IS NOT NULL"
 
-# The transaction does not wait for the disk. If a crash loses it, the messages are sent again, and
-# the watermark drops them.
+# The commit does not wait for the disk. If a crash loses it, the messages are sent again, and the
+# watermark drops them.
 RELAXED = "(SELECT set_config('synchronous_commit', 'off', true)) AS relaxed"
 
 STOPPING = "(SELECT stopping FROM saf.member WHERE member_id = c.owner)"
@@ -220,35 +221,35 @@ FROM {RELAXED}, {MINE}
 RETURNING c.shard, {STOPPING}
 """
 
-# Two statements in one transaction: what was attempted before is read under the row locks that
-# the update needs anyway.
+# Two statements in one transaction: earlier attempts are read under the row locks that the update
+# needs anyway.
 ATTEMPTED = f"SELECT c.shard, c.attempted FROM saf.cursor c, {MINE} FOR UPDATE OF c"
 ATTEMPT = f"""
 UPDATE saf.cursor c SET attempted = greatest(c.attempted, %(position)s) FROM {MINE}
 RETURNING c.shard
 """
 
-# What is written with a position, such as parked messages, is written once: if the answer to a
-# commit got lost, the position shows that the commit has happened.
+# Rows written together with a position, such as parked messages, are written once: if the answer to
+# a commit was lost, the position shows that the commit has happened.
 LOCK_CURSORS = f"""
 SELECT c.shard, c.position FROM saf.cursor c, {MINE} ORDER BY c.shard FOR UPDATE OF c
 """
 
 TIMES = 20
-"""So many times at which messages of a shard were set aside are remembered."""
+"""Times to keep per shard at which messages were set aside."""
 
-# A clock that is set back changes nothing.
+# A clock that goes backwards changes nothing.
 _AND_NOW = f"""(array_append(c.set_aside_at, greatest(
     now(), c.opened_at, c.set_aside_at[cardinality(c.set_aside_at)] + interval '1 microsecond'
 )))[greatest(cardinality(c.set_aside_at) + 2 - {TIMES}, 1):]"""
 
-# Also where the batch was closed in the same transaction
+# Also valid if the batch was closed in the same transaction
 NOTE_SET_ASIDE = f"""
 UPDATE saf.cursor c SET set_aside_at = {_AND_NOW} FROM {SAME} RETURNING c.shard, c.set_aside_at
 """
 
-# Whoever owns the shards, and whichever batch is theirs when the locks are free: a row that is
-# found by its batch, as `saf.log.shards.newest` does, would be missed if the batch has changed
+# Whichever owner and batch the shards have once the locks are free: finding a row by its batch, as
+# `saf.log.shards.newest` does, would miss a row whose batch has changed since
 NOTE_TAKEN_OUT = f"""
 UPDATE saf.cursor c SET set_aside_at = {_AND_NOW}
 FROM (SELECT subscription_id, shard FROM saf.cursor
@@ -271,16 +272,16 @@ CLOSED = f"SELECT count(*) FROM saf.cursor c, {SAME} AND c.open IS NULL"
 
 @dataclass(frozen=True, kw_only=True)
 class Owned:
-    """What a member's shards have in hand, and what the others have done."""
+    """A member's shards: those with open batches, and those without."""
 
     in_hand: list[Batch]
-    """The open batches, the oldest first."""
+    """The open batches, oldest first."""
     idle: list[tuple[str, list[int]]]
-    """The shards without one, by the snapshot of what they have done."""
+    """The shards without an open batch, by their snapshot ``done``."""
 
 
 def owned(connection: psycopg.Connection[Any], log: str, member: Member) -> Owned:
-    """Return how far the shards are that a member owns. Reads only."""
+    """Return the open and idle shards that a member owns. Only reads."""
     params = {"subscription_id": member.subscription_id, "owner": member.member_id}
     idle: dict[str, list[int]] = defaultdict(list)
     rows = _fetch(connection, OWNED, params)
@@ -291,16 +292,16 @@ def owned(connection: psycopg.Connection[Any], log: str, member: Member) -> Owne
 
 
 def in_hand(connection: psycopg.Connection[Any], log: str, member: Member) -> list[Batch]:
-    """Return the open batches of the shards that a member owns, the oldest first."""
+    """Return the open batches of the shards that a member owns, oldest first."""
     return owned(connection, log, member).in_hand
 
 
 def new_rows(
     connection: psycopg.Connection[Any], log: str, idle: Iterable[tuple[str, list[int]]], most: int
 ) -> int:
-    """How many rows opening a batch now would find, but ``most`` at most. Reads no more than that.
+    """Count the rows that a batch opened now would have. Reads at most ``most`` rows.
 
-    ``idle`` are the shards without a batch, by what they have done; see `Owned`.
+    ``idle`` are the shards without a batch, by ``done``; see `Owned`.
     """
     given = {name: sql.Placeholder(name) for name in ("shards", "xmax", "xip", "most")}
     query = sql.SQL(NEW_ROWS).format(log=sql.Identifier("saf", log), **given)
@@ -320,7 +321,7 @@ def new_rows(
 
 
 def has_more_than(connection: psycopg.Connection[Any], batch: Batch, rows: int) -> bool:
-    """Whether the batch has more than so many rows left; reads no more rows than that."""
+    """Whether the batch has more than ``rows`` rows left; reads at most one row more."""
     query = f"SELECT count(*) FROM ({batch.rows(['id'])} LIMIT {int(rows) + 1}) AS few"
     ((count,),) = fetch(connection, query)
     return bool(count > rows)
@@ -332,10 +333,10 @@ def open_batch(
     member: Member,
     route_version: int | None = None,
 ) -> list[Batch]:
-    """Open a batch of everything committed so far, for the member's shards without a batch.
+    """Open a batch of all rows committed so far, for the member's shards without a batch.
 
-    Return it; it is several if the shards were not all at the same snapshot. The commit is durable,
-    and so is everything that the batch holds.
+    Return it, as several batches if the shards were not all at the same snapshot. The commit is
+    durable, and so are all rows of the batch.
     """
     params = {
         "subscription_id": member.subscription_id,
@@ -348,7 +349,7 @@ def open_batch(
 def advance(connection: psycopg.Connection[Any], batch: Batch, position: int) -> bool:
     """Mark the batch's rows up to ``position`` complete; return whether the member should stop.
 
-    Call it in a transaction, which will not wait for the disk.
+    Call it in a transaction; its commit does not wait for the disk.
     """
     rows = _write(connection, ADVANCE, batch, position=position)
     return any(stopping for _, stopping in rows)
@@ -361,12 +362,12 @@ def told_to_stop(connection: psycopg.Connection[Any], batch: Batch) -> bool:
 
 
 def attempted(connection: psycopg.Connection[Any], batch: Batch) -> dict[int, int]:
-    """Return, for each shard, the id up to which at_most_once rows were attempted to be sent."""
+    """Return, for each shard, the id up to which at_most_once rows have been attempted."""
     return dict(_write(connection, ATTEMPTED, batch))
 
 
 def attempt(connection: psycopg.Connection[Any], batch: Batch, position: int) -> dict[int, int]:
-    """Record, durably, that at_most_once rows up to ``position`` are about to be sent.
+    """Record durably that at_most_once rows up to ``position`` are about to be sent.
 
     Return, for each shard, the id up to which rows had been attempted before: they are not sent
     again. Call it in a transaction, and send after its commit.
@@ -380,15 +381,15 @@ def attempt(connection: psycopg.Connection[Any], batch: Batch, position: int) ->
 def lock_cursors(connection: psycopg.Connection[Any], batch: Batch) -> int:
     """Lock the batch's cursors until the transaction ends; return their position.
 
-    So an older owner can write nothing for the batch meanwhile.
+    While they are locked, an older owner can write nothing for the batch.
     """
     return min(int(position) for _, position in _write(connection, LOCK_CURSORS, batch))
 
 
 def note_set_aside(connection: psycopg.Connection[Any], batch: Batch) -> dict[int, list[datetime]]:
-    """Note, durably, that messages of the batch's shards are set aside, where that is done.
+    """Note durably that messages of the batch's shards are set aside, in that transaction.
 
-    Return their ``set_aside_at``, which counts once the transaction is committed.
+    Return the shards' ``set_aside_at``, which is valid once the transaction is committed.
     """
     connection.execute(DURABLY)
     return dict(_write(connection, NOTE_SET_ASIDE, batch))
@@ -397,11 +398,11 @@ def note_set_aside(connection: psycopg.Connection[Any], batch: Batch) -> dict[in
 def note_taken_out(
     connection: psycopg.Connection[Any], subscription_id: int, shards: Collection[int]
 ) -> None:
-    """Note, durably, that a person takes messages of some shards out of their lanes.
+    """Note durably that an operator takes messages of some shards out of their lanes.
 
-    Call it in the transaction that does so, which keeps forwarders from these lanes. They learn of
-    it before they deliver what is left there (`learn_set_aside`). They wait for its locks, so the
-    transaction may stand still no longer than they wait.
+    Call it in the transaction that takes them out, which keeps forwarders from these lanes.
+    Forwarders read the note before they deliver the rest of the lanes (`learn_set_aside`). They
+    wait for its locks, so the transaction must not idle longer than they wait.
     """
     if shards:
         connection.execute(DURABLY)
@@ -411,10 +412,10 @@ def note_taken_out(
 
 
 def learn_set_aside(connection: psycopg.Connection[Any], batch: Batch) -> bool:
-    """Read when messages were set aside since the batch was; return whether they were. Reads only.
+    """Read when messages were set aside; return whether any were since the last read. Only reads.
 
-    Another task may have done so with the same batch: one that this one repeats, or its twin. Or a
-    person has, to parked messages.
+    Another task with the same batch may have set messages aside, before this one or beside it. Or
+    an operator may have decided about parked messages.
     """
     found = dict(fetch(connection, SET_ASIDE_AT, batch._params))
     news = any(batch.set_aside_at.get(shard) != times for shard, times in found.items())
@@ -425,13 +426,13 @@ def learn_set_aside(connection: psycopg.Connection[Any], batch: Batch) -> bool:
 def finish(connection: psycopg.Connection[Any], batch: Batch) -> bool:
     """Mark every row of the batch complete; return whether the member should stop.
 
-    Call it in a transaction, which will not wait for the disk.
+    Call it in a transaction; its commit does not wait for the disk.
     """
     return any(stopping for _, stopping in _write(connection, CLOSE, batch))
 
 
 def is_finished(connection: psycopg.Connection[Any], batch: Batch) -> bool:
-    """Whether `finish` was committed, for whoever has not heard the answer. Reads only."""
+    """Whether `finish` was committed, for a caller that has lost the answer. Only reads."""
     ((shards,),) = fetch(connection, CLOSED, batch._params)
     return bool(shards == len(batch.epochs))
 
@@ -492,9 +493,9 @@ def _write(
 
 
 def since(log: str | sql.Composable, shards: list[int], done: str) -> sql.Composed:
-    """The query for all rows that are not visible in a snapshot, committed or not.
+    """Return the query for all rows that are not visible in a snapshot, committed or not.
 
-    ``log`` is the name of a log or of a slot of its ring, or a part of it as it stands in FROM. A
+    ``log`` is the name of a log or of a slot of its ring, or an SQL expression for use in FROM. A
     snapshot shows the transactions that began before its xmax and were not in progress.
     """
     xmax, in_progress = begun_since(done)
@@ -509,7 +510,7 @@ def since(log: str | sql.Composable, shards: list[int], done: str) -> sql.Compos
 
 
 def begun_since(done: str) -> tuple[str, list[str]]:
-    """The first transaction that began after a snapshot, and those that were in progress then.
+    """Return the first transaction that began after a snapshot, and those then in progress.
 
     >>> begun_since("10:20:10,14"), begun_since("10:20:")
     (('20', ['10', '14']), ('20', []))

@@ -1,12 +1,12 @@
-"""Cuts: up to which id a stream reads, so that it reads no more rows, or bytes, than it was asked.
+"""Cuts: ids up to which a stream reads, so that it reads no more rows or bytes than requested.
 
-Rows are given in the order of their ids, and no index has that order. So the rows of a range are
-counted once, by some thousands of ids each, by one look at each row and without sorting anything.
-A cut is then found in these counts, and within a few thousand rows exactly. The counts also say
-which transactions wrote the rows up to the cut, so that nothing else has to be looked at to read
-them: many cuts of a deep backlog together cost little more than to read it.
+Rows are returned ordered by id, and no index has that order. So the rows of a range are counted
+once, in groups of some thousands of ids, by one read of each row and without sorting. These counts
+show in which group the cut is, and its few thousand rows show where exactly. The counts also show
+which transactions wrote the rows up to the cut, so only these transactions' rows are read: many
+cuts of a deep backlog together cost little more than reading it.
 
-What was written by one transaction is looked at as a whole for each cut in it.
+The rows of one transaction are all read for each cut in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from saf.log.cursor import BY_INDEX
 from saf.log.offset import Range
 
 PART_BITS = 13
-"""The counts are of 2 ** 13 ids each."""
+"""Each count covers 2 ** 13 ids."""
 
 BYTES = "coalesce(octet_length(body), 0) AS bytes"
 COUNT = """
@@ -45,19 +45,19 @@ NO_LIMIT = (1 << 62) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """How much may be read; at least one row is."""
+    """Maximum to read; at least one row is always read."""
 
     rows: int = NO_LIMIT
     bytes: int = NO_LIMIT
-    """Of the bodies."""
+    """Bytes of the bodies."""
 
     @property
     def is_none(self) -> bool:
-        """Whether there is no limit."""
+        """Whether nothing is limited."""
         return self.rows == self.bytes == NO_LIMIT
 
     def share(self, among: int) -> Limit:
-        """What each of so many brokers may give.
+        """Return the limit for each of ``among`` brokers.
 
         >>> Limit(rows=7).share(2).rows, Limit(rows=2).share(3).rows
         (3, 1)
@@ -70,7 +70,7 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The rows of a range among some thousands of ids."""
+    """The rows of a range in one group of ids."""
 
     number: int
     rows: int
@@ -80,27 +80,27 @@ class Part:
 
     @property
     def first(self) -> int:
-        """The lowest id that a row of it may have."""
+        """The lowest id that one of its rows may have."""
         return self.number << PART_BITS
 
     @property
     def end(self) -> int:
-        """The highest id that a row of it may have."""
+        """The highest id that one of its rows may have."""
         return self.first + (1 << PART_BITS) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The next rows to be read of a range."""
+    """The next rows to read of a range."""
 
     position: int | None
-    """The last id; None: all that is left."""
+    """The last id; None: all remaining rows."""
     written_by: tuple[int, int]
-    """The first and the last transaction that wrote any of them."""
+    """The first and the last transaction that wrote any of the rows."""
 
 
 class Counted:
-    """A range whose rows were counted: it is cut from its beginning to its end."""
+    """A range whose rows were counted; it is cut from its beginning to its end."""
 
     def __init__(self, connection: psycopg.Connection[Any], whole: Range) -> None:
         with connection.transaction():
@@ -116,7 +116,7 @@ class Counted:
     def next(self, connection: psycopg.Connection[Any], after: int, limit: Limit) -> Cut | None:
         """Return the next rows with ids above ``after``, within the limit; None if there are none.
 
-        At least one row is among them, even if it alone is larger than the limit.
+        They include at least one row, even if that row alone exceeds the limit.
         """
         rows_left, bytes_left = limit.rows, limit.bytes
         taken: list[Part] = []
@@ -149,7 +149,7 @@ class Counted:
         *,
         force: bool,
     ) -> tuple[int, int, int, int]:
-        """The last id, the rows and the bytes that fit of a part; and how many rows it has."""
+        """Return a part's last id, rows and bytes that fit, and the number of all its rows."""
         near = replace(self._whole, written_by=(part.first_txid, part.last_txid))
         query = sql.SQL(WITHIN).format(
             rows=_rows(near),

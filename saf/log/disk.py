@@ -16,9 +16,9 @@ def write(file: Path, content: Any) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are not there, durably.
+    """Create a folder and its missing parents, durably.
 
-    One that is there is not taken for durable: whoever has made it may have died before that.
+    An existing folder may not be durable: the process that created it may have died before that.
     """
     made = [folder, *(one for one in folder.parents if not one.exists())]
     folder.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def sync(folder: Path) -> None:
 
 
 def sync_file(file: Path) -> None:
-    """Make the content of a file durable that somebody else has written."""
+    """Make a file's content durable that another process has written."""
     _sync(file, os.O_RDONLY)
 
 

@@ -1,14 +1,14 @@
-"""Finding: one message of a log by its message_id, which no index has.
+"""Finding: search a log for a message_id, which no index has.
 
-An index by message ids would cost every sender. But a log is appended to, so the rows of each slot
-of its ring lie about in the order in which they were written. A log is looked through from its end,
-`STEP_PAGES` at a time, until the message is found, all of it was looked at, or the time is over.
-Then the answer says how far that was, and where to go on.
+An index on message ids would cost every sender. But a log is appended to, so the rows of each slot
+of its ring lie roughly in the order in which they were written. A log is searched from its end,
+`STEP_PAGES` at a time, until the message is found, all pages were read, or the time is over. In the
+last case, the answer shows how far the search got, and where to continue.
 
-Whoever knows about when the message was written has it found sooner: the page of that time is
-looked for by halving, and what follows it is looked at first. An id of UUID's version 7 says when
-by itself. Rows of a transaction that took long are later than their time says; what is not found
-near its time is looked for from the end, as any other message.
+The search is faster if the caller knows roughly when the message was written: halving finds the
+page of that time, and the pages after it are read first. Version 7 UUIDs contain a time. Rows of a
+long transaction come later than their time suggests; a message that is not near its time is
+searched for from the end, like any other.
 
 Pages are read by their place in the table, so a step costs the same in a log of any size.
 """
@@ -33,16 +33,16 @@ from saf.log.ring import AGE_COLUMN, SLOT_ROWS, SLOTS
 from saf.message import FIRST_MOMENT, LAST_DAY
 
 STEP_PAGES = 1024
-"""How many pages a statement reads: 8 MB."""
+"""Pages that a statement reads: 8 MB."""
 
 BEFORE_PAGES = 16
-"""How many pages are looked at before the one of a given time: backends fill some side by side."""
+"""Pages to read before the page of a given time: backends fill several pages side by side."""
 
 CLOCKS = timedelta(seconds=2)
-"""How much the clocks of a sender and of a broker may differ before a message is found later."""
+"""Difference between the clocks of a sender and a broker that does not slow the search."""
 
 LAST_PAGES = 8
-"""Of how many pages the newest row of a slot is one; those of a transaction that died have none."""
+"""Pages at a slot's end among which the newest row is; dead transactions leave pages empty."""
 
 PAGES = f"""
 SELECT log, slot, pg_relation_size(('saf.' || log || '_' || slot)::regclass)
@@ -62,7 +62,7 @@ WHERE {IN_PAGES} AND message_id = %(message_id)s ORDER BY id DESC LIMIT 1
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Where a message is in a log: what its index finds it by."""
+    """A message's row in a log, as the log's index finds it."""
 
     id: int
     shard: int
@@ -71,20 +71,20 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What came of looking for a message."""
+    """Result of a search for a message."""
 
     row: Row | None = None
-    """None: it is not in what was looked at."""
+    """The message's row; None: not found in the pages that were read."""
     place: str | None = None
-    """Where to go on; None if it was found, or everything was looked at."""
+    """Where to continue; None if the message was found, or all pages were read."""
     since: datetime | None = None
-    """Everything that was written since then was looked at; None if there is no place to go on."""
+    """All messages written since then were read; None if `place` is None."""
     part: float = 1.0
-    """How much of the log was looked at, of 1."""
+    """Part of the log that was read, from 0 to 1."""
 
     @property
     def said(self) -> str:
-        """How far it came, for people.
+        """How far the search got, in words.
 
         >>> Search(place="1.0", since=datetime(2026, 1, 31, tzinfo=UTC), part=0.256).said
         'since 2026-01-31 00:00:00+00:00 (26 % of it)'
@@ -122,19 +122,19 @@ def find(
     about: datetime | None = None,
     place: str | None = None,
 ) -> Search:
-    """Look for a message, the newest of this id. Only reads.
+    """Search for a message, the newest with this id. Only reads.
 
     Args:
-        connection: of the broker.
+        connection: to the broker.
         log: outbox or inbox.
         message_id: of the message.
-        slots: of this log, as `written` gives them.
-        seconds: after so long, no further statement begins; at least one step is made.
+        slots: of this log, as `written` returns them.
+        seconds: after this time no further statement begins; at least one step is made.
         about: when it was sent.
-        place: where an earlier search has said to go on.
+        place: where to continue an earlier search.
 
     Raises:
-        UsageError: no search has said this place.
+        UsageError: no search has returned this place.
     """
     until = time.monotonic() + seconds
     table = _Table(connection, log)
@@ -161,7 +161,7 @@ def find(
 
 
 def time_of(message_id: UUID) -> datetime | None:
-    """Return when an id was made, if it says so.
+    """Return the time that an id contains, or None.
 
     >>> time_of(UUID("017f22e2-79b0-7cc3-98c4-dc0c0c07398f")).isoformat()
     '2022-02-22T19:22:22+00:00'
@@ -178,7 +178,7 @@ def time_of(message_id: UUID) -> datetime | None:
 def first_page(pages: int, newest: Callable[[int], datetime | None], when: datetime) -> int:
     """Return the first page whose newest row is not before a time, by halving.
 
-    A page without rows counts as one before it.
+    A page without rows counts as before the time.
 
     >>> hours = [datetime(2026, 1, 1, hour) for hour in (1, 3, 3, 7)]
     >>> [first_page(4, hours.__getitem__, datetime(2026, 1, 1, hour)) for hour in (0, 3, 5, 8)]
@@ -196,7 +196,7 @@ def first_page(pages: int, newest: Callable[[int], datetime | None], when: datet
 
 
 class _Table:
-    """A log, by its pages."""
+    """A log, read by pages."""
 
     def __init__(self, connection: psycopg.Connection[Any], log: str) -> None:
         self._connection = connection
@@ -206,22 +206,22 @@ class _Table:
         self._look = sql.SQL(LOOK).format(**parts)
 
     def newest_first(self, slots: Sequence[Pages]) -> Sequence[Pages]:
-        """The slots, the one that was written last first."""
+        """Return the slots, the most recently written first."""
         return slots if len(slots) < 2 else sorted(slots, key=self._last_id, reverse=True)  # noqa: PLR2004
 
     def look(self, message_id: UUID, pages: Pages) -> Row | None:
-        """Look for a message in some pages."""
+        """Search some pages for a message."""
         params = _params(pages) | {"message_id": message_id}
         for id_, shard, txid in fetch(self._connection, self._look, params):
             return Row(id=id_, shard=shard, txid=txid)
         return None
 
     def oldest(self, pages: Pages) -> datetime | None:
-        """When the oldest row of the first page was written."""
+        """Return when the oldest row of the first page was written."""
         return self._ages(pages.slot, pages.first)[0]
 
     def newest(self, slot: int, page: int) -> datetime | None:
-        """When the newest row of a page was written."""
+        """Return when the newest row of a page was written."""
         return self._ages(slot, page)[1]
 
     def _ages(self, slot: int, page: int) -> tuple[datetime | None, datetime | None]:
@@ -240,7 +240,7 @@ def _params(pages: Pages) -> dict[str, Any]:
 
 
 def _steps(slots: Sequence[Pages], place: tuple[int, int] | None) -> Iterator[Pages]:
-    """Give the pages to look at, the newest first; those before a place, if its slot is there.
+    """Yield the pages to read, newest first; with a place whose slot exists, those before it.
 
     >>> both = [Pages(slot=3, first=0, after=1500), Pages(slot=2, first=0, after=1024)]
     >>> [(one.slot, one.first, one.after) for one in _steps(both, None)]
@@ -261,7 +261,7 @@ def _steps(slots: Sequence[Pages], place: tuple[int, int] | None) -> Iterator[Pa
 
 
 def _around(table: _Table, slots: Sequence[Pages], when: datetime) -> Iterator[Pages]:
-    """Give the pages from those of a time on, in the newest slot that was begun before it."""
+    """Yield the pages from a time on, in the newest slot that was begun before that time."""
     when = min(max(when, FIRST_MOMENT + CLOCKS), LAST_DAY).astimezone(UTC)
     since = when - CLOCKS
     chosen = slots[-1]

@@ -1,12 +1,12 @@
-"""An offset: how far a stream is in one broker, as its checkpoint remembers it.
+"""An offset: a stream's progress in one broker, as its checkpoint stores it.
 
-A stream reads a log by the mechanism of `saf.log.cursor`, in batches between two snapshots. Its
-cursors say what it has *committed*. How far it has *read* is in its own checkpoint, as an offset,
-which is what a cursor would hold: ``done``, ``open`` and ``position``. So two offsets name a set of
-rows for ever: those that the later one has, and the earlier one has not (`between`).
+A stream reads a log as `saf.log.cursor` does, in batches between two snapshots. Its cursors store
+its *committed* progress. Its *read* progress is in its own checkpoint, as an offset with the same
+contents as a cursor: ``done``, ``open`` and ``position``. So two offsets always name the same set
+of rows: those that the later offset has and the earlier lacks (`between`).
 
-An offset also says where it belongs (broker, incarnation, subscription), and the number of its
-batch. By that a database that was set back is told from one that goes on: see `saf.log.stream`.
+An offset also contains its broker, incarnation and subscription, and the number of its batch. These
+show whether a database was set back: see `saf.log.stream`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from psycopg import sql
 from saf.log.cursor import Batch
 
 BEGINNING = "1:1:"
-"""A snapshot that shows no row at all."""
+"""A snapshot that shows no rows."""
 
 # Appended to the conditions of a batch's rows
 NOT_BEFORE = " AND NOT (pg_visible_in_snapshot(txid, {open}::pg_snapshot) AND id <= {position})"
@@ -32,24 +32,24 @@ WRITTEN_BY = " AND txid BETWEEN {first}::xid8 AND {last}::xid8"
 
 @dataclass(frozen=True, kw_only=True)
 class Offset:
-    """How far a stream is: all rows visible in ``done``, and those of ``open`` up to a position."""
+    """A stream's progress: all rows visible in ``done``, and those of ``open`` up to a position."""
 
     broker: str
     """The broker's id."""
     incarnation: int
-    """Of the broker; a repair raises it."""
+    """The broker's incarnation; a repair raises it."""
     subscription: int
     """The subscription's id."""
     batch: int
-    """The number of the last batch of which anything was read."""
+    """The number of the last batch that was read, at least in part."""
     done: str
     """pg_snapshot as text."""
     open: str = ""
-    """pg_snapshot as text; "" where the last batch was read to its end."""
+    """pg_snapshot as text; "" if the last batch was read to its end."""
     position: int = 0
     """An id, within ``open``."""
     settled: bool = False
-    """Whether nothing was read between the offset before and this one."""
+    """Whether nothing was read between the previous offset and this one."""
 
     @property
     def end(self) -> str:
@@ -62,15 +62,15 @@ class Offset:
         return replace(self, done=self.end, open="", position=0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as Spark keeps it: texts, numbers and truth values."""
+        """Return the offset as Spark stores it: strings, numbers and booleans."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Self:
-        """Return what `as_dict` was called of.
+        """Return the offset that `as_dict` has converted.
 
         Raises:
-            ValueError: it is nothing of the kind.
+            ValueError: not a dictionary of `as_dict`.
         """
         try:
             found = cls(**given)
@@ -87,16 +87,16 @@ class Range(Batch):
     """The rows between two offsets, as a batch that nobody owns and that can only be read."""
 
     before: tuple[str, int] | None = None
-    """A snapshot and a position: the rows that it shows up to there were read already."""
+    """A snapshot and a position: rows that it shows, up to the position, were read already."""
     until: tuple[str, int] | None = None
-    """A snapshot and a position: of the rows that it does not show, only those up to there."""
+    """A snapshot and a position: of rows that it does not show, only those up to the position."""
     written_by: tuple[int, int] | None = None
-    """The first and the last transaction that may have written any of them, if that is known."""
+    """The first and the last transaction that may have written any of the rows, if known."""
 
     def rows(
         self, columns: Iterable[str | sql.Composable], found: sql.Composable | None = None
     ) -> str:
-        """As of a batch: the query for these rows, in no order."""
+        """Return the query for these rows, unordered, as `Batch.rows` does."""
         parts = [sql.SQL(super().rows(columns, found))]
         if self.before is not None:
             snapshot, position = map(sql.Literal, self.before)
@@ -117,7 +117,7 @@ def between(
     shards: Iterable[int],
     written_by: tuple[int, int] | None = None,
 ) -> Range:
-    """Return the rows that ``end`` has and ``start`` has not, of some shards."""
+    """Return the rows of some shards that ``end`` has and ``start`` lacks."""
     same = start.open != "" and start.open == end.end
     return Range(
         log=log,
@@ -137,7 +137,7 @@ def between(
 
 
 def shows_all_of(later: str, earlier: str) -> bool:
-    """Whether a snapshot shows whatever another one shows.
+    """Whether a snapshot shows all that an earlier snapshot shows.
 
     >>> shows_all_of("10:20:10,15", "9:12:9,10"), shows_all_of("10:20:10,15", "12:12:")
     (True, False)

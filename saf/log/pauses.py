@@ -1,7 +1,7 @@
-"""Pauses: how long a reader of a log that finds nothing waits until it asks again.
+"""Pauses: how long a reader that finds nothing in a log waits until it asks again.
 
-A pause is as long as a share of the time since there was something. So what comes soon does not
-wait, and a quiet log is asked seldom.
+A pause is a share of the time since the reader last found something. So messages that follow soon
+do not wait, and a quiet log is asked rarely.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Pauses:
         self.end()
 
     def end(self) -> None:
-        """Note that there was something."""
+        """Note that the reader has found something."""
         self._since = time.monotonic()
 
     def next(self, longest: float) -> float:
-        """Return the next pause, in seconds; ``longest`` is the longest that the reader makes."""
+        """Return the next pause, at most ``longest``, in seconds."""
         return min(max(SHORTEST_SECONDS, (time.monotonic() - self._since) * SHARE), longest)

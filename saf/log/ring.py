@@ -1,37 +1,39 @@
-"""The ring: how old messages leave a log, a whole slot at a time, and never row by row.
+"""The ring: old messages leave a log a whole slot at a time, never row by row.
 
-A log is partitioned into eight slots, and its ids walk through them. A slot that they have left
-is purged by TRUNCATE, once every subscription of the log has completed each of its rows and the
-newest of them is older than the retention. Nothing is deleted, so there are no dead rows to
-vacuum, and a long transaction that holds the xmin horizon holds nothing up.
+A log is partitioned into eight slots, and its ids walk through them. A slot that they have left is
+purged by TRUNCATE, once every subscription of the log has completed each of its rows and the newest
+row is older than the retention. Nothing is deleted, so no dead rows need a vacuum, and a long
+transaction that holds the xmin horizon delays nothing.
 
-Why no message is lost, whoever writes and reads meanwhile:
+Why no message is lost, whatever is written and read at the same time:
 
-- A row that is not committed has its transaction's lock on the slot, a prepared transaction's
-  too. ACCESS EXCLUSIVE is had only when all of them have ended, and nobody writes while it is
-  held. An id that was drawn and not inserted yet is a row that comes after the TRUNCATE.
-- Under that lock, with a snapshot taken after it, each row is looked for that some cursor has not
-  in ``done``. A batch in hand counts as not done, so it never loses a row. A subscription that is
-  created meanwhile reads nothing of the slot before the TRUNCATE, so its batches never change.
-- What was found out before the lock, because it takes reading the whole slot (its age, its copy in
-  an archive), is true of one snapshot. That snapshot is checked in the same way as a cursor's
+- A row that is not committed has its transaction's lock on the slot, even in a prepared
+  transaction. ACCESS EXCLUSIVE is granted only after all such transactions have ended, and nobody
+  writes while it is held. An id that was drawn and not inserted yet is a row that comes after the
+  TRUNCATE.
+- Under that lock, with a snapshot taken after it, the purge searches for any row that some cursor
+  does not have in ``done``. An open batch counts as not done, so it never loses a row. A
+  subscription created at that time reads nothing of the slot before the TRUNCATE, so its batches
+  never change.
+- Facts found before the lock, because they take reading the whole slot (its age, its copy in an
+  archive), are true of one snapshot. That snapshot is checked in the same way as a cursor's
   ``done``: if it does not show every row, the slot is kept.
 
-Both checks are look-ups in the index (shard, txid), so the lock is held for milliseconds. It is
-waited for no longer than a short lock_timeout, and not at all for a slot that is empty or needed.
-A slot that is kept is kept for this time, and reported; the next purge tries again.
+Both checks are look-ups in the index (shard, txid), so the lock is held for milliseconds. The purge
+waits for the lock no longer than a short lock_timeout, and does not lock a slot that is empty or
+needed. A slot that cannot be purged now is reported; the next purge tries again.
 
-A quiet application never leaves its slot by itself. It *rotates*: the rest of the slot's ids are
-drawn and thrown away (0.4 s, 3 MB of WAL). Drawing is what nextval is for, so no id is given twice
-and none falls, whoever else draws. ALTER SEQUENCE … RESTART would do it in one write, but it needs
-the sequence's owner, and waits for every open transaction that has sent something, while all
-other senders wait behind it.
+A quiet application never leaves its slot. So the slot is *rotated*: the rest of its ids are drawn
+and thrown away (0.4 s, 3 MB of WAL). Drawing uses nextval, so no id is assigned twice and ids never
+decrease, even if others draw at the same time. ALTER SEQUENCE … RESTART would do it in one write,
+but it needs the sequence's owner, and waits for every open transaction that has sent something,
+while all other senders wait behind it.
 
-TRUNCATE is not MVCC: a transaction with an older snapshot that comes to the slot only afterwards
-finds it empty. One that has read the log holds a lock on each slot, which keeps them.
+TRUNCATE is not MVCC: a transaction with an older snapshot that reads the slot only afterwards finds
+it empty. A transaction that has read the log holds a lock on each slot, which keeps the slots.
 
-What it does not do: it never purges the slot that ids are drawn from, nor an inbox that has no
-subscription, because nobody knows then what is still wanted.
+The current slot is never purged, nor is an inbox without subscriptions, because it is unknown then
+which messages are still wanted.
 """
 
 from __future__ import annotations
@@ -52,23 +54,23 @@ SLOTS = 8
 SLOT_ROWS = 1 << 20
 
 LOCK_TIMEOUT_SECONDS = 0.2
-"""How long a lock is waited for, in seconds; short, because readers of the log queue behind it."""
+"""Seconds to wait for a lock; few, because readers of the log queue behind it."""
 
 AGE_COLUMN = {"outbox": "created_at", "inbox": "received_at"}
-"""For each log, the column that says how old a row is."""
+"""For each log, the column with a row's time, for its age."""
 
 State = Literal[
-    "empty",  # holds nothing; was not locked
-    "current",  # ids are drawn from it
-    "rotated",  # ids were, and now they are drawn from the next one
-    "retained",  # holds a message that is younger than the retention
-    "unread",  # the log has no subscription, so nobody knows what is still wanted
+    "empty",  # contains nothing; was not locked
+    "current",  # in use: new messages go here
+    "rotated",  # was current; new messages go to the next one
+    "retained",  # a message is younger than the retention
+    "unread",  # the log has no subscription, so the messages still wanted are unknown
     "needed",  # a subscription has not completed all of its messages
     "locked",  # a transaction has written or read it, and did not end in time
-    "changed",  # a message came in while the slot was read
+    "changed",  # a message was added while the slot was read
     "purged",
-    "purgeable",  # a dry run's "purged"
-    "rotatable",  # a dry run's "rotated"
+    "purgeable",  # "purged" of a dry run
+    "rotatable",  # "rotated" of a dry run
 ]
 
 
@@ -80,11 +82,11 @@ class Slot:
     number: int
     state: State
     subscription: str | None = None
-    """A subscription that needs it; there may be more."""
+    """A subscription that needs the slot; others may need it too."""
     messages: int | None = None
-    """How many messages were purged, or would be."""
+    """Messages that were purged, or would be."""
     archive: Path | str | None = None
-    """The file, or the table, that the messages are in now."""
+    """The file or table that now contains the messages."""
 
     @property
     def table(self) -> str:
@@ -94,34 +96,34 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What was in a slot at one moment."""
+    """Contents of a slot at one moment."""
 
     slot: Slot
     snapshot: str
-    """pg_snapshot as text: the moment."""
+    """The moment, as the text of a pg_snapshot."""
     messages: int
     first_id: int | None
     last_id: int | None
     age_seconds: float | None
-    """Of the newest message."""
+    """Age of the newest message."""
 
 
 Archive = Callable[[Contents], Path | str | None]
 """Writes a slot's messages to a file or a table, durably, and returns its name; None if the
-messages are no longer the same. What is there already is not written again. See
+messages have changed. Messages that are archived already are not written again. See
 `saf.log.archive`."""
 
 NEXT_ID = "SELECT last_value + is_called::int FROM {sequence}"
 SEQUENCE = "SELECT pg_get_serial_sequence('saf.' || %(log)s, 'id')"
 
-# TRUNCATE leaves a file of no length, and the first row, committed or not, makes it longer: so
-# whether a slot is empty takes no look at its rows.
+# TRUNCATE leaves a file of length 0, and the first row, committed or not, makes it longer. So
+# finding an empty slot takes no read of its rows.
 SIZES = """
 SELECT slot, pg_relation_size(('saf.' || %(log)s || '_' || slot)::regclass) = 0
 FROM generate_series(0, %(slots)s - 1) AS slot ORDER BY slot
 """
 
-# A shard that lacks its cursor has completed nothing.
+# A shard without a cursor has completed nothing.
 READERS = """
 SELECT s.name, coalesce(c.done, '1:1:')::text AS done, array_agg(shard)
 FROM saf.subscription s CROSS JOIN saf.broker b CROSS JOIN generate_series(0, b.shards - 1) AS shard
@@ -133,7 +135,7 @@ GROUP BY 1, 2 ORDER BY 1, 2
 BEHIND = "(SELECT {name} WHERE EXISTS ({since}))"
 
 # The age of each shard's newest (or oldest) transaction, by the index. Another row may be younger
-# (or older) still, where a transaction was long or a sender gave the time itself.
+# (or older) still, if a transaction was long or a sender set the time itself.
 AGE = """
 SELECT extract(epoch FROM clock_timestamp() - {pick}(one.written))::float
 FROM saf.broker b CROSS JOIN generate_series(0, b.shards - 1) AS number
@@ -150,7 +152,7 @@ SELECT pg_current_snapshot()::text, count(*), min(id), max(id),
 FROM {slot}
 """
 
-# READ COMMITTED, so that each statement after the lock sees what was committed before it
+# READ COMMITTED, so that each statement after the lock sees all earlier commits
 BEGIN_TO_LOCK = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
 LOCK_TIMEOUT = "SELECT set_config('lock_timeout', %(milliseconds)s, true)"
 LOCK = "LOCK TABLE ONLY {slot} IN ACCESS EXCLUSIVE MODE"
@@ -168,9 +170,9 @@ def purge(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     dry_run: bool = False,
 ) -> list[Slot]:
-    """Empty each slot of a log that may go; return all of them, with what was done or why not.
+    """Empty each slot of a log that can be purged; return all slots with their states.
 
-    A slot that cannot be archived holds up no other one: its error is raised at the end.
+    A slot that cannot be archived does not stop the others: its error is raised at the end.
     """
     current = _slot_of(_next_id(connection, log))
     slots = []
@@ -207,7 +209,7 @@ def rotate(
 ) -> bool:
     """Leave the current slot if it has a message of that age and the next slot is empty.
 
-    It blocks no writer, and is safe however many rotate or write at once.
+    Blocks no writer, and is safe while others rotate or write.
     """
     next_id = _next_id(connection, log)
     current = _slot_of(next_id)
@@ -241,7 +243,7 @@ def _purge_slot(
         return obstacle
     try:
         if not dry_run:
-            # A transaction that holds the slot for long is met here, before all of it is read.
+            # Fail here if a long transaction holds the slot, before reading the whole slot.
             with _exclusively(connection, slot, lock_timeout_seconds):
                 pass
         contents = _survey(connection, slot)
@@ -260,7 +262,7 @@ def _truncate(
     archive: Archive | None,
     lock_timeout_seconds: float,
 ) -> Slot:
-    """Empty a slot that holds nothing but ``contents``, which is archived first."""
+    """Archive ``contents``, then empty the slot if it contains nothing else."""
     slot, file = contents.slot, None
     if archive and contents.messages:
         file = archive(contents)
@@ -277,7 +279,7 @@ def _truncate(
 def _obstacle(
     connection: psycopg.Connection[Any], slot: Slot, contents: Contents | None = None
 ) -> Slot | None:
-    """Why a slot has to stay, as of now, or None. Call it in a transaction.
+    """Return the reason why a slot has to stay now, or None. Call it in a transaction.
 
     A row that is not in ``contents`` is a reason too.
     """
@@ -310,14 +312,14 @@ def _behind(
 def _exclusively(
     connection: psycopg.Connection[Any], slot: Slot, lock_timeout_seconds: float
 ) -> Iterator[None]:
-    """Run the block in a transaction that has the slot alone: nobody else reads or writes it.
+    """Run the block in a transaction that has locked the slot against all readers and writers.
 
     Raises:
         psycopg.errors.LockNotAvailable: the lock was not free within the timeout.
     """
     with connection.transaction():
         connection.execute(BEGIN_TO_LOCK)
-        # 0 would be no timeout
+        # 0 would mean no timeout
         milliseconds = max(1, round(lock_timeout_seconds * 1000))
         connection.execute(LOCK_TIMEOUT, {"milliseconds": str(milliseconds)})
         connection.execute(_compose(LOCK, slot))
@@ -340,7 +342,7 @@ def _survey(connection: psycopg.Connection[Any], slot: Slot) -> Contents:
 def _age(
     connection: psycopg.Connection[Any], slot: Slot, which: dict[str, sql.SQL]
 ) -> float | None:
-    """About the age of the slot's newest or oldest message, in seconds; None if it holds none."""
+    """Return the approximate age of a slot's newest or oldest message; None if empty."""
     with connection.transaction():
         connection.execute(BY_INDEX)
         ((age,),) = fetch(connection, _compose(AGE, slot, **which))
@@ -356,7 +358,7 @@ def _compose(statement: str, slot: Slot, **parts: sql.Composable) -> sql.Compose
 
 
 def _slot_of(id_: int) -> int:
-    """The slot of an id, as the tables are partitioned.
+    """Return the slot of an id, as the tables are partitioned.
 
     >>> _slot_of(1), _slot_of((1 << 20) - 1), _slot_of(1 << 20), _slot_of(8 << 20)
     (0, 0, 1, 0)
@@ -365,7 +367,7 @@ def _slot_of(id_: int) -> int:
 
 
 def _next_id(connection: psycopg.Connection[Any], log: str) -> int:
-    """The id that the next message gets."""
+    """Return the id that the next message gets."""
     sequence = sql.SQL(_sequence(connection, log))  # quoted by the server
     ((next_id,),) = fetch(connection, sql.SQL(NEXT_ID).format(sequence=sequence))
     return int(next_id)

@@ -1,21 +1,22 @@
-"""Shards: which bucket a key falls into, and which member owns the bucket.
+"""Shards: buckets of keys, and the members that own them.
 
-M shards, N members, M much greater than N (microsharding, from Dempsy). Members coordinate
-through the rows of `saf.member` and `saf.cursor` and the database's clock alone:
+M shards, N members, M much greater than N (microsharding, from Dempsy). Members coordinate through
+the rows of `saf.member` and `saf.cursor` and the database's clock alone:
 
 - A member *joins* with a lease, a term that it renews while it lives, and with an advisory lock
   that its session holds. A member whose session has ended (it was killed) or whose lease is over
-  (it hangs, or the network does) is forgotten by whoever looks next, and its shards are free.
-- Each member works out its own fair share and releases or acquires only the difference, so
-  that the fewest shards move. A lock on the subscription's row makes the members do so in turn.
+  (it hangs, or the network does) is removed by the next member that checks, and its shards are
+  free.
+- Each member calculates its own fair share and releases or acquires only the difference, so
+  that as few shards as possible move. A lock on the subscription's row makes members take turns.
 - Acquiring a shard raises its *epoch*. Every write for a shard names owner and epoch. So a member
-  that was taken over, however long it slept, changes no row, and learns of it (`Fenced`).
+  that was taken over, however long it slept, changes no row, and gets an error (`Fenced`).
 - A receiver that died left a trace on the cursors that it had in hand (see `saf.receiving.claim`).
-  Any write wipes the trace out, so a statement here that writes a cursor notes it first
+  Any write erases the trace, so a statement here that writes a cursor notes the trace first
   (`NOTE_FAILURE`).
 
-A lease does not prove that a member owns a shard at this moment. Only the epoch does, which the
-write itself checks.
+A lease does not prove that a member owns a shard at this moment. Only the epoch does, and the write
+itself checks it.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ _MASK = 0xFFFFFFFF
 
 
 def shard_of(key: str, shards: int) -> int:
-    """The shard of a key: the same as the column ``shard`` of a broker with that many shards.
+    """Return the shard of a key, as in the column ``shard`` of a broker with ``shards`` shards.
 
-    This is PostgreSQL's ``hashtextextended(key, 0)`` (Bob Jenkins' lookup3), brought into
-    0 … shards-1. A message without key uses its id's text.
+    This is PostgreSQL's ``hashtextextended(key, 0)`` (Bob Jenkins' lookup3), reduced to 0 …
+    shards-1. A message without key uses its id's text.
 
     >>> shard_of("N725MQ", 64), shard_of("", 64), shard_of("Zürich", 100)
     (5, 45, 62)
@@ -55,17 +56,17 @@ def shard_of(key: str, shards: int) -> int:
 def shard_expression(
     shards: int | str, key: str = "COALESCE(key, message_id::text)", modulo: str = "%"
 ) -> str:
-    """SQL for the shard of a row, among so many: what `shard_of` computes.
+    """Return SQL for the shard of a row, among ``shards``, as `shard_of` calculates it.
 
-    The remainder is brought above zero because the hash is signed. In a statement with parameters,
-    ``modulo`` is ``%%``, because there a percent sign begins one.
+    The second modulo makes the remainder positive, because the hash is signed. In a statement with
+    parameters, ``modulo`` is ``%%``, because a percent sign begins a parameter there.
     """
     hashed = f"hashtextextended({key}, 0)"
     return f"((({hashed} {modulo} {shards}) + {shards}) {modulo} {shards})::smallint"
 
 
 def hash64(data: bytes) -> int:
-    """PostgreSQL's ``hash_bytes_extended`` with seed 0, as a signed 64-bit integer."""
+    """Return PostgreSQL's ``hash_bytes_extended`` with seed 0, as a signed 64-bit integer."""
     a = b = c = (0x9E3779B9 + len(data) + 3923095) & _MASK
     whole = len(data) - len(data) % 12
     for at in range(0, whole, 12):
@@ -115,10 +116,10 @@ def _final(a: int, b: int, c: int) -> tuple[int, int]:
 
 
 def fair_share(held: Mapping[str, int], shards: int) -> dict[str, int]:
-    """How many of ``shards`` each member should own, given how many it holds.
+    """Return how many of ``shards`` each member should own, given how many it holds.
 
-    Every member gets ⌊M/n⌋. The remainder stays with those that hold most, so that the fewest
-    shards move. Names decide ties, so every member comes to the same answer.
+    Every member gets ⌊M/n⌋. The remainder stays with the members that hold most, so that as few
+    shards as possible move. Names decide ties, so every member gets the same answer.
 
     >>> fair_share({"a": 20, "b": 20, "c": 20, "d": 20, "e": 20, "f": 0}, 100)
     {'a': 17, 'b': 17, 'c': 17, 'd': 17, 'e': 16, 'f': 16}
@@ -137,12 +138,12 @@ _FULL = f"{_NOW} - (({_NOW} - {{xid}}::text::bigint + 2147483648) & 4294967295) 
 
 
 def full(xid: str) -> str:
-    """SQL: a transaction id of 32 bits, not much older than the others, with all of its bits."""
+    """Return SQL that extends a recent 32-bit transaction id to all of its bits."""
     return _FULL.format(xid=xid)
 
 
 def failed(xid: str) -> str:
-    """SQL: whether a transaction of a row's xmax, if there is one, was rolled back or died."""
+    """Return SQL: whether the transaction in a row's xmax, if any, was rolled back or died."""
     return f"({xid} <> '0'::xid AND pg_xact_status(({full(xid)})::text::xid8) = 'aborted')"
 
 
@@ -151,12 +152,12 @@ ALL_SHARDS = "generate_series(0, (SELECT shards - 1 FROM saf.broker))"
 
 
 def newest(shards: str = ALL_SHARDS) -> str:
-    """SQL for the cursors of a subscription, of some shards.
+    """Return SQL for the newest cursors of a subscription, of some shards.
 
     While an old transaction holds the horizon, PostgreSQL keeps every version of a cursor ever
-    written. A cursor's batch only rises; as the last column of the key, it has the newest version
-    found first, and none of those before it looked at. Compared as a whole, because the planner
-    would sort what it takes for one row.
+    written. A cursor's batch only rises; as the last column of the key, it lets the index find the
+    newest version first and read no older ones. Whole rows are compared, because otherwise the
+    planner would expect a single row and sort.
     """
     return f"""(
     SELECT c.* FROM {shards} AS s (shard) CROSS JOIN LATERAL (
@@ -172,7 +173,7 @@ NEWEST = newest()
 THIS_ROW = """
 c.subscription_id = %(subscription_id)s AND c.shard = n.shard AND c.batch = n.batch
 """
-"""SQL: the row of saf.cursor to be written is the newest version, n."""
+"""SQL: the row of saf.cursor to write is the newest version, n."""
 
 JOIN = """
 INSERT INTO saf.member (member_id, subscription_id, name, lease_until)
@@ -180,7 +181,7 @@ VALUES (%(member_id)s, %(subscription_id)s, %(name)s,
         clock_timestamp() + make_interval(secs => %(lease_seconds)s))
 """
 
-# Held until the session ends, however it ends.
+# Held until the session ends, for whatever reason.
 BE_PRESENT = "SELECT pg_advisory_lock(hashtextextended(%(member_id)s::text, 0))"
 IS_PRESENT = """EXISTS (
     SELECT FROM pg_locks
@@ -194,8 +195,8 @@ WHERE member_id = %(member_id)s
 RETURNING stopping
 """
 
-# One member at a time: what each decides rests on what all hold. NO KEY, because a new cursor
-# or member row only needs the subscription to stay.
+# One member at a time, because each decision depends on what all members hold. NO KEY, because a
+# new cursor or member row only needs the subscription to stay.
 TAKE_TURN = """
 SELECT FROM saf.subscription WHERE subscription_id = %(subscription_id)s FOR NO KEY UPDATE
 """
@@ -228,7 +229,7 @@ GROUP BY m.member_id
 
 SHARDS = f"SELECT count(*) FROM {NEWEST} AS c"
 
-# Shards with no batch in hand go first: the next owner of an open one has to read it again.
+# Shards without an open batch go first: the next owner of an open batch has to read it again.
 RELEASE = f"""
 UPDATE saf.cursor c SET owner = NULL, {NOTE_FAILURE}
 FROM (SELECT shard, batch FROM {NEWEST} AS c
@@ -247,7 +248,7 @@ WHERE {THIS_ROW} AND c.owner IS NULL
 
 OWNED = f"SELECT count(*) FROM {NEWEST} AS c WHERE owner = %(member_id)s"
 
-# An update, because a mere lock would wipe out the trace of a delivery that failed
+# An update, because a mere lock would erase the trace of a failed delivery
 HOLD = f"""
 UPDATE saf.cursor c SET {NOTE_FAILURE}
 FROM (SELECT shard, batch FROM {newest("unnest(%(shards)s::smallint[])")} AS c) AS n
@@ -269,7 +270,7 @@ LEAVE = "DELETE FROM saf.member WHERE member_id = %(member_id)s"
 
 
 def living(connection: psycopg.Connection[Any], subscription_id: int) -> list[str]:
-    """The names of a subscription's members; those that are dead are forgotten."""
+    """Return the names of a subscription's members, after removing dead ones."""
     params = {"subscription_id": subscription_id, "member_id": None}
     if fetch(connection, LIVING, params):
         with connection.transaction():
@@ -287,7 +288,7 @@ def _forget_dead(connection: psycopg.Connection[Any], params: Mapping[str, Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A live process of a subscription. The methods write through a connection in autocommit."""
+    """A live process of a subscription. Methods write through an autocommit connection."""
 
     subscription_id: int
     lease_seconds: float
@@ -306,16 +307,16 @@ class Member:
     def join(self, connection: psycopg.Connection[Any]) -> None:
         """Become a member, with a first lease and no shards yet.
 
-        The member lives no longer than the connection's session.
+        The membership ends with the connection's session.
         """
         connection.execute(BE_PRESENT, self._params)
         connection.execute(JOIN, self._params)
 
     def renew(self, connection: psycopg.Connection[Any], silent_seconds: float = 0.0) -> None:
-        """Extend the lease, to its term after the member was last heard of.
+        """Extend the lease to its full term, counted from the member's last sign of life.
 
         Raises:
-            Fenced: the lease was over and the others have forgotten this member.
+            Fenced: the lease was over and the others have removed this member.
         """
         params = {**self._params, "lease_seconds": self.lease_seconds - silent_seconds}
         if connection.execute(RENEW, params).fetchone() is None:
@@ -329,8 +330,8 @@ class Member:
     ) -> int:
         """Release or acquire shards up to the fair share; return how many are owned now.
 
-        Shards with work under way must be among those to ``keep``, which are not released now.
-        ``releasing`` is called with the shards that go, in the transaction that lets them go.
+        Shards with work under way must be in ``keep``; they are not released now. ``releasing`` is
+        called with the released shards, in the transaction that releases them.
         """
         params = self._params
         with connection.transaction():
@@ -346,19 +347,19 @@ class Member:
             return int(fetch(connection, OWNED, params)[0][0])
 
     def settled(self, connection: psycopg.Connection[Any]) -> bool:
-        """Whether `balance` has nothing to do. Only reads, so it may be asked often.
+        """Whether `balance` has nothing to do. Only reads, so it is cheap to call often.
 
         Raises:
-            Fenced: the others have forgotten this member.
+            Fenced: the others have removed this member.
         """
         ((dead,),) = fetch(connection, ANY_DEAD, self._params)
         return not dead and self.lacks(connection) == 0
 
     def lacks(self, connection: psycopg.Connection[Any]) -> int:
-        """How many more shards the fair share has than this member holds; below 0: too many.
+        """Return how many shards this member lacks of its fair share; negative: too many.
 
         Raises:
-            Fenced: the others have forgotten this member.
+            Fenced: the others have removed this member.
         """
         held = dict(fetch(connection, HOLDINGS, self._params))
         me = str(self.member_id)
@@ -370,24 +371,24 @@ class Member:
     def hold(
         self, connection: psycopg.Connection[Any], shards: Iterable[tuple[int, int]]
     ) -> set[tuple[int, int]]:
-        """Which of some shards, each with an epoch, are still this member's.
+        """Return which of some shards, each with an epoch, are still this member's.
 
-        They stay so until the end of the transaction.
+        They stay this member's until the end of the transaction.
         """
         numbers, epochs = zip(*set(shards), strict=True)
         params = {**self._params, "shards": list(numbers), "epochs": list(epochs)}
         return set(fetch(connection, HOLD, params))
 
     def stop(self, connection: psycopg.Connection[Any]) -> None:
-        """Ask this member's tasks, wherever they run, to finish the chunk in hand and end."""
+        """Ask this member's tasks, wherever they run, to finish the current chunk and end."""
         connection.execute(STOPPING, self._params)
 
     def take_back_stop(self, connection: psycopg.Connection[Any]) -> None:
-        """Take `stop` back, before the next `balance`: its tasks have ended."""
+        """Withdraw `stop`, before the next `balance`: its tasks have ended."""
         connection.execute(TAKE_BACK_STOP, self._params)
 
     def leave(self, connection: psycopg.Connection[Any]) -> None:
-        """Free the shards at once instead of at the end of the lease."""
+        """Free the shards immediately instead of at the end of the lease."""
         with connection.transaction():
             connection.execute(FREE, self._params)
             connection.execute(LEAVE, self._params)

@@ -1,6 +1,6 @@
-"""A log from outside: all that a broker's outbox or inbox holds, read in one snapshot.
+"""A log from outside: all rows of a broker's outbox or inbox, read in one snapshot.
 
-It is for comparing logs. A reader that goes on reading does so through a cursor.
+It is used to compare logs. Continuous readers use a cursor.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from saf.log.shards import shard_expression
 Row = tuple[Any, ...]
 ROWS_AT_A_TIME = 10_000
 NUMBERS = count()
-"""How many logs of one side may be read at the same time."""
+"""Numbers for cursors' names, so that several logs of one side can be read at the same time."""
 
-# In a REPEATABLE READ transaction a lock alone takes no snapshot
+# A lock alone takes no snapshot in a REPEATABLE READ transaction
 KEEP_UNPURGED = "LOCK TABLE saf.{log} IN ACCESS SHARE MODE"
 
 NEVER_PURGED = f"""
@@ -40,10 +40,10 @@ created_at >= coalesce(%(since)s::timestamptz, '-infinity')
 AND created_at < coalesce(%(until)s::timestamptz, 'infinity')
 """
 
-# Messages of no topic are compared by their figures alone
+# Messages for no topic are compared by their totals alone
 PLAIN = "to_service <> ALL (%(topics)s::text[])"
 
-# uuid_send, because bytes sort like uuids, and need no object for each
+# uuid_send, because bytes sort like uuids, and need no object each
 SORTED = """
 SELECT uuid_send(message_id), %(where)s::text, shard, id, to_service, to_broker, key, created_at,
        {state}
@@ -55,7 +55,7 @@ ORDER BY message_id
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One log, read in one snapshot of its own."""
+    """One log, read in its own snapshot."""
 
     name: str
     what: str
@@ -63,7 +63,7 @@ class Side:
     connection: psycopg.Connection[Any]
 
     def fetch(self, query: sql.Composed | str, params: Mapping[str, Any]) -> list[Row]:
-        """All rows at once.
+        """Return all rows.
 
         Raises:
             Unavailable: the database does not answer.
@@ -72,7 +72,7 @@ class Side:
             return fetch(self.connection, as_sql(query), params)
 
     def stream(self, query: sql.Composed | str, params: Mapping[str, Any]) -> Iterator[Row]:
-        """Rows as they come, in bounded memory; raises as `fetch` does."""
+        """Yield rows as they arrive, in bounded memory; raises as `fetch` does."""
         with (
             unavailable_if_lost(self.what),
             self.connection.cursor(name=f"saf_reconcile_{next(NUMBERS)}") as cursor,
@@ -81,14 +81,14 @@ class Side:
             yield from cursor.execute(as_sql(query), {**params, "where": self.name}, binary=True)
 
     def may_be_purged(self) -> bool:
-        """Whether the log has ever been purged, as far as can be seen."""
+        """Whether the log was ever purged, as far as can be seen."""
         query = sql.SQL(NEVER_PURGED).format(log=sql.SQL(self.log))
         return (True,) not in self.fetch(query, {})
 
 
 @contextmanager
 def open_side(name: str, what: str, dsn: Dsn, log: str) -> Iterator[Side]:
-    """Connect; keep the log from being purged, and take no snapshot yet."""
+    """Connect, and keep the log from being purged. Takes no snapshot yet."""
     with dsn.connect(role="reconcile") as connection:
         connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         connection.read_only = True
@@ -100,7 +100,7 @@ def open_side(name: str, what: str, dsn: Dsn, log: str) -> Iterator[Side]:
 
 
 def in_order(rows: sql.Composed | str, shards: Sequence[int], *, state: str) -> sql.Composed:
-    """The query for messages of some shards, and of topics, sorted by their ids."""
+    """Return the query for messages of some shards, and of topics, sorted by message_id."""
     return sql.SQL(SORTED).format(
         state=sql.SQL(state),
         rows=as_sql(rows),
@@ -110,7 +110,7 @@ def in_order(rows: sql.Composed | str, shards: Sequence[int], *, state: str) -> 
 
 
 def shard_of(shards: int) -> sql.SQL:
-    """SQL: the shard that a row has at a source with so many shards."""
+    """Return SQL for the shard that a row has at a source with ``shards`` shards."""
     return sql.SQL(shard_expression(shards, modulo="%%"))
 
 

@@ -1,6 +1,7 @@
-"""The rows of a slot, as an archive writes them: every column, in one snapshot, in no order.
+"""The rows of a slot, as an archive writes them: every column, in one snapshot, unordered.
 
-What is too large to be read (see `saf.limits`) is left out, because a dead letter has it whole.
+Values that are too large to be read (see `saf.limits`) are left out, because a dead letter has the
+whole message.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from saf.log.columns import bounded
 from saf.log.ring import Slot
 
 ARROW_BATCH_BYTES = 4 * 1024 * 1024
-"""The bytes of a batch that is read; also about the size of a row group."""
+"""Bytes of a batch that is read; also about the size of a row group."""
 
 COLUMNS_OF_LOG = {"outbox": COLUMNS, "inbox": (*COLUMNS, "source", "received_at")}
 
 WHOSE = "SELECT broker_id::text, incarnation FROM saf.broker"
 
-# A transaction id does not come near 2^63, and Arrow has no type of its own for it.
+# Transaction ids stay far below 2^63, and Arrow has no type of its own for them.
 ROWS = "SELECT txid::text::bigint AS txid, id, shard, {columns} FROM {slot}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRows:
-    """A slot that can be read, once."""
+    """A slot's rows, which can be read once."""
 
     slot: Slot
     broker_id: str
@@ -40,7 +41,7 @@ class SlotRows:
     cursor: bulk.BulkCursor
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Give its rows as of now, in the types in which PostgreSQL sends them."""
+        """Yield the current rows, in the types in which PostgreSQL sends them."""
         log = self.slot.log
         some = [bounded(name, kept=KEPT.format(log=log)) for name in COLUMNS_OF_LOG[log]]
         columns = sql.SQL(", ").join(sql.Identifier(c) if isinstance(c, str) else c for c in some)

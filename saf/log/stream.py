@@ -1,23 +1,25 @@
 """A stream: a subscription whose reader keeps its own checkpoint, and may ask for rows again.
 
-Its subscription is a row of saf.subscription with ``stream``. It keeps purges from all that is not
-committed, and its lag is that of its cursors, as with any other reader. All cursors move together:
+Its subscription is a row of saf.subscription with ``stream``. It keeps purges from rows that are
+not committed, and its lag is that of its cursors, as with any other reader. All cursors move
+together:
 
-    begin      how far the subscription is: where a checkpoint begins
-    take over  raise the epoch, so that an older query of this subscription writes nothing more
+    begin      return the subscription's progress: where a checkpoint begins
+    take over  raise the epoch, so that an older query of this subscription can write nothing more
     open       open = a snapshot, batch = batch + 1, durably; ``done`` stays where it is
-    commit     done = what the checkpoint says is complete
+    commit     done = the progress that the checkpoint calls complete
 
-What lies between ``done`` and ``open`` was handed out and may be asked for again; how it is divided
-is known to the checkpoint alone. To open a batch is durable, so no row is handed out that the
-source could still lose in a crash.
+Rows between ``done`` and ``open`` were handed out and may be asked for again; only the checkpoint
+knows how they are divided. Opening a batch is durable, so no row is handed out that the source
+could still lose in a crash.
 
-*Honest.* `check` compares a checkpoint with the cursors at each contact. A batch that was handed
-out is known here for ever, because it was opened durably. So a subscription that does not know it
-was set back, with its database. Its cursors are right for what the database holds now, and a new
-checkpoint begins there; what is older than the backup may come again, and nothing is left out.
+*Set-backs are noticed.* `check` compares a checkpoint with the cursors at each contact. A batch
+that was handed out is recorded here for good, because it was opened durably. If a subscription
+lacks the batch, the subscription was set back, together with its database. Its cursors are right
+for the rows that the database has now, and a new checkpoint begins there; rows older than the
+backup may come again, and nothing is left out.
 
-What it does not do: it waits for nobody, has no lease, and keeps no session.
+A stream waits for no other process, has no lease, and keeps no session.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from saf.errors import NotThisStream, StreamSetBack, StreamTakenOver
 from saf.log.offset import Offset, shows_all_of
 from saf.log.shards import NEWEST, THIS_ROW
 
-# One row where all cursors are equally far
+# One row if all cursors are equally far
 STATE = f"""
 SELECT b.broker_id::text, b.incarnation, b.shards, s.subscription_id, c.epoch, c.batch,
        c.done::text, coalesce(c.open::text, ''), c.position, pg_current_snapshot()::text, c.number
@@ -61,7 +63,7 @@ WHERE {THIS_ROW} AND c.epoch = %(epoch)s
 RETURNING c.batch
 """
 
-# Where a later batch was opened meanwhile, rows of it may have lower ids than the position
+# If a later batch was opened since, its rows may have lower ids than the position
 COMMIT = f"""
 UPDATE saf.cursor c SET
     done = %(done)s::pg_snapshot,
@@ -75,25 +77,25 @@ RETURNING c.shard
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """How far a stream's subscription is."""
+    """Progress of a stream's subscription."""
 
     what: str
-    """The broker, for people."""
+    """The broker, for errors."""
     name: str
-    """The subscription's."""
+    """The subscription's name."""
     committed: Offset
-    """What a checkpoint would begin with."""
+    """The offset that a new checkpoint would begin with."""
     batch: int
     """The number of the last batch that was opened."""
     end: str
-    """The snapshot at which it ends."""
+    """The snapshot at which that batch ends."""
     epoch: int
     shards: int
     now: str
-    """pg_snapshot as text: what is complete now."""
+    """pg_snapshot as text: the transactions that are complete now."""
 
     def opened_after(self, start: Offset) -> Offset | None:
-        """Return the end of the batch that was opened after an offset; None if there is none."""
+        """Return the end of the batch that was opened after an offset; None if none was."""
         if self.batch <= start.batch:
             return None
         return replace(start, batch=self.batch, done=self.end, open="", position=0, settled=False)
@@ -104,10 +106,10 @@ class State:
 
 
 def find(connection: psycopg.Connection[Any], what: str, log: str, name: str) -> int | None:
-    """Return the id of a stream's subscription; None if there is none of this name.
+    """Return the id of a stream's subscription; None if none has this name.
 
     Raises:
-        NotThisStream: it is not a stream's.
+        NotThisStream: the subscription is not a stream's.
     """
     found = fetch(connection, NAMED, {"log": log, "name": name})
     if not found:
@@ -121,10 +123,10 @@ def find(connection: psycopg.Connection[Any], what: str, log: str, name: str) ->
 
 
 def state(connection: psycopg.Connection[Any], what: str, name: str, subscription_id: int) -> State:
-    """Return how far a stream's subscription is. Only reads.
+    """Return the progress of a stream's subscription. Only reads.
 
     Raises:
-        NotThisStream: something else has moved single cursors of it.
+        NotThisStream: another program has moved or removed single cursors of the subscription.
     """
     rows = fetch(connection, STATE, {"subscription_id": subscription_id})
     if len(rows) != 1:
@@ -146,7 +148,7 @@ def state(connection: psycopg.Connection[Any], what: str, name: str, subscriptio
             broker=broker,
             incarnation=incarnation,
             subscription=found,
-            # what was opened and is not committed is another batch than the one that ``done`` ends
+            # an open batch that is not committed is not the batch that ends at ``done``
             batch=batch - 1 if open_ and not position else batch,
             done=done,
             open=open_ if position else "",
@@ -162,11 +164,11 @@ def state(connection: psycopg.Connection[Any], what: str, name: str, subscriptio
 
 
 def check(given: Offset, known: State) -> None:
-    """Make sure that an offset of a checkpoint is of this subscription, and still there to be read.
+    """Check that a checkpoint's offset belongs to this subscription, and can still be read.
 
     Raises:
-        NotThisStream: it is another broker's or another subscription's; or it is older than what
-            was committed since.
+        NotThisStream: it belongs to another broker or subscription; or it is older than the
+            committed progress.
         StreamSetBack: the database has less than it had when the offset was handed out.
     """
     mine, what, name = known.committed, known.what, known.name
@@ -203,10 +205,10 @@ def check(given: Offset, known: State) -> None:
 
 
 def take_over(connection: psycopg.Connection[Any], known: State) -> int:
-    """Become the one query of a subscription; return the epoch that all writes name.
+    """Become the only query of a subscription; return the epoch that all writes name.
 
     Raises:
-        NotThisStream: the subscription was dropped meanwhile.
+        NotThisStream: the subscription was dropped in the meantime.
     """
     subscription_id = known.committed.subscription
     while True:
@@ -214,13 +216,13 @@ def take_over(connection: psycopg.Connection[Any], known: State) -> int:
             rows = fetch(connection, TAKE_OVER, {"subscription_id": subscription_id})
             if len(rows) == known.shards:
                 return int(rows[0][0])
-            # it has waited for an older query that opened a batch, and the cursors are newer now
+            # it has waited for an older query that opened a batch, so the cursors are newer now
             raise psycopg.Rollback(transaction)
         state(connection, known.what, known.name, subscription_id)
 
 
 def now(connection: psycopg.Connection[Any]) -> str:
-    """Return the snapshot of what is complete now."""
+    """Return the current snapshot, in which all complete transactions are visible."""
     ((snapshot,),) = fetch(connection, NOW)
     return str(snapshot)
 
@@ -245,7 +247,7 @@ def open_batch(connection: psycopg.Connection[Any], known: State, epoch: int, en
 
 
 def commit(connection: psycopg.Connection[Any], known: State, epoch: int, end: Offset) -> None:
-    """Mark complete what an offset has: a purge may take it from now on.
+    """Mark an offset's rows complete: a purge may remove them from now on.
 
     Raises:
         StreamTakenOver: a newer query has the subscription.
@@ -282,10 +284,10 @@ DELETE FROM saf.subscription WHERE name = %(name)s AND log = %(log)s AND stream 
 def create(
     connection: psycopg.Connection[Any], what: str, log: str, name: str, start: Start
 ) -> bool:
-    """Register a stream; False if it is there already.
+    """Register a stream; return False if it already exists.
 
     Raises:
-        NotThisStream: a subscription of this name is no stream's.
+        NotThisStream: a subscription of this name is not a stream's.
     """
     with connection.transaction():
         made = fetch(connection, CREATE, {"name": name, "log": log})
@@ -302,5 +304,5 @@ def logs(connection: psycopg.Connection[Any], name: str) -> list[str]:
 
 
 def drop(connection: psycopg.Connection[Any], log: str, name: str) -> bool:
-    """Forget a stream: nothing is kept for it any more. Return whether it was there."""
+    """Remove a stream, so that no rows are kept for it any more. Return whether it existed."""
     return bool(fetch(connection, DROP, {"log": log, "name": name}))

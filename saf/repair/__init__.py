@@ -1,5 +1,5 @@
-"""Repair: what was lost or set back is found, named, and mended.
+"""Repair: find, report and repair losses and set-backs.
 
-Here belongs what compares a source with its destinations, and what an operator runs afterwards.
-What notices a set-back chunk by chunk is in `saf.destinations.marks`.
+This package compares a source with its destinations, and contains the repairs that an operator runs
+afterwards. Set-backs are noticed chunk by chunk in `saf.destinations.marks`.
 """

@@ -1,12 +1,13 @@
-"""What goes again to a destination that was set back and cannot be read back.
+"""Messages to send again to a destination that was set back and cannot be read back.
 
-Nobody knows what it has lost. So somebody has to say since when, and all that was sent to it since
-then goes again; what it still has, it gets twice. What is set aside for it has not been sent. Of a
-topic's message, that may be so for one destination only, and the others get their copies again.
+Nobody knows what the destination has lost. So an operator has to name a time, and all messages sent
+there since then are sent again; those that the destination still has arrive twice. Messages that
+are set aside for it have not been sent. A topic's message may be set aside for one destination
+only; the others get their copies again.
 
-Some messages may be lost there too, and are counted: those whose way now leads elsewhere, or that a
-router has found a way for, and copies of a topic's messages that somebody has discarded, because an
-audit does not say for which destination.
+Some messages may be lost there too, and are only counted: messages whose routes now lead elsewhere,
+or that a router has redirected, and copies of a topic's messages that an operator has discarded,
+because the audit does not name the destination.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ NOW = "SELECT clock_timestamp()"
 
 @dataclass(frozen=True, kw_only=True)
 class Blind:
-    """What some destinations may have got since a time."""
+    """Messages that some destinations may have got since a time."""
 
     destinations: Collection[str]
     messages: list[tuple[int, int]] = field(default_factory=list)
     """As (shard, id)."""
     copies: list[Copy] = field(default_factory=list)
-    """Of topics' messages that are set aside for other destinations."""
+    """Copies of topics' messages that are set aside for other destinations."""
     uncertain: Counter[str] = field(default_factory=Counter)
-    """For each destination, how many copies it may have got, of messages that were discarded."""
+    """Copies of discarded messages that each destination may have got."""
     purged: datetime | None = None
-    """What was sent earlier may have been purged, and does not go again."""
+    """Messages sent before this time may have been purged, and are not sent again."""
 
     def add(self, entries: Sequence[Entry], routes: Routes, may_be_there: Unread) -> None:
-        """Add the message of some rows, which are all that have its id."""
+        """Add a message, given all rows with its id."""
         discarded = any(one.state == "discarded" for one in entries)
         for one in entries:
             if one.state not in ("complete", "aside") or not may_be_there.may_have(one):
@@ -72,7 +73,7 @@ class Blind:
             return
         ways = copied_to(routes, one.service, one.broker)
         mine = tuple(way for way in ways if way in self.destinations and way not in held)
-        if len(ways) < 2 or not mine:  # noqa: PLR2004 - the only one has not got it
+        if len(ways) < 2 or not mine:  # noqa: PLR2004 - a single destination lacks it
             return
         if discarded:
             self.uncertain.update(mine)
@@ -90,15 +91,15 @@ def everything_sent(
     since: datetime,
     retention_seconds: float,
 ) -> Blind:
-    """Return the messages that these destinations may have got since then.
+    """Return the messages that these destinations may have got since a time.
 
     Args:
-        name: the source's name, for people.
-        source: where the source is.
+        name: the source's name, for errors.
+        source: the source's dsn.
         destinations: their names.
-        routes: returns where messages go now, given a connection to the source.
-        since: with this created_at or a later one.
-        retention_seconds: every purge has kept messages at least so long.
+        routes: returns the current routes, given a connection to the source.
+        since: the earliest created_at.
+        retention_seconds: every purge has kept messages at least this long.
 
     Raises:
         Unavailable: the source does not answer.

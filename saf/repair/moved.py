@@ -1,26 +1,27 @@
-"""How a broker was moved, and which messages were written here since: what its rows say of it.
+"""How a broker was moved, and which messages were written here since, as its rows show.
 
 The transaction ids of a broker that was moved into another cluster mean nothing there. For a
-message that the move brought, the cursors that came with it say whether it is complete. A message
-that was written here since is pending, whatever its transaction id is by chance. Which of the two a
-row is depends on how the broker was moved:
+message that the move brought, the cursors that came with it show whether it is complete. A message
+that was written here since the move is pending, whatever its transaction id happens to be. How the
+broker was moved decides which rows the move brought:
 
-    dump      COPY has brought all rows and all cursors; whatever comes later was written here
+    dump      COPY has brought all rows and all cursors; all later rows were written here
     logical   logical replication brought them: first by COPY, then transaction by transaction
     copy      a copy of the storage, and perhaps logical replication after it: rows that were
               written long before look as if they had been written here
-    upgrade   as pg_upgrade does: nothing was brought, and the cursors are right
+    upgrade   as pg_upgrade does: no rows were brought, and the cursors are right
 
-What the rows say:
+The rows show this:
 
-- A row that several transactions share the xmin of was brought by a COPY.
-- A row with an xmin before its transaction's was brought.
-- While it was being moved, nobody wrote a cursor here. So what came here after a cursor is not
-  complete for it, whether it was brought or written here.
-- saf.timeline names the transaction that wrote its row: if it is another one, the row was brought.
+- Rows of several transactions that share one xmin were brought by a COPY.
+- A row whose xmin is older than its transaction id was brought.
+- No cursor was written here during the move. So a row that came here after a cursor is not
+  complete for that cursor, whether the row was brought or written here.
+- saf.timeline names the transaction that wrote its row: if another transaction wrote the row here,
+  the row was brought.
 
-`by` works out which ways are possible. If two of them would not come to the same for some message,
-the operator has to say it.
+`by` finds the possible ways. If two of them would give different results for some message, the
+operator has to choose.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from saf.log.shards import full
 
 
 class MovedBy(StrEnum):
-    """How a broker came to where it is."""
+    """How a broker was moved to its cluster."""
 
     DUMP = "dump"
     LOGICAL = "logical"
@@ -58,7 +59,7 @@ SELECT xmin::text AS xmin FROM {log} GROUP BY 1
 HAVING min(txid::text::bigint) <> max(txid::text::bigint)
 """
 
-# The last transaction of a dump, or of an initial copy, as far as the rows say it
+# The last transaction of a dump, or of an initial copy, as far as the rows show it
 _LAST_COPY = f"""
 greatest((SELECT max({full("t.xmin")}) FROM saf.timeline t
           WHERE t.xmin::text::bigint <> t.written::text::bigint & 4294967295),
@@ -74,7 +75,7 @@ IS_HERE = {
     MovedBy.UPGRADE: "false",
 }
 
-# For each row, one letter a subscription: c completed, h in hand, p pending
+# For each row, one letter per subscription: c completed, h in hand, p pending
 _LETTER = f"""
 CASE WHEN {full("l.xmin")} >= l.txid::text::bigint AND b.xmin IS NULL AND ({{is_here}}) THEN 'p'
      WHEN pg_visible_in_snapshot(l.txid, c.done) THEN 'c'
@@ -106,10 +107,10 @@ def by(connection: psycopg.Connection[Any], told: MovedBy | None) -> MovedBy:
 
     Args:
         connection: to the broker.
-        told: what the operator says.
+        told: the operator's answer.
 
     Raises:
-        UsageError: the operator says what cannot be, or has to say it.
+        UsageError: the operator's answer is impossible, or is needed.
     """
     if told is MovedBy.UPGRADE:
         problem = lineage.foreign(connection)[0]
@@ -133,9 +134,9 @@ def by(connection: psycopg.Connection[Any], told: MovedBy | None) -> MovedBy:
 
 
 def states(connection: psycopg.Connection[Any], log: str, how: MovedBy | None) -> int:
-    """Note in the temporary table saf_states what each row is for each subscription.
+    """Write the state of each row for each subscription to the temporary table saf_states.
 
-    Return how many rows were written here since the move; none, if there was none.
+    Return how many rows were written here since the move; 0 if nothing was moved.
     """
     is_here = sql.SQL(IS_HERE[how or MovedBy.UPGRADE])
     columns = sql.SQL(
@@ -150,7 +151,7 @@ def states(connection: psycopg.Connection[Any], log: str, how: MovedBy | None) -
 def _different(
     connection: psycopg.Connection[Any], log: str, ways: Collection[MovedBy]
 ) -> tuple[int, int | None]:
-    """Return of how many messages some ways do not say the same, and the first id of them."""
+    """Return how many messages get different states by different ways, and the first id."""
     columns = [sql.SQL(f"{_STATE} AS {way}").format(is_here=sql.SQL(IS_HERE[way])) for way in ways]
     first, *others = ways
     query = sql.SQL(DIFFERENT).format(

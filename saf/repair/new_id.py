@@ -1,21 +1,21 @@
-"""A new broker_id for a copy: it becomes a broker of its own beside its original.
+"""A new broker_id for a copy: the copy becomes a broker separate from its original.
 
-`CREATE DATABASE … TEMPLATE` and a copied data directory make a database that has its original's
+`CREATE DATABASE … TEMPLATE` and a copied data directory create a database with its original's
 broker_id. Both number their batches alike under one name, so a destination takes the messages of
 one for repeats of the other's. Nothing in the copy was set back, and `saf rebase` would not help.
 
 `give_new_id` makes the copy another broker, in one transaction:
 
-- What waits at the copy, and is the original's to send, goes: messages that are pending, parked or
-  dead in the copy and that the original has, or has set aside, by their message_id. The copy's own
-  messages stay.
-- What destinations have acknowledged to the original goes, and so does how far other sources have
-  stored in the original: nobody knows the new broker yet.
-- The broker gets a new broker_id. Members of the original, which are not at work here, are
-  forgotten, and shards are free.
+- Messages that wait at the copy, and that the original will send, are deleted: messages that are
+  pending, parked or dead in the copy and that the original has, or has set aside, by their
+  message_id. The copy's own messages stay.
+- The marks that destinations have acknowledged to the original are deleted, and so are the marks of
+  other sources at the original: nobody knows the new broker yet.
+- The broker gets a new broker_id. Members of the original, which do not run here, are removed, and
+  shards are free.
 
-Messages in the copied inbox stay, and its subscriptions receive them here as well. An end of a
-dialog exists twice afterwards, and the other end knows the original's: so open dialogs of the copy
+Messages in the copied inbox stay, and its subscriptions receive them here as well. Each end of a
+dialog exists twice afterwards, and the other end knows the original's. So the copy's open dialogs
 are counted, and their applications end them.
 """
 
@@ -35,16 +35,16 @@ from saf.log.cursor import COMPLETE
 from saf.log.shards import IS_PRESENT
 
 AT_ONCE = 50_000
-"""How many messages the original is asked about at a time."""
+"""Messages to ask the original about at a time."""
 
-# Waits for those who write, and keeps all out
+# Waits for current writers, and keeps out all others
 LOCK = """
 LOCK TABLE saf.outbox, saf.cursor, saf.member, saf.parked, saf.dead_letter, saf.watermark,
            saf.acknowledged IN ACCESS EXCLUSIVE MODE
 """
 ALIVE = f"SELECT m.name FROM saf.member m WHERE {IS_PRESENT}"
 
-# As `saf status` counts them, of every subscription of the outbox
+# As `saf status` counts them, for every subscription of the outbox
 WAITING = f"""
 SELECT DISTINCT message_id FROM (
     SELECT o.message_id FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
@@ -54,7 +54,7 @@ SELECT DISTINCT message_id FROM (
     UNION ALL SELECT message_id FROM saf.parked
     UNION ALL SELECT message_id FROM saf.dead_letter) AS waiting
 """
-# By one scan for many; a purge of the original has taken nothing that it has set aside
+# One scan for many messages; a purge of the original removes nothing that it has set aside
 KNOWN = """
 SELECT message_id FROM saf.outbox WHERE message_id = ANY (%(message_ids)s)
 UNION SELECT message_id FROM saf.parked WHERE message_id = ANY (%(message_ids)s)
@@ -86,7 +86,7 @@ DIALOGS = "SELECT count(*) FROM saf.conversation WHERE NOT monolog AND state <> 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which broker a database is, and which database of which cluster."""
+    """A database: its broker, its cluster, and its number there."""
 
     broker_id: UUID
     system_identifier: int
@@ -95,24 +95,24 @@ class Place:
 
     @property
     def database(self) -> tuple[int, int]:
-        """What tells the database apart from all others, whatever its name is."""
+        """Identifies the database among all others, whatever its name is."""
         return self.system_identifier, self.oid
 
 
 @dataclass(frozen=True, kw_only=True)
 class Renewed:
-    """What a copy has become."""
+    """Result of giving a copy a new id."""
 
     broker_id: UUID
     given_up: int
-    """Messages that waited at the copy, and are the original's to send."""
+    """Messages that waited at the copy, and that the original will send."""
     waiting: int
     """The copy's own messages, which wait as before."""
     open_dialogs: int
 
 
 def place(connection: psycopg.Connection[Any]) -> Place:
-    """Return which broker a database is, and which database. Only reads."""
+    """Return a database's broker_id, cluster and number. Only reads."""
     ((broker_id, system_identifier, oid),) = fetch(connection, IDENTITY)
     return Place(broker_id=broker_id, system_identifier=system_identifier, oid=oid)
 
@@ -120,15 +120,15 @@ def place(connection: psycopg.Connection[Any]) -> Place:
 def give_new_id(
     connection: psycopg.Connection[Any], original: psycopg.Connection[Any] | None
 ) -> Renewed:
-    """Make a copy a broker of its own.
+    """Make a copy a separate broker.
 
     Args:
         connection: to the copy, in autocommit, as the owner of its schema.
-        original: to the broker that it is a copy of; None if it cannot be asked. Then all that
-            waits at the copy is taken for the copy's own.
+        original: to the broker that was copied; None if it cannot be asked. Then all messages that
+            wait at the copy count as the copy's own.
 
     Raises:
-        UsageError: a member is at work at the copy, or the other is not its original.
+        UsageError: a member runs at the copy, or the other broker is not its original.
     """
     if original is not None:
         mine, other = place(connection), place(original)
@@ -158,7 +158,7 @@ def give_new_id(
 
 
 def _known(original: psycopg.Connection[Any] | None, message_ids: Sequence[UUID]) -> list[UUID]:
-    """Return which of some messages the original has, or has set aside."""
+    """Return those messages that the original has, or has set aside."""
     if original is None:
         return []
     return [one for (one,) in fetch(original, KNOWN, {"message_ids": list(message_ids)})]

@@ -1,37 +1,37 @@
 """A restored broker: noticed, refused, and repaired.
 
-A log says which transaction wrote each row, and a cursor which transactions were complete.
+A log stores which transaction wrote each row, and a cursor which transactions were complete.
 
 - A dump was restored into another cluster. There those numbers mean nothing: new transactions would
   count as completed long ago, and their messages would never be forwarded.
 - A cluster was set back to an older backup. The transaction ids are right. But batches and the
-  numbers of lanes are given again, and a destination has stored something under the same numbers.
+  numbers of lanes are assigned again, and a destination has stored other messages under them.
 
-`saf.log.lineage` notices the first; the marks of a destination tell the second
+`saf.log.lineage` notices the first; the marks of a destination show the second
 (`saf.repair.set_back`, and `saf.errors.Ahead` chunk by chunk). Both stop before anything is
 written, and `rebase` repairs both, in one transaction:
 
-- If the transaction ids mean something else here (`saf.log.lineage.foreign`), every row gets one
-  below all that this cluster will still give. There is one id for each way in which the
-  subscriptions have or have not completed a row. The snapshots of the cursors are written anew in
-  these ids. So each row stays completed, in hand or pending, for each subscription, and positions
-  stay too. What was written here since the move, by whatever INSERT, is pending for all; which rows
-  these are is for `saf.repair.moved` to say.
+- If the transaction ids belong to another cluster (`saf.log.lineage.foreign`), every row gets an id
+  below all that this cluster will still assign. There is one id for each combination of the states
+  in which subscriptions have a row. The snapshots of the cursors are rewritten with these ids. So
+  each row stays completed, in hand or pending, for each subscription, and positions stay too. Rows
+  that were written here since the move, by any INSERT, are pending for all subscriptions;
+  `saf.repair.moved` finds these rows.
 - If the next id of a log is not above its ids, because its sequence was not set, the rows that were
-  written with too low ids get new ones, in their order, and all sequences of saf's go on after
-  what is there.
-- A row that a restore over what was there has brought a second time is removed.
-- If a destination is ahead, then wherever one has got farther, the batches and epochs of its
-  shards, and the numbers of lanes, go on after those that it knows. What the source had delivered
-  after the backup was taken, and still has, is then delivered a second time, because it cannot be
-  told from new messages. So is what was in hand or parked at the backup: some of it may have been
-  set aside since, and would be taken for stored.
-- The ends of dialogs learn that they are of a new incarnation of this broker, and compare what they
-  know with the other ends (`saf.dialogs.comparing`). A dialog of which two destinations have a
-  target goes on with one of them (`saf.dialogs.one_target`).
+  written with too low ids get new ids, in their order, and all sequences of saf continue after the
+  existing rows.
+- Duplicate rows, from a restore over existing rows, are removed.
+- If a destination is ahead, then wherever one is farther, the batches and epochs of its shards, and
+  the numbers of lanes, continue after those that the destination knows. Messages that the source
+  had delivered after the backup was taken, and still has, are then delivered a second time, because
+  they cannot be told from new ones. So are messages that were in hand or parked at the backup: some
+  of them may have been set aside since, and would count as stored.
+- The ends of dialogs learn that they belong to a new incarnation of this broker, and compare what
+  they know with the other ends (`saf.dialogs.comparing`). A dialog with targets at two destinations
+  continues with one of them (`saf.dialogs.one_target`).
 
-The restored source cannot send again what it does not have any more. Those of its messages that
-arrived are at the destination. `saf.repair.send_again` repairs a destination that was set back.
+The restored source cannot send messages again that it has lost. Those that arrived are at the
+destination. `saf.repair.send_again` repairs a destination that was set back.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ from saf.setaside.parking import PARKED_COLUMNS
 
 __all__ = ["Rebased", "rebase"]
 
-# Waits for those who write, and keeps all out
+# Waits for current writers, and keeps out all others
 LOCK = """
 LOCK TABLE saf.outbox, saf.inbox, saf.cursor, saf.member, saf.parked IN ACCESS EXCLUSIVE MODE
 """
 
-# The members came with the dump; only members of this cluster can be at work.
+# The members came with the dump; only members of this cluster can be running.
 ALIVE = f"SELECT m.name FROM saf.member m WHERE {IS_PRESENT}"
 FORGET_MEMBERS = "DELETE FROM saf.member"
 
@@ -86,7 +86,7 @@ WHERE (l.tableoid, l.ctid) = (s.slot, s.place)
 """
 DROP = "DROP TABLE saf_states"
 
-# One by one, because the ids are drawn in this order
+# Row by row, so that ids are assigned in this order
 NEW_IDS = """
 DO $$ DECLARE one record; new_slot oid; new_place tid; BEGIN
     FOR one IN {new} ORDER BY is_late, id LOOP
@@ -97,8 +97,8 @@ DO $$ DECLARE one record; new_slot oid; new_place tid; BEGIN
     END LOOP;
 END $$
 """
-# All that came here after the cursors. What was brought comes before the first message that was
-# certainly written here
+# All rows that came here after the cursors. Rows that were brought come before the first message
+# that was certainly written here
 NEW_HERE = f"""
 SELECT l.tableoid, l.ctid, l.id, coalesce({full("l.xmin")} >= first.certain, false) AS is_late
 FROM {{log}} l JOIN saf_states s ON (l.tableoid, l.ctid) = (s.slot, s.place)
@@ -108,8 +108,8 @@ CROSS JOIN (
     WHERE s.is_here AND l.xmin::text::bigint = l.txid::text::bigint & 4294967295) AS first
 WHERE s.is_here
 """
-# Where nothing was moved: the younger of two with the same id, and what is pending and younger than
-# the first of these, or than the message with the highest id
+# Without a move: the younger of two rows with the same id, and pending rows younger than the first
+# of these, or than the message with the highest id
 NEW_SINCE = """
 SELECT tableoid, ctid, id, true AS is_late
 FROM (SELECT *, min(txid::text::bigint) FILTER (WHERE is_twin AND is_pending) OVER () AS since
@@ -130,7 +130,7 @@ WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') AND NOT c
   AND a.attidentity <> '' AND NOT a.attisdropped
 ORDER BY 1
 """
-# Never back: what others remember may be higher than what is here
+# Never back: others may remember higher numbers than this broker has
 GO_ON_AFTER = """
 SELECT setval({sequence}::text::regclass, {highest})
 WHERE {highest} > (SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END
@@ -147,7 +147,7 @@ DELETE FROM {{log}} l USING (
 WHERE d.number > 1 AND (l.tableoid, l.ctid) = (d.slot, d.place)
 """
 
-# A transaction in progress may write when this one is done, and so may this one itself
+# Transactions in progress may still write after this one is done, and so may this one itself
 NOW = "SELECT pg_current_snapshot()::text, pg_current_xact_id()::text::bigint"
 NO_OWNER = "owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1"
 REWRITE = f"""
@@ -163,7 +163,7 @@ BELONG = """
 UPDATE saf.broker SET system_identifier = (SELECT system_identifier FROM pg_control_system())
 """
 
-# All by the same number, so that the order stays
+# All by the same number, so that their order stays
 SHIFT_BATCHES = """
 UPDATE saf.cursor c SET batch = batch + %(numbers)s FROM saf.subscription s
 WHERE s.subscription_id = c.subscription_id AND s.log = 'outbox' AND s.name = 'forwarder'
@@ -176,7 +176,7 @@ shard = ANY (%(shards)s) AND subscription_id IN (
 SHIFT_PARKED = f"""
 UPDATE saf.parked SET batch = batch + %(numbers)s WHERE {OF_THESE}
 """
-# What destinations know of messages that were set aside, and the broker has forgotten
+# Times at which messages were set aside that destinations know and the broker has forgotten
 REMEMBER_SET_ASIDE = f"""
 UPDATE saf.cursor c SET set_aside_at = ARRAY(
     SELECT at FROM (SELECT unnest(c.set_aside_at) AS at UNION SELECT unnest(m.times)
@@ -188,7 +188,7 @@ FROM (SELECT shard, array_agg(at) AS times
 WHERE s.subscription_id = c.subscription_id AND s.log = 'outbox' AND s.name = 'forwarder'
   AND c.shard = m.shard
 """
-# In the order that they had. The number that the identity gives next is never given again
+# In their previous order. The identity never assigns a number twice
 MOVE_FOUND = f"""
 WITH found AS (DELETE FROM saf.parked WHERE {OF_THESE} AND kind = ANY (%(found)s) RETURNING *)
 INSERT INTO saf.parked ({", ".join(PARKED_COLUMNS)}, parked_at)
@@ -200,28 +200,28 @@ SELECT setval(pg_get_serial_sequence(%(table)s, %(column)s),
 """
 
 LOWEST_TXID = 10
-"""It is given out while a cluster is created, so no row of a log has it."""
+"""Assigned while a cluster is created, so no row of a log has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rebased:
-    """What a rebase did."""
+    """Result of a rebase."""
 
     rows: int
     destinations_ahead: tuple[str, ...]
-    """The destinations that knew later batches: messages may be delivered to them twice."""
+    """Destinations that knew later batches: messages may be delivered to them twice."""
     remembered_until: datetime | None
     """When the newest batch was opened that the broker itself remembers."""
     second_targets: int = 0
-    """How many targets of dialogs got an Error, because their dialogs go on with others."""
+    """Targets of dialogs that got an Error, because their dialogs continue with other targets."""
     why: tuple[str, ...] = ()
-    """What was not true of the broker."""
+    """Problems that the broker had."""
     here: int = 0
-    """How many messages were taken for written here since the move, and so for pending."""
+    """Messages that counted as written here since the move, and so as pending."""
     new_ids: int = 0
-    """How many messages got new ids."""
+    """Messages that got new ids."""
     doubled: int = 0
-    """How many rows were removed that their log had twice."""
+    """Duplicate rows of a log that were removed."""
 
 
 def rebase(
@@ -236,27 +236,27 @@ def rebase(
 ) -> Rebased | None:
     """Repair a restored broker; return None if there is nothing to repair.
 
-    All forwarders and receivers have to be stopped.
+    All forwarders and receivers must be stopped.
 
     Args:
         connection: to the broker, in autocommit, as the owner of its schema.
-        known: what each destination that keeps marks knows of the broker, by its name.
+        known: by destination, what each destination that keeps marks knows of the broker.
         force: rebase even if nothing looks restored.
-        moved_by: how the broker was moved, where its rows do not say; see `saf.repair.moved`.
-        dry_run: only return what would be done.
-        monologs: returns how far destinations have received this broker's monologs; it is called
-            only if there is something to repair.
+        moved_by: how the broker was moved, if its rows do not show it; see `saf.repair.moved`.
+        dry_run: return what would be done, and change nothing.
+        monologs: returns how far destinations have received this broker's monologs; called only if
+            there is something to repair.
         targets: returns which targets destinations have of this broker's dialogs with services
-            whose routes share; it is called only if there is something to repair.
+            whose routes share; called only if there is something to repair.
 
     Raises:
-        UsageError: a member is still at work, the role may not repair, the rows do not say how the
+        UsageError: a member is still running, the role may not repair, the rows do not show how the
             broker was moved, or it would not be healthy afterwards.
     """
     if gone := whole.missing(connection):
         raise RowsGone(connection.info.dbname, gone)
     if not (force or _wrong(connection, known)):
-        return None  # and nobody has waited
+        return None  # without having locked anything
     received, there = [*monologs()], [*targets()]
     with connection.transaction(force_rollback=dry_run):
         connection.execute(LOCK)
@@ -284,7 +284,8 @@ def rebase(
                 if foreign or force:
                     rows += _rebase_log(connection, log, highest)
                 connection.execute(DROP)
-            # not before: it writes their cursors, whose xmin says what was written here since
+            # only now: this writes the members' cursors, whose xmin shows which rows were written
+            # here since
             connection.execute(FORGET_MEMBERS)
             if not (foreign or force):
                 connection.execute(RAISE_EPOCH, {"epoch": highest})
@@ -328,11 +329,12 @@ def _newest(known: Mapping[str, Known], ahead: Mapping[str, SetBack]) -> datetim
 def _go_on_after(
     connection: psycopg.Connection[Any], known: Sequence[Known], ahead: Sequence[SetBack]
 ) -> None:
-    """Let the numbers of shards go on after those that destinations know.
+    """Let the numbers of shards continue after those that destinations know.
 
-    A mark does not say what numbers its lane: batches number a destination's own lane, audit_id
-    numbers what is sent again, and parked_id what has found a route. So all three go on after the
-    highest number of any mark. What was set aside is remembered, too.
+    A mark does not tell which numbers its lane uses: a destination's own lane uses batches,
+    messages sent again use audit_id, and messages that have found a route use parked_id. So all
+    three continue after the highest number of any mark. The times of messages set aside are kept,
+    too.
     """
     marks = [mark for there in known for mark in there.marks.values()]
     numbers = max((mark.batch for mark in marks), default=0)
@@ -373,7 +375,7 @@ def _remove_doubled(connection: psycopg.Connection[Any], log: str) -> int:
 
 
 def _new_ids(connection: psycopg.Connection[Any], log: str, *, is_moved: bool) -> int:
-    """Give messages new ids whose ids were given before; return how many."""
+    """Give new ids to messages whose ids were assigned before; return how many."""
     ((last,),) = fetch(connection, lineage.LAST_ID.format(log=log))
     ((highest,),) = fetch(connection, lineage.COUNTED.format(log=log))
     went_back = highest is not None and highest > last
@@ -409,12 +411,12 @@ def _let_sequences_go_on(connection: psycopg.Connection[Any]) -> None:
 
 
 def _rebase_log(connection: psycopg.Connection[Any], log: str, epoch: int) -> int:
-    """Write the transaction ids of a log and its cursors anew, by `saf.repair.moved.states`."""
+    """Rewrite the transaction ids of a log and its cursors, by `saf.repair.moved.states`."""
     parts: dict[str, sql.Composable] = {"log": sql.Identifier("saf", log)}
     states = [state for (state,) in fetch(connection, DISTINCT)]
     txids = {state: LOWEST_TXID + number for number, state in enumerate(states)}
     ((now, own),) = fetch(connection, NOW)
-    # of the rows that are complete, none beyond this one keeps its transaction id
+    # no complete row keeps a transaction id beyond this transaction's
     xmin, xmax = (min(int(limit), own) for limit in now.split(":")[:2])
     in_progress = [one for one in now.split(":")[2].split(",") if one and int(one) < xmax]
     if states and max(txids.values()) >= xmin:

@@ -1,11 +1,11 @@
-"""Replay: send again what a destination has lost, such as one restored from an older backup.
+"""Replay: send messages again that a destination has lost, e.g. one restored from a backup.
 
-The messages are parked once more, in the order in which they were sent, in a lane of their own (see
-`saf.setaside.lane`). That lane goes before everything else for its destination, so messages that
-are sent meanwhile follow behind, and the lane's watermark lets each message be stored once.
+The messages are parked again, in the order in which they were sent, in a separate lane (see
+`saf.setaside.lane`). That lane goes before everything else for its destination, so newer messages
+follow behind, and the lane's watermark ensures that each message is stored once.
 
-`saf.repair.reconcile` says which messages have to be sent again, and for topics to which
-destinations. What was purged from the outbox meanwhile cannot be sent again.
+`saf.repair.reconcile` finds the messages to send again, and for topics their destinations. Messages
+that were purged from the outbox in the meantime cannot be sent again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from saf.setaside.lane import Kind
 from saf.setaside.parking import ADDRESS
 
 CHUNK = 10_000
-"""How many messages are read, and written into the audit, at a time."""
+"""Messages that are read, and written into the audit, at a time."""
 
 FIND = """
 SELECT o.shard, o.id, o.message_id, o.to_service, o.to_broker, o.key
@@ -59,7 +59,7 @@ Address = tuple[str, UUID | None, str | None]
 """A service, a broker and a key."""
 
 _Chosen = tuple[int, int, UUID, str, UUID | None, str | None]
-"""The shard, id and message id of a message, and the address that it goes to."""
+"""A message's shard, id and message_id, and the address that it is sent to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,8 @@ class Copy:
     id: int
     destinations: tuple[str, ...]
     address: Address
-    """The topic's address, under which the message went there, even if a router had found it."""
+    """The topic's address, under which the message was sent there, even if a router had found
+    it."""
 
 
 def replay(
@@ -83,20 +84,20 @@ def replay(
     only: Collection[str] | None = None,
     dry_run: bool = False,
 ) -> dict[str, list[UUID]]:
-    """Hand messages, as (shard, id), to the forwarder again; return their ids by destination.
+    """Give messages, as (shard, id), to the forwarder again; return their ids by destination.
 
     They go where the routes lead now; a topic's message goes to all of its destinations. Messages
-    that no route leads anywhere are left out. For messages of a router the forwarder finds out
-    where they go; until then they are for no destination, which is the empty name. ``copies`` go to
-    the destinations that they name. With ``only``, no other destinations get anything. ``why`` is
-    for the audit. With ``dry_run``, nothing is written.
+    without a route are left out. For messages of a router the forwarder finds the destination;
+    until then they have none, which is the empty name. ``copies`` go to the destinations that they
+    name. With ``only``, no other destinations get anything. ``why`` is written to the audit. With
+    ``dry_run``, nothing is written.
     """
     known = {(copy.shard, copy.id): copy for copy in copies}
     places = sorted([*lost, *known])
     sent: dict[str, list[UUID]] = defaultdict(list)
     with connection.transaction(force_rollback=dry_run):
         connection.execute(ONE_AT_A_TIME)
-        # a shard's messages in their order, which is that of the numbers in the audit
+        # each shard's messages in their order, which is that of the numbers in the audit
         for begin in range(0, len(places), CHUNK):
             found = _found(connection, places[begin : begin + CHUNK], routes, known)
             for destination, messages in found.items():
@@ -173,7 +174,7 @@ def _park(
 def _refuse_more_than(
     announced: Sequence[tuple[int, int]], found: Sequence[tuple[int, int]]
 ) -> None:
-    """Refuse to send more than what was found to be lost: a place may hold several rows."""
+    """Raise if more rows would be sent than are lost: a place may have several rows."""
     if len(found) > len({*announced}):
         raise _more(len(found), len({*announced}))
 

@@ -1,24 +1,24 @@
-"""Repair of a destination that was set back: send again what it has lost, then let it go on.
+"""Repair of a destination that was set back: send lost messages again, then continue.
 
 The forwarder refuses a destination that has less than it had acknowledged
-(`saf.destinations.marks`). `saf.repair.reconcile` finds what it lacks: messages that are complete
-at the source, and in no destination; or, of a topic, no longer in this one. Three things happen:
+(`saf.destinations.marks`). `saf.repair.reconcile` finds the missing messages: those that are
+complete at the source, and in no destination; or, for a topic, no longer in this destination. Then:
 
 1. The destination's incarnation rises, so that its dialogs compare what both ends know.
 2. In one transaction at the source, the lost messages are parked again (`saf.repair.replay`), and
-   the destination's own marks are remembered in place of the acknowledged ones.
-3. The source's dialogs compare too, behind what is sent again: if the destination has forgotten a
-   dialog altogether, only the other end knows of it. Subscribers of a monolog get an Error for what
-   nobody can send them again.
+   the destination's own marks replace the acknowledged ones.
+3. The source's dialogs compare too, behind the messages sent again: if the destination has
+   forgotten a dialog altogether, only the other end knows of it. Subscribers of a monolog get an
+   Error for messages that nobody can send them again.
 
-Everything may run meanwhile, because nobody stores in a destination that is behind. Repairs take
-turns, so that two people who repair at once send each message once.
+All processes may run during the repair, because nothing is stored in a destination that is behind.
+Repairs take turns, so that two operators who repair at the same time send each message once.
 
-A destination that cannot be read back does not say what it lacks. If somebody says since when, all
-that was sent to it since then is sent again (`saf.repair.blind`).
+For a destination that cannot be read back, the missing messages are unknown. If an operator names a
+time, all messages sent to it since then are sent again (`saf.repair.blind`).
 
-It cannot send again what was purged from the outbox since; it says so, with the range that was
-compared. For topics, the limits of `saf.repair.reconcile.copies` hold.
+Messages purged from the outbox since cannot be sent again; the result shows this, with the range
+that was compared. For topics, the limits of `saf.repair.reconcile.copies` apply.
 """
 
 from __future__ import annotations
@@ -52,36 +52,36 @@ from saf.repair.set_back import IDENTITY, SetBack, remembered, set_back
 from saf.routing.matching import Routes
 from saf.setaside.waiting import retry_now
 
-# The session holds it, and no transaction does: to find what is missing takes its time
+# Held by the session, not by a transaction: finding the missing messages takes time
 TAKE_TURN = "SELECT pg_advisory_lock(hashtextextended('saf replay', 0))"
 END_TURN = "SELECT pg_advisory_unlock(hashtextextended('saf replay', 0))"
 
 SOURCE = "SELECT broker_id, shards FROM saf.broker"
 
-# It waits for whoever has sent in a dialog, or has an end in hand; all others wait for it
+# Waits for senders in a dialog, and receivers that have an end in hand; all others wait for it
 SILENCE = "LOCK TABLE saf.conversation IN EXCLUSIVE MODE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What is sent again."""
+    """Messages that were, or would be, sent again."""
 
     by_destination: Mapping[str, list[UUID]]
     """The ids of the messages by destination; those of a router have the empty name."""
     set_back: tuple[str, ...]
-    """The destinations that had been set back, and may go on."""
+    """Destinations that had been set back, and may continue."""
     not_compared: tuple[datetime | None, datetime] | None = None
-    """Messages of this range of created_at were not compared, and may be lost; None: since ever."""
+    """Range of created_at that was not compared, and may be lost; None: from the beginning."""
     unrouted: int = 0
-    """How many messages are lost and not sent again, because no route leads anywhere."""
+    """Messages that are lost and not sent again, because no route exists."""
     uncertain: Mapping[str, int] = field(default_factory=dict)
-    """For each destination that was set back, how many copies of topics' messages it may have lost;
+    """For each destination that was set back, copies of topics' messages that it may have lost;
     nobody knows whether it had them, so they are not sent again."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """The destinations that cannot be read back, and so get nothing again, each with the reason."""
+    """Destinations that cannot be read back and so get nothing again, each with the reason."""
     blind: tuple[str, ...] = ()
-    """Of those that had been set back, the ones that cannot be read back: they get again whatever
-    was sent to them since then, and what they still have twice."""
+    """Destinations in `set_back` that cannot be read back: they get all messages again that were
+    sent to them since then, so those that they still have arrive twice."""
 
 
 def send_again(
@@ -97,31 +97,30 @@ def send_again(
     dry_run: bool = False,
     only_if_set_back: bool = True,
 ) -> Sent | None:
-    """Park again what destinations have lost of a source, and let those that were set back go on.
+    """Park again what destinations have lost of a source; those set back may then continue.
 
-    None if no destination was set back and only those were asked for.
+    None if no destination was set back and only those were requested.
 
     Args:
-        name: the source's name, for people.
-        source: where the source is.
+        name: the source's name, for errors.
+        source: the source's dsn.
         destinations: the settings of all of its destinations, by name.
-        routes: returns where messages go now, given a connection to the source.
-        retention_seconds: every purge of either side has kept messages at least so long.
-        since: send again messages with this created_at or a later one; by default, see
-            `saf.repair.reconcile`. To a destination that was set back and cannot be read back, all
-            of them.
-        until: send again messages with an earlier created_at than this; not if a destination was
-            set back, because it would go on without what it has lost of a later time.
+        routes: returns the current routes, given a connection to the source.
+        retention_seconds: every purge of either side has kept messages at least this long.
+        since: earliest created_at of messages to send again; default: see `saf.repair.reconcile`.
+            To a destination that was set back and cannot be read back, all of these are sent.
+        until: send again only messages with an earlier created_at; not allowed if a destination was
+            set back, because it would continue without later messages that it has lost.
         why: the reason, for the audit.
-        dry_run: only return what would be sent again.
-        only_if_set_back: leave alone what is missing for another reason.
+        dry_run: return what would be sent again, and change nothing.
+        only_if_set_back: ignore messages that are missing for another reason.
 
     Raises:
         Unavailable: one of the databases does not answer.
-        Restored: one of them is to be rebased first.
-        UsageError: a role may not do it, or a destination was set back and there is an ``until``.
-        CannotReadBack: a destination was set back, and does not say what it holds, and there is
-            no ``since``; the others are repaired.
+        Restored: one of them must be rebased first.
+        UsageError: a role may not do it, or a destination was set back and ``until`` was given.
+        CannotReadBack: a destination was set back, cannot be read back, and ``since`` was not
+            given; the others are repaired.
     """
     with ExitStack() as stack:
         connection = stack.enter_context(_connected(f"broker {name!r}", source))
@@ -191,7 +190,7 @@ def send_again(
 def _behind(
     connection: psycopg.Connection[Any], destinations: Mapping[str, DestinationSettings]
 ) -> tuple[dict[str, Known], dict[str, SetBack]]:
-    """Return what each destination that keeps marks knows, and which of them were set back."""
+    """Return what each destination that keeps marks knows, and which destinations were set back."""
     (source,) = of_broker(connection, IDENTITY)
     known: dict[str, Known] = {}
     behind: dict[str, SetBack] = {}
@@ -211,7 +210,7 @@ def _let_go_on(
     behind: Mapping[str, SetBack],
     known: Mapping[str, Known],
 ) -> None:
-    """Let destinations that were set back go on, in the caller's transaction."""
+    """Let destinations that were set back continue, in the caller's transaction."""
     for one, differ in behind.items():
         adopt(connection, known[one].destination, known[one].marks, differ.behind)
         retry_now(connection, one)
@@ -228,7 +227,7 @@ def _let_subscribers_know(
     compared: datetime | None,
     retention_seconds: float,
 ) -> None:
-    """Tell subscribers at brokers that were set back which monologs they lack something of."""
+    """Tell subscribers at brokers that were set back which of their monologs have gaps."""
     source_id, shards = of_broker(connection, SOURCE)
     for one in behind.keys() & brokers.keys():
         lacking = _Lacking(
@@ -269,7 +268,7 @@ def _gap(
     behind: Mapping[str, SetBack],
     purged: datetime | None,
 ) -> tuple[datetime | None, datetime] | None:
-    """Return which messages a destination may have lost that were not compared, or are purged."""
+    """Return the range that a destination may have lost and that was not compared, or purged."""
     oldest = [
         moment
         for one, differ in behind.items()
@@ -284,7 +283,7 @@ def _gap(
 
 @dataclass(frozen=True, kw_only=True)
 class _Lacking:
-    """What a destination that was set back lacks, as far as it follows from its marks."""
+    """What a destination that was set back lacks, as far as its marks show."""
 
     destination: str
     shards: int
@@ -299,9 +298,9 @@ class _Lacking:
         return shard_of(str(monolog), self.shards) in self.reached
 
     def may_lack(self, monolog: UUID, sent: SentMonolog) -> bool:
-        """Whether some of a monolog may be lost of which the destination has nothing.
+        """Whether parts of a monolog may be lost of which the destination has nothing.
 
-        What had come within the retention before the backup would still be there.
+        Messages that had arrived within the retention before the backup would still be there.
         """
         backup = self.reached[shard_of(str(monolog), self.shards)]
         if self.compared is None or (backup and backup >= self.compared):

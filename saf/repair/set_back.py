@@ -1,11 +1,11 @@
-"""Who was set back: a source or one of its destinations, by what each remembers of the other.
+"""Set-backs: whether a source or a destination was set back, by what each remembers of the other.
 
-The forwarder finds this out chunk by chunk (see `saf.destinations.marks`). Here it is found out for
-all lanes and shards at once: for the doctor, before a forwarder meets it, and for the repair.
+The forwarder notices this chunk by chunk (see `saf.destinations.marks`). This module checks all
+lanes and shards together: for the doctor, before a forwarder stops, and for the repair.
 
-Nothing needs to stand still. The source is read before and after its destination, each time in one
-snapshot. The destination must have what the source had remembered before; and the source must know
-afterwards what the destination has.
+Forwarders may run. The source is read before and after its destination, each time in one snapshot.
+The destination must have all that the source remembered before; and the source must know afterwards
+all that the destination has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from saf.destinations.marks import (
 
 IDENTITY = "SELECT broker_id FROM saf.broker"
 
-# Old versions of a mark may be there still; see saf.shards.newest
+# Old versions of a mark may still exist; see saf.shards.newest
 ACKNOWLEDGED = """
 SELECT DISTINCT ON (lane, shard) lane, shard, batch, position, opened_at
 FROM saf.acknowledged WHERE destination = %(destination)s ORDER BY lane, shard, batch DESC
@@ -48,7 +48,7 @@ WHERE s.log = 'outbox' AND s.name = 'forwarder' ORDER BY shard, batch DESC
 
 @dataclass(frozen=True, kw_only=True)
 class Remembered:
-    """What a source remembers of a destination, and what it has in hand itself."""
+    """What a source remembers of a destination, and its own open batches."""
 
     marks: Mapping[Place, Mark]
     subscription_id: int
@@ -58,15 +58,15 @@ class Remembered:
 
 @dataclass(frozen=True, kw_only=True)
 class SetBack:
-    """What a source and a destination do not agree on."""
+    """Marks on which a source and a destination do not agree."""
 
     ahead: frozenset[Place] = frozenset()
-    """Places that say that the source was set back."""
+    """Places that show that the source was set back."""
     farther: frozenset[Place] = frozenset()
-    """Places where the destination has got farther than the source remembers: all ahead, and
-    those that look as if an answer had got lost."""
+    """Places where the destination is farther than the source remembers: all in `ahead`, and those
+    that look as if an answer was lost."""
     behind: frozenset[Place] = frozenset()
-    """Places that say that the destination was set back."""
+    """Places that show that the destination was set back."""
     since: datetime | None = None
     """The earliest ``opened_at`` of the destination's marks in the places behind."""
     lower: Lower | None = None
@@ -96,8 +96,8 @@ def set_back(
 ) -> SetBack:
     """Return whether a source or its destination, called ``name``, was set back.
 
-    ``before`` is what the source remembered before the destination was asked, if forwarders are at
-    work. Call it in a transaction of repeatable reads, unless nobody is at work.
+    ``before`` is what the source remembered before the destination was asked; needed if forwarders
+    run. Call it in a transaction of repeatable reads, unless no process is running.
     """
     after = remembered(connection, known.destination)
     differ = compare(known.marks, after.marks, after.in_hand)

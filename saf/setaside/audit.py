@@ -1,4 +1,4 @@
-"""The audit: what people did with messages that were set aside or lost, when and why."""
+"""The audit: operators' decisions about messages that were set aside or lost, when and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from psycopg.rows import class_row
 from saf.database import fetch
 from saf.database.pages import Page, number_at, page_of
 
-# Numbers are given in the order of the commits, across retries too: the messages of a low number
+# Numbers are assigned in the order of the commits, even with retries: the messages of a low number
 # must not arrive after those of a higher one.
 ONE_AT_A_TIME = "SELECT pg_advisory_xact_lock(hashtextextended('saf retry', 0))"
 AUDITED = """
@@ -35,18 +35,18 @@ VALUES (%(action)s, %(message_ids)s, %(why)s, %(person)s) RETURNING audit_id
 
 @dataclass(frozen=True, kw_only=True)
 class Audited:
-    """What somebody did with messages."""
+    """An operator's decision about messages."""
 
     audit_id: int
     audit_at: datetime
     who: str
     """The login at the database."""
     person: str | None
-    """Whom a program acted for, as it has logged them in; None: nobody else than ``who``."""
+    """The user that a program acted for, as the program knows the user; None: only ``who``."""
     action: str
     messages: int
     first_message_ids: list[UUID]
-    """The ids of some of them; saf.audit has all."""
+    """The first few ids; saf.audit has all."""
     why: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,10 +62,10 @@ def audit(
     why: str,
     person: str | None = None,
 ) -> int:
-    """Write down what somebody did with messages; return its number, which rises.
+    """Record a decision about messages; return its number, which rises.
 
-    ``person`` is for a program that acts for several people by one login. The database cannot know
-    whether it is true; ``who`` is always the login.
+    ``person`` is for a program that acts for several users by one login. The database cannot check
+    it; ``who`` is always the login.
     """
     params = {"action": action, "message_ids": list(message_ids), "why": why, "person": person}
     ((number,),) = fetch(connection, AUDIT if person is None else AUDIT_OF_PERSON, params)
@@ -75,7 +75,7 @@ def audit(
 def audited(
     connection: psycopg.Connection[Any], limit: int | None = 100, before: int | None = None
 ) -> list[Audited]:
-    """Return what people did with messages, the last first; ``before`` is an audit_id."""
+    """Return decisions about messages, latest first; ``before`` is an audit_id."""
     with psycopg.Cursor(connection, row_factory=class_row(Audited)) as cursor:
         return cursor.execute(AUDITED, {"limit": limit, "before": before}).fetchall()
 
@@ -90,7 +90,7 @@ def page(
 
 
 def place_at(place: str | None) -> int | None:
-    """Return where a page goes on, as `page` takes it, by what the page before has said.
+    """Parse a place returned by an earlier page, for the next call of `page`.
 
     Raises:
         UsageError: no page of the audit ends there.

@@ -1,16 +1,16 @@
-"""Backoff: which lanes are tried when, and what came of it (see `saf.setaside.parking`).
+"""Backoff: when lanes are tried, and with what result (see `saf.setaside.parking`).
 
-There may be as many lanes as there are services. So one statement asks about, or writes, many
-lanes; and a cycle hears only of a bounded number of them. There are two kinds of lanes:
+There may be as many lanes as services. So one statement reads, or writes, many lanes, and a cycle
+gets only a bounded number. There are two kinds of lanes:
 
-    of a destination   there are a few, and a cycle knows them all: new messages for the destination
-                       have to wait behind them
-    of a service       there may be any number. A cycle tries those whose turn comes first, at most
-                       `AT_ONCE` of them. For the services that new messages are addressed to, a
-                       task asks chunk by chunk which lanes they have to wait behind (`held`)
+    of a destination   there are few, and a cycle knows them all: new messages for the destination
+                       must wait behind them
+    of a service       their number is unlimited. A cycle tries those whose turn comes first, at
+                       most `AT_ONCE` of them. For the services that new messages are addressed to,
+                       a task asks chunk by chunk which lanes they must wait behind (`held`)
 
 A lane that has been tried goes to the end of the queue: its next attempt is later than those of all
-lanes that have not been tried. So none starves, however many there are.
+lanes that have not been tried. So no lane starves, however many there are.
 
 Statements lock the rows of lanes in the order of their columns, so that tasks that share lanes wait
 for each other instead of deadlocking.
@@ -45,7 +45,7 @@ from saf.setaside.parking import BLOCKED, Backoff
 from saf.setaside.unhandled import FOR_ALL
 
 AT_ONCE = 2000
-"""How many lanes of services one cycle tries."""
+"""Lanes of services that one cycle tries."""
 
 RANKS = {
     kind: number
@@ -66,9 +66,9 @@ RANKS = {
 """The kinds of a forwarder's lanes, with their ranks; see `rank`."""
 
 SHOWN = 20
-"""How many of a broker's lanes are shown to people who have not asked for all."""
+"""Lanes of a broker to show to operators who have not asked for all."""
 
-# The shards that a member owns; it is evaluated once per statement
+# The shards that a member owns; evaluated once per statement
 MY_SHARDS = f"ARRAY(SELECT c.shard FROM {NEWEST} AS c WHERE c.owner = %(member_id)s)"
 
 BACKOFF = f"""
@@ -76,7 +76,7 @@ SELECT destination, kind, subject, {BROKER}, attempts, next_attempt_at,
        next_attempt_at <= now() AS due, error, since, needs_operator
 FROM saf.backoff b
 """
-# Lanes of services that hold nothing at all are tried too, because that deletes them
+# Empty lanes of services are tried too, because that deletes them
 WAITING = f"""
 ({BACKOFF}
  WHERE subscription_id = %(subscription_id)s AND kind <> ALL (%(of_service)s))
@@ -89,14 +89,14 @@ UNION ALL
  ORDER BY next_attempt_at LIMIT %(at_once)s)
 """
 
-# Whether a member's shards have messages in a lane whose time has come
+# Whether a member's shards have messages in a lane that is due
 DUE_HERE = f"""
 SELECT EXISTS (
     SELECT FROM saf.backoff b
     WHERE b.subscription_id = %(subscription_id)s AND b.next_attempt_at <= now()
       AND EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE} AND p.shard = ANY ({MY_SHARDS})))
 """
-# … which has had no turn yet: a lane that was tried since has attempts and a later time
+# … and has had no turn yet: a lane that was tried since has attempts and a later time
 NO_TURN_YET = f"""
 SELECT EXISTS (
     SELECT FROM saf.backoff b
@@ -118,7 +118,7 @@ SELECT EXISTS (SELECT FROM saf.backoff WHERE subscription_id = %(subscription_id
                AND kind = ANY (%(of_service)s))
 """
 
-# The lanes that hold up most come first
+# The lanes that block most come first
 SUMMARY = f"""
 SELECT backoff.*, count(*) OVER () AS lanes
 FROM ({BACKOFF} WHERE subscription_id = %(subscription_id)s) AS backoff
@@ -162,13 +162,14 @@ WHERE b.next_attempt_at <= now() OR excluded.next_attempt_at = '{BLOCKED}'
 """
 
 THESE = f"SELECT {THE_LANE} FROM {NAMED}"
-# A statement of its own, so that the next one sees what was parked by those that this waited for
+# A separate statement, so that the next one sees messages parked by the transactions that this one
+# waited for
 LOCK = f"""
 SELECT FROM saf.backoff
 WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
 ORDER BY {THE_LANE} FOR UPDATE
 """
-# Of lanes that are due, as in `POSTPONE`, which follows
+# For lanes that are due, as in `POSTPONE`, which follows
 START_AGAIN = f"""
 UPDATE saf.backoff SET attempts = 0
 WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
@@ -179,7 +180,7 @@ DELETE FROM saf.backoff b
 WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
   AND NOT EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE})
 """
-# Messages in the lane need not wait any longer: those of other shards, or what is left
+# Messages in the lane need not wait any longer: those of other shards, or those that are left
 RESET = f"""
 UPDATE saf.backoff b SET attempts = 0, next_attempt_at = clock_timestamp(),
        needs_operator = false, {FOR_ALL}
@@ -190,7 +191,7 @@ WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What waits, for people: some of the lanes, and how many lanes there are."""
+    """Waiting lanes for operators: some of the lanes, and the number of all."""
 
     shown: tuple[Backoff, ...] = ()
     lanes: int = 0
@@ -206,7 +207,7 @@ def waiting(
 ) -> tuple[Backoff, ...]:
     """Return the lanes that a member's cycle must know: all of destinations, some due of services.
 
-    They are in the order in which they are to be tried.
+    They are in the order in which to try them.
     """
     params = {
         "subscription_id": subscription_id,
@@ -240,7 +241,7 @@ def in_turn(lanes: Iterable[Backoff]) -> tuple[Backoff, ...]:
 
 
 def rank(lane: Lane) -> int:
-    """The rank of a lane: lanes of one destination with the same rank are released together.
+    """Return the rank of a lane: a destination's lanes with the same rank are released together.
 
     Lower ranks are released first: a replay before everything else, and messages that have waited
     for a service or a route after older ones.
@@ -263,9 +264,9 @@ def due_here(connection: psycopg.Connection[Any], subscription_id: int, member_i
 def had_no_turn(
     connection: psycopg.Connection[Any], subscription_id: int, member_id: UUID, since: datetime
 ) -> bool:
-    """Whether parked messages in the member's shards had no turn, or not to their end.
+    """Whether parked messages in the member's shards had no turn, or no complete turn.
 
-    That is so of lanes that were due at ``since``, and still are.
+    Their lanes were due at ``since``, and still are.
     """
     params = {"subscription_id": subscription_id, "member_id": member_id, "since": since}
     ((left,),) = fetch(connection, NO_TURN_YET, params)
@@ -273,7 +274,7 @@ def had_no_turn(
 
 
 def any_due(connection: psycopg.Connection[Any], subscription_id: int) -> bool:
-    """Whether any lane is due, whoever owns the shards of its messages."""
+    """Whether any lane is due, in the shards of any member."""
     ((due,),) = fetch(connection, ANY_DUE, {"subscription_id": subscription_id})
     return bool(due)
 
@@ -292,7 +293,7 @@ def any_of_services(connection: psycopg.Connection[Any], subscription_id: int) -
 
 
 def summary(connection: psycopg.Connection[Any], subscription_id: int) -> Summary:
-    """Return which lanes wait, for people."""
+    """Return a summary of the waiting lanes, for operators."""
     params = {
         "subscription_id": subscription_id,
         "of_service": list(OF_SERVICE),
@@ -306,7 +307,7 @@ def summary(connection: psycopg.Connection[Any], subscription_id: int) -> Summar
 def named(
     connection: psycopg.Connection[Any], subscription_id: int, lanes: Collection[Lane]
 ) -> tuple[Backoff, ...]:
-    """Return those of some lanes that wait."""
+    """Return which of some lanes wait."""
     with psycopg.Cursor(connection, row_factory=class_row(Backoff)) as cursor:
         return tuple(cursor.execute(OF_NAMES, _params(subscription_id, lanes)).fetchall())
 
@@ -317,9 +318,9 @@ def held(
     shards: Sequence[int],
     lanes: Iterable[Lane],
 ) -> dict[Lane, str]:
-    """Of some lanes, return those with messages in some shards, and what they wait for.
+    """Return which lanes have messages in some shards, with the reasons for which they wait.
 
-    It does not matter at which destination the lanes are.
+    The lanes' destinations are ignored.
     """
     params = {"subscription_id": subscription_id, "shards": list(shards), **given(lanes)}
     return {
@@ -336,9 +337,10 @@ def postpone(
 ) -> None:
     """Note that attempts at lanes have failed, with their errors. Call it in a transaction.
 
-    A lane that failed with `Braked` is not tried again before an operator says so.
+    A lane that failed with `Braked` is not tried again until an operator requests it.
 
-    Of those that are ``moving``, something has gone nevertheless: they do not wait ever longer.
+    In lanes that are ``moving``, some messages were delivered nevertheless: their backoff starts
+    again.
     """
     if moving:
         connection.execute(LOCK, _params(subscription_id, moving))
@@ -357,9 +359,9 @@ def postpone(
 def succeeded(
     connection: psycopg.Connection[Any], subscription_id: int, lanes: Collection[Lane]
 ) -> None:
-    """Open lanes again: forget their attempts, and delete empty ones. Call it in a transaction.
+    """Open lanes again: reset their attempts, and delete empty ones. Call it in a transaction.
 
-    What is left in a lane has its next turn after all lanes that have waited longer.
+    Messages left in a lane have their next turn after all lanes that have waited longer.
     """
     if lanes:
         forget(connection, subscription_id, lanes)
@@ -369,7 +371,7 @@ def succeeded(
 def forget(
     connection: psycopg.Connection[Any], subscription_id: int, lanes: Collection[Lane]
 ) -> None:
-    """Delete those of the lanes in which nothing waits any more. Call it in a transaction."""
+    """Delete lanes that have no messages left. Call it in a transaction."""
     if lanes:
         connection.execute(LOCK, _params(subscription_id, lanes))
         connection.execute(FORGET, _params(subscription_id, lanes))
@@ -380,7 +382,7 @@ def _params(subscription_id: int, lanes: Iterable[Lane]) -> dict[str, Any]:
 
 
 def _waits() -> list[float]:
-    """Return how many seconds to wait after each attempt, up to the longest wait."""
+    """Return the seconds to wait after each attempt, up to the longest wait."""
     waits = [parking.wait_seconds(1)]
     while (longer := parking.wait_seconds(len(waits) + 1)) > waits[-1]:
         waits.append(longer)

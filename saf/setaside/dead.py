@@ -1,7 +1,7 @@
-"""Dead letters: messages set aside for a person.
+"""Dead letters: messages set aside for an operator.
 
-They are written in the transaction that moves the position past them. `saf.operating.decide` has
-what a person does with them.
+They are written in the transaction that moves the position past them. Operators' decisions about
+them are in `saf.operating.decide`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REASONS = (
 )
 
 SHOWN = 1024
-"""How many characters of a name or a key are shown; only rows of an older schema have more."""
+"""Characters of a name or a key that are shown; only rows of an older schema have more."""
 
 DEAD_COLUMNS = (
     *("subscription_id", "destination", "shard", "id", "reason", "error"),
@@ -77,14 +77,14 @@ WHERE (%(dead_letter_ids)s::bigint[] IS NULL OR dead_letter_id = ANY (%(dead_let
   AND (%(through)s::bigint IS NULL OR dead_letter_id <= %(through)s)
 """
 
-# Its deletion would be forgotten by the batch, which would set it aside again, or deliver it
+# If it were deleted, the batch would not see it, and would set it aside again, or deliver it
 STAYS = f"""
 CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
      WHEN %(to)s::text IS NOT NULL AND d.conversation_id IS NOT NULL THEN 'dialog'
      WHEN {OF_BATCH.format(one="d", at=DEAD_SINCE)} THEN 'batch' END
 """
-"""SQL: why a person may not decide about the dead letter d of the subscription s now, one of
-`saf.setaside.staying.WHY`; or NULL. ``to`` is where it is to be redirected, or NULL."""
+"""SQL: why an operator may not decide about the dead letter d of the subscription s now, one of
+`saf.setaside.staying.WHY`; or NULL. ``to`` is the destination of a redirection, or NULL."""
 
 LIST = f"""
 WITH {TAKEN}
@@ -121,14 +121,14 @@ class Filter:
     before: datetime | None = None
     subscription: str | None = None
     error: str | None = None
-    """A part of the error's text, in upper or lower case."""
+    """A part of the error's text, case-insensitive."""
     after: int | None = None
     """Only those with greater numbers: the next page."""
     through: int | None = None
-    """Only those up to this number: none that died later."""
+    """Only those up to this number, without later dead letters."""
 
     def until_now(self, connection: psycopg.Connection[Any]) -> Self:
-        """The same, without what dies from now on."""
+        """Return the filter without messages that become dead letters from now on."""
         return self if self.through is not None else replace(self, through=last(connection))
 
 
@@ -152,7 +152,8 @@ class DeadLetter:
     created_at: datetime
     expires_at: datetime | None
     stays: str | None
-    """Why nobody may decide about it now, one of `saf.setaside.staying.WHY`; None: a person may."""
+    """Why nobody may decide about it now, one of `saf.setaside.staying.WHY`; None: operators
+    may."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the dead letter as a dict for JSON."""
@@ -171,7 +172,7 @@ def known(
     destination: str,
     rows: Sequence[Mapping[str, Any]],
 ) -> set[UUID]:
-    """Which of some messages are dead letters of a destination, by their id and message_id."""
+    """Return which messages are dead letters of a destination, by their id and message_id."""
     params = {
         "subscription_id": subscription_id,
         "destination": destination,
@@ -188,8 +189,8 @@ def bury(
 ) -> None:
     """Make dead letters of messages, as dicts of `DEAD_COLUMNS`. Call it in a transaction.
 
-    ``at`` has, for each shard, the time that they get; by default it is the transaction's. It is
-    for a forwarder, whose batch must find them again although the clock may have gone back.
+    ``at`` maps each shard to the time to store; default: the transaction's time. A forwarder passes
+    it, because its batch must find the dead letters again even if the clock has gone back.
     """
     columns = DEAD_COLUMNS if at is None else (*DEAD_COLUMNS, "dead_letter_at")
     if at is not None:
@@ -210,7 +211,7 @@ class AsStored:
     """The parked_id of a parked message."""
     reason: str = "over_size"
     error: str | None = None
-    """The error; None: that it is too large to be read."""
+    """The error; None: too large to be read."""
 
 
 def bury_as_stored(
@@ -227,14 +228,14 @@ def bury_as_stored(
     """Make dead letters of messages as they are stored, in the database. Call it in a transaction.
 
     Args:
-        connection: to the database where they are.
+        connection: to the database that contains them.
         subscription_id: the subscription that has them in hand.
         table: "outbox", "inbox" or "parked".
         rows: the messages.
         destination: the destination that they no longer go to; empty for all.
-        not_before: the least time that they get, which is when a forwarder's batch was opened.
+        not_before: the earliest time to store, which is when a forwarder's batch was opened.
         max_bytes: the largest body that can be read, in bytes.
-        setting: the name of the setting for that.
+        setting: the name of the setting for ``max_bytes``.
     """
     if not rows:
         return
@@ -260,9 +261,9 @@ def dead_letters(
     *,
     to: str | None = None,
 ) -> list[DeadLetter]:
-    """Return the dead letters that a filter matches, the oldest first.
+    """Return the dead letters that a filter matches, oldest first.
 
-    Which of them stay is said for a redirection ``to`` a destination, or for other decisions.
+    ``stays`` is set for a redirection ``to`` a destination, or for other decisions.
     """
     with psycopg.Cursor(connection, row_factory=class_row(DeadLetter)) as cursor:
         return cursor.execute(LIST, asdict(chosen) | {"limit": limit, "to": to}).fetchall()
@@ -275,7 +276,7 @@ def page(
     *,
     to: str | None = None,
 ) -> Page[DeadLetter]:
-    """Return a page of `dead_letters`; the filter says after which."""
+    """Return a page of `dead_letters`; it begins after the filter's ``after``."""
     return page_of(
         lambda most: dead_letters(connection, chosen, most, to=to),
         limit,
@@ -284,7 +285,7 @@ def page(
 
 
 def place_at(place: str | None) -> int | None:
-    """Return where a page goes on, as `Filter` takes it, by what the page before has said.
+    """Parse a place returned by an earlier page, for the next page's `Filter`.
 
     Raises:
         UsageError: no page of dead letters ends there.
@@ -295,7 +296,7 @@ def place_at(place: str | None) -> int | None:
 def count(
     connection: psycopg.Connection[Any], chosen: Filter, most: int, *, to: str | None = None
 ) -> Counted:
-    """Count the dead letters that a filter matches, up to ``most``, the oldest first."""
+    """Count the dead letters that a filter matches, up to ``most``, oldest first."""
     return Counted.of(fetch(connection, COUNT, asdict(chosen) | {"most": most + 1, "to": to}), most)
 
 
@@ -306,6 +307,6 @@ def last(connection: psycopg.Connection[Any]) -> int:
 
 
 def body(connection: psycopg.Connection[Any], dead_letter_id: int) -> bytes | None:
-    """Return the body of a dead letter; None if there is no such dead letter."""
+    """Return the body of a dead letter; None if it does not exist."""
     found = fetch(connection, BODY, {"dead_letter_id": dead_letter_id})
     return bytes(found[0][0]) if found else None

@@ -1,9 +1,10 @@
-"""Dropped: messages that a subscription took without handing them on, counted by the reason.
+"""Dropped: messages that a subscription took without handing them out, counted by reason.
 
-Nobody misses any of these messages, so none is kept; a message that a person has to decide about is
-a dead letter instead. A row of saf.dropped counts the messages of a shard, in the transaction that
-drops them, and names the last one; the log has that until it is purged. Whoever counts has the
-shard in hand, or is the only one with this reason, so nobody waits for another one's count.
+Nobody misses these messages, so they are not kept; a message that an operator must decide about
+becomes a dead letter instead. A row of saf.dropped counts the messages of a shard, in the
+transaction that drops them, and names the last one; the log has that message until it is purged. A
+counting process has the shard in hand, or is the only one with this reason, so no process waits for
+another's count.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ class Reason(StrEnum):
     REPEAT = "repeat"
     """This end of the dialog has received it before."""
     ENDED = "ended"
-    """Its dialog has ended or failed, here or there."""
+    """Its dialog has ended or failed, at either end."""
     OVERTAKEN = "overtaken"
-    """Its sender said an Error later, which has been received instead."""
+    """Its sender has sent an Error later, which was received instead."""
     EXPIRED = "expired"
     """The lifetime of its dialog is over."""
     OUTDATED = "outdated"
-    """It is a timer, or an Error of the lifetime, that its dialog does not wait for any more."""
+    """It is a timer, or an Error of the lifetime, that its dialog no longer waits for."""
     INCOMPLETE = "incomplete"
     """It is a fragment of a body whose rest did not come before its dialog was over.
 
-    The purge, or whoever cleans up, drops it. Fragments have no ids, so the dialog's id is named.
+    The purge or a cleanup drops it. Fragments have no ids, so the dialog's id is named.
     """
     LEFT_OUT = "left_out"
-    """A forwarder's transform makes nothing of it: counted once for each destination."""
+    """A forwarder's transform has left it out: counted once for each destination."""
 
 
-# Adds to a count that is there already
+# Adds to an existing count
 ADD = """
 ON CONFLICT (subscription_id, shard, reason) DO UPDATE SET
     messages = d.messages + excluded.messages, last_message_id = excluded.last_message_id,
@@ -73,7 +74,7 @@ GROUP BY 1, 2 ORDER BY 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped:
-    """How many messages a subscription has dropped for one reason, since counting began."""
+    """Messages that a subscription has dropped for one reason, since counting began."""
 
     subscription: str
     reason: str
@@ -105,7 +106,7 @@ def add(
     subscription_id: int,
     counts: Mapping[tuple[int, Reason], tuple[int, UUID]],
 ) -> None:
-    """Add how many messages were dropped, and the last one's id, by shard and reason."""
+    """Add the number of dropped messages, and the last one's id, by shard and reason."""
     if counts:
         shards, reasons = zip(*counts, strict=True)
         messages, message_ids = zip(*counts.values(), strict=True)
@@ -120,6 +121,6 @@ def add(
 
 
 def dropped(connection: psycopg.Connection[Any]) -> list[Dropped]:
-    """Return what each subscription of a broker has dropped, by reason."""
+    """Return each subscription's dropped messages, by reason."""
     with psycopg.Cursor(connection, row_factory=class_row(Dropped)) as cursor:
         return cursor.execute(LIST).fetchall()

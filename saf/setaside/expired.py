@@ -1,8 +1,8 @@
 """Messages that have expired while they waited for a route, so that they were sent nowhere.
 
-They become dead letters at once, whether or not a route exists by now. A message that is parked for
-a destination may be stored there already, with the answer lost. So the destination is asked about
-it first, when its lane is released (`saf.engine.releasing`).
+They become dead letters immediately, whether or not a route exists by now. A message that is parked
+for a destination may already be stored there, with the answer lost. So the destination is asked
+about it first, when its lane is released (`saf.engine.releasing`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ EXPIRED = "expires_at has passed"
 """The error of such a dead letter."""
 
 AT_ONCE = 10_000
-"""How many messages become dead letters in one transaction."""
+"""Messages that become dead letters in one transaction."""
 
-# Expired by the time at which the batch was opened, as for the batch's own messages. What the batch
-# itself has parked stays until its position has passed it; so does what a person decides about
+# Expired by the time at which the batch was opened, as for the batch's own messages. Messages that
+# the batch itself has parked stay until its position has passed them, and so do messages that an
+# operator is deciding about.
 BURY = f"""
 WITH gone AS (
     DELETE FROM saf.parked WHERE parked_id IN (
@@ -41,9 +42,9 @@ FROM gone ORDER BY parked_id
 
 
 def bury_unrouted(connection: psycopg.Connection[Any], batch: Batch) -> int:
-    """Make dead letters of messages in a batch's shards that expired without a route; how many.
+    """Make dead letters of messages in a batch's shards that expired without a route; count them.
 
-    If the answer is `AT_ONCE`, there may be more. Call it in a transaction.
+    If the result is `AT_ONCE`, there may be more. Call it in a transaction.
     """
     params = {
         "subscription_id": batch.subscription_id,

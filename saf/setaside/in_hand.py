@@ -1,15 +1,15 @@
-"""In hand: parked messages of a destination that tasks deliver, or that a person decides about.
+"""In hand: a destination's parked messages that tasks deliver, or an operator decides about.
 
-A task reads parked messages, delivers them, and takes them out of their lanes afterwards. Whoever
-discarded or redirected one in between would do so with a message that arrives all the same. So both
-lock the lanes of a destination at the source: tasks together, a person alone, and each only as long
-as needed. A task has the lanes of one destination at a time, for its turn of some seconds; a person
-has them for one transaction. Both wait no longer than their session's bound for locks.
+A task reads parked messages, delivers them, and takes them out of their lanes afterwards. If an
+operator discarded or redirected a message in between, it would still arrive. So both lock the lanes
+of a destination at the source: tasks together, an operator alone, and each only as long as needed.
+A task has the lanes of one destination at a time, for its turn of some seconds; an operator has
+them for one transaction. Both wait no longer than their session's bound for locks.
 
-The lock is a session's. A task that has lost its session takes the lock again by itself, and looks
-again which messages are left (`saf.engine.parked_lanes`). What it had under way to the destination
-at that moment may arrive although a person has decided about it, as any message may whose answer
-got lost: no source can know.
+The lock belongs to a session. A task that has lost its session takes the lock again, and checks
+again which messages are left (`saf.engine.parked_lanes`). Messages that were on their way to the
+destination at that moment may arrive although an operator has decided about them, like any message
+whose answer was lost: no source can know.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def share(connection: psycopg.Connection[Any], subscription_id: int, destination
 
 
 def let_go(connection: psycopg.Connection[Any], subscription_id: int, destination: str) -> None:
-    """Give the lanes of a destination out of hand."""
+    """Release the lanes of a destination."""
     params = {"subscription_id": subscription_id, "destination": destination}
     connection.execute(LET_GO, params)
 

@@ -1,14 +1,14 @@
-"""Isolation: no message holds up another one, whatever is wrong with it.
+"""Isolation: no message blocks another, whatever is wrong with it.
 
 A step for many messages, at a source, in a lane or at a receiver, may raise because of one of them.
-Nobody has to know which step, or why. A transaction undoes the step, and it is made again for half
-of the messages, down to the one that raises alone. That one becomes a dead letter with the error,
-and its neighbours go on.
+Isolation works for any step and any such error. A transaction undoes the step, and the step is
+repeated for half of the messages, down to the one message for which it raises alone. That message
+becomes a dead letter with the error, and its neighbours continue.
 
-Errors for other reasons are not about the messages: a database or a destination that does not
-answer, a missing right or table, a setting. They are raised, as they would be for any message.
+Other errors are not about the messages: a database or a destination that does not answer, a missing
+right or table, a setting. They are raised, as they would be for any message.
 
-So a step must be able to be made again, as after a crash.
+So steps must be repeatable, as after a crash.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ OF_VALUES = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
     *(MemoryError, RecursionError, TypeError, ValueError),
 )
-"""What Python raises for values that it does not expect, or that are too much for it."""
+"""Python's exceptions for unexpected values, or for values that are too large."""
 
 MAX_ERROR = 2000
-"""How many characters of an error are kept."""
+"""Characters of an error that are kept."""
 
 
 def of_messages(error: Exception) -> bool:
@@ -55,7 +55,7 @@ def of_messages(error: Exception) -> bool:
     if isinstance(error, SafError):
         return isinstance(error, (InvalidMessage, Rejected, UnreadableBody, UnreadableHeaders))
     if isinstance(error, psycopg.Error):
-        # without a state it is psycopg's own: a value that it cannot send
+        # without a state it is psycopg's own error: for a value that it cannot send
         of_rows = meaning(error.sqlstate) is Meaning.OF_THE_ROWS
         return of_rows or isinstance(error, psycopg.DataError)
     if hasattr(error, "sqlstate"):
@@ -72,10 +72,10 @@ def isolate(
     bury: Callable[[pa.Table, str], T],
     undo: Callable[[], None] = lambda: None,
 ) -> T:
-    """Make a step for messages, in their order, and ``bury`` those for which it raises alone.
+    """Run a step for messages, in their order, and ``bury`` those for which it raises alone.
 
-    Return what the last step or burial returns. One that returns something true wants to stop: no
-    other half follows. ``undo`` is called before a step is made again for fewer messages.
+    Return the result of the last step or burial. A true result is a request to stop: no other half
+    follows. ``undo`` is called before a step is repeated for fewer messages.
     """
     try:
         return step(rows)
@@ -92,9 +92,9 @@ def isolate(
 
 
 def said(error: BaseException | str) -> str:
-    """An error as text that is kept, without what it quotes of a message (`saf.errors.masked`).
+    """Return an error as text to store, without message contents that it quotes (`masked`).
 
-    PostgreSQL's text holds no NUL, and no half of a character.
+    PostgreSQL's text cannot contain NUL or half of a surrogate pair.
 
     >>> said(ValueError("no such account")), said("a\\0b")
     ('ValueError: no such account', 'a\\ufffdb')
@@ -106,7 +106,7 @@ def said(error: BaseException | str) -> str:
 
 
 def kept(text: str) -> str:
-    r"""A text from elsewhere, changed so that PostgreSQL can keep it.
+    r"""Return text from elsewhere, changed so that PostgreSQL can store it.
 
     >>> kept("a\0b\ud800")
     'a\ufffdb?'

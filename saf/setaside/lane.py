@@ -1,22 +1,22 @@
-"""Lanes: messages that are set aside, by what they wait for.
+"""Lanes: messages that are set aside, grouped by the reason why they wait.
 
-A *lane* is the messages that wait for the same thing. Lanes are separate; within one, the order is
-kept. The same columns of saf.parked and saf.backoff say which lane a row is in:
+A *lane* is the messages that wait for the same thing. Lanes are separate; each keeps its order. The
+same columns of saf.parked and saf.backoff identify a row's lane:
 
     destination  kind           subject       waits for
     mom          main                         the destination to answer: all for it, in order
     mom          service        service       the destination to know the service
-    (empty)      route          service       a route that leads somewhere
-    mom          retry, replay                nothing: sent again on an operator's word
+    (empty)      route          service       a route to a destination
+    mom          retry, replay                nothing: sent again at an operator's request
     mom          found_route    service       the destination; it waited for a route, and found one
     mom          found_retry, found_replay    the destination; sent again, it has found a route
     mom          doubt                        nothing: sent at most once from another lane, or about
-                                              to be; what is found here becomes a dead letter
+                                              to be; messages found here become dead letters
     (empty)      key            key           a receiver's next attempt at the key's first message
     (empty)      later          shard         the deliver_at of each: a receiver's, of a shard
-    (empty)      ahead          conversation  a message of the dialog before them, which is missing
+    (empty)      ahead          conversation  an earlier message of the dialog, which is missing
 
-Messages that are addressed to a broker wait for a route in a lane of their own, which names it.
+Messages that are addressed to a broker wait for a route in a separate lane that names the broker.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ NO_BROKER = UUID(int=(1 << 128) - 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """What messages wait for; the module's docstring has all kinds.
+    """What messages wait for; the module's docstring lists all kinds.
 
     >>> print(Lane(destination="mom"))
     destination 'mom'
@@ -79,7 +79,7 @@ class Lane:
     destination: str = ""
     kind: Kind = Kind.MAIN
     subject: str = ""
-    """The service, key, shard or conversation that the lane is about; empty if there is none."""
+    """The service, key, shard or conversation that the lane is about; empty if none."""
     broker: UUID | None = None
     """The broker that its messages are addressed to, if they wait for a route or have found one."""
 
@@ -100,7 +100,7 @@ class Lane:
 
     @property
     def own(self) -> Lane:
-        """The lane alone, without what a subclass knows of it."""
+        """The lane alone, without a subclass's further columns."""
         return Lane(
             destination=self.destination,
             kind=Kind(self.kind),
@@ -124,7 +124,7 @@ class Lane:
 
 
 def found_lane(destination: str, lane: Lane) -> Lane:
-    """The lane that messages of a lane without a destination go to when they have found a route.
+    """Return the lane that messages of a lane without a destination move to with a route.
 
     >>> found_lane("mom", Lane(kind=Kind.ROUTE, subject="billing")).kind
     <Kind.FOUND_ROUTE: 'found_route'>
@@ -135,17 +135,17 @@ def found_lane(destination: str, lane: Lane) -> Lane:
 
 
 def service_lane(destination: str, service: str) -> Lane:
-    """The lane in which messages wait for the destination to know their service."""
+    """Return the lane in which messages wait for the destination to know their service."""
     return Lane(destination=destination, kind=Kind.SERVICE, subject=service)
 
 
-# A lane in statements. If a row has no lane of its own, it is compared column by column.
+# A lane in statements. Rows have no single column for it, so lanes are compared by these columns.
 COLUMNS = ("destination", "kind", "subject", "broker")
 THE_LANE = ", ".join(COLUMNS)
-"""SQL: the columns that make a lane, in a subscription."""
+"""SQL: the columns that identify a lane, in a subscription."""
 
 BROKER = f"nullif(broker, '{NO_BROKER}') AS broker"
-"""SQL: the column ``broker`` as Python has it, so that no broker is NULL."""
+"""SQL: the column ``broker`` as Python has it, with NULL for no broker."""
 
 GIVEN = """unnest(%(destinations)s::text[], %(kinds)s::text[], %(subjects)s::text[],
            %(brokers)s::uuid[])"""
@@ -157,7 +157,7 @@ SAME_LANE = """(p.subscription_id, p.destination, p.kind, p.subject, p.broker)
 
 
 def given(lanes: Iterable[Lane]) -> dict[str, list[Any]]:
-    """Lanes as columns for a statement; see `GIVEN`."""
+    """Return lanes as columns for a statement; see `GIVEN`."""
     lanes = list(lanes)
     return {
         "destinations": [lane.destination for lane in lanes],

@@ -1,6 +1,6 @@
 """The lanes of messages as columns of Arrow: `KIND`, ``subject`` and ``broker`` of each message.
 
-Python looks at no single message: lanes are computed column by column, and only the distinct ones
+Python touches no single message: lanes are computed column by column, and only the distinct ones
 become a `saf.setaside.lane.Lane`. All messages of a table have the same destination.
 """
 
@@ -25,12 +25,12 @@ _NOBODY = pa.scalar(NO_BROKER.bytes, pa.binary())
 
 
 def has_lanes(rows: pa.Table) -> bool:
-    """Whether a table says of each message in which lane it is."""
+    """Whether a table has each message's lane."""
     return KIND in rows.column_names
 
 
 def lanes_of(rows: pa.Table, destination: str = "") -> tuple[list[Lane], npt.NDArray[np.int64]]:
-    """The distinct lanes of messages, in order of appearance, and the lane of each by its place."""
+    """Return the distinct lanes, in order of appearance, and each message's index among them."""
     encoded = _keys(rows).combine_chunks().dictionary_encode()
     which = encoded.indices.to_numpy().astype(np.int64)
     _, first = np.unique(which, return_index=True)
@@ -56,12 +56,12 @@ def in_lanes(rows: pa.Table, lanes: pa.Table) -> pa.Table:
 
 
 def route_lanes(rows: pa.Table) -> pa.Table:
-    """The lanes in which messages wait for a route, by their services and brokers."""
+    """Return the lanes in which messages wait for a route, by their services and brokers."""
     return _lanes(Kind.ROUTE, rows["to_service"], pc.fill_null(rows["to_broker"], _NOBODY))
 
 
 def found_lanes(lanes: pa.Table) -> pa.Table:
-    """The lanes that messages without a destination go to when they have found a route."""
+    """Return the lanes that messages without a destination move to once they have a route."""
     before = pa.array([str(kind) for kind in FOUND], pa.string())
     after = pa.array([str(kind) for kind in FOUND.values()], pa.string())
     kinds = after.take(pc.index_in(lanes[KIND], value_set=before))
@@ -69,30 +69,30 @@ def found_lanes(lanes: pa.Table) -> pa.Table:
 
 
 def service_lanes(rows: pa.Table) -> pa.Table:
-    """The lanes in which messages wait for their destination to know their services."""
+    """Return the lanes in which messages wait for their destination to know their services."""
     nobody = pa.chunked_array([pa.repeat(_NOBODY, rows.num_rows)])
     return _lanes(Kind.SERVICE, rows["to_service"], nobody)
 
 
 def either(which: pa.ChunkedArray, one: pa.Table, other: pa.Table) -> pa.Table:
-    """Choose for each row one lane or the other."""
+    """Choose one of two lanes for each row."""
     return pa.table({name: pc.if_else(which, one[name], other[name]) for name in LANE})
 
 
 def same(one: pa.Table, other: pa.Table) -> pa.ChunkedArray:
-    """For each row, whether the two lanes are the same."""
+    """Return for each row whether its two lanes are the same."""
     kind, subject, broker = (pc.equal(one[name], other[name]) for name in LANE)
     return pc.and_(pc.and_(kind, subject), broker)
 
 
 def is_in(rows: pa.Table, lanes: Collection[Lane]) -> pa.ChunkedArray:
-    """For each row, whether its lane is one of these, at whatever destination."""
+    """Return for each row whether its lane is one of these, at any destination."""
     wanted = pa.array([_key(lane) for lane in lanes], pa.binary())
     return pc.is_in(_keys(rows), value_set=wanted)
 
 
 def given_of(rows: pa.Table) -> dict[str, list[Any]]:
-    """The lane of each message as columns for a statement; see `saf.setaside.lane.GIVEN`."""
+    """Return each message's lane as columns for a statement; see `saf.setaside.lane.GIVEN`."""
     return {
         "kinds": rows[KIND].to_pylist(),
         "subjects": rows["subject"].to_pylist(),
@@ -101,7 +101,7 @@ def given_of(rows: pa.Table) -> dict[str, list[Any]]:
 
 
 def broker_of(one: bytes) -> UUID | None:
-    """The broker that a lane names; None if it names none."""
+    """Return the broker that a lane names, or None."""
     return None if one == NO_BROKER.bytes else UUID(bytes=one)
 
 
@@ -111,7 +111,7 @@ def _lanes(kind: Kind, subjects: pa.ChunkedArray, brokers: pa.ChunkedArray) -> p
 
 
 def _keys(lanes: pa.Table) -> pa.ChunkedArray:
-    """What tells the lanes of a table apart, in one column; `_key` gives the same for one lane."""
+    """Return a column that identifies the lanes of a table; `_key` is its form for one lane."""
     kinds, subjects = (lanes[name].cast(pa.binary()) for name in (KIND, "subject"))
     return pc.binary_join_element_wise(kinds, lanes["broker"], subjects, b"\0")
 

@@ -1,11 +1,11 @@
-"""Parked messages one by one: which there are, and which of them a person may decide about now.
+"""Single parked messages: list them, and find which ones an operator may decide about now.
 
-Lanes are what most people ask for (`saf.setaside.waiting`); this is for whoever has to do with
-single messages. `saf.operating.decide_parked` has what a person does with them.
+Most operators ask for lanes (`saf.setaside.waiting`); this module is for those who work on single
+messages. Operators' decisions about them are in `saf.operating.decide_parked`.
 
-Not every parked message is a person's to decide about now (`saf.setaside.staying`). In the hand of
-a receiver that is a member, such as a dispatcher, is a key of its shards that is due: it may have
-messages in memory from that moment. Until `REST_SECONDS` before, it has not.
+Not every parked message can be decided about now (`saf.setaside.staying`). A receiver that is a
+member, such as a dispatcher, has each due key of its shards in hand: from that moment it may have
+the key's messages in memory. Until `REST_SECONDS` before, it has not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
 from saf.setaside.staying import OF_BATCH, PARKED_BY, TAKEN, Counted
 
 REST_SECONDS = 5.0
-"""How much later than now a key of a member is due at least that a person decides about."""
+"""Minimum seconds until a member's key is due, for an operator to decide about it."""
 
 RESTING = f"""(NOT b.awaits_handler
  AND b.next_attempt_at > clock_timestamp() + make_interval(secs => {REST_SECONDS}))"""
@@ -50,8 +50,8 @@ CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
            AND t.log = 'inbox' AND NOT {RESTS})
      THEN 'in_hand' END
 """
-"""SQL: why a person may not decide about the message p of the subscription s, one of
-`saf.setaside.staying.WHY`; or NULL. ``to`` is where it is to be redirected, or NULL."""
+"""SQL: why an operator may not decide about the message p of the subscription s, one of
+`saf.setaside.staying.WHY`; or NULL. ``to`` is the destination of a redirection, or NULL."""
 FREE = f"({STAYS}) IS NULL"
 
 CHOSEN = """
@@ -105,10 +105,10 @@ class ParkedFilter:
     after: int | None = None
     """Only those with greater numbers: the next page."""
     through: int | None = None
-    """Only those up to this number: none that was parked later."""
+    """Only those up to this number, without messages parked later."""
 
     def until_now(self, connection: psycopg.Connection[Any]) -> Self:
-        """The same, without what is parked from now on."""
+        """Return the filter without messages that are parked from now on."""
         return self if self.through is not None else replace(self, through=last(connection))
 
 
@@ -130,14 +130,14 @@ class ParkedMessage:
     bytes: int
     created_at: datetime
     stays: str | None
-    """Why nobody may decide about it now, one of `saf.setaside.staying.WHY`; None: a person
+    """Why nobody may decide about it now, one of `saf.setaside.staying.WHY`; None: operators
     may."""
     error: str | None
     """What its lane waits for."""
 
     @property
     def free(self) -> bool:
-        """Whether a person may decide about it now."""
+        """Whether an operator may decide about it now."""
         return self.stays is None
 
     @property
@@ -168,7 +168,7 @@ def parked_messages(
     *,
     to: str | None = None,
 ) -> list[ParkedMessage]:
-    """Return the parked messages that a filter matches, those that were parked first before."""
+    """Return the parked messages that a filter matches, in the order of parking."""
     params = asdict(chosen) | {"limit": limit, "to": to}
     with psycopg.Cursor(connection, row_factory=class_row(ParkedMessage)) as cursor:
         return cursor.execute(LIST, params).fetchall()
@@ -177,7 +177,7 @@ def parked_messages(
 def page(
     connection: psycopg.Connection[Any], chosen: ParkedFilter, limit: int
 ) -> Page[ParkedMessage]:
-    """Return a page of `parked_messages`; the filter says after which."""
+    """Return a page of `parked_messages`; it begins after the filter's ``after``."""
     return page_of(
         lambda most: parked_messages(connection, chosen, most),
         limit,
@@ -186,7 +186,7 @@ def page(
 
 
 def place_at(place: str | None) -> int | None:
-    """Return where a page goes on, as `ParkedFilter` takes it, by what the page before has said.
+    """Parse a place returned by an earlier page, for the next page's `ParkedFilter`.
 
     Raises:
         UsageError: no page of parked messages ends there.

@@ -1,21 +1,21 @@
 """Parking: messages set aside in order, and when each is tried again.
 
 A message that cannot be delivered now is copied to ``saf.parked``, in the transaction that moves
-the position past it, so that the rest of its batch goes on. It is copied into a *lane*, by what it
-waits for; see `saf.setaside.lane`.
+the position past it, so that the rest of its batch continues. It is copied into a *lane*, by what
+it waits for; see `saf.setaside.lane`.
 
-While a lane has messages, new ones that belong in it park behind them. When its time has come, the
-parked messages go first. (While a destination does not answer, this is so for all shards. Anything
-else that messages wait for concerns only their own shards.) Each message keeps the (batch,
-position) that it had, and each lane has a watermark of its own at the destination: a parked message
-that was stored before its acknowledgement got lost is dropped there like any other. The message
-that has waited longest may find a route last. So in the lanes of messages that have found a route,
-the order, and the number, is that in which they came there: parked_id.
+While a lane has messages, new ones that belong in it park behind them. When the lane is due, the
+parked messages go first. (While a destination does not answer, this applies to all shards. Messages
+that wait for anything else affect only their own shards.) Each message keeps the (batch, position)
+that it had, and each lane has a separate watermark at the destination: a parked message that was
+stored before its acknowledgement was lost is dropped there like any other. The message that has
+waited longest may find a route last. So lanes of messages that have found a route are ordered and
+numbered by the messages' arrival there: parked_id.
 
 ``saf.backoff`` has one row for each lane that waits: the attempts so far, and the time of the next
 one. They are in the source's database and by its clock, so they survive restarts, and all
-forwarders share them. `saf.setaside.backoff` reads and changes them, for many lanes at once. The
-schedule is Service Broker's: 4, 8, 16, 32, 64, 64 … seconds.
+forwarders share them. `saf.setaside.backoff` reads and changes them, for many lanes in one
+statement. The schedule is Service Broker's: 4, 8, 16, 32, 64, 64 … seconds.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from saf.setaside.lane import BROKER, GIVEN, OF_RECEIVERS, THE_LANE, Kind, Lane,
 FIRST_WAIT_SECONDS = 4
 LONGEST_WAIT_SECONDS = 64
 
-# Later than any time that a clock of ours shows, but before the end of Python's calendar
+# Later than any time that our clocks will show, but before the end of Python's calendar
 BLOCKED = datetime(9999, 1, 1, tzinfo=UTC)
 
 
 def wait_seconds(
     attempts: int, first: float = FIRST_WAIT_SECONDS, longest: float = LONGEST_WAIT_SECONDS
 ) -> float:
-    """How many seconds to wait after so many attempts in a row that failed.
+    """Return the seconds to wait after ``attempts`` failures in a row.
 
     >>> [wait_seconds(attempts) for attempts in (1, 2, 3, 4, 5, 6, 100)]
     [4, 8, 16, 32, 64, 64, 64]
@@ -63,16 +63,16 @@ class Backoff(Lane):
     error: str
     since: datetime
     needs_operator: bool = False
-    """Whether only an operator can remove the reason for which the last attempt failed."""
+    """Whether only an operator can remove the cause of the last failure."""
 
     @property
     def braked(self) -> bool:
-        """Whether it is a forwarder's lane that only an operator lets be tried again."""
+        """Whether it is a forwarder's lane that only an operator can have tried again."""
         return self.next_attempt_at >= BLOCKED and self.kind not in OF_RECEIVERS
 
 
-# Whoever parks messages holds the rows of their lanes until it commits, so that `backoff.forget`,
-# which looks whether any messages are left, cannot miss them.
+# A transaction that parks messages locks the rows of their lanes until it commits, so that
+# `backoff.forget`, which checks whether any messages are left, cannot miss them.
 TOUCH = f"""
 INSERT INTO saf.backoff AS b (subscription_id, {THE_LANE}, error)
 SELECT %(subscription_id)s, {THE_LANE}, %(error)s
@@ -97,7 +97,7 @@ UPDATE saf.parked p SET destination = %(destination)s, kind = w.kind, subject = 
 FROM {OF_EACH} AS w (parked_id, kind, subject, broker)
 WHERE p.parked_id = w.parked_id
 """
-# The columns of the address that the message has found meanwhile
+# The columns of the address that the message has found since
 ADDRESS = ("to_service", "to_broker", "key")
 COPY_TO = f"""
 INSERT INTO saf.parked ({THE_LANE}, quality, parked_at, subscription_id, shard, id,
@@ -120,9 +120,9 @@ WHERE p.destination = %(destination)s
 """
 UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s) RETURNING parked_id"
 
-# A message parked beyond the open batch's position stays until the position has passed it: only
-# while it is here is it known that the batch must not send it as well. The batch is recognised by
-# when it was opened; what was parked is not compared with it by time, because clocks go back.
+# A message parked beyond the open batch's position stays until the position has passed it: while it
+# is parked, and only then, the batch knows not to send it as well. The batch is recognised by the
+# time it was opened. The time of parking is not compared with it, because clocks go back.
 IN_LANES = """
 SELECT {columns} FROM saf.parked
 WHERE subscription_id = {subscription_id} AND destination = {destination}
@@ -185,7 +185,7 @@ def park(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) ->
 def copy_in(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
     """Copy messages, as dicts of `PARKED_COLUMNS`, into lanes that exist, or will.
 
-    What comes from an inbox also has its ``source``.
+    Messages from an inbox also have their ``source``.
     """
     with psycopg.Cursor(connection) as cursor, cursor.copy(PARK) as copy:
         values = ([*(row[c] for c in PARKED_COLUMNS), row.get("source")] for row in rows)
@@ -199,7 +199,7 @@ def move(
     lanes: Mapping[str, list[Any]],
     parked_ids: Sequence[int],
 ) -> None:
-    """Move parked messages into other lanes, one for each, as `saf.setaside.lane.given` gives them.
+    """Move parked messages into other lanes, one each, as `saf.setaside.lane.given` returns them.
 
     Call `touch` for the lanes before, in the same transaction.
     """
@@ -215,7 +215,7 @@ def copy(
 ) -> None:
     """Copy parked messages into lanes. ``rows`` have the lanes' columns, `ADDRESS` and parked_id.
 
-    The copies are in the order given. Call `touch` for the lanes before, and `unpark` for the
+    The copies keep the order of ``rows``. Call `touch` for the lanes before, and `unpark` for the
     copied messages, in the same transaction.
     """
     columns = {
@@ -236,18 +236,18 @@ def still(
     lanes: Mapping[str, list[Any]],
     parked_ids: Sequence[int],
 ) -> set[int]:
-    """Which messages are still in the lanes that they were read from; one lane for each message."""
+    """Return which messages are still in the lanes that they were read from, one lane each."""
     params = {"destination": destination, "parked_ids": list(parked_ids), **lanes}
     return {number for (number,) in fetch(connection, STILL, params)}
 
 
 def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> list[int]:
-    """Delete parked messages, which were delivered or have gone elsewhere; return which."""
+    """Delete parked messages, which were delivered or moved elsewhere; return those deleted."""
     return [number for (number,) in fetch(connection, UNPARK, {"parked_ids": list(parked_ids)})]
 
 
 def as_log(columns: Sequence[str | sql.Composable], *, found: bool) -> list[str | sql.Composable]:
-    """The columns of a log, and ``batch``, for messages in lanes, as the watermark knows them."""
+    """Return a log's columns, and ``batch``, for messages in lanes, as the watermark knows them."""
     as_found = {"id": sql.SQL("parked_id AS id"), "batch": sql.SQL("0::bigint AS batch")}
     there = as_found if found else {"id": sql.SQL("position AS id")}
     return [there.get(one, one) if isinstance(one, str) else one for one in columns]
@@ -256,10 +256,10 @@ def as_log(columns: Sequence[str | sql.Composable], *, found: bool) -> list[str 
 def set_aside(
     connection: psycopg.Connection[Any], batch: Batch
 ) -> list[tuple[int, str, Lane | None]]:
-    """Return the messages of a batch that are set aside, though its position is before them.
+    """Return the messages of a batch that are set aside beyond its position.
 
-    Each has its id, its destination (empty for all), and the lane that it is parked in; None
-    instead of a lane for dead letters.
+    Each has its id, its destination (empty for all), and the lane that it is parked in; dead
+    letters have None instead of a lane.
     """
     params = {
         "subscription_id": batch.subscription_id,
@@ -279,9 +279,9 @@ def known(
     destination: str,
     rows: Sequence[Mapping[str, Any]],
 ) -> set[UUID]:
-    """Which of some messages are parked for a destination, by their id and message_id.
+    """Return which messages are parked for a destination, by their id and message_id.
 
-    An id alone may have been given twice, where a sequence was set back.
+    An id alone may have been assigned twice, if a sequence was set back.
     """
     params = {
         "subscription_id": subscription_id,
@@ -293,7 +293,7 @@ def known(
 
 
 def occupied(connection: psycopg.Connection[Any], batch: Batch, lanes: Iterable[Lane]) -> set[Lane]:
-    """Which of some lanes have messages in a batch's shards."""
+    """Return which of some lanes have messages in a batch's shards."""
     params = {
         "subscription_id": batch.subscription_id,
         "shards": array(batch.shards),
@@ -310,10 +310,10 @@ def in_lanes(
     *,
     found: bool = False,
 ) -> str:
-    """The complete query, for COPY, for messages of a batch's shards in lanes of one destination.
+    """Return the complete query, for COPY, for a batch's shards' messages in some lanes.
 
-    The messages come in the order of each lane. Messages that have ``found`` a route have an order
-    of their own.
+    The messages are in the order of each lane; those that have ``found`` a route have a different
+    order.
     """
     columns_of_lanes = given(lanes)
     return (

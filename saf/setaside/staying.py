@@ -1,8 +1,8 @@
-"""Staying: why a message that is set aside may not be a person's to decide about now.
+"""Staying: why operators may be unable to decide about a message that is set aside.
 
-Somebody may be about to deliver or to handle it, or it cannot do what is asked. What a forwarder's
-open batch has set aside beyond its position is in hand: only while it is here is it known that the
-batch must not send it as well, or set it aside once more.
+A process may be about to deliver or to handle it, or the decision is impossible for it. Messages
+that a forwarder's open batch has set aside beyond its position are in hand: while they are set
+aside, and only then, the batch knows not to send them as well, or to set them aside again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WHY: Mapping[str, str] = MappingProxyType(
         "stopped": "the decision was stopped before it: decide again",
     }
 )
-"""Why a message stays as it is, for people."""
+"""Why a message stays as it is, in words."""
 
 # The newest version of each cursor, as in saf.log.shards
 TAKEN = f"""
@@ -48,34 +48,34 @@ OF_BATCH = """EXISTS (
     WHERE (t.subscription_id, t.shard) = ({one}.subscription_id, {one}.shard)
       AND t.log = 'outbox' AND {one}.id > t.position AND {one}.{at} t.opened_at)"""
 """SQL: whether a forwarder's open batch, one of `TAKEN`, has set a row aside and is not past it.
-``at`` is the column that says so, and how: `PARKED_BY`, `DEAD_SINCE`."""
+``at`` is the column that shows this, and the comparison: `PARKED_BY`, `DEAD_SINCE`."""
 PARKED_BY, DEAD_SINCE = "opened_at =", "dead_letter_at >="
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """How many messages that are set aside a filter matches."""
+    """Number of messages set aside that a filter matches."""
 
     messages: int
-    """Those that a person may decide about."""
+    """Messages that an operator may decide about."""
     through: int | None
     """The greatest of their numbers; None if there are none."""
     stays: Mapping[str, int]
-    """Those that match too, and stay whatever is decided, by why: the keys of `WHY`."""
+    """Further matches, which stay whatever is decided, by reason: the keys of `WHY`."""
     more: bool
-    """There are more, which were not counted."""
+    """Whether there are more, which were not counted."""
 
     @property
     def staying(self) -> int:
-        """How many stay."""
+        """Number of messages that stay."""
         return sum(self.stays.values())
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str | None, int, int]], most: int) -> Self:
-        """Return what was counted up to ``most``.
+        """Return the result of counting up to ``most``.
 
-        ``rows`` say why, or None, how many and their greatest number, of one message more if there
-        is one.
+        ``rows`` contain the reason, or None, the count and the greatest number; they count one
+        message more if it exists.
 
         >>> Counted.of([(None, 2, 7), ("later", 1, 9)], 2)
         Counted(messages=2, through=7, stays={'later': 1}, more=True)
@@ -91,7 +91,7 @@ class Counted:
 
 
 def in_words(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return how many messages stay, by why, for people; ``counts`` are by the keys of `WHY`.
+    """Return how many messages stay, by reason in words; ``counts`` are by the keys of `WHY`.
 
     >>> in_words([{"later": 2}, {"later": 2}])
     {'it waits for its deliver_at, and holds nobody up': 4}

@@ -1,8 +1,8 @@
-"""What people took out of lanes of the forwarder: the destination may have stored it all the same.
+"""Messages that operators took out of a forwarder's lanes, though they may have been stored.
 
-If it has, and its answer got lost, its mark passes these messages, and no lane has them any more.
-So the source remembers of which lanes, shards and batches they were. Without that it would take
-itself for one that was set back; see `saf.destinations.marks`.
+If the destination has stored them and its answer was lost, its mark passes these messages, and they
+are in no lane any more. So the source remembers their lanes, shards and batches. Otherwise the
+source would seem to have been set back; see `saf.destinations.marks`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import psycopg
 from saf.setaside.lane import THE_LANE
 
 KEPT_DAYS = 365
-"""A destination that was away for longer is answered by `saf rebase`."""
+"""After a longer absence of a destination, `saf rebase` is needed."""
 
 NOTE = f"""
 INSERT INTO saf.taken_out (subscription_id, {THE_LANE}, shard, opened_at)

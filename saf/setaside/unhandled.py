@@ -1,12 +1,12 @@
-"""Lanes that wait for a handler, and for which type of message each does.
+"""Lanes that wait for a handler, and the type of message that needs it.
 
 A message whose type no handler takes waits in the lane of its key, and the later messages of the
-key wait behind it. A receiver that handles the type must find the lane; one that does not must
-leave it alone, or the two would pass it to and fro for as long as a deployment lasts.
+key wait behind it. A receiver that handles the type must find the lane; a receiver that does not
+must leave it alone, or the two would pass it to and fro for as long as a deployment lasts.
 
-Such a lane ``awaits_handler``, and its ``message_type`` is that of its first message. It has no
-time to wait for, so nothing takes it for due. An index finds the lanes of a type; a look for a type
-that nothing waits for costs the same, however many lanes wait.
+Such a lane ``awaits_handler``, and its ``message_type`` is that of its first message. It has no due
+time, so it is never taken as due. An index finds the lanes of a type; searching for a type that no
+lane waits for costs the same, however many lanes wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from psycopg.rows import class_row
 from saf.setaside.lane import SAME_LANE
 
 FOR_ALL = "awaits_handler = false, message_type = NULL"
-"""SQL: the columns of a lane of saf.backoff that any receiver may take, once its time has come."""
+"""SQL: the columns of a lane of saf.backoff that any receiver may take, once it is due."""
 
 BY_TYPE = f"""
 SELECT s.name AS subscription, b.message_type, count(*) AS keys,
@@ -36,7 +36,7 @@ GROUP BY 1, 2 ORDER BY 1, 2 NULLS FIRST
 """
 
 IMPOSSIBLE = re.compile("[\0\ud800-\udfff]")
-"""What no text in PostgreSQL holds."""
+"""Characters that PostgreSQL's text cannot contain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,11 @@ class Unhandled:
     message_type: str | None
     keys: int
     messages: int
-    """With those that wait behind one of this type."""
+    """Messages of this type, and those that wait behind them."""
     since: datetime
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the record as a dict for JSON."""
         return asdict(self) | {"since": self.since.isoformat()}
 
     def __str__(self) -> str:
@@ -61,16 +61,16 @@ class Unhandled:
 
 
 def unhandled(connection: psycopg.Connection[Any]) -> list[Unhandled]:
-    """Return what waits for a handler in a broker, by subscription and type. Only reads."""
+    """Return messages that wait for a handler in a broker, by subscription and type. Only reads."""
     with psycopg.Cursor(connection, row_factory=class_row(Unhandled)) as cursor:
         return cursor.execute(BY_TYPE).fetchall()
 
 
 def awaited(shards: str) -> str:
-    """SQL: some lanes in an array of shards that wait for a handler of ``types``; NULL: of any.
+    """Return SQL for some lanes in shards that wait for a handler of ``types``; NULL: of any type.
 
-    ORDER BY the index makes the planner use it. If most lanes wait for one type, the planner takes
-    every type for such a one, and would scan the table, hoping to meet a lane early.
+    ORDER BY the index makes the planner use it. If most lanes wait for one type, the planner
+    assumes this of every type, and would scan the table, hoping to meet a lane early.
     """
     mine = f"""b.subscription_id = %(subscription_id)s AND b.awaits_handler
           AND b.shard = ANY ({shards})"""
@@ -89,7 +89,7 @@ def awaited(shards: str) -> str:
 
 
 def possible(types: Collection[str | None]) -> list[str]:
-    """Those of some types that a message in a database can have.
+    """Return the types that a message in a database can have.
 
     >>> possible(["OrderPaid", "a\\0b", "\\udc80", None])
     ['OrderPaid']

@@ -1,4 +1,4 @@
-"""Waiting: which lanes of a broker wait, and why, for people; and letting them be tried now."""
+"""Waiting: a broker's waiting lanes and the reasons, for operators; and retrying them now."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from saf.setaside.parking import BLOCKED, Backoff
 
 @dataclass(frozen=True, kw_only=True)
 class Parked(Backoff):
-    """A lane that waits, and how many messages are in it."""
+    """A lane that waits, and the number of its messages."""
 
     messages: int
-    """Counted up to as many as was asked for."""
+    """Counted up to the requested maximum."""
     subscription: str
     awaits_handler: bool
     message_type: str | None
-    """The type that it waits for a handler of."""
+    """The type that it needs a handler for."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the lane as a dict for JSON."""
@@ -42,14 +42,14 @@ class Parked(Backoff):
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting(Page[Parked]):
-    """What waits in a broker: a page of lanes, how many there are, and their messages."""
+    """Waiting lanes of a broker: one page, the number of all lanes, and their messages."""
 
     lanes: int = 0
     messages: int = 0
 
 
 Place = list[str]
-"""What the list is sorted by, of one lane; see `PLACE`."""
+"""One lane's values of the columns that the list is sorted by; see `PLACE`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +58,17 @@ class _Parked(Parked):
     place: str
 
 
-# The lanes that hold up most come first; messages are counted only for the lanes that are shown.
-# Messages that are ahead of others have no time, so their lane has no backoff; nor has a lane that
-# somebody has taken from. Which lanes there are, the index alone says. A page begins after a place,
-# so that lanes that come or go before it move none; one that is tried meanwhile changes its place.
+# The lanes that block most come first; messages are counted only for the lanes that are shown.
+# Messages that are ahead of others have no time, so their lane has no backoff; neither has a lane
+# that an operator has taken messages from. The index alone lists all lanes. A page begins after a
+# place, so that lanes that come or go before it move no others; a lane that is tried in the
+# meantime changes its place.
 PLACE = f"log = 'inbox', subscription, kind = ANY (%(of_service)s), -attempts, {THE_LANE}"
 PLACE_TYPES = ("bool", "text", "bool", "int", "text", "text", "text", "uuid")
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 LessAttempts = Annotated[int, Field(ge=-(1 << 31), le=0)]
 PLACES = TypeAdapter(tuple[bool, Text, bool, LessAttempts, Text, Text, Text, UUID])
-"""Places that a database takes."""
+"""Places that a database accepts."""
 PARKED = f"""
 SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attempt_at, due, error,
        since, needs_operator, awaits_handler, message_type, lanes, to_jsonb(ARRAY[
@@ -112,7 +113,7 @@ OF_LANES = """
   AND (%(subscription)s::text IS NULL OR subscription_id IN (
       SELECT subscription_id FROM saf.subscription WHERE name = %(subscription)s))
 """
-# What came later than a dead letter would be handled before it. Dead letters are read once for all
+# Messages after a dead letter would be handled before it. Dead letters are read once for all
 UNDECIDED = f"""
 (next_attempt_at = '{BLOCKED}' AND kind = '{Kind.KEY}' AND NOT awaits_handler
  AND (subscription_id, subject) IN (
@@ -120,7 +121,7 @@ UNDECIDED = f"""
 """
 TRIED = f"kind <> '{Kind.LATER}' AND NOT awaits_handler AND NOT {UNDECIDED} {OF_LANES}"
 """SQL: whether `retry_now` makes a lane of saf.backoff due; its parameters are those of `Lanes`."""
-# In the order in which all lock lanes, so that nobody waits in a circle
+# In the order in which all transactions lock lanes, to avoid deadlocks
 RETRY_NOW = f"""
 WITH chosen AS (
     SELECT subscription_id, {THE_LANE} FROM saf.backoff WHERE {TRIED}
@@ -155,8 +156,8 @@ def parked(
 ) -> Waiting:
     """Return up to ``limit`` lanes that wait in a broker, or in one of its subscriptions.
 
-    ``after`` is where the page goes on; see `place_at`. With ``most``, no more messages of a lane
-    are counted, and those of all lanes together are not.
+    ``after`` is where the page begins; see `place_at`. With ``most``, at most this many messages
+    are counted per lane, and the sum over all lanes is not.
     """
     chosen = replace(lanes, subscription=subscription) if subscription else lanes
     params = {"of_service": list(OF_SERVICE), "after": after, "most": most, **asdict(chosen)}
@@ -177,7 +178,7 @@ def parked(
 
 
 def place_at(place: str | None) -> Place | None:
-    """Return where a page goes on, as `parked` takes it, by what the page before has said.
+    """Parse a place returned by an earlier page, for the next call of `parked`.
 
     >>> place_at('["false", "forwarder", "true", "-4", "mom", "service", "billing"]')
     Traceback (most recent call last):
@@ -203,10 +204,10 @@ def retry_now(
     why: str = "",
     person: str | None = None,
 ) -> int:
-    """Make the next attempts of lanes due now; return how many lanes these are.
+    """Make the next attempts of lanes due now; return the number of lanes.
 
-    A key that waits for a person to decide about its dead letter goes on waiting; see `undecided`.
-    With a reason, or a person, it is written into the audit.
+    Keys that wait for an operator to decide about a dead letter keep waiting; see `undecided`. With
+    a reason, or a person, the action is written to the audit.
     """
     chosen = replace(lanes, destination=destination) if destination else lanes
     with connection.transaction():
@@ -217,6 +218,6 @@ def retry_now(
 
 
 def undecided(connection: psycopg.Connection[Any], lanes: Lanes = ANY) -> int:
-    """Return how many keys wait until a person retries or discards their dead letter."""
+    """Return how many keys wait until an operator retries or discards their dead letter."""
     ((count,),) = fetch(connection, COUNT_UNDECIDED, asdict(lanes))
     return int(count)

@@ -1,4 +1,4 @@
-"""Reconciling: the proof that what a source has completed is what its destinations hold.
+"""Reconciling: prove that destinations have exactly the messages that a source has completed.
 
 For each shard of the source, two figures of each side are compared: a count, and a sum of hashes of
 the message ids, which does not depend on their order. Each side is read once, on the server. Only
@@ -8,43 +8,46 @@ merged here in bounded memory, so that each message at fault is named:
     lost         complete at the source, and in no destination; or, for a topic's message, no longer
                  in a destination that was set back (`saf.repair.reconcile.copies`)
     duplicate    in the destinations more often than at the source
-    doubled      its row stands twice at the source, because a backup was restored over what was
-                 there; `saf rebase` removes one
+    doubled      its row exists twice at the source, because a backup was restored over existing
+                 rows; `saf rebase` removes one
     unexpected   in a destination, and not at the source
 
 A destination that cannot be read back is named, and not compared. A message that may be there, and
 is nowhere else, is counted as not compared (`saf.repair.reconcile.unread`).
 
-Complete is what `saf.log.cursor` says, less what stands in saf.parked or saf.dead_letter or was
-discarded by a person. A source does not record where each message went, so it is compared with all
-of its destinations together. Services that are topics, by any frozen routes that are kept, are
-compared by their ids. A message that no destination has is lost, and one that the same destination
-has twice is a duplicate. The routes tell which copies a destination has lost that was set back.
+Messages are complete as `saf.log.cursor` defines it, except those in saf.parked or saf.dead_letter,
+or discarded by an operator. A source does not record where each message went, so it is compared
+with all of its destinations together. Services that are topics, by any frozen routes that are kept,
+are compared by their ids. A message that no destination has is lost, and one that the same
+destination has twice is a duplicate. The routes show which copies a destination that was set back
+has lost.
 
-There is no false alarm while everything runs. The source's snapshot is taken first, and what is
-complete in it was committed at a destination before. What the destinations have beyond it is *in
-flight* if the source knows it: the source has not marked it yet, or has sent it after its snapshot.
-A second snapshot of the source, taken after the destinations', tells. Both logs are locked against
-purging (ACCESS SHARE, so against nothing else) before any snapshot is taken.
+There are no false alarms while processes run. The source's snapshot is taken first, and all
+messages complete in it were committed at a destination before. Messages that the destinations have
+in addition are *in flight* if the source knows them: the source has not marked them yet, or has
+sent them after its snapshot. A second snapshot of the source, taken after the destinations', shows
+this. Both logs are locked against purging (ACCESS SHARE, so against nothing else) before any
+snapshot is taken.
 
-What was purged is gone on purpose. Both sides are compared over the same range of created_at, which
-travels unchanged. The range begins where the caller says; by default
+Purged messages are gone on purpose. Both sides are compared over the same range of created_at,
+which is transferred unchanged. The range begins where the caller sets it; by default
 
-- at no limit, if neither log has ever been purged: ids are in their first round, each slot that
-  they have left holds rows, and no slot's file was ever replaced, as TRUNCATE does;
-- else at ``now - retention``, by the source's clock. A purge takes no message younger than its
-  retention: by created_at in an outbox, by received_at, which is later, in an inbox. This rests
+- without a limit, if neither log has ever been purged: ids are in their first round, each slot that
+  they have left contains rows, and no slot's file was ever replaced, as TRUNCATE does;
+- else at ``now - retention``, by the source's clock. A purge removes no message younger than its
+  retention: by created_at in an outbox, by received_at, which is later, in an inbox. This depends
   on the retention of *all* purges of both sides, which no table records.
 
 Limits:
 
-- Messages of at_most_once that a crash lost, by contract, are reported as lost.
-- So are messages of which a transform makes nothing: their ids are not kept, only how many they
-  were (``left_out``).
-- A topic's message is not missed if another destination still has it, and the one that has lost it
-  was not set back: a person has deleted it there, say. Copies that a destination that was set back
-  may have lost, or may never have had, are only counted (``uncertain``).
-- Two ids whose hashes add up to those of two other ids escape it (1 in 2^64).
+- at_most_once messages that a crash lost, by contract, are reported as lost.
+- So are messages that a transform leaves out: their ids are not kept, only their number
+  (``left_out``).
+- A missing copy of a topic's message is not noticed if another destination still has the message,
+  and the destination without it was not set back, e.g. because an operator has deleted it there.
+  Copies that a destination that was set back may have lost, or may never have had, are only counted
+  (``uncertain``).
+- Two ids whose hashes add up to those of two other ids are not noticed (1 in 2^64).
 """
 
 from __future__ import annotations
@@ -70,18 +73,18 @@ __all__ = ["Difference", "Lost", "Outcome", "Range", "Shard", "missing", "reconc
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """What a source's destinations have lost."""
+    """Messages that a source's destinations have lost."""
 
     messages: list[tuple[int, int]]
-    """The messages that no destination has, as (shard, id) in the source's outbox, sorted."""
+    """Messages that no destination has, as (shard, id) in the source's outbox, sorted."""
     copies: list[Copy]
-    """The messages of topics that are lost at some destinations."""
+    """Messages of topics that are lost at some destinations."""
     uncertain: Mapping[str, int]
-    """For each destination that was set back, how many copies it may have lost, or never had."""
+    """For each destination that was set back, copies that it may have lost, or never had."""
     range: Range
-    """What was compared."""
+    """The range that was compared."""
     unread: Mapping[str, str]
-    """The destinations that were not compared, each with the reason."""
+    """Destinations that were not compared, each with the reason."""
 
 
 def reconcile(
@@ -95,17 +98,17 @@ def reconcile(
     routes: RoutesOf = current_routes,
     limit: int = 100,
 ) -> Outcome:
-    """Compare one source with all of its destinations. Reads only.
+    """Compare one source with all of its destinations. Only reads.
 
     Args:
-        name: the source's name, for people.
-        source: where the source is.
+        name: the source's name, for errors.
+        source: the source's dsn.
         destinations: the settings of each of its destinations, by name.
-        since: compare messages with this created_at or a later one; by default, see the module.
-        until: compare messages with an earlier created_at than this.
-        retention_seconds: every purge of either side has kept messages at least so long.
-        routes: returns where messages go now, given a connection to the source.
-        limit: how many messages are named at most; all are counted.
+        since: earliest created_at of messages to compare; default: see the module.
+        until: compare only messages with an earlier created_at.
+        retention_seconds: every purge of either side has kept messages at least this long.
+        routes: returns the current routes, given a connection to the source.
+        limit: maximum number of messages to name; all are counted.
 
     Raises:
         Unavailable: one of the databases does not answer.
@@ -182,7 +185,7 @@ def missing(
     *,
     retention_seconds: float,
 ) -> list[tuple[int, int]]:
-    """Return, as (shard, id), each message that no destination has, of all that can be compared."""
+    """Return each comparable message that no destination has, as (shard, id)."""
     return lost(name, source, destinations, retention_seconds=retention_seconds).messages
 
 

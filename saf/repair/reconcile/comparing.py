@@ -43,7 +43,7 @@ SELECT shard, count(*) FILTER (WHERE state = 'complete'),
 FROM ({SENT}) AS sent GROUP BY shard
 """
 
-# For which destinations, and under which address, where a router had found one
+# The destinations, and the addresses that routers had found, if any
 SET_ASIDE = """
 SELECT uuid_send(message_id), destination, shard, id, to_service, to_broker, key, created_at,
        'set_aside'
@@ -83,7 +83,7 @@ def figures(both: Both) -> list[Shard]:
 def differences(
     both: Both, shards: list[int], copies: Copies | None, unread: Unread
 ) -> Iterator[Difference]:
-    """Give the differences between the two sides in some shards and topics, in no order."""
+    """Yield the differences between the two sides in some shards and topics, unordered."""
     if not shards and not both.topics:
         return
     everywhere = list(range(both.what.shards)) if both.topics else shards
@@ -103,15 +103,15 @@ def differences(
 def _judged(
     entries: list[Entry], topics: frozenset[str], copies: Copies | None, unread: Unread
 ) -> Iterator[Difference]:
-    """Give the differences that the rows of one message id show."""
+    """Yield the differences that the rows of one message id show."""
     rows = [one for one in entries if one.state in ("complete", "aside", "pending")]
     rows.sort(key=lambda one: ("complete", "aside", "pending").index(one.state))
-    # a message is recognised by its message_id and its place: two rows may be one message
+    # a message is identified by its message_id and its place: two rows may be one message
     known = [*{(one.shard, one.id): one for one in reversed(rows)}.values()][::-1]
     complete = [one for one in known if one.state == "complete"]
     everywhere = stored = [one for one in entries if one.state == "stored"]
     if stored and stored[0].service in topics:
-        # each destination has a copy: the one that has most decides
+        # each destination has a copy: the destination with most copies decides
         ((most, _),) = Counter(one.where for one in stored).most_common(1)
         stored = [one for one in stored if one.where == most]
     gone = copies.lost(entries) if copies else Lost(address=entries[0])

@@ -1,8 +1,9 @@
-"""Copies of a topic's messages: which of them a destination that was set back has lost.
+"""Copies of a topic's messages that a destination that was set back has lost.
 
 Where a topic's message went is not recorded, and another destination may still have its copy. So
-what a destination would have is worked out, for each that has less than it had acknowledged
-(`saf.destinations.marks`). It has lost its copy of a message if all of this is true:
+this module works out, for each destination that has less than it had acknowledged
+(`saf.destinations.marks`), which messages it should have. It has lost its copy of a message if all
+of this is true:
 
 - it does not have the message;
 - the routes lead there now;
@@ -13,21 +14,21 @@ what a destination would have is worked out, for each that has less than it had 
 It had begun to get the topic at the earliest of these times:
 
 - always, if the first routes that batches were ever opened with lead there;
-- when the first of those that are kept began to lead there;
-- when the route and the topic were made, if they are rows of saf.route and saf.topic;
+- when the first of the frozen routes that are kept began to lead there;
+- when the route and the topic were created, if they are rows of saf.route and saf.topic;
 - when the oldest message of the topic was created that the destination still has.
 
 So a new subscriber is not flooded with an old topic, and a transaction may have been open for long
 when the destination was backed up.
 
-Of some copies nobody can know whether the destination had them. They are *uncertain*: counted, and
-not sent again by themselves.
+For some copies, nobody can know whether the destination had them. They are *uncertain*: counted,
+and not sent again automatically.
 
 - The message was created before all of these times, and may have been committed after them.
-- The routes lead to the destination no longer, and it is not known which messages went there last.
+- The routes no longer lead to the destination, and nobody knows which messages went there last.
 
-A person's discard does not say for which destination it was. A discard from before the mark counts
-for all destinations; what was discarded later is sent again to those that have lost it.
+An operator's discard does not name the destination. A discard from before the mark counts for all
+destinations; messages that were discarded later are sent again to destinations that have lost them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from saf.routing.matching import Routes
 from saf.routing.routes import versions
 
 RoutesOf = Callable[[psycopg.Connection[Any]], Routes]
-"""Returns where a source's messages go now, given a connection to the source."""
+"""Returns the current routes of a source, given a connection to it."""
 
 MADE = """
 SELECT t.name, min(greatest(t.created_at, r.created_at))
@@ -61,7 +62,7 @@ ALWAYS = datetime.min.replace(tzinfo=UTC)
 
 @dataclass(frozen=True, kw_only=True)
 class Lacking:
-    """What a destination that was set back has lost."""
+    """Copies that a destination that was set back has lost."""
 
     shards: Mapping[int, datetime | None]
     """For each shard with a lower mark, when the batch of that mark was opened. None: the
@@ -76,26 +77,26 @@ class Lacking:
         return sent.shard in self.shards and not (given_up and opened_at and given_up < opened_at)
 
     def had(self, sent: Entry, topic: str) -> bool:
-        """Whether a message was created when the destination had begun to get the topic."""
+        """Whether the destination had begun to get the topic when a message was created."""
         begun = self.begun.get(topic)
         return begun is not None and sent.created_at >= begun
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """Which destinations that were set back lack their copy of a message."""
+    """Destinations that were set back and lack their copy of a message."""
 
     address: Entry
-    """A row with the address under which the message went there."""
+    """A row with the address under which the message was sent there."""
     at: tuple[str, ...] = ()
-    """They had it."""
+    """Destinations that had the copy."""
     uncertain: tuple[str, ...] = ()
-    """They may have had it."""
+    """Destinations that may have had the copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """The destinations of a source that were set back, and where its messages go."""
+    """A source's destinations that were set back, and its routes."""
 
     routes: Routes
     earlier: Sequence[tuple[Routes, datetime | None]]
@@ -104,7 +105,7 @@ class Copies:
     topics: frozenset[str]
 
     def lost(self, entries: Sequence[Entry]) -> Lost:
-        """Return which destinations have lost a message, given every row that has its id."""
+        """Return which destinations have lost a message, given every row with its id."""
         sent = next((e for e in entries if e.state in ("complete", "aside")), None)
         there = [e for e in entries if e.state in ("stored", "set_aside")]
         address = next((e for e in (*there, sent) if e and e.service in self.topics), None)
@@ -144,7 +145,7 @@ def set_back_copies(
 ) -> Copies | None:
     """Ask a source and its destinations which were set back, and where messages go.
 
-    Their snapshots are taken in this order. None if no destination was set back, or no service is a
+    Snapshots are taken in this order. None if no destination was set back, or no service is a
     topic.
     """
     found: dict[str, Lacking] = {}

@@ -14,7 +14,7 @@ Kind = Literal[
 
 
 HARMLESS = ("in_flight", "not_compared", "uncertain")
-"""The kinds of differences in which nothing is wrong, as far as can be seen."""
+"""Kinds of differences that are no fault, as far as can be seen."""
 
 Figures = tuple[int, int]
 """The number of messages, and the sum of the hashes of their ids."""
@@ -22,12 +22,12 @@ Figures = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """What was compared, by created_at: since <= created_at < until; None is without end."""
+    """Range of created_at compared: since <= created_at < until; None: unlimited."""
 
     since: datetime | None = None
     until: datetime | None = None
     purged: tuple[str, ...] = ()
-    """The logs that may have been purged: because of them, the range begins at ``since``."""
+    """Logs that may have been purged, so that the range begins at ``since``."""
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,7 @@ class Shard:
 
     shard: int
     complete: int = 0
-    """Messages complete at the source, less those that are set aside."""
+    """Messages complete at the source, without those that are set aside."""
     stored: int = 0
     """Messages stored at the destinations."""
     aside: int = 0
@@ -46,29 +46,29 @@ class Shard:
 
     @property
     def same(self) -> bool:
-        """Whether both sides hold the same messages, topics aside."""
+        """Whether both sides have the same messages, topics aside."""
         return self.hashes[0] == self.hashes[1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A message of which the two sides do not say the same."""
+    """A message on which the two sides do not agree."""
 
     kind: Kind
     shard: int
     id: int | None
-    """Its id in the source's outbox, if it is there."""
+    """Its id in the source's outbox, if it exists there."""
     message_id: UUID
     service: str
     key: str | None
     created_at: datetime
     stored: tuple[str, ...]
-    """The destination of each copy that is stored."""
+    """The destination of each stored copy."""
     broker: UUID | None = None
     """The broker that it is addressed to."""
     lost_at: tuple[str, ...] = ()
-    """For a topic's message: the destinations that were set back and have lost their copy, or
-    may have lost it, if that is uncertain."""
+    """For a topic's message: the destinations that were set back and have lost their copy, or may
+    have lost it if uncertain."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the difference as a dict for JSON."""
@@ -81,7 +81,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What reconciling one source came to."""
+    """Result of reconciling one source."""
 
     broker: str
     range: Range
@@ -91,11 +91,11 @@ class Outcome:
     named: tuple[Difference, ...]
     """The differences by message, up to the limit; without those in flight or not compared."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """The destinations that were not compared, each with the reason."""
+    """Destinations that were not compared, each with the reason."""
     left_out: int = 0
-    """How many copies of messages transforms have ever left out; all that are compared are lost."""
+    """Copies that transforms have ever left out; those in the compared range count as lost."""
 
     @property
     def same(self) -> bool:
-        """Whether nothing is lost, duplicated or unexpected, as far as it was compared."""
+        """Whether nothing is lost, duplicated or unexpected in the compared range."""
         return not any(count for kind, count in self.counts.items() if kind not in HARMLESS)

@@ -1,4 +1,4 @@
-"""Both sides of a comparison, each read as of one moment and kept from being purged meanwhile."""
+"""Both sides of a comparison, each read as of one moment and kept from purges during it."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ FROM saf.broker, saf.subscription s WHERE s.log = 'outbox' AND s.name = 'forward
 
 @dataclass(frozen=True, kw_only=True)
 class Both:
-    """A source and its destinations, and what is compared of them."""
+    """A source and its destinations, with the range and parameters of the comparison."""
 
     source: Side
     destinations: tuple[Reading, ...]
     unread: Mapping[str, str]
-    """The destinations that cannot be read back, each with the reason."""
+    """Destinations that cannot be read back, each with the reason."""
     range: Range
     what: Compared
     snapshot: str
     params: Mapping[str, Any]
     """The parameters of queries at the source."""
     later: Dsn
-    """The dsn by which the source is read again, after the destinations."""
+    """Dsn for reading the source again, after the destinations."""
 
     @property
     def topics(self) -> frozenset[str]:
-        """The services that are topics now, or were topics in frozen routes that are kept."""
+        """Services that are topics now, or in frozen routes that are kept."""
         return frozenset(self.what.topics)
 
 

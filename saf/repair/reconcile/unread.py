@@ -1,10 +1,10 @@
-"""What may be at destinations that cannot be read back: it is not taken for lost.
+"""Messages that may be at destinations that cannot be read back; they do not count as lost.
 
-Where a message went is not recorded. So a message that no other destination has is not compared,
-instead of lost, in two cases:
+Where a message went is not recorded. So a message that no other destination has counts as not
+compared, instead of lost, in two cases:
 
-- some routes, those of now or frozen ones that are kept, lead it to a destination that cannot be
-  read back;
+- some routes, current or frozen ones that are kept, lead it to a destination that cannot be read
+  back;
 - it is for a router, whose answer is not kept for each message.
 """
 
@@ -25,13 +25,13 @@ from saf.routing.routes import versions
 
 @dataclass(frozen=True, kw_only=True)
 class Unread:
-    """The destinations that cannot be read back, and all routes that could have led there."""
+    """Destinations that cannot be read back, and all routes that could have led there."""
 
     destinations: frozenset[str]
     routes: Sequence[Routes] = ()
 
     def may_have(self, sent: Entry) -> bool:
-        """Whether any of them may have a message of the source."""
+        """Whether any of the destinations may have a message of the source."""
         return bool(self.destinations) and any(
             self._led(routes, sent.service, sent.broker) for routes in self.routes
         )
@@ -46,7 +46,7 @@ class Unread:
 def unread_of(
     source: psycopg.Connection[Any], destinations: Collection[str], routes: RoutesOf
 ) -> Unread:
-    """Return the destinations that cannot be read back, with the routes; ask a source for these."""
+    """Return destinations that cannot be read back, with all routes that the source has."""
     if not destinations:
         return Unread(destinations=frozenset())
     frozen = [one.routes for one in versions(source)]
