@@ -26,9 +26,9 @@ File = Annotated[
 
 @app.command()
 def create(file: File, *, config: Config = None, broker: Where = None) -> None:
-    """Create message types and contracts from a file, at one broker or all.
+    """Create message types and contracts from a file.
 
-    Repeating it changes nothing.
+    At one broker, or at all. Repeating it changes nothing.
     """
     types, named = _read(file)
 

@@ -28,7 +28,7 @@ def command(
         bool, typer.Option("--json", help="Print one line of JSON, with the checks that are ok.")
     ] = False,
 ) -> None:
-    """Report present and coming problems of brokers and destinations.
+    """Report problems of brokers and destinations, also coming ones.
 
     Each finding has its cause and its cure. This machine is checked, too. Reads only.
 

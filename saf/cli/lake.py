@@ -34,7 +34,7 @@ def optimize(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Merge many small files into few large ones; remove unneeded files.
+    """Merge small files into large ones; remove unneeded files.
 
     A forwarder writes a file for each chunk and partition, and may continue during the run. Files
     that were replaced, or were left by a killed process, are removed after --keep-hours; until

@@ -56,7 +56,7 @@ def command(
     config: Config = None,
     broker: Where = None,
 ) -> None:
-    """Print metrics of all brokers and destinations for Prometheus.
+    """Print metrics of brokers and destinations for Prometheus.
 
     Without an option they are printed once. A broker that does not answer has saf_up 0, and the
     others are shown. The cost is bounded, however many messages are pending. docs/metrics.md

@@ -33,7 +33,7 @@ def command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare sources with the messages that their destinations hold.
+    """Compare sources with the messages in their destinations.
 
     Completed messages of a source should be in its destinations. Reads only. It is safe while
     everything runs. Exit code 0: both sides hold the same; 1: messages are lost, duplicated or

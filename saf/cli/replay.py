@@ -32,7 +32,7 @@ def command(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Send again the messages that `saf reconcile` reports as lost.
+    """Send again messages that `saf reconcile` reports lost.
 
     They go before everything newer, whatever the cause of the loss. A destination that was set back
     may continue afterwards. The next run of the forwarder delivers the messages, each once, even if

@@ -49,7 +49,9 @@ def page_of(
     return Page(shown=found[:limit], next=place(found[limit - 1]) if more else None)
 
 
-def foreign(place: str, what: str, *, said: str = "what the page before has said") -> UsageError:
+def foreign(
+    place: str, what: str, *, said: str = "the place at the end of the page before"
+) -> UsageError:
     """Return the error for a place at which no page of a list ends."""
     return UsageError(f"no page of {what} ends at {place!r}: use {said}")
 

@@ -36,7 +36,7 @@ def _template(text: str) -> str:
     >>> _template("orders.{sevice}")
     Traceback (most recent call last):
     ...
-    ValueError: '{sevice}' is none of {service}, {message_type}, {source}, {shard}
+    ValueError: '{sevice}' is not one of {service}, {message_type}, {source}, {shard}
     """
     known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
     try:

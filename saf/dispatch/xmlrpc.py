@@ -54,7 +54,7 @@ class XmlRpc(Call):
         >>> one.fault(200, xmlrpc.client.dumps(xmlrpc.client.Fault(7, "no order")).encode())
         'fault 7: no order'
         >>> one.fault(200, b"<html>welcome</html>"), one.fault(503, b"down")
-        ('the answer is no XML-RPC', None)
+        ('the answer is not XML-RPC', None)
         """
         if status // 100 != 2:  # noqa: PLR2004 - as HTTP counts
             return None

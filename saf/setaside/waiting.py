@@ -183,7 +183,7 @@ def place_at(place: str | None) -> Place | None:
     >>> place_at('["false", "forwarder", "true", "-4", "mom", "service", "billing"]')
     Traceback (most recent call last):
     saf.errors.UsageError: no page of lanes ends at '["false", "forwarder", "true", "-4", "mom", \
-"service", "billing"]': say what the page before has said
+"service", "billing"]': use the place at the end of the page before
 
     Raises:
         UsageError: no page of lanes ends there.

@@ -79,7 +79,10 @@ def test_a_batch_of_transactions_that_the_database_has_not_begun_is_refused() ->
 
 @pytest.mark.parametrize(
     ("more", "says"),
-    [({"broker": "b"}, "was made with broker b"), ({"subscription": 8}, "is not the one")],
+    [
+        ({"broker": "b"}, "was made with broker b"),
+        ({"subscription": 8}, "is not the checkpoint's subscription"),
+    ],
 )
 def test_a_checkpoint_of_another_broker_or_subscription_is_refused(
     more: dict[str, Any], says: str

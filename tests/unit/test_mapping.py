@@ -227,10 +227,10 @@ def test_without_pika_a_destination_of_rabbitmq_says_what_to_install(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("host:6379", "is no address of a Redis server"),
-        ("http://host", "is no address of a Redis server"),
-        ("redis+other://host", "is no address of a Redis server"),
-        ("redis+://host", "is no address of a Redis server"),
+        ("host:6379", "is not an address of a Redis server"),
+        ("http://host", "is not an address of a Redis server"),
+        ("redis+other://host", "is not an address of a Redis server"),
+        ("redis+://host", "is not an address of a Redis server"),
         ("redis://user:hunter2@host", "give a login by username"),
         ("redis://", "lacks a host"),
         ("redis://host:x", "Port could not be cast"),

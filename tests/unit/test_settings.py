@@ -38,7 +38,7 @@ def file(tmp_path: Path) -> Path:
         ),
         ('[fleets.f]\ndsn = "dbname=x"', "either databases = or query ="),
         ('[endpoints.x]\nurl = "ftp://x"', "endpoints.x.url: it is not a URL such as https://"),
-        ('[endpoints.x]\nurl = "http://a:b@x"', "a URL holds no user and password"),
+        ('[endpoints.x]\nurl = "http://a:b@x"', "a URL must not contain user and password"),
         ('[endpoints.x]\nurl = "http://x"\nbroker = "nom"', "did you mean 'mom'"),
         ('[endpoints.x]\nurl = "http://x"\nrate = "0/s"', "'0/s' is not a rate such as"),
         ('[endpoints.x]\nurl = "http://x"\nmethod = "f"', "and method belong together"),

@@ -86,7 +86,7 @@ def test_results_that_are_not_in_their_order_leave_nothing_out() -> None:
     made: list[Any] = [{"id": n, "body": b"1"} for n in (1, 3, 2)]
     for given in ([*made, END], [made[0], END, made[1]]):
         one = transforming(results(*given, of_each=1))
-        with pytest.raises(Unavailable, match=r"order|after its end"):
+        with pytest.raises(Unavailable, match=r"order|after the last"):
             one.look(rows(1, 2, 3), None)
 
 
@@ -117,7 +117,7 @@ UNFIT_HEADERS = (
         ([{"part": 0, "body": None}], "no body"),
         ([{"body": b"more than ten"}], "more than 10 bytes"),
         *(
-            ([{"body": b"a", "headers": headers}], "headers that are no JSON object")
+            ([{"body": b"a", "headers": headers}], "headers that are not a JSON object")
             for headers in UNFIT_HEADERS
         ),
         ([{"part": -1, "body": b"a"}], "below 0"),

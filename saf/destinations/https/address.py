@@ -27,7 +27,7 @@ def parse(text: str) -> Address:
     >>> parse("http://partner.example.com/saf")
     Traceback (most recent call last):
     ...
-    ValueError: http:// is for this machine only, such as http://127.0.0.1:8000: say https://
+    ValueError: http:// is for this machine only, such as http://127.0.0.1:8000: use https://
     """
     try:
         parts = urlsplit(text)
