@@ -28,9 +28,9 @@ def command(
         bool, typer.Option("--json", help="Print one line of JSON, with the checks that are ok.")
     ] = False,
 ) -> None:
-    """Report problems of brokers and destinations, also coming ones.
+    """Report present and coming problems, with cause and cure.
 
-    Each finding has its cause and its cure. This machine is checked, too. Reads only.
+    It checks brokers, destinations and this machine. Reads only.
 
     Exit code 0: no errors, at most warnings; 1: errors; 75: the only error is that a database does
     not answer.

@@ -74,7 +74,8 @@ def test_what_no_page_ends_with_is_refused(config: Path, command: tuple[str, ...
     for after in FOREIGN:
         done = saf(*command, "--broker", "shop", "--after", after, "--config", config)
         assert (done.returncode, done.stdout) == (2, ""), after
-        sentence = f"saf: no page of .+ ends at {re.escape(repr(after))}: use the place at the end of the page before"
+        place = re.escape(repr(after))
+        sentence = f"saf: no page of .+ ends at {place}: use the place at the end of the page"
         assert re.match(sentence, done.stderr), done.stderr
         assert len(done.stderr.splitlines()) == 1
 
