@@ -44,8 +44,8 @@ check: WORKERS := 3
 check: static ## the gate, under 20 minutes on two cores: format, lint, types and every promise; warnings are errors
 	SAF_TESTS=check $(PYTEST) --durations 25
 
-full: $(VENV)/.installed ## everything, before a release, recorded in tests/full.md; some suites: make full SUITES="model crash"
-	@$(PY) -m tests.full $(SUITES)
+full: $(VENV)/.installed ## everything, before a release, recorded in tests/full.md; some suites: make full SUITES="model crash"; after a fix: make full FAILED=1
+	@$(PY) -m tests.full $(if $(FAILED),--failed) $(SUITES)
 
 audit: $(VENV)/.installed ## known vulnerabilities of what is installed; needs the network
 	@$(PY) -m tests.audit

@@ -2,6 +2,7 @@
 
     python -m tests.full                    all suites, some hours on two cores
     python -m tests.full model crash        these suites; the rows of the others stay
+    python -m tests.full --failed           the tests that failed, after a fix; both runs are recorded
 
 Suites that keep all cores busy run alone; of the others, which mostly wait, two run at a time.
 A suite that fails does not end the run. Its output is in build/full/. Exit 1 if a suite failed.
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.crash.__main__ import SITES
@@ -67,13 +68,15 @@ class Row:
 CRASH_SECONDS, STATEFUL_SECONDS, FUZZ_SECONDS, SOAK_SECONDS, MUTANTS_SECONDS = 60, 300, 20, 600, 900
 
 PYTHON = ".venv/bin/python"
+PYTEST = f"SAF_TESTS=full {PYTHON} -m pytest -q -n 3 --dist worksteal --durations 25"
+FAILED = Suite(runs="the tests that failed", command=f"{PYTEST} --last-failed --lfnf none")
 SUITES: Mapping[str, Suite] = {
     "static": Suite(
         runs="format, lint, types, Bandit", command="make --no-print-directory static", alone=True
     ),
     "tests": Suite(
         runs="all tests, in all sizes and variants, on PostgreSQL 15, 16 and 18",
-        command=f"SAF_TESTS=full {PYTHON} -m pytest -q -n 3 --dist worksteal --durations 25",
+        command=PYTEST,
         alone=True,
     ),
     "crash": Suite(
@@ -123,7 +126,12 @@ def main() -> int:
     """Run; see above for what is returned."""
     parser = argparse.ArgumentParser(prog="python -m tests.full", description=__doc__)
     parser.add_argument("suites", nargs="*", help=", ".join(SUITES))
+    parser.add_argument("--failed", action="store_true", help="only the tests that failed last")
     given = parser.parse_args()
+    if given.failed:
+        row, good = run("tests", FAILED)
+        write(replace(row, **repaired(rows(PAGE.read_text())["tests"], row)))
+        return int(not good)
     if unknown := [name for name in given.suites if name not in SUITES]:
         parser.error(f"unknown suite {unknown[0]!r}: choose from {', '.join(SUITES)}")
     chosen = given.suites or [*SUITES]
@@ -164,6 +172,17 @@ def run(name: str, suite: Suite) -> tuple[Row, bool]:
     return row, done.returncode == 0
 
 
+def repaired(before: Row, after: Row) -> dict[str, str]:
+    """Return the fields that differ from ``after`` in a row for both runs."""
+    return {
+        "runs": before.runs,
+        "commit": before.commit,
+        "date": before.date,
+        "minutes": before.minutes,
+        "result": f"{before.result}; those that failed, on {after.commit}: {after.result}",
+    }
+
+
 def commit() -> str:
     """Return the commit that the work tree is at; a change beside it is marked."""
     git = ["git", "-C", str(ROOT)]
@@ -187,7 +206,7 @@ def closing_line(output: str) -> str:
     """
     lines = [line for line in output.splitlines() if line.strip()] or ["no output"]
     plain = re.sub(r"\x1b\[[0-9;]*m", "", lines[-1])
-    return plain.strip("= ").replace("|", "/")[:200]
+    return plain.strip("= ").replace("|", "/")[:300]
 
 
 def rows(page: str) -> dict[str, Row]:

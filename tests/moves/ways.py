@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from psycopg import sql
 
@@ -372,10 +373,14 @@ def created_subscriber(
         }
 
 
+COLUMN_OPTIONS = "SELECT DISTINCT split_part(o, '=', 1) FROM pg_attribute, unnest(attoptions) AS o"
+
+
 @contextmanager
 def upgraded(old: EmbeddedServer) -> Iterator[EmbeddedServer]:
     """Upgrade a cluster of an older version by pg_upgrade."""
     with cluster() as new:
+        _need_new_enough(old, new)
         old.stop()
         new.stop()
         tool(new, "pg_checksums", "--disable", "-D", str(new.data_dir))  # older ones have none
@@ -386,6 +391,23 @@ def upgraded(old: EmbeddedServer) -> Iterator[EmbeddedServer]:
         )  # fmt: skip
         new.start()
         yield new
+
+
+def _need_new_enough(old: EmbeddedServer, new: EmbeddedServer) -> None:
+    """Need the new version's release to know the column options of the old one's.
+
+    Minor releases add such options, and pg_upgrade fails if only the old cluster's release has one.
+    """
+    with connect(old.dsn("postgres")) as here, connect(new.dsn("postgres")) as there:
+        there.execute("CREATE TEMP TABLE known (a int)")
+        for (option,) in fetch(here, COLUMN_OPTIONS):
+            try:
+                there.execute(f"ALTER TABLE known ALTER a SET ({option} = 1)".encode())
+            except psycopg.errors.InvalidParameterValue:
+                absent(
+                    f"PostgreSQL {new.version} as new as this PostgreSQL {old.version}",
+                    f"install a newer release of {new.version}, or an older one of {old.version}",
+                )
 
 
 def reset_wal(server: EmbeddedServer, *options: str) -> None:
