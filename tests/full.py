@@ -2,7 +2,7 @@
 
     python -m tests.full                    all suites, some hours on two cores
     python -m tests.full model crash        these suites; the rows of the others stay
-    python -m tests.full --failed           the tests that failed, after a fix; both runs are recorded
+    python -m tests.full --failed           the tests that failed, after a fix; records both runs
 
 Suites that keep all cores busy run alone; of the others, which mostly wait, two run at a time.
 A suite that fails does not end the run. Its output is in build/full/. Exit 1 if a suite failed.
