@@ -24,6 +24,8 @@ MOST_BYTES = 64 * 1024
 """Most characters of a body to show."""
 LARGEST_BYTES = 1024 * 1024
 """Largest body to show a part of, because hiding values needs a complete parse."""
+STRUCTURE = re.compile(r"[{}\[\]]")
+"""Signs of JSON inside a JSON string."""
 JSON = "json"
 """Part of the name of each content type that contains JSON, such as application/x-ndjson."""
 
@@ -82,8 +84,10 @@ class Redaction:
             return _too_deep(body)
         except ValueError:
             if self._paths and not _is_something_else(headers):
-                return f"{len(body):,} bytes that may be a part of some JSON: not shown"
+                return _unknown(body)
             return _some(shown(text, lines=True))
+        if self._paths and isinstance(found, str) and STRUCTURE.search(found):
+            return _unknown(body)  # no path reaches into JSON that was encoded twice
         try:
             for path in self._paths:
                 for match in path.finditer(found):
@@ -94,6 +98,10 @@ class Redaction:
 
     def _is_hidden(self, name: str) -> bool:
         return any(fnmatchcase(name.lower(), pattern) for pattern in self._names)
+
+
+def _unknown(body: bytes) -> str:
+    return f"{len(body):,} bytes that may be a part of some JSON: not shown"
 
 
 def _without(document: Any, parts: Sequence[Any]) -> Any:

@@ -39,6 +39,7 @@ def typed(kind: str, **more: object) -> str:
         (WHOLE[2:].encode(), typed("text/plain", **{"saf-whole": {"fragments": 2, "bytes": 9}})),
         (f"{WHOLE}\n{WHOLE}".encode(), typed("application/x-ndjson")),
         (WHOLE.encode("utf-16-le"), typed("application/json")),
+        (json.dumps(WHOLE).encode(), typed("application/json")),
         (f'{{"n": {"9" * 5000}, "password": "{SECRET}"}}'.encode(), typed("application/json")),
     ],
 )
@@ -53,6 +54,8 @@ def test_what_paths_name_is_seen_in_no_json_and_no_part_of_any(
 def test_what_says_that_it_is_something_else_is_shown_and_without_paths_everything_is() -> None:
     assert PATHS.body(b"a;b", typed("text/csv")) == "a;b"
     assert Redaction(Ui()).body(b"a;b", None) == "a;b"
+    assert Redaction(Ui()).body(b'"{"', None) == PATHS.body(b'"("', None).replace("(", "{") == '"{"'
+    assert "not shown" in PATHS.body(b'"{"', None)
     assert Redaction(Ui()).body(WHOLE[2:].encode(), None) == WHOLE[2:]
 
 

@@ -61,6 +61,13 @@ MUTANTS: list[Mutant] = [
         f"{PAGES}::test_bodies_are_hidden_unless_they_are_allowed_and_redaction_applies_everywhere",
     ),
     mutant(
+        "JSON that was encoded twice is shown with the values that paths hide",
+        "saf/ui/redaction.py",
+        "if self._paths and isinstance(found, str) and STRUCTURE.search(found):",
+        "if False:",
+        f"{REDACTED}::test_what_paths_name_is_seen_in_no_json_and_no_part_of_any",
+    ),
+    mutant(
         "a decision about many does not end where it began",
         "saf/operating/bulk.py",
         "chosen = chosen.until_now(connection)",
