@@ -88,13 +88,17 @@ class Redaction:
             return _some(shown(text, lines=True))
         if self._paths and isinstance(found, str) and STRUCTURE.search(found):
             return _unknown(body)  # no path reaches into JSON that was encoded twice
+        return self._json(found) or _too_deep(body)
+
+    def _json(self, document: Any) -> str:
+        """Return a document for display; empty if it is nested too deeply."""
         try:
             for path in self._paths:
-                for match in path.finditer(found):
-                    found = _without(found, match.parts)
-            return _some(shown(json.dumps(found, indent=2, ensure_ascii=False), lines=True))
+                for match in path.finditer(document):
+                    document = _without(document, match.parts)
+            return _some(shown(json.dumps(document, indent=2, ensure_ascii=False), lines=True))
         except RecursionError:
-            return _too_deep(body)
+            return ""
 
     def _is_hidden(self, name: str) -> bool:
         return any(fnmatchcase(name.lower(), pattern) for pattern in self._names)
