@@ -177,7 +177,7 @@ def test_a_piece_with_everything_on_goes_well_and_is_stopped_by_a_signal(tmp_pat
     charts.draw(record.samples(), tmp_path / "soak")
     assert (tmp_path / "soak.png").stat().st_size > 10_000
     for number in range(2, PIECES + 1):  # the same command goes on
-        more = ("--seconds", "12", "--hinder-seconds", "3", "--hours", "1")
+        more = ("--seconds", "30", "--hinder-seconds", "3", "--hours", "1")
         with soak(tmp_path / "soak", *more) as process:
             said = process.communicate(timeout=200)[0]
         *_, before, last = record.pieces()
