@@ -76,10 +76,10 @@ def _imported(declared: EntryPoint) -> object:
         return declared.load()
     except Exception as error:
         package = declared.dist.name if declared.dist else declared.module
-        said = " ".join(str(error).split()) or "no more is known"
+        reason = " ".join(str(error).split()) or "no more is known"
         raise ValueError(
             f"kind {declared.name!r} is of the package {package}, which cannot be imported: "
-            f"{type(error).__name__}: {said}"
+            f"{type(error).__name__}: {reason}"
         ) from None
 
 

@@ -38,9 +38,9 @@ class LinkedSettings(DestinationSettings):
 
     def bounded(self, bounds: Bounds) -> Self:
         """Return these settings with saf.toml's ``[bounds]``."""
-        mine = self.model_copy()
-        mine._bounds = bounds
-        return mine
+        copy = self.model_copy()
+        copy._bounds = bounds
+        return copy
 
     def _connected(self, name: str) -> AbstractContextManager[Any]:
         """Open a link for a ``with`` block; it has ``identity()`` and ``known(source)`` at least.

@@ -179,8 +179,8 @@ def mapped(
     body = whole(rows["body"])
     if whole_events:
         attributes = names(form, "")
-        said = {attributes[column]: values for column, values in columns.items()}
-        body = events(said, own, which, body)
+        context = {attributes[column]: values for column, values in columns.items()}
+        body = events(context, own, which, body)
         own = [carried(one) for one in own]
     return Mapped(
         topics=topics.dictionary.to_pylist(),
@@ -285,16 +285,16 @@ def _own(where: str, text: str | None, taken: set[str]) -> dict[str, str]:
     if text is None:
         return {}
     try:
-        said = json.loads(text)
+        headers = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Rejected(where, f"the headers cannot be read: {error}") from None
-    if said is None:
+    if headers is None:
         return {}
-    if not isinstance(said, dict):
+    if not isinstance(headers, dict):
         raise Rejected(where, "the headers are not a JSON object")
-    if wrong := sorted(taken & said.keys()):
+    if wrong := sorted(taken & headers.keys()):
         raise Rejected(where, f"the sender has given a header {wrong[0]!r}, which saf gives")
-    return {name: _text(value) for name, value in said.items()}
+    return {name: _text(value) for name, value in headers.items()}
 
 
 def _text(value: object) -> str:

@@ -67,8 +67,8 @@ def refuse(
         Ahead: the destination has stored what the source does not know; without marks, if it knows
             of messages that were set aside and the source does not.
     """
-    mine = dict(chunk.batch.epochs)
-    newer = [(lane, shard) for (lane, shard), epoch in epochs.items() if epoch > mine[shard]]
+    own = dict(chunk.batch.epochs)
+    newer = [(lane, shard) for (lane, shard), epoch in epochs.items() if epoch > own[shard]]
     if newer:
         raise Fenced(where, shards_of(newer))
     batch = chunk.batch
@@ -78,12 +78,12 @@ def refuse(
             opened_at=batch.opened_at,
             set_aside_at=batch.set_aside_at.get(shard, ()),
         )
-        for shard in mine
+        for shard in own
     }
     needed = set(touched(chunk))
     known = {place: mark for place, mark in chunk.known.items() if place in needed}
-    there = {place: mark for place, mark in marks.items() if place in needed}
-    differ = compare(there, known, in_hand)
+    stored = {place: mark for place, mark in marks.items() if place in needed}
+    differ = compare(stored, known, in_hand)
     if differ.behind:
         raise Behind(where, shards_of(differ.behind), differ.since, differ.lower)
     forgotten = [place for place, mark in marks.items() if in_hand[place[1]].has_forgotten(mark)]

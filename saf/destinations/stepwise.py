@@ -148,13 +148,13 @@ class Stepwise(ABC, Generic[Link]):
         stored, moved = 0, dict[Place, Mark]()
         with self._connected() as link:
             for _ in range(ATTEMPTS):
-                said, epochs, marks = self._marks(link, chunk)
+                texts, epochs, marks = self._marks(link, chunk)
                 verdict = judged(
                     self.what, identity, chunk, epochs, marks, exactly_once=exactly_once
                 )
                 what = None if verdict.wrong else self._mapped(verdict.rows, chunk.source)
                 fail_point("mom_insert")
-                steps = self._steps(chunk, verdict, what, said, marks)
+                steps = self._steps(chunk, verdict, what, texts, marks)
                 answers = self._send(link, chunk.source, steps)
                 stored += sum(count for count, fine in answers if fine)
                 moved |= verdict.moved
@@ -183,10 +183,10 @@ class Stepwise(ABC, Generic[Link]):
         """Return the marks of the places that a chunk needs: as written, as epochs, as marks."""
         places = guarded(chunk)
         with readable(self.what, "its marks", CURE):
-            said = dict(zip(places, self._read(link, chunk.source, places), strict=True))
-            found = {place: read(text) for place, text in said.items()}
+            texts = dict(zip(places, self._read(link, chunk.source, places), strict=True))
+            found = {place: read(text) for place, text in texts.items()}
         return (
-            said,
+            texts,
             {place: epoch for place, (epoch, _) in found.items()},
             {place: mark for place, (_, mark) in found.items()},
         )
@@ -196,23 +196,23 @@ class Stepwise(ABC, Generic[Link]):
         chunk: Chunk,
         verdict: Verdict,
         what: Mapped | None,
-        said: Mapping[Place, str],
+        texts: Mapping[Place, str],
         marks: Mapping[Place, Mark],
     ) -> Iterator[Step]:
         """Yield the steps of a chunk."""
-        mine = dict(chunk.batch.epochs)
+        own = dict(chunk.batch.epochs)
         rows = verdict.rows if what else verdict.rows.slice(0, 0)
         for cut in self._cuts(chunk, rows):
             last = cut.first + cut.count == rows.num_rows
             done = replace(chunk, rows=rows.slice(cut.first, cut.count))
             marks = {**marks, **(verdict.moved if last else last_of(done, marks))}
-            after = {place: written(mine[place[1]], marks[place]) for place in cut.places}
+            after = {place: written(own[place[1]], marks[place]) for place in cut.places}
             yield Step(
                 what=what.slice(cut.first, cut.count) if what and cut.count else None,
-                before={place: said[place] for place in cut.places},
+                before={place: texts[place] for place in cut.places},
                 after=after,
             )
-            said = {**said, **after}
+            texts = {**texts, **after}
 
     @contextmanager
     def _connected(self) -> Iterator[Link]:

@@ -57,9 +57,14 @@ class TableReading:
         hashes = uuid_hashes(rows["message_id"]).astype(object)
         shards = np.asarray(rows["shard"])
         for shard in np.unique(shards):
-            here = shards == shard
-            mine = here & plain
-            yield Figures(int(shard), int(here.sum()), int(mine.sum()), int(hashes[mine].sum()))
+            shard_rows = shards == shard
+            plain_rows = shard_rows & plain
+            yield Figures(
+                int(shard),
+                int(shard_rows.sum()),
+                int(plain_rows.sum()),
+                int(hashes[plain_rows].sum()),
+            )
 
     def stored(self, what: Compared, shards: Sequence[int]) -> Iterator[tuple[Any, ...]]:
         """Yield the messages, sorted by id."""

@@ -158,10 +158,10 @@ class _Added:
         """Make the files rows; return False if another archive of the slot came first."""
         fail_point("archive_written")
         life = self._table.transaction_version(self._life)
-        mine = self._rows.incarnation
+        own_life = self._rows.incarnation
         numbers = [(self._mark, self._purge)]
-        if life != mine:
-            numbers.append((self._life, mine if life is None else SEVERAL))
+        if life != own_life:
+            numbers.append((self._life, own_life if life is None else SEVERAL))
         return commit(what, self._table, self._files, self.files, by=BY, numbers=numbers)
 
     def forget(self) -> None:
@@ -171,10 +171,10 @@ class _Added:
     def _known(self) -> pa.Array:
         """Return the keys of the slot's messages that the table has already."""
         contents = self._contents
-        there = messages_of(self._table, self._rows.broker_id, contents.slot.log)
+        archived = messages_of(self._table, self._rows.broker_id, contents.slot.log)
         some = (ds.field("slot") == contents.slot.number) & (ds.field("id") >= contents.first_id)
         some &= ds.field("id") <= contents.last_id
-        return _keys(there.to_table(columns=["id", "message_id"], filter=some))
+        return _keys(archived.to_table(columns=["id", "message_id"], filter=some))
 
     def _shaped(self, rows: pa.Table) -> pa.Table:
         """Return rows of a slot with the columns of the table."""
@@ -222,13 +222,13 @@ def checked(link: Link, table: DeltaTable) -> DeltaTable:
             "it is a table for something else, such as messages that are forwarded",
             "name another table for the archive, which saf makes",
         )
-    there = {field.name: field for field in table.schema().fields}
+    fields = {field.name: field for field in table.schema().fields}
     for field in Schema.from_arrow(COLUMNS).fields:
-        found: Field | None = there.pop(field.name, None)
-        if found is None or found.type != field.type:
-            kind = "is missing" if found is None else f"is {type_of(found)}"
+        existing: Field | None = fields.pop(field.name, None)
+        if existing is None or existing.type != field.type:
+            kind = "is missing" if existing is None else f"is {type_of(existing)}"
             raise unusable(link.what, f"its column {field.name!r} {kind}", "name another table")
-    check_others(link.what, table, [*there.values()])
+    check_others(link.what, table, [*fields.values()])
     return table
 
 
@@ -253,11 +253,11 @@ def in_log(
     the earlier archives.
     """
     last = table.transaction_version(purge_mark(broker_id, log, slot)) or 0
-    there = messages_of(table, broker_id, log)
+    messages = messages_of(table, broker_id, log)
     for number in range(last, 0, -1):
-        mine = (ds.field("slot") == slot) & (ds.field("purge") == number)
-        some = there.head(1, columns=["shard", "txid", "id", "message_id"], filter=mine)
-        if not some.num_rows or not has(slot, some.to_pylist()[0]):
+        condition = (ds.field("slot") == slot) & (ds.field("purge") == number)
+        sample = messages.head(1, columns=["shard", "txid", "id", "message_id"], filter=condition)
+        if not sample.num_rows or not has(slot, sample.to_pylist()[0]):
             return
         yield number
 

@@ -47,8 +47,8 @@ def parts(rows: pa.Table, by: Sequence[str]) -> Iterator[tuple[dict[str, str | N
     column, *others = by
     values = rows[column].cast(pa.string())
     for value in pc.unique(values).to_pylist():
-        mine = pc.is_null(values) if value is None else pc.equal(values, value)
-        for more, part in parts(rows.filter(mine).drop_columns([column]), others):
+        mask = pc.is_null(values) if value is None else pc.equal(values, value)
+        for more, part in parts(rows.filter(mask).drop_columns([column]), others):
             yield {column: value, **more}, part
 
 

@@ -67,8 +67,8 @@ class Link:
         new one: it is the same one, without its acknowledged data.
         """
         table = self.load()
-        said = table.metadata().configuration.get(DESTINATION) if table else None
-        return UUID(said) if said else self.first_identity()
+        identity = table.metadata().configuration.get(DESTINATION) if table else None
+        return UUID(identity) if identity else self.first_identity()
 
     def first_identity(self) -> UUID:
         """Return the identity of a table that is created here."""
@@ -121,19 +121,19 @@ class Link:
             raise self._of_store(error) from None
 
     def _of_store(self, error: Exception) -> Unavailable:
-        said = self.said(error)
-        if any(words in said for words in DENIED):
+        reason = self.said(error)
+        if any(words in reason for words in DENIED):
             return Refused(
                 self.what,
-                said,
+                reason,
                 "let its login list, read, write and delete below the table's address",
             )
-        return Unavailable(self.what, said)
+        return Unavailable(self.what, reason)
 
     def said(self, error: Exception) -> str:
         """Return an error's text on one line, without secrets."""
-        said = COLOURS.sub("", str(error)).replace("↳", "")
-        return self.settings.redact(said) or type(error).__name__
+        text = COLOURS.sub("", str(error)).replace("↳", "")
+        return self.settings.redact(text) or type(error).__name__
 
 
 def restored(table: DeltaTable) -> int | None:

@@ -84,9 +84,9 @@ def check(link: Link, table: DeltaTable) -> None:
             if by in named
             else "name another table: it is one that saf has not made",
         )
-    there = {field.name.lower(): field for field in table.schema().fields}
+    existing = {field.name.lower(): field for field in table.schema().fields}
     for field in Schema.from_arrow(wanted).fields:
-        found = there.pop(field.name.lower(), field)
+        found = existing.pop(field.name.lower(), field)
         if found.type != field.type or found.name != field.name:
             raise unusable(
                 link.what,
@@ -96,7 +96,7 @@ def check(link: Link, table: DeltaTable) -> None:
                 if field.name in settings.promote
                 else "name another table",
             )
-    check_others(link.what, table, [*there.values()])
+    check_others(link.what, table, [*existing.values()])
 
 
 def check_others(what: str, table: DeltaTable, others: Collection[Field]) -> None:
@@ -149,17 +149,17 @@ def _make(link: Link) -> None:
 
 def _complete(link: Link, table: DeltaTable) -> bool:
     """Add missing columns or the identity; return True if the table has changed."""
-    there = {field.name for field in table.schema().fields}
+    existing = {field.name for field in table.schema().fields}
     missing = [
         field
         for field in Schema.from_arrow(schema(link.settings)).fields
-        if field.name not in there
+        if field.name not in existing
     ]
     if missing:
         table.alter.add_columns(missing)
     elif DESTINATION not in table.metadata().configuration:
-        mine = {DESTINATION: str(link.first_identity())}
-        table.alter.set_table_properties(mine, raise_if_not_exists=False)
+        identity = {DESTINATION: str(link.first_identity())}
+        table.alter.set_table_properties(identity, raise_if_not_exists=False)
     else:
         return False
     return True

@@ -35,15 +35,15 @@ def state_of(source: UUID, numbers: Mapping[str, int]) -> State:
     """
     of = f"{OURS}{source}:"
     epochs: dict[int, int] = {}
-    said: dict[Place, dict[str, int]] = {}
+    places: dict[Place, dict[str, int]] = {}
     for name, number in numbers.items():
         if name.startswith(of):
-            shard, what, lane = name.removeprefix(of).split(":", 2)
-            if what == "epoch":
+            shard, column, lane = name.removeprefix(of).split(":", 2)
+            if column == "epoch":
                 epochs[int(shard)] = number
             else:
-                said.setdefault((lane, int(shard)), {})[what] = number
-    marks = {place: mark_of(place[0], **one) for place, one in said.items()}
+                places.setdefault((lane, int(shard)), {})[column] = number
+    marks = {place: mark_of(place[0], **values) for place, values in places.items()}
     return State(marks=marks, epochs=epochs)
 
 

@@ -135,8 +135,8 @@ class MicroBatches:
                 "an application, or naming a new one"
             )
         if number > 0 and last != number - 1:
-            said = "none" if last is None else f"no more than {last:,}"
-            raise self._set_back(number, f"has {said} of {application!r}")
+            count = "none" if last is None else f"no more than {last:,}"
+            raise self._set_back(number, f"has {count} of {application!r}")
         return True
 
     def _set_back(self, number: int, how: str) -> NotThisStream:
@@ -205,10 +205,10 @@ def lacking(what: str, table: DeltaTable, columns: pa.Schema, by: Sequence[str])
             f"{', '.join(by) or 'nothing'}",
             f"set partition_by={has!r}, or name another table",
         )
-    there = {field.name.lower(): field for field in table.schema().fields}
+    existing = {field.name.lower(): field for field in table.schema().fields}
     missing = []
     for field in Schema.from_arrow(columns).fields:
-        found = there.pop(field.name.lower(), None)
+        found = existing.pop(field.name.lower(), None)
         if found is None:
             missing.append(field)
         elif found.type != field.type or found.name != field.name:
@@ -218,7 +218,7 @@ def lacking(what: str, table: DeltaTable, columns: pa.Schema, by: Sequence[str])
                 f"{type_of(field)}",
                 "cast or rename what the query gives, or name another table",
             )
-    check_others(what, table, [*there.values()])
+    check_others(what, table, [*existing.values()])
     return missing
 
 
@@ -233,5 +233,5 @@ def _countable(columns: pa.Schema) -> list[str]:
 def _counted(table: DeltaTable, columns: pa.Schema) -> list[str]:
     metadata = table.metadata()
     names = [one for one in _countable(columns) if one not in metadata.partition_columns]
-    said = metadata.configuration.get(COUNTED)
-    return names if said is None else [name for name in said.split(",") if name in names]
+    setting = metadata.configuration.get(COUNTED)
+    return names if setting is None else [name for name in setting.split(",") if name in names]

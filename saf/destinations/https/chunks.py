@@ -61,7 +61,7 @@ def body_of(chunk: Chunk, *, store: bool, exactly_once: bool = False) -> pa.Buff
     """Return a chunk as the body of a request; it contains the messages only to ``store`` them."""
     rows = chunk.rows if store else chunk.rows.drop_columns(list(COLUMNS))
     batch = chunk.batch
-    said = written(
+    metadata = written(
         store=store,
         exactly_once=exactly_once,
         source=str(chunk.source),
@@ -77,7 +77,7 @@ def body_of(chunk: Chunk, *, store: bool, exactly_once: bool = False) -> pa.Buff
         known=of_marks(chunk.known),
         behind=sorted(chunk.behind),
     )
-    rows = rows.replace_schema_metadata({METADATA: said})
+    rows = rows.replace_schema_metadata({METADATA: metadata})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as stream:
         stream.write_table(rows)
@@ -92,8 +92,8 @@ def chunk_of(body: bytes | bytearray) -> Given:
     """
     try:
         rows, metadata = _rows_of(body)
-        said = read(metadata[METADATA])
-        given = _given(said, _whole(rows, messages=bool(said["store"])))
+        message = read(metadata[METADATA])
+        given = _given(message, _whole(rows, messages=bool(message["store"])))
     except NotUnderstood:
         raise
     except REFUSED as error:
@@ -160,17 +160,17 @@ def _whole(rows: pa.Table, *, messages: bool) -> pa.Table:
     return pa.table({**columns, ROW: pa.array(range(rows.num_rows), pa.int32())})
 
 
-def _given(said: Mapping[str, Any], rows: pa.Table) -> Given:
-    opened_at = moment(said["opened_at"])
+def _given(message: Mapping[str, Any], rows: pa.Table) -> Given:
+    opened_at = moment(message["opened_at"])
     if opened_at is None:
         raise NotUnderstood("the opening time of its batch is missing")
     chunk = Chunk(
-        source=UUID(said["source"]),
+        source=UUID(message["source"]),
         batch=Batch(
             log="outbox",
             subscription_id=0,
             owner=UUID(int=0),
-            number=int(said["batch"]),
+            number=int(message["batch"]),
             done="",
             open="",
             position=0,
@@ -178,13 +178,15 @@ def _given(said: Mapping[str, Any], rows: pa.Table) -> Given:
             opened_at=opened_at,
             set_aside_at={
                 int(shard): [at for at in map(moment, times) if at is not None]
-                for shard, times in said.get("set_aside_at", ())  # older forwarders send none
+                for shard, times in message.get("set_aside_at", ())  # older forwarders send none
             },
-            epochs=tuple((int(shard), int(epoch)) for shard, epoch in said["epochs"]),
+            epochs=tuple((int(shard), int(epoch)) for shard, epoch in message["epochs"]),
         ),
         rows=rows,
-        prefix=str(said["prefix"]),
-        known=to_marks(said["known"]),
-        behind=frozenset(map(str, said["behind"])),
+        prefix=str(message["prefix"]),
+        known=to_marks(message["known"]),
+        behind=frozenset(map(str, message["behind"])),
     )
-    return Given(chunk=chunk, store=bool(said["store"]), exactly_once=bool(said["exactly_once"]))
+    return Given(
+        chunk=chunk, store=bool(message["store"]), exactly_once=bool(message["exactly_once"])
+    )

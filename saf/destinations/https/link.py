@@ -120,11 +120,11 @@ class Link:
     def guarantee(self) -> Guarantee:
         """Ask the broker for its database's promise."""
         with self._reading():
-            said = self.ask(wire.GUARANTEE)
-            more = [(str(what), str(cure)) for what, cure in said["more"]]
+            answer = self.ask(wire.GUARANTEE)
+            more = [(str(what), str(cure)) for what, cure in answer["more"]]
             return Guarantee(
-                server=f"{said['server']}, at {self.settings.server}",
-                promise=f"{self.settings.quality.replace('_', ' ')}; {said['promise']}",
+                server=f"{answer['server']}, at {self.settings.server}",
+                promise=f"{self.settings.quality.replace('_', ' ')}; {answer['promise']}",
                 more=more,
             )
 
@@ -143,17 +143,17 @@ class Link:
         """
         status, reason, answer = self._answered(body, kind, seconds)
         try:
-            said = wire.read(answer)
+            message = wire.read(answer)
         except OtherVersion as error:
             raise self._unlike(error.version) from None
         except NotUnderstood:
             raise self._of_another(status, reason, answer) from None
         with self._reading():
             if status != http.client.OK:
-                if said["error"] == "version":
-                    raise self._unlike(said["speaks"])
-                raise raised(self.what, said, chunk)
-        return said
+                if message["error"] == "version":
+                    raise self._unlike(message["speaks"])
+                raise raised(self.what, message, chunk)
+        return message
 
     def _answered(self, body: Any, kind: str, seconds: float) -> tuple[int, str, bytes]:
         key = key_of(self.settings.secret.get_secret_value())
@@ -200,20 +200,20 @@ class Link:
             )
         if waiting is not None and waiting.given_up:
             return Unavailable(self.what, f"{at}: {waiting}", hangs=True)
-        said = " ".join(str(error).split()) or type(error).__name__
-        return Unavailable(self.what, f"{at}: {said}", hangs=isinstance(error, TimeoutError))
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return Unavailable(self.what, f"{at}: {reason}", hangs=isinstance(error, TimeoutError))
 
     def _of_another(self, status: int, reason: str, answer: bytes) -> SafError:
         """Return the error for an answer from another server, such as a proxy."""
         at = self.settings.server
         shown = " ".join(answer[:SHOWN].decode(errors="replace").split())
-        said = self.settings.redact(f"{at} answers {status} {reason}: {shown}")
+        text = self.settings.redact(f"{at} answers {status} {reason}: {shown}")
         if status == TOO_LARGE:
-            return Rejected(self.what, said)
+            return Rejected(self.what, text)
         if status in LATER or status >= http.client.INTERNAL_SERVER_ERROR:
-            return Unavailable(self.what, said)
+            return Unavailable(self.what, text)
         return unusable(
-            self.what, said, "let its URL lead to saf.webhooks.broker, and everything be passed on"
+            self.what, text, "let its URL lead to saf.webhooks.broker, and everything be passed on"
         )
 
     def _unlike(self, version: object) -> Refused:
@@ -238,15 +238,15 @@ class Link:
             ) from None
 
     def _tls(self) -> ssl.SSLContext:
-        mine = self.settings
+        settings = self.settings
         try:
-            context = ssl.create_default_context(cafile=mine.ca_file)
-            if mine.certificate_file is not None:
-                context.load_cert_chain(mine.certificate_file, mine.key_file)
+            context = ssl.create_default_context(cafile=settings.ca_file)
+            if settings.certificate_file is not None:
+                context.load_cert_chain(settings.certificate_file, settings.key_file)
         except OSError as error:  # also raised for a wrong format
-            said = error.strerror or str(error)
+            text = error.strerror or str(error)
             raise unusable(
-                self.what, f"its certificates cannot be read: {said}", "fix saf.toml, or the files"
+                self.what, f"its certificates cannot be read: {text}", "fix saf.toml, or the files"
             ) from None
         return context
 

@@ -128,12 +128,12 @@ OF_CHUNKS: Mapping[str, Callable[[str, Said, Chunk], SafError]] = {
 """Errors about a chunk, by the name in the answer."""
 
 
-def _shards(said: Said) -> list[int]:
-    return [int(shard) for shard in said["shards"]]
+def _shards(answer: Said) -> list[int]:
+    return [int(shard) for shard in answer["shards"]]
 
 
-def _rows(said: Said, chunk: Chunk) -> Any:
-    return chunk.rows.take([int(row) for row in said["rows"]])
+def _rows(answer: Said, chunk: Chunk) -> Any:
+    return chunk.rows.take([int(row) for row in answer["rows"]])
 
 
 def _of_lower(lower: object) -> list[Any] | None:
@@ -142,10 +142,10 @@ def _of_lower(lower: object) -> list[Any] | None:
     return [lower.lane, lower.shard, of_mark(lower.acknowledged), of_mark(lower.found)]
 
 
-def _to_lower(said: Any) -> Lower | None:
-    if said is None:
+def _to_lower(values: Any) -> Lower | None:
+    if values is None:
         return None
-    lane, shard, acknowledged, found = said
+    lane, shard, acknowledged, found = values
     return Lower(
         lane=str(lane), shard=int(shard), acknowledged=to_mark(acknowledged), found=to_mark(found)
     )

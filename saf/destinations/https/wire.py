@@ -71,14 +71,14 @@ def read(body: bytes | bytearray) -> Said:
         OtherVersion: the message has another version.
     """
     try:
-        said = json.loads(body)
+        message = json.loads(body)
     except (ValueError, RecursionError):
         raise NotUnderstood("not JSON") from None
-    if not isinstance(said, dict) or "version" not in said:
+    if not isinstance(message, dict) or "version" not in message:
         raise NotUnderstood("not a JSON object with a version")
-    if said["version"] != VERSION:
-        raise OtherVersion(said["version"])
-    return said
+    if message["version"] != VERSION:
+        raise OtherVersion(message["version"])
+    return message
 
 
 def moment(text: str | None) -> datetime | None:
@@ -89,10 +89,10 @@ def moment(text: str | None) -> datetime | None:
     """
     if text is None:
         return None
-    said = datetime.fromisoformat(text)
-    if said.tzinfo is None:
+    result = datetime.fromisoformat(text)
+    if result.tzinfo is None:
         raise ValueError(f"{text!r} has no time zone")
-    return said
+    return result
 
 
 def of_mark(mark: Mark) -> list[Any]:

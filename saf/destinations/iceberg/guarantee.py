@@ -27,8 +27,8 @@ def guarantee(link: Link) -> Guarantee:
     if table is not None:
         snapshot = table.current_snapshot()
         summary = snapshot.summary if snapshot else None
-        said = summary.additional_properties if summary else {}
-        files, size = int(said.get("total-data-files", 0)), int(said.get("total-files-size", 0))
+        totals = summary.additional_properties if summary else {}
+        files, size = int(totals.get("total-data-files", 0)), int(totals.get("total-files-size", 0))
         kept = len(table.snapshots())
         server = f"Iceberg table of {files:,} files, {kept:,} snapshots, {settings.table}"
         if files > MANY_FILES and size / files < SMALL_BYTES:

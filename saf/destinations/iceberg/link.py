@@ -115,8 +115,8 @@ class Link:
 
     def identity_of(self, table: Table | None) -> UUID:
         """Return the identity of a loaded table."""
-        there = table.properties.get(DESTINATION) if table else None
-        return UUID(there) if there else self.first_identity()
+        identity = table.properties.get(DESTINATION) if table else None
+        return UUID(identity) if identity else self.first_identity()
 
     def first_identity(self) -> UUID:
         """Return the identity of a table that is created here."""
@@ -193,11 +193,11 @@ class Link:
                 next(file.parent.iterdir(), None)  # raises if the folder is missing
                 return None
             catalog = self._open(make=False)
-            made = not isinstance(catalog, SqlCatalog) or all(
+            complete = not isinstance(catalog, SqlCatalog) or all(
                 inspect(catalog.engine).has_table(one.__tablename__)
                 for one in (IcebergTables, IcebergNamespaceProperties)
             )
-            if not made:
+            if not complete:
                 catalog.close()
                 return None
             self._catalog = catalog

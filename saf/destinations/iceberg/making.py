@@ -118,22 +118,22 @@ def check(link: Link, table: Table) -> None:
     )
     if by != BY[settings.partition_by]:
         named = {columns: name for name, columns in BY.items()}
-        there = ", ".join(f"{transform}({name})" for name, transform in by)
+        parts = ", ".join(f"{transform}({name})" for name, transform in by)
         raise unusable(
             link.what,
-            f"its table is partitioned by {there or 'nothing'}, not by {settings.partition_by}",
+            f"its table is partitioned by {parts or 'nothing'}, not by {settings.partition_by}",
             f'set partition_by = "{named[by]}" in saf.toml'
             if by in named
             else "name another table: it is one that saf has not made",
         )
     others = {field.name.lower(): field for field in columns.fields}
     for name, type_ in wanted(link).items():
-        found = others.pop(name.lower(), None)
-        if found and (found.name != name or found.field_type != type_):
+        column = others.pop(name.lower(), None)
+        if column and (column.name != name or column.field_type != type_):
             raise unusable(
                 link.what,
-                f"the column {found.name!r} of its table is {found.field_type}, and {name!r} is to "
-                f"be {type_}",
+                f"the column {column.name!r} of its table is {column.field_type}, and {name!r} is "
+                f"to be {type_}",
                 "promote it by another name, or with its own type"
                 if name in settings.promote
                 else "name another table",

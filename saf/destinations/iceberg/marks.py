@@ -100,11 +100,11 @@ def _counts(name: str, table: TableMetadata) -> str | None:
     if text is None:
         return None
     with _reading(name):
-        said = json.loads(text)
-        which, sequence = int(said["snapshot"]), int(said["sequence"])
+        entry = json.loads(text)
+        snapshot, sequence = int(entry["snapshot"]), int(entry["sequence"])
     oldest = None
     for oldest in history(table):
-        if oldest.snapshot_id == which:
+        if oldest.snapshot_id == snapshot:
             return text
         if _number(oldest) < sequence and (then := _text(oldest, name)):
             return then
@@ -113,7 +113,7 @@ def _counts(name: str, table: TableMetadata) -> str | None:
         return None  # complete history without the source: rolled back to before it
     if _number(oldest) > sequence:
         return text
-    raise MarksExpired(name, which)
+    raise MarksExpired(name, snapshot)
 
 
 def history(table: TableMetadata) -> Iterator[Snapshot]:
@@ -139,13 +139,13 @@ def text_of(
     marks: dict[str, dict[int, list[int]]] = {}
     for (lane, shard), mark in sorted({**before.marks, **moved}.items()):
         marks.setdefault(lane, {})[shard] = [*numbers_of(mark).values()]
-    said = {
+    entry = {
         "snapshot": snapshot,
         "sequence": number,
         "epochs": dict(sorted({**before.epochs, **epochs}.items())),
         "marks": marks,
     }
-    return json.dumps(said, separators=(",", ":"))
+    return json.dumps(entry, separators=(",", ":"))
 
 
 @contextmanager
@@ -165,10 +165,10 @@ def _text(snapshot: Snapshot, name: str) -> str | None:
     return summary.additional_properties.get(name) if summary else None
 
 
-def _state(said: Mapping[str, Any]) -> State:
+def _state(entry: Mapping[str, Any]) -> State:
     marks = {
         (lane, int(shard)): mark_of(lane, *numbers)
-        for lane, of_shards in said["marks"].items()
+        for lane, of_shards in entry["marks"].items()
         for shard, numbers in of_shards.items()
     }
-    return State(marks=marks, epochs={int(shard): one for shard, one in said["epochs"].items()})
+    return State(marks=marks, epochs={int(shard): one for shard, one in entry["epochs"].items()})

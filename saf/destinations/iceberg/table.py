@@ -99,12 +99,12 @@ class Table(LakeTable[Opened]):
         transaction = table.transaction()
         append = transaction.update_snapshot().merge_append()
         name, number = name_of(change.source), table.metadata.next_sequence_number()
-        said = text_of(before, change.moved, change.epochs, append.snapshot_id, number)
-        append.snapshot_properties = {name: said}
+        entry = text_of(before, change.moved, change.epochs, append.snapshot_id, number)
+        append.snapshot_properties = {name: entry}
         for file in files:
             append.append_data_file(file)
         append.commit()
-        properties = {**others, name: said}
+        properties = {**others, name: entry}
         transaction.set_properties({one: text for one, text in properties.items() if text})
         if gone := [one for one, text in properties.items() if text is None]:
             transaction.remove_properties(*gone)

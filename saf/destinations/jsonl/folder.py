@@ -84,11 +84,11 @@ class Folder:
         with unavailable_if_lost(self.what), self._locked(chunk.source) as state:
             epochs, marks = self._places(state, chunk)
             verdict = judged(self.what, identity, chunk, epochs, marks, exactly_once=exactly_once)
-            mine = dict(chunk.batch.epochs)
+            own = dict(chunk.batch.epochs)
             new = State(
                 number=state.number,
                 marks={**state.marks, **marks, **verdict.moved},
-                epochs=state.epochs | {(lane, shard): mine[shard] for lane, shard in marks},
+                epochs=state.epochs | {(lane, shard): own[shard] for lane, shard in marks},
             )
             self._commit(chunk.source, new, verdict.rows if verdict.wrong is None else None, state)
         if verdict.wrong:

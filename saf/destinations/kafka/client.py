@@ -192,16 +192,16 @@ def errors(what: str, settings: Kafka) -> Iterator[None]:
 
 def translated(what: str, settings: Kafka, error: KafkaError) -> SafError:
     """Return saf's error for an error of a client."""
-    said = settings.redact(error.str()) or error.name()
+    reason = settings.redact(error.str()) or error.name()
     code = error.code()
     if code in LOGIN:
         by_token = settings.sasl_mechanism == "OAUTHBEARER"
-        return Refused(what, said, TOKEN_CURE if by_token else LOGIN_CURE)
+        return Refused(what, reason, TOKEN_CURE if by_token else LOGIN_CURE)
     if code in RIGHTS:
-        return unusable(what, said, "let its user do what docs/destinations.md lists")
+        return unusable(what, reason, "let its user do what docs/destinations.md lists")
     if code in TO_MEND:
-        return unusable(what, said, TO_MEND[code])
-    unavailable = Unavailable(what, f"{settings.brokers}: {said}")
+        return unusable(what, reason, TO_MEND[code])
+    unavailable = Unavailable(what, f"{settings.brokers}: {reason}")
     unavailable.hangs = code == KafkaError._TIMED_OUT
     return unavailable
 

@@ -20,20 +20,20 @@ ENOUGH = 3
 def guarantee(link: Link) -> Guarantee:
     """Return the cluster's promise with its current settings."""
     settings = link.settings
-    there = link.topics()
+    topics = link.topics()
     server = link.says()
     quality = settings.quality.replace("_", " ")
     if not link.look():
         server += f", topic {settings.marks_topic}, which is made at the first message"
         return Guarantee(server=server, promise=f"{quality}, with acks=all")
     link.read()
-    used = sorted({topic for some in link.marks.topics.values() for topic in some} & {*there})
+    used = sorted({topic for some in link.marks.topics.values() for topic in some} & {*topics})
     more: list[tuple[str, str]] = []
     fewest = 1 << 10
     for topic in [settings.marks_topic, *used, STATE]:
-        if topic not in there:
+        if topic not in topics:
             continue
-        replicas = min(len(one.replicas) for one in there[topic].partitions.values())
+        replicas = min(len(one.replicas) for one in topics[topic].partitions.values())
         config = link.config(topic)
         if config is None:
             more.append(

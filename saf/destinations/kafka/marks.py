@@ -146,9 +146,9 @@ class MarksTopic:
         return self._voices.patiently(self._admin, ask, self.settings.bounds.statement_seconds)
 
     def _learn(self, key: str, value: bytes | None) -> None:
-        said = "" if value is None else value.decode()
+        text = "" if value is None else value.decode()
         if key == names.IDENTITY:
-            self.identity = UUID(said)
+            self.identity = UUID(text)
             return
         source, which, what = key.split("/", 2)
         if which == names.TOPIC:
@@ -156,10 +156,10 @@ class MarksTopic:
             return
         of = UUID(source)
         if which == names.OWNER:
-            self.owners[of, int(what)] = int(said)
-            self.named[of, int(what)].add(int(said))
+            self.owners[of, int(what)] = int(text)
+            self.named[of, int(what)].add(int(text))
         else:
-            self.texts[of][what, int(which)] = said
+            self.texts[of][what, int(which)] = text
 
     def text(self, source: UUID, place: Place) -> str:
         """Return the written mark of a place."""

@@ -54,8 +54,8 @@ def _held(name: str, link: Link) -> dict[UUID, Columns]:
     """Return the columns required for each message. Python reads the messages one by one."""
     held: dict[UUID, Columns] = defaultdict(lambda: {column: [] for column in HELD.names})
     topics = {topic for some in link.marks.topics.values() for topic in some}
-    there = link.topics()
-    if gone := sorted(topics - {*there}):
+    existing = link.topics()
+    if gone := sorted(topics - {*existing}):
         raise CannotReadBack(name, f"its topic {gone[0]} is gone")
     consumer = Consumer(
         settings_of(link.settings, link.voices)
@@ -71,7 +71,7 @@ def _held(name: str, link: Link) -> dict[UUID, Columns]:
     try:
         ends = {}
         for topic in sorted(topics):
-            for number in there[topic].partitions:
+            for number in existing[topic].partitions:
                 first, end = _range(link, consumer, TopicPartition(topic, number))
                 if first:
                     raise CannotReadBack(name, f"{first:,} offsets of its topic {topic} are gone")
@@ -79,10 +79,10 @@ def _held(name: str, link: Link) -> dict[UUID, Columns]:
                     ends[topic, number] = end
             if "compact" in ((link.config(topic) or {}).get("cleanup.policy") or ""):
                 raise CannotReadBack(name, f"its topic {topic} is compacted")
-        for said in _messages(link, consumer, ends):
-            if (source := source_of(said, EVENTS)) is not None:
+        for message in _messages(link, consumer, ends):
+            if (source := source_of(message, EVENTS)) is not None:
                 columns = held[source]
-                for column, value in held_of(said, EVENTS).items():
+                for column, value in held_of(message, EVENTS).items():
                     columns[column].append(value)
     finally:
         consumer.close()

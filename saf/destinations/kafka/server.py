@@ -106,9 +106,9 @@ class Link:
                 raise
 
         def led(seconds: float) -> None:
-            said = self.admin.list_topics(topic, timeout=seconds).topics[topic]
-            lead = [one.leader for one in said.partitions.values()]
-            if said.error is not None or not lead or min(lead) < 0:
+            metadata = self.admin.list_topics(topic, timeout=seconds).topics[topic]
+            lead = [one.leader for one in metadata.partitions.values()]
+            if metadata.error is not None or not lead or min(lead) < 0:
                 raise KafkaException(KafkaError(KafkaError._TIMED_OUT, f"{topic} has no leader"))
 
         self.voices.patiently(self.admin, led, self.settings.bounds.statement_seconds)
@@ -116,12 +116,12 @@ class Link:
     def limits(self, topics: Collection[str]) -> dict[str, int]:
         """Return the most bytes per batch of each topic; create topics that do not exist."""
         if new := [topic for topic in topics if topic not in self._limits]:
-            there = self.topics()
+            existing = self.topics()
             for topic in new:
-                if topic not in there:
+                if topic not in existing:
                     self.make(topic, self.settings.partitions, {})
-                said = (self.config(topic) or {}).get("max.message.bytes")
-                self._limits[topic] = int(said or LARGEST)
+                limit = (self.config(topic) or {}).get("max.message.bytes")
+                self._limits[topic] = int(limit or LARGEST)
         return {topic: self._limits[topic] for topic in topics}
 
     def _asked(self, ask: Callable[[dict[str, float]], Any]) -> Any:
@@ -142,11 +142,11 @@ class Link:
             Refused: the topic of marks would lose them.
         """
         topic = self.settings.marks_topic
-        said = self.topics().get(topic)
-        if said is None or said.error is not None:
+        metadata = self.topics().get(topic)
+        if metadata is None or metadata.error is not None:
             return False
         what = f"{self.what}, topic {topic!r},"
-        if (count := len(said.partitions)) != 1:
+        if (count := len(metadata.partitions)) != 1:
             raise unusable(what, f"has {count} partitions", "choose another marks_topic")
         policy = (self.config(topic) or SETTINGS)["cleanup.policy"]
         if policy != "compact":

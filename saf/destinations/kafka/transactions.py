@@ -97,13 +97,13 @@ class Transactions(Stepwise[Link]):
         self, link: Link, chunk: Chunk
     ) -> tuple[dict[Place, str], dict[Place, int], dict[Place, Mark]]:
         """Return the marks of a chunk's places, once no other process can move them."""
-        source, mine = chunk.source, dict(chunk.batch.epochs)
-        owner, shards = min(mine), shards_of(guarded(chunk))
+        source, own = chunk.source, dict(chunk.batch.epochs)
+        owner, shards = min(own), shards_of(guarded(chunk))
         until = time.monotonic() + self.settings.bounds.statement_seconds
         log, turn, reached = link.marks, 0, False
         while True:
             found = super()._marks(link, chunk)
-            if any(epoch > mine[shard] for (_, shard), epoch in found[1].items()):
+            if any(epoch > own[shard] for (_, shard), epoch in found[1].items()):
                 return found  # the caller refuses the chunk
             missing = log.not_owned(source, shards, owner)
             if reached and not missing and not log.others(source, shards, owner):
@@ -211,10 +211,10 @@ class Transactions(Stepwise[Link]):
             return False
         self._begin_as(link, source, int(self._id.rpartition("-")[2]))
         link.read()
-        there = {place: read(link.marks.text(source, place)) for place in risen}
+        stored = {place: read(link.marks.text(source, place)) for place in risen}
         return all(
             epoch == after[p][0] and mark.number >= after[p][1].number
-            for p, (epoch, mark) in there.items()
+            for p, (epoch, mark) in stored.items()
         )
 
     def _new_topics(self, link: Link, source: UUID, what: Mapped) -> list[str]:

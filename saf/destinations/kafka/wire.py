@@ -82,11 +82,11 @@ def records(what: Mapped) -> Iterator[Record]:
     which = map(own.__getitem__, what.which.tolist())
     rows = zip(*columns, strict=True) if columns else repeat((), what.count)
     bodies = what.body.to_pylist()
-    for there, body, of, mine, row in zip(topic, bodies, key, which, rows, strict=True):
-        headers = [*mine, *row]
+    for name, body, of, own_headers, row in zip(topic, bodies, key, which, rows, strict=True):
+        headers = [*own_headers, *row]
         if some_lack:
             headers = [one for one in headers if one[1] is not None]
-        yield there, body, of, headers
+        yield name, body, of, headers
 
 
 def _lengths(values: pa.Array) -> npt.NDArray[np.int64]:

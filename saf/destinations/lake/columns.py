@@ -82,10 +82,10 @@ def promoted(bodies: pa.Array, fields: Mapping[str, str]) -> dict[str, pa.Array]
 
 def _object(body: bytes) -> Mapping[str, Any]:
     try:
-        said = json.loads(body)
+        value = json.loads(body)
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _text(value: object) -> str | None:

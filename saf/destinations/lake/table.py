@@ -142,15 +142,15 @@ def _change(
     chunk: Chunk, verdict: Verdict, epochs: Mapping[Place, int], marks: Mapping[Place, Mark]
 ) -> Change | None:
     """Return the change for a verdict; None if nothing changes."""
-    mine = dict(chunk.batch.epochs)
+    own = dict(chunk.batch.epochs)
     moved = {place: mark for place, mark in verdict.moved.items() if mark != marks[place]}
     rows = verdict.rows if verdict.wrong is None else verdict.rows.slice(0, 0)
-    same = all(epoch == mine[shard] for (_, shard), epoch in epochs.items())
+    same = all(epoch == own[shard] for (_, shard), epoch in epochs.items())
     if not rows.num_rows and not moved and same:
         return None
     return Change(
         source=chunk.source,
         rows=rows,
         moved=moved,
-        epochs={shard: mine[shard] for _, shard in epochs},
+        epochs={shard: own[shard] for _, shard in epochs},
     )

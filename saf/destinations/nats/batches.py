@@ -142,8 +142,8 @@ class Batches(Stepwise[Link]):
         cuts = []
         for first in range(0, count, at_once):
             some = min(at_once, count - first)
-            mine = all_places if few else _guarded(chunk, rows.slice(first, some))
-            cuts.append(Cut(first=first, count=some, places=mine))
+            places = all_places if few else _guarded(chunk, rows.slice(first, some))
+            cuts.append(Cut(first=first, count=some, places=places))
         covered = {place for cut in cuts for place in cut.places}
         rest = [place for place in all_places if place not in covered]
         for first in range(0, len(rest), ONLY_MARKS):
@@ -182,13 +182,13 @@ class Batches(Stepwise[Link]):
         """Send a batch's marks; the last one ends the batch."""
         step, stream = batch.step, self.settings.stream
         counts = _counts(step.what)
-        there: dict[Place, There] = {}
+        positions: dict[Place, There] = {}
         parts = []
         for number, (place, text) in enumerate(step.after.items(), start=1):
             was = self._there[place]
             lane, shard = place
             stored = was.stored + (counts.get(str(shard), 0) if lane == MAIN else 0)
-            there[place] = There(sequence=number, stored=stored)
+            positions[place] = There(sequence=number, stored=stored)
             headers = {wire.EXPECTED: was.sequence, STORED: stored, **link.kept()}
             parts.append(
                 wire.mark(
@@ -201,7 +201,7 @@ class Batches(Stepwise[Link]):
                 )
             )
         link.connection.write(b"".join(parts))
-        self._there |= there
+        self._there |= positions
 
     def _ended(self, link: Link, batch: Batch) -> bool:
         """Wait for the result of a batch; return True if it was stored.
@@ -222,8 +222,8 @@ class Batches(Stepwise[Link]):
             raise
         first = last - len(batch.step.after)
         for place in batch.step.after:
-            there = self._there[place]
-            self._there[place] = There(sequence=first + there.sequence, stored=there.stored)
+            position = self._there[place]
+            self._there[place] = There(sequence=first + position.sequence, stored=position.stored)
         return True
 
     def _abandon(self, link: Link, batch: Batch) -> None:

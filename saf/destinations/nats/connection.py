@@ -90,7 +90,7 @@ class Connection:
             context = context_of(settings)
             self._socket = context.wrap_socket(self._socket, server_hostname=self.host)
             self._file = self._socket.makefile("rb")
-        said = {
+        options = {
             "verbose": False,
             "pedantic": False,
             "headers": True,
@@ -105,7 +105,7 @@ class Connection:
         self._numbers = itertools.count()
         self.write(
             b"CONNECT %b\r\nSUB %b.* 1\r\nPING\r\n"
-            % (json.dumps(said).encode(), self._inbox.encode())
+            % (json.dumps(options).encode(), self._inbox.encode())
         )
         self._line("PONG")
         self._socket.settimeout(settings.bounds.statement_seconds)

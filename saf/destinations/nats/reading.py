@@ -50,9 +50,9 @@ def read(name: str, settings: Nats) -> Iterator[Reading]:
         until = max((one.until for one in moments.values()), default=0)
         for one in questions.messages(until):
             headers = {name: unquote(value) for name, value in one.headers().items()}
-            said = said_of(headers, one.body, EVENTS)
-            if (of := source_of(said, EVENTS)) is not None:
-                moments[of].add(int(headers["Nats-Sequence"]), said)
+            message = said_of(headers, one.body, EVENTS)
+            if (of := source_of(message, EVENTS)) is not None:
+                moments[of].add(int(headers["Nats-Sequence"]), message)
         for moment in moments.values():
             if (gone := moment.stored - moment.found) > 0:
                 raise CannotReadBack(name, f"{gone:,} messages were removed from its stream")
@@ -121,10 +121,10 @@ class Questions:
                 return
             first = sequence + 1
 
-    def ask(self, **said: Any) -> Iterator[Received]:
+    def ask(self, **request: Any) -> Iterator[Received]:
         """Yield messages; at the end, set whether more exist, and the stream's last number."""
         answers = self._connection.answers(
-            f"$JS.API.DIRECT.GET.{self.stream}", json.dumps(said).encode()
+            f"$JS.API.DIRECT.GET.{self.stream}", json.dumps(request).encode()
         )
         for answer in answers:
             if not answer.status:

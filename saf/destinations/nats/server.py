@@ -65,7 +65,7 @@ class Link:
 
     # The stream
 
-    def ask(self, what: str, **said: Any) -> dict[str, Any]:
+    def ask(self, what: str, **request: Any) -> dict[str, Any]:
         """Return JetStream's answer about the stream.
 
         Raises:
@@ -73,7 +73,7 @@ class Link:
         """
         subject = f"$JS.API.{what}.{self.settings.stream}"
         return answered(
-            self.connection.request(subject, json.dumps(said).encode() if said else b"")
+            self.connection.request(subject, json.dumps(request).encode() if request else b"")
         )
 
     def stream(self) -> dict[str, Any] | None:
@@ -118,10 +118,10 @@ class Link:
         version = str(self.connection.info["version"])
         if tuple(int(part) for part in version.split("-", maxsplit=1)[0].split(".")[:2]) < OLDEST:
             raise unusable(self.what, f"its version is {version}", "upgrade it to 2.12 or newer")
-        said = self.stream()
-        if said is None:
+        info = self.stream()
+        if info is None:
             return None
-        config: dict[str, Any] = said["config"]
+        config: dict[str, Any] = info["config"]
         for reason, cure in self._wrong(config):
             raise unusable(f"{self.what}, stream {self.settings.stream!r},", reason, cure)
         return config
@@ -182,9 +182,9 @@ class Link:
         A stream without an identity gets one computed from its address. So a server that has lost
         everything is not taken for a new one: it is the same one, without its acknowledged data.
         """
-        ((said, _, _),) = self.last([subjects.identity(self.settings.stream)])
-        if said:
-            return UUID(said)
+        ((text, _, _),) = self.last([subjects.identity(self.settings.stream)])
+        if text:
+            return UUID(text)
         return uuid5(NAMESPACE_URL, f"{self.settings.server}#{self.settings.stream}")
 
     def make_identity(self) -> UUID:
@@ -245,10 +245,10 @@ def answered(answer: Received) -> dict[str, Any]:
     Raises:
         JetStreamError: the answer is an error.
     """
-    said: dict[str, Any] = json.loads(answer.body)
-    if "error" in said:
-        raise JetStreamError(said["error"])
-    return said
+    reply: dict[str, Any] = json.loads(answer.body)
+    if "error" in reply:
+        raise JetStreamError(reply["error"])
+    return reply
 
 
 @contextmanager
@@ -280,16 +280,16 @@ def errors(what: str, settings: Nats) -> Iterator[None]:
 
 def translated(what: str, settings: Nats, error: Exception) -> SafError:
     """Return saf's error for an error of a connection."""
-    said = settings.redact(str(error)) or type(error).__name__
+    reason = settings.redact(str(error)) or type(error).__name__
     if isinstance(error, NatsError):
-        if said.lower().startswith(LOGINS):
-            return Refused(what, said, "fix its login in saf.toml")
-        if said.lower().startswith(RIGHTS):
-            return Refused(what, said, "let its user do what docs/destinations.md lists")
+        if reason.lower().startswith(LOGINS):
+            return Refused(what, reason, "fix its login in saf.toml")
+        if reason.lower().startswith(RIGHTS):
+            return Refused(what, reason, "let its user do what docs/destinations.md lists")
     if isinstance(error, NoResponders):
-        said = f"nobody answers to {said}: JetStream is off there, or has no leader"
+        reason = f"nobody answers to {reason}: JetStream is off there, or has no leader"
     if isinstance(error, JetStreamError) and error.code in TO_MEND:
-        return unusable(what, said, TO_MEND[error.code])
-    unavailable = Unavailable(what, f"{settings.server}: {said}")
+        return unusable(what, reason, TO_MEND[error.code])
+    unavailable = Unavailable(what, f"{settings.server}: {reason}")
     unavailable.hangs = isinstance(error, TimeoutError)
     return unavailable

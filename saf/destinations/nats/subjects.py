@@ -64,13 +64,13 @@ def takes(wanted: str, given: str) -> bool:
     >>> takes("orders.>", "orders.*"), takes("orders.*", "orders.>")
     (True, False)
     """
-    mine, theirs = wanted.split("."), given.split(".")
-    for place, word in enumerate(mine):
+    tokens, target = wanted.split("."), given.split(".")
+    for place, word in enumerate(tokens):
         if word == ">":
-            return len(theirs) > place
-        if place >= len(theirs) or theirs[place] == ">" or word not in ("*", theirs[place]):
+            return len(target) > place
+        if place >= len(target) or target[place] == ">" or word not in ("*", target[place]):
             return False
-    return len(mine) == len(theirs)
+    return len(tokens) == len(target)
 
 
 def all_marks(stream: str) -> str:

@@ -42,10 +42,10 @@ def encoded(value: str) -> str:
     >>> encoded("plain text"), encoded("100 %\n"), encoded(" ü")
     ('plain text', '100 %25%0A', '%20%C3%BC')
     """
-    said = quote(value, safe=AS_IT_IS)
-    inner = said.strip(" ")
-    first, last = len(said) - len(said.lstrip(" ")), len(said.rstrip(" "))
-    return "%20" * first + inner + "%20" * (len(said) - last if inner else 0)
+    text = quote(value, safe=AS_IT_IS)
+    inner = text.strip(" ")
+    first, last = len(text) - len(text.lstrip(" ")), len(text.rstrip(" "))
+    return "%20" * first + inner + "%20" * (len(text) - last if inner else 0)
 
 
 def blocks(where: str, what: Mapped) -> list[bytes]:
@@ -54,15 +54,15 @@ def blocks(where: str, what: Mapped) -> list[bytes]:
     Raises:
         Rejected: this protocol cannot carry a header's name, or the name is the server's.
     """
-    made = []
+    texts = []
     for one in what.own:
         for name in one:
             if not NAME.fullmatch(name):
                 raise Rejected(where, f"NATS cannot carry a header {name!r}")
             if name.lower().startswith(THE_SERVERS):
                 raise Rejected(where, f"the sender has given a header {name!r}, a server's command")
-        made.append("".join(f"{name}: {encoded(value)}\r\n" for name, value in one.items()))
-    return [block.encode() for block in made]
+        texts.append("".join(f"{name}: {encoded(value)}\r\n" for name, value in one.items()))
+    return [block.encode() for block in texts]
 
 
 def check(where: str, what: Mapped, largest: int) -> None:
@@ -113,8 +113,8 @@ def mark(
     under: str, text: str, headers: Mapping[str, object], *, batch: str, sequence: int, commit: str
 ) -> bytes:
     """Return a mark of a batch; ``commit``: the reply subject, if the mark ends the batch."""
-    said = {**headers, BATCH: batch, SEQUENCE: sequence} | ({COMMIT: 1} if commit else {})
-    return published(under, text.encode(), said, commit)
+    fields = {**headers, BATCH: batch, SEQUENCE: sequence} | ({COMMIT: 1} if commit else {})
+    return published(under, text.encode(), fields, commit)
 
 
 def _heads(where: str, what: Mapped, batch: str) -> pa.Array:
@@ -144,8 +144,8 @@ def _encoded(values: pa.Array) -> pa.Array:
     if not pc.any(pc.match_substring_regex(values, ENCODED)).as_py():
         return values
     known = values.dictionary_encode()
-    said = [encoded(value) for value in known.dictionary.to_pylist()]
-    return pa.array(said, TEXT).take(known.indices)
+    texts = [encoded(value) for value in known.dictionary.to_pylist()]
+    return pa.array(texts, TEXT).take(known.indices)
 
 
 def _text(numbers: pa.Array) -> pa.Array:

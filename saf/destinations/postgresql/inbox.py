@@ -230,16 +230,16 @@ class PostgresInbox:
         moved: Mapping[Place, Mark],
     ) -> None:
         """Move the locked watermarks. Afterwards, an older owner cannot write."""
-        mine = dict(chunk.batch.epochs)
+        own = dict(chunk.batch.epochs)
         new = {
             place: moved.get(place, mark)
             for place, mark in marks.items()
-            if epochs[place] != mine[place[1]] or moved.get(place, mark) != mark
+            if epochs[place] != own[place[1]] or moved.get(place, mark) != mark
         }
         if not new:
             return
         columns: dict[str, Iterable[object]] = {
-            "epochs": [mine[shard] for _, shard in new],
+            "epochs": [own[shard] for _, shard in new],
             "locked": [marks[place].batch for place in new],
             "batches": [mark.batch for mark in new.values()],
             "positions": [mark.position for mark in new.values()],

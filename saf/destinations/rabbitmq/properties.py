@@ -51,22 +51,22 @@ def properties(what: Mapped) -> list[bytes]:
     for name, values in what.headers.items():
         if not isinstance(values, str):
             head = pa.scalar(_short(name) + b"S", BYTES)
-            said = values.cast(BYTES)
-            parts.append(pc.binary_join_element_wise(head, sizes(said), said, NONE))
+            encoded = values.cast(BYTES)
+            parts.append(pc.binary_join_element_wise(head, sizes(encoded), encoded, NONE))
     own = [b"".join(_pair(name, value) for name, value in one.items()) for one in what.own]
     parts.append(pa.array(own, BYTES).take(pa.array(what.which)))
     table = joined(*parts)
     first = [_first(one.get(CONTENT_TYPE)) for one in what.own]
     ids = what.each("message_id")
     assert ids is not None  # noqa: S101 - each message has one
-    made: list[bytes] = joined(
+    result: list[bytes] = joined(
         pa.array(first, BYTES).take(pa.array(what.which)),
         sizes(table),
         table,
         pa.scalar(PERSISTENT + bytes([36]), BYTES),
         ids.cast(BYTES),
     ).to_pylist()
-    return made
+    return result
 
 
 def _first(content_type: str | None) -> bytes:

@@ -81,9 +81,9 @@ class Queues:
         try:
             self._store(chunk, given)
         except (Rejected, Unavailable) as error:
-            there = [one in self._there for one in given]
-            if any(there):
-                error.stored = chunk.rows.filter(pa.array(there))
+            stored = [one in self._there for one in given]
+            if any(stored):
+                error.stored = chunk.rows.filter(pa.array(stored))
             # only an interrupted attempt is made again with the same rows
             self._there.intersection_update(given if isinstance(error, Unavailable) else ())
             raise
@@ -107,9 +107,9 @@ class Queues:
         check(self.what, what)
         fail_point("mom_insert")
         if what.count:
-            said = what.each("message_id")
-            assert said is not None  # noqa: S101 - each message has one
-            ids: list[str] = said.to_pylist()
+            column = what.each("message_id")
+            assert column is not None  # noqa: S101 - each message has one
+            ids: list[str] = column.to_pylist()
             fresh = [place for place, one in enumerate(given) if one not in self._there]
             topics = [what.topics[topic] for topic in what.topic[fresh].tolist()]
             encoded = properties(what)
@@ -132,8 +132,8 @@ class Queues:
             with errors(self.what, self.settings):
                 yield channel
         except NotAll as error:
-            there = (given[place] for place in np.flatnonzero(error.there).tolist())
-            self._there.update(row for row, id_ in there if id_ not in error.returned)
+            confirmed = (given[place] for place in np.flatnonzero(error.there).tolist())
+            self._there.update(row for row, id_ in confirmed if id_ not in error.returned)
             self.close()
             if isinstance(error, NotTaken):
                 raise Rejected(self.what, str(error)) from None

@@ -41,8 +41,8 @@ def messages(what: Mapped) -> pa.Array:
     for name, values in what.headers.items():
         if not isinstance(values, str):
             head = pa.scalar(text(name) + b"\xb1", BYTES)
-            said = values.cast(BYTES)
-            parts.append(pc.binary_join_element_wise(head, sizes(said), said, NONE))
+            encoded = values.cast(BYTES)
+            parts.append(pc.binary_join_element_wise(head, sizes(encoded), encoded, NONE))
             pairs = pairs + np.asarray(values.is_valid(), np.int64)
     own = [b"".join(text(k) + text(v) for k, v in one.items()) for one in what.own]
     parts.append(pa.array(own, BYTES).take(pa.array(what.which)))
@@ -94,11 +94,11 @@ def read(message: bytes) -> tuple[dict[str, str], bytes]:
 
 def _texts(message: bytes, at: int, end: int) -> dict[str, str]:
     """Return the pairs of a map where both are texts."""
-    said: list[str | None] = []
+    texts: list[str | None] = []
     while at < end:
         kind, first, at = _value(message, at)
-        said.append(message[first:at].decode() if kind in (0xA1, 0xB1) else None)
-    pairs = zip(said[::2], said[1::2], strict=True)
+        texts.append(message[first:at].decode() if kind in (0xA1, 0xB1) else None)
+    pairs = zip(texts[::2], texts[1::2], strict=True)
     return {name: value for name, value in pairs if name is not None and value is not None}
 
 
@@ -119,5 +119,5 @@ def _properties(content_type: str | None) -> bytes:
     if content_type is None:
         return b""
     encoded = content_type.encode()
-    said = b"\x40" * 6 + struct.pack(">BI", 0xB3, len(encoded)) + encoded
-    return SECTION + struct.pack(">BBII", PROPERTIES, 0xD0, len(said) + 4, 7) + said
+    fields = b"\x40" * 6 + struct.pack(">BI", 0xB3, len(encoded)) + encoded
+    return SECTION + struct.pack(">BBII", PROPERTIES, 0xD0, len(fields) + 4, 7) + fields

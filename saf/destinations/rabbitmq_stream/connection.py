@@ -187,8 +187,8 @@ class Connection:
 
     def keep_offset(self, reference: str, stream: str, number: int) -> None:
         """Store a number beside a stream; the server does not answer."""
-        said = text(reference) + text(stream) + struct.pack(">Q", number)
-        self.send(frame(Command.STORE_OFFSET, said))
+        body = text(reference) + text(stream) + struct.pack(">Q", number)
+        self.send(frame(Command.STORE_OFFSET, body))
 
     # Publishing
 

@@ -117,14 +117,14 @@ class Journal:
     def marks(self, places: Iterable[Place]) -> tuple[dict[Place, int], dict[Place, Mark]]:
         """Return the epochs and marks of places, including begun batches that have messages."""
         places = list(places)
-        there = self._is_there([place for place in places if self._pending(place)])
+        stored = self._is_there([place for place in places if self._pending(place)])
         epochs, marks = {}, {}
         for place in places:
             epoch, mark = self.done.get(place, (0, NOTHING))
-            one = self.begun.get(place)
-            epochs[place] = max(epoch, one.epoch) if one else epoch
-            if one and place in there:
-                mark = replace(one.mark, set_aside_at=mark.set_aside_at)
+            batch = self.begun.get(place)
+            epochs[place] = max(epoch, batch.epoch) if batch else epoch
+            if batch and place in stored:
+                mark = replace(batch.mark, set_aside_at=mark.set_aside_at)
             marks[place] = mark
         return epochs, marks
 
@@ -161,17 +161,17 @@ class Journal:
         """Apply an entry; return its word, if it has one."""
         self._bytes += len(entry)
         with readable(f"stream {self.stream!r}", "an entry", CURE):
-            said = json.loads(entry[len(DATA) + 4 :])
-            for name, text in said.get("done", {}).items():
+            content = json.loads(entry[len(DATA) + 4 :])
+            for name, text in content.get("done", {}).items():
                 self._have_done(_place(name), *read(text))
-            for name, (text, streams) in said.get("begun", {}).items():
+            for name, (text, streams) in content.get("begun", {}).items():
                 epoch, mark = read(text)
-                one = Begun(epoch=epoch, mark=mark, streams=tuple(streams))
-                self._have_begun(_place(name), one)
-            self.streams.update(said.get("streams", ()))
-            if "all" in said:
-                self._bytes, self._whole = 0, max(ENOUGH_BYTES, said["all"])
-            word: str | None = said.get("read")
+                batch = Begun(epoch=epoch, mark=mark, streams=tuple(streams))
+                self._have_begun(_place(name), batch)
+            self.streams.update(content.get("streams", ()))
+            if "all" in content:
+                self._bytes, self._whole = 0, max(ENOUGH_BYTES, content["all"])
+            word: str | None = content.get("read")
             return word
 
     def _have_done(self, place: Place, epoch: int, mark: Mark) -> None:

@@ -55,20 +55,20 @@ class Publishers:
         """
         new = 0
         for first in range(0, len(publishers), MOST):
-            some = publishers[first : first + MOST]
-            numbers, last = self._declared(some)
-            mine = which - first
+            batch = publishers[first : first + MOST]
+            numbers, last = self._declared(batch)
+            index = which - first
             if len(publishers) > MOST:
-                there = (mine >= 0) & (mine < len(some))
-                mine = np.where(there, mine, 0)
+                mask = (index >= 0) & (index < len(batch))
+                index = np.where(mask, index, 0)
             else:
-                there = np.ones(len(ids), bool)
-            there &= (ids > last[mine]) | ~np.array([bool(name) for name, _ in some])[mine]
-            new += self._send(numbers[mine], ids, bodies, there, at_once)
-            for place, one in enumerate(some):
-                sent = ids[there & (mine == place)] if one[0] else ids[:0]
+                mask = np.ones(len(ids), bool)
+            mask &= (ids > last[index]) | ~np.array([bool(name) for name, _ in batch])[index]
+            new += self._send(numbers[index], ids, bodies, mask, at_once)
+            for place, publisher in enumerate(batch):
+                sent = ids[mask & (index == place)] if publisher[0] else ids[:0]
                 if len(sent):
-                    self._last[one] = int(sent[-1])
+                    self._last[publisher] = int(sent[-1])
         return new
 
     def _declared(
@@ -95,12 +95,12 @@ class Publishers:
         numbers: npt.NDArray[np.int64],
         ids: npt.NDArray[np.int64],
         bodies: pa.Array,
-        there: npt.NDArray[np.bool_],
+        mask: npt.NDArray[np.bool_],
         at_once: int,
     ) -> int:
-        """Send the messages selected by ``there`` as frames."""
-        if not there.all():
-            numbers, ids, bodies = numbers[there], ids[there], bodies.filter(pa.array(there))
+        """Send the messages that ``mask`` selects as frames."""
+        if not mask.all():
+            numbers, ids, bodies = numbers[mask], ids[mask], bodies.filter(pa.array(mask))
         count = len(ids)
         if not count:
             return 0

@@ -43,9 +43,9 @@ def read(name: str, settings: RabbitmqStream) -> Iterator[Reading]:
             known[source] = journal.known(identity)
             for stream in journal.streams:
                 streams.setdefault(stream, []).append(journal)
-        there = link.connection.replicas(sorted(streams))
+        existing = link.connection.replicas(sorted(streams))
         for stream, journals in sorted(streams.items()):
-            if stream not in there:
+            if stream not in existing:
                 raise CannotReadBack(name, f"its stream {stream} is gone")
             if gone := _read(link.connection, stream, columns):
                 raise CannotReadBack(name, f"{gone:,} messages of its stream {stream} are gone")
@@ -77,10 +77,10 @@ def _read(
     first = None
     for number, message in entries(connection, stream):
         first = number if first is None else first
-        said = said_of(*amqp.read(message), amqp.EVENTS)
-        source = source_of(said, amqp.EVENTS)
+        headers = said_of(*amqp.read(message), amqp.EVENTS)
+        source = source_of(headers, amqp.EVENTS)
         if source is not None and source in columns:
-            held = held_of(said, amqp.EVENTS)
+            held = held_of(headers, amqp.EVENTS)
             for column, values in columns[source].items():
                 values.append(held[column])
     return first

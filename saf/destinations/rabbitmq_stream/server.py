@@ -74,9 +74,9 @@ class Link:
             return
         if self.settings.replicas is not None:
             arguments["initial-cluster-size"] = str(self.settings.replicas)
-        there = self.connection.replicas(new)
+        existing = self.connection.replicas(new)
         for stream in new:
-            if stream not in there:
+            if stream not in existing:
                 self.connection.create(stream, arguments)
         self._there.update(new)
 
@@ -140,9 +140,9 @@ class Link:
 
     def _note(self, text: str, *, number: int, by: str = "") -> None:
         """Add an id to the stream of the identity."""
-        connection, said = self.connection, text.encode()
+        connection, encoded = self.connection, text.encode()
         connection.declare({NOTER: (by, self.settings.marks)})
-        entry = DATA + struct.pack(">I", len(said)) + said
+        entry = DATA + struct.pack(">I", len(encoded)) + encoded
         head = struct.pack(">BIQI", NOTER, 1, number, len(entry))
         before = connection.confirmed
         connection.send(frame(Command.PUBLISH, head + entry))
@@ -183,14 +183,14 @@ def errors(what: str, settings: RabbitmqStream) -> Iterator[None]:
 
 def translated(what: str, settings: RabbitmqStream, error: Exception) -> SafError:
     """Return saf's error for an error of a connection."""
-    said = settings.redact(str(error)) or type(error).__name__
+    reason = settings.redact(str(error)) or type(error).__name__
     if isinstance(error, StreamError):
         if error.code in LOGINS:
-            return Refused(what, said, "fix its login in saf.toml")
+            return Refused(what, reason, "fix its login in saf.toml")
         if error.code == DENIED:
-            return Refused(what, said, "let its user do what docs/destinations.md lists")
+            return Refused(what, reason, "let its user do what docs/destinations.md lists")
         if error.code == NOT_MET:
-            return unusable(what, said, "choose another topic in saf.toml, or fix that stream")
-    unavailable = Unavailable(what, f"{settings.server}: {said}")
+            return unusable(what, reason, "choose another topic in saf.toml, or fix that stream")
+    unavailable = Unavailable(what, f"{settings.server}: {reason}")
     unavailable.hangs = isinstance(error, TimeoutError)
     return unavailable

@@ -114,7 +114,7 @@ class Streams:
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
-        identity, mine = self.identity(), dict(chunk.batch.epochs)
+        identity, own = self.identity(), dict(chunk.batch.epochs)
         with self._connected() as link:
             journal = link.journal(chunk.source, make=True)
             journal.follow()
@@ -127,11 +127,11 @@ class Streams:
                 link.make(given.what.topics)
                 noted = noting(replace(chunk, rows=verdict.rows), marks)
                 if noted:
-                    journal.move({place: (mine[place[1]], mark) for place, mark in noted.items()})
+                    journal.move({place: (own[place[1]], mark) for place, mark in noted.items()})
                 journal.begin(given.begun)
                 stored = self._publish(given)
             marks |= verdict.moved
-            journal.move({place: (mine[place[1]], mark) for place, mark in marks.items()})
+            journal.move({place: (own[place[1]], mark) for place, mark in marks.items()})
         fail_point("mom_commit")
         if verdict.wrong:
             raise verdict.wrong

@@ -53,19 +53,19 @@ class Moment:
         self._link = link
         self._source = source
         marks, streams = (of(link.settings.hash_tag, source) for of in (keys.marks, keys.streams))
-        there: set[bytes] | None = None
+        existing: set[bytes] | None = None
         found: list[Any] = []
-        while not found or found[1] != there:  # a stream was added
-            there = link.client.smembers(streams)
+        while not found or found[1] != existing:  # a stream was added
+            existing = link.client.smembers(streams)
             with link.client.pipeline(transaction=True) as asked:
                 asked.hgetall(marks)
                 asked.smembers(streams)
-                for key in sorted(there or ()):
+                for key in sorted(existing or ()):
                     asked.xinfo_stream(key)
                 found = asked.execute(raise_on_error=False)
         self.known = known_of(link.identity(), keys.texts(found[0]))
         self._ends: dict[bytes, bytes] = {}
-        for key, info in zip(sorted(there or ()), found[2:], strict=True):
+        for key, info in zip(sorted(existing or ()), found[2:], strict=True):
             if isinstance(info, Exception):
                 raise CannotReadBack(name, f"its stream {key.decode()} is gone")
             if gone := info["entries-added"] - info["length"]:
@@ -78,9 +78,9 @@ class Moment:
         """Return the columns required for each message. Python reads the messages one by one."""
         columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
         for key, end in self._ends.items():
-            for said in self._entries(key, end):
-                if source_of(said, EVENTS) == self._source:
-                    message = held_of(said, EVENTS)
+            for entry in self._entries(key, end):
+                if source_of(entry, EVENTS) == self._source:
+                    message = held_of(entry, EVENTS)
                     for name, values in columns.items():
                         values.append(message[name])
         return pa.table(columns, schema=HELD)

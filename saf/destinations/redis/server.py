@@ -63,9 +63,9 @@ class Link:
         A server without an identity gets one computed from its address. So a server that has lost
         everything is not taken for a new one: it is the same one, without its acknowledged data.
         """
-        said = self.client.get(keys.identity(self.settings.hash_tag))
-        if said is not None:
-            return UUID(said.decode())
+        value = self.client.get(keys.identity(self.settings.hash_tag))
+        if value is not None:
+            return UUID(value.decode())
         return uuid5(NAMESPACE_URL, f"{self.settings.server}#{self.settings.hash_tag}")
 
     def make_identity(self) -> UUID:
@@ -93,10 +93,10 @@ class Link:
     def config(self, name: str) -> str | None:
         """Return a setting of the server; None if it is not set, or this user has no right to."""
         try:
-            said = self.client.config_get(name)
+            answer = self.client.config_get(name)
         except redis.ResponseError:
             return None
-        return next((_text(value) for value in said.values()), None)
+        return next((_text(value) for value in answer.values()), None)
 
     def look(self) -> Mapping[str, Any]:
         """Raise if messages must not be stored here; return the server's INFO.
@@ -158,8 +158,8 @@ def errors(what: str, settings: Redis) -> Iterator[None]:
 def translated(what: str, settings: Redis, error: Exception) -> SafError:
     """Return saf's error for an error of the client."""
     error = _refusal(error)
-    said = settings.redact(str(error)) or type(error).__name__
-    code = said.split(" ")[0]
+    text = settings.redact(str(error)) or type(error).__name__
+    code = text.split(" ")[0]
     if isinstance(error, redis.AuthenticationError):
         code = code if code in TO_MEND else "WRONGPASS"
     elif isinstance(error, redis.exceptions.NoPermissionError):
@@ -168,11 +168,11 @@ def translated(what: str, settings: Redis, error: Exception) -> SafError:
         # in a cluster, the slot has moved: a new connection finds it
         code = "" if settings.address.found_by == "cluster" else "MOVED"
     if code in ("NOAUTH", "WRONGPASS", "NOPERM"):
-        return Refused(what, said, TO_MEND[code])
+        return Refused(what, text, TO_MEND[code])
     if code in TO_MEND:
-        reason = said.removeprefix(f"{NO_STREAM} ").removeprefix(f"{DENIED} ")
+        reason = text.removeprefix(f"{NO_STREAM} ").removeprefix(f"{DENIED} ")
         return unusable(what, reason, TO_MEND[code])
-    unavailable = Unavailable(what, f"{settings.server}: {said}")
+    unavailable = Unavailable(what, f"{settings.server}: {text}")
     unavailable.hangs = isinstance(error, redis.TimeoutError)
     return unavailable
 

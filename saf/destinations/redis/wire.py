@@ -84,9 +84,9 @@ def _shaped(
     named = [*forms]
     shapes, fields = [], []
     for one in codes.tolist():
-        there = [name for place, (name, _) in enumerate(reversed(own)) if one >> place & 1][::-1]
+        names = [name for place, (name, _) in enumerate(reversed(own)) if one >> place & 1][::-1]
         of_sender = named[one >> len(own)]
-        each = [*of_sender, *there, BODY]
+        each = [*of_sender, *names, BODY]
         shapes.append([*constant, *((name, "?") for name in each)])
         fields.append(len(each))
     given = pa.array([_bulks(one.values()) for one in what.own], BYTES)

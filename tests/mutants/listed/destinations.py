@@ -275,7 +275,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "marks count that were rolled back",
         f"{ICEBERG}/marks.py",
-        "if oldest.snapshot_id == which:",
+        "if oldest.snapshot_id == snapshot:",
         "if True:",
         f"{BERG}::test_a_table_that_was_rolled_back_is_refused_and_gets_again_what_it_has_lost",
     ),
@@ -340,8 +340,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an older epoch is not refused",
         PLACES,
-        "if epoch > mine[shard]]",
-        "if epoch > mine[shard] + 1000]",
+        "if epoch > own[shard]]",
+        "if epoch > own[shard] + 1000]",
         "contract/test_5_fenced.py::"
         "test_a_zombie_cannot_write_at_the_destination_after_the_new_owner_did",
     ),
@@ -576,7 +576,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "neighbours of a message that no queue takes are sent again",
         "saf/destinations/rabbitmq/queues.py",
-        "            self._there.update(row for row, id_ in there if id_ not in error.returned)\n",
+        "            self._there.update("
+        "row for row, id_ in confirmed if id_ not in error.returned)\n",
         "",
         f"{QUEUES}::test_what_no_queue_takes_is_a_dead_letter_and_its_neighbours_are_there_once",
     ),
@@ -628,7 +629,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was confirmed before a connection broke is sent again",
         "saf/destinations/rabbitmq/server.py",
-        "there[left], returned = sending.taken, returned | sending.returned",
+        "confirmed[left], returned = sending.taken, returned | sending.returned",
         "returned = returned | sending.returned",
         f"{QUEUES}::test_what_was_confirmed_before_the_connection_broke_is_not_sent_again",
     ),
@@ -687,8 +688,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a queue that refuses a message has it",
         "saf/destinations/rabbitmq/server.py",
-        "if said.INDEX == NACK:",
-        "if said.INDEX == -NACK:",
+        "if answer.INDEX == NACK:",
+        "if answer.INDEX == -NACK:",
         f"{QUEUES}::test_a_queue_that_is_full_lets_messages_wait_and_loses_none",
     ),
     mutant(
@@ -780,9 +781,9 @@ MUTANTS: list[Mutant] = [
         "a chunk has as many publishers as it has",
         f"{RABBITMQ_STREAM}/publishers.py",
         "        for first in range(0, len(publishers), MOST):\n"
-        "            some = publishers[first : first + MOST]",
+        "            batch = publishers[first : first + MOST]",
         "        for first in range(0, len(publishers), 1 << 20):\n"
-        "            some = publishers[first : first + (1 << 20)]",
+        "            batch = publishers[first : first + (1 << 20)]",
         f"{RABBITMQ}::test_there_may_be_more_lanes_than_a_connection_has_publishers",
     ),
     mutant(

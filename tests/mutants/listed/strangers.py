@@ -365,8 +365,8 @@ OF_THEIR_KIND: list[Mutant] = [
     mutant(
         "the epoch of another shard lets an owner before store",
         PLACES,
-        "if epoch > mine[shard]]",
-        "if epoch > max(mine.values())]",
+        "if epoch > own[shard]]",
+        "if epoch > max(own.values())]",
         f"{COMPARED}::test_an_epoch_is_fenced_by_a_newer_one_of_its_shard_alone",
     ),
     mutant(
@@ -379,8 +379,8 @@ OF_THEIR_KIND: list[Mutant] = [
     mutant(
         "a destination's mark of another lane counts",
         PLACES,
-        "there = {place: mark for place, mark in marks.items() if place in needed}",
-        "there = dict(marks)",
+        "stored = {place: mark for place, mark in marks.items() if place in needed}",
+        "stored = dict(marks)",
         f"{COMPARED}::test_a_mark_of_another_lane_than_the_chunks_says_nothing_of_it",
     ),
     mutant(
