@@ -26,8 +26,8 @@ def first_of(hosts: Sequence[tuple[str, int]], open_host: Callable[[str, int], N
 
     If ``open_host`` raises, it must close its connection first. The last host's error is raised.
     """
-    *others, last = hosts
-    for host in others:
+    *rest, last = hosts
+    for host in rest:
         try:
             return open_host(*host)
         except OSError:

@@ -111,14 +111,14 @@ class Mapped:
     def slice(self, first: int, count: int) -> Mapped:
         """Return ``count`` messages from ``first``, with only the topics and headers they use."""
         topics, topic = np.unique(self.topic[first : first + count], return_inverse=True)
-        own, which = np.unique(self.which[first : first + count], return_inverse=True)
+        own, indices = np.unique(self.which[first : first + count], return_inverse=True)
         return Mapped(
             topics=[self.topics[place] for place in topics],
             topic=topic,
             columns=_some(self.columns, first, count),
             headers=_some(self.headers, first, count),
             own=[self.own[place] for place in own],
-            which=which,
+            which=indices,
             body=self.body.slice(first, count),
         )
 
@@ -175,12 +175,12 @@ def mapped(
     topics = whole(_topics(rows, source, topic)).dictionary_encode()
     texts = whole(rows["headers"]).dictionary_encode(null_encoding="encode")
     own = [_own(where, text, taken) for text in texts.dictionary.to_pylist()]
-    which = texts.indices.to_numpy().astype(np.int64)
+    indices = texts.indices.to_numpy().astype(np.int64)
     body = whole(rows["body"])
     if whole_events:
         attributes = names(form, "")
         context = {attributes[column]: values for column, values in columns.items()}
-        body = events(context, own, which, body)
+        body = events(context, own, indices, body)
         own = [carried(one) for one in own]
     return Mapped(
         topics=topics.dictionary.to_pylist(),
@@ -188,7 +188,7 @@ def mapped(
         columns=columns,
         headers=headers,
         own=own,
-        which=which,
+        which=indices,
         body=body,
     )
 
@@ -280,20 +280,20 @@ def _topics(rows: pa.Table, source: UUID, template: str) -> pa.Array:
     return pc.binary_join_element_wise(*parts, pa.scalar("", TEXT))
 
 
-def _own(where: str, text: str | None, taken: set[str]) -> dict[str, str]:
+def _own(destination: str, text: str | None, taken: set[str]) -> dict[str, str]:
     """Return the sender's own headers as texts."""
     if text is None:
         return {}
     try:
         headers = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Rejected(where, f"the headers cannot be read: {error}") from None
+        raise Rejected(destination, f"the headers cannot be read: {error}") from None
     if headers is None:
         return {}
     if not isinstance(headers, dict):
-        raise Rejected(where, "the headers are not a JSON object")
+        raise Rejected(destination, "the headers are not a JSON object")
     if wrong := sorted(taken & headers.keys()):
-        raise Rejected(where, f"the sender has given a header {wrong[0]!r}, which saf gives")
+        raise Rejected(destination, f"the sender has given a header {wrong[0]!r}, which saf gives")
     return {name: _text(value) for name, value in headers.items()}
 
 

@@ -228,8 +228,8 @@ class Lower:
         >>> print(Lower(lane="retry", shard=7, acknowledged=old, found=NOTHING))
         of shard 7, lane 'retry', it had batch 2 up to 70, and has nothing
         """
-        where = f"of shard {self.shard}" + (f", lane {self.lane!r}," if self.lane else "")
-        return f"{where} it had {self.acknowledged}, and has {self.found}"
+        place = f"of shard {self.shard}" + (f", lane {self.lane!r}," if self.lane else "")
+        return f"{place} it had {self.acknowledged}, and has {self.found}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,8 +110,8 @@ def not_for(
 
     ``behind`` is the chunk's: messages for these services wait, to keep their order.
     """
-    if others := for_others(rows, identity):
-        return AnotherBroker(where, str(identity), others, rows)
+    if brokers := for_others(rows, identity):
+        return AnotherBroker(where, str(identity), brokers, rows)
     waiting = sorted({*behind} & {*pc.unique(rows["to_service"]).to_pylist()}) if behind else []
     return UnknownService(where, waiting, rows) if waiting else None
 
@@ -156,9 +156,9 @@ def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
     rows, answered = chunk.rows, chunk.prefix != ONCE  # no task waits for at_most_once's answer
     if not rows.num_rows:
         return {}
-    places, which = places_of(rows, chunk.prefix)
+    places, indices = places_of(rows, chunk.prefix)
     last = np.zeros(len(places), np.int64)
-    last[which] = np.arange(rows.num_rows)  # of several rows of a place, the last one stays
+    last[indices] = np.arange(rows.num_rows)  # of several rows of a place, the last one stays
     parked = [name for name in ("batch", "opened_at") if name in rows.column_names]
     moved = {}
     for place, row in zip(places, rows.select(["id", *parked]).take(last).to_pylist(), strict=True):
@@ -201,11 +201,11 @@ def beyond(
     """
     if not stored or not rows.num_rows:
         return rows
-    places, which = places_of(rows, prefix)
+    places, indices = places_of(rows, prefix)
     ids = rows["id"].to_numpy()
     batches = rows["batch"].to_numpy() if "batch" in rows.column_names else np.int64(number)
     marks = np.array([stored.get(place, (0, 0)) for place in places], dtype=np.int64)
-    batch, position = marks[which].T
+    batch, position = marks[indices].T
     fresh = (batches > batch) | ((batches == batch) & (ids > position))
     return rows if fresh.all() else rows.filter(pa.array(fresh))
 
@@ -218,5 +218,5 @@ def places_of(rows: pa.Table, prefix: str) -> tuple[list[Place], npt.NDArray[np.
         lanes, of_each = lanes_of(rows)
         names = [prefix + place_name(lane) for lane in lanes]
         shards = shards * len(names) + of_each
-    codes, which = np.unique(shards, return_inverse=True)
-    return [(names[code % len(names)], int(code) // len(names)) for code in codes], which
+    codes, indices = np.unique(shards, return_inverse=True)
+    return [(names[code % len(names)], int(code) // len(names)) for code in codes], indices

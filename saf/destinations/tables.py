@@ -92,9 +92,9 @@ class TableReading:
         for row in oldest.aggregate([("created_at", "min")]).to_pylist():
             yield row["to_service"], row["created_at_min"]
 
-    def _compared(self, what: Compared) -> pa.Table:
-        rows = self.read(what.source)
-        for moment, keep in ((what.since, pc.greater_equal), (what.until, pc.less)):
+    def _compared(self, scope: Compared) -> pa.Table:
+        rows = self.read(scope.source)
+        for moment, keep in ((scope.since, pc.greater_equal), (scope.until, pc.less)):
             if moment is not None:
                 bound = pa.scalar(moment, HELD.field("created_at").type)
                 rows = rows.filter(keep(rows["created_at"], bound))

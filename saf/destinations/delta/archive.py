@@ -172,13 +172,15 @@ class _Added:
         """Return the keys of the slot's messages that the table has already."""
         contents = self._contents
         archived = messages_of(self._table, self._rows.broker_id, contents.slot.log)
-        some = (ds.field("slot") == contents.slot.number) & (ds.field("id") >= contents.first_id)
-        some &= ds.field("id") <= contents.last_id
-        return _keys(archived.to_table(columns=["id", "message_id"], filter=some))
+        condition = (ds.field("slot") == contents.slot.number) & (
+            ds.field("id") >= contents.first_id
+        )
+        condition &= ds.field("id") <= contents.last_id
+        return _keys(archived.to_table(columns=["id", "message_id"], filter=condition))
 
     def _shaped(self, rows: pa.Table) -> pa.Table:
         """Return rows of a slot with the columns of the table."""
-        given = {
+        constants = {
             "broker_id": self._rows.broker_id,
             "log": self._contents.slot.log,
             "slot": self._contents.slot.number,
@@ -187,8 +189,8 @@ class _Added:
         rows = pa.Table.from_batches([plain(one) for one in rows.to_batches()]).combine_chunks()
         columns = []
         for field in COLUMNS:
-            if field.name in given:
-                column = pa.repeat(pa.scalar(given[field.name], field.type), rows.num_rows)
+            if field.name in constants:
+                column = pa.repeat(pa.scalar(constants[field.name], field.type), rows.num_rows)
             elif field.name not in rows.column_names:  # an outbox lacks it
                 column = pa.nulls(rows.num_rows, field.type)
             else:

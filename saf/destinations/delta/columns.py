@@ -44,11 +44,11 @@ def parts(rows: pa.Table, by: Sequence[str]) -> Iterator[tuple[dict[str, str | N
     if not by:
         yield {}, rows
         return
-    column, *others = by
+    column, *rest = by
     values = rows[column].cast(pa.string())
     for value in pc.unique(values).to_pylist():
         mask = pc.is_null(values) if value is None else pc.equal(values, value)
-        for more, part in parts(rows.filter(mask).drop_columns([column]), others):
+        for more, part in parts(rows.filter(mask).drop_columns([column]), rest):
             yield {column: value, **more}, part
 
 

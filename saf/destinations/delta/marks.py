@@ -54,5 +54,5 @@ def transactions(
     for shard, epoch in epochs.items():
         yield f"{OURS}{source}:{shard}:epoch:", epoch
     for (lane, shard), mark in moved.items():
-        for what, number in numbers_of(mark).items():
-            yield f"{OURS}{source}:{shard}:{what}:{lane}", number
+        for column, number in numbers_of(mark).items():
+            yield f"{OURS}{source}:{shard}:{column}:{lane}", number

@@ -93,15 +93,15 @@ def chunk_of(body: bytes | bytearray) -> Given:
     try:
         rows, metadata = _rows_of(body)
         message = read(metadata[METADATA])
-        given = _given(message, _whole(rows, messages=bool(message["store"])))
+        request = _given(message, _whole(rows, messages=bool(message["store"])))
     except NotUnderstood:
         raise
     except REFUSED as error:
         raise NotUnderstood(f"not a chunk: {type(error).__name__}") from None
-    shards = {*pc.unique(given.chunk.rows["shard"]).to_pylist()}
-    if not shards <= {*given.chunk.batch.shards}:
+    shards = {*pc.unique(request.chunk.rows["shard"]).to_pylist()}
+    if not shards <= {*request.chunk.batch.shards}:
         raise NotUnderstood("it has messages of shards that are not in its batch")
-    return given
+    return request
 
 
 def _rows_of(body: bytes | bytearray) -> tuple[pa.Table, Mapping[bytes, bytes]]:
@@ -133,10 +133,10 @@ def _may_grow(kind: str, message: bytes) -> bool:
     def number(at: int, size: int, *, signed: bool = False) -> int:
         return int.from_bytes(message[at : at + size], "little", signed=signed)
 
-    def field(table: int, which: int) -> int:
+    def field(table: int, index: int) -> int:
         """Return the position of a table's field; 0 if the table lacks it."""
         described = table - number(table, 4, signed=True)
-        place = 4 + 2 * which
+        place = 4 + 2 * index
         offset = number(described + place, 2) if place < number(described, 2) else 0
         return offset and table + offset
 
@@ -150,8 +150,8 @@ def _whole(rows: pa.Table, *, messages: bool) -> pa.Table:
     """Check that rows have everything that a chunk needs; return them with `ROW`."""
     columns: dict[str, Any] = {name: rows[name] for name in rows.column_names}
     needed = {*NEEDED, *(COLUMNS if messages else ())}
-    for some in (PARKED, LANES):
-        needed |= {*some} if {*some} & columns.keys() else set()
+    for group in (PARKED, LANES):
+        needed |= {*group} if {*group} & columns.keys() else set()
     if missing := needed - columns.keys():
         raise NotUnderstood(f"it has no column {sorted(missing)[0]!r}")
     for name in NEVER_NULL:

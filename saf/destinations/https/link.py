@@ -121,7 +121,7 @@ class Link:
         """Ask the broker for its database's promise."""
         with self._reading():
             answer = self.ask(wire.GUARANTEE)
-            more = [(str(what), str(cure)) for what, cure in answer["more"]]
+            more = [(str(finding), str(cure)) for finding, cure in answer["more"]]
             return Guarantee(
                 server=f"{answer['server']}, at {self.settings.server}",
                 promise=f"{self.settings.quality.replace('_', ' ')}; {answer['promise']}",

@@ -53,11 +53,11 @@ def guarantee(link: Link) -> Guarantee:
             more.append(("saf tests only object stores that speak S3", "your own test of yours"))
     if not is_sql(settings.catalog):
         more.append(("no product with a REST catalog is tested by saf", "your own test of yours"))
-        where = "a REST catalog"
+        catalog = "a REST catalog"
     else:
-        where = f"a catalog in {'SQLite' if file_of(settings.catalog) else 'PostgreSQL'}"
+        catalog = f"a catalog in {'SQLite' if file_of(settings.catalog) else 'PostgreSQL'}"
     return Guarantee(
-        server=f"{server}, by {where}",
+        server=f"{server}, by {catalog}",
         promise=f"{settings.quality.replace('_', ' ')}; {kept_by}; a loss is detected, and "
         "saf rebase sends the lost messages again",
         more=tuple(more),

@@ -121,8 +121,8 @@ class Link:
     def first_identity(self) -> UUID:
         """Return the identity of a table that is created here."""
         settings = self.settings
-        where = f"{place(settings.catalog)}#{settings.catalog_name}.{settings.table}"
-        return uuid5(NAMESPACE_URL, where)
+        address = f"{place(settings.catalog)}#{settings.catalog_name}.{settings.table}"
+        return uuid5(NAMESPACE_URL, address)
 
     def known(self, source: UUID) -> Known:
         """Return how far the table has got with a source."""
@@ -240,8 +240,11 @@ class Link:
     def _libpq(self) -> dict[str, str]:
         """Return libpq's parameters; each commit is durable, and waits within saf's bounds."""
         settings, bounds = self.settings, self.settings.bounds
-        here = {"lock_timeout": bounds.lock_seconds, "statement_timeout": bounds.statement_seconds}
-        options = "".join(f" -c {name}={round(1000 * one)}" for name, one in here.items())
+        limits = {
+            "lock_timeout": bounds.lock_seconds,
+            "statement_timeout": bounds.statement_seconds,
+        }
+        options = "".join(f" -c {name}={round(1000 * seconds)}" for name, seconds in limits.items())
         waits = {
             "connect_timeout": f"{max(2, round(bounds.network_seconds))}",
             "tcp_user_timeout": f"{round(1000 * bounds.network_seconds)}",

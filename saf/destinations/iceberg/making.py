@@ -126,9 +126,9 @@ def check(link: Link, table: Table) -> None:
             if by in named
             else "name another table: it is one that saf has not made",
         )
-    others = {field.name.lower(): field for field in columns.fields}
+    existing = {field.name.lower(): field for field in columns.fields}
     for name, type_ in wanted(link).items():
-        column = others.pop(name.lower(), None)
+        column = existing.pop(name.lower(), None)
         if column and (column.name != name or column.field_type != type_):
             raise unusable(
                 link.what,
@@ -138,7 +138,7 @@ def check(link: Link, table: Table) -> None:
                 if name in settings.promote
                 else "name another table",
             )
-    needed = [field.name for field in others.values() if field.required]
+    needed = [field.name for field in existing.values() if field.required]
     if needed:
         raise unusable(
             link.what,

@@ -119,10 +119,10 @@ def _counts(name: str, table: TableMetadata) -> str | None:
 def history(table: TableMetadata) -> Iterator[Snapshot]:
     """Yield the snapshots of main's newest version and its ancestors, newest first."""
     snapshots = {one.snapshot_id: one for one in table.snapshots}
-    which = table.current_snapshot_id
-    while which is not None and (snapshot := snapshots.get(which)):
+    snapshot_id = table.current_snapshot_id
+    while snapshot_id is not None and (snapshot := snapshots.get(snapshot_id)):
         yield snapshot
-        which = snapshot.parent_snapshot_id
+        snapshot_id = snapshot.parent_snapshot_id
 
 
 def text_of(

@@ -92,7 +92,7 @@ class Table(LakeTable[Opened]):
     def _commit(self, opened: Opened, change: Change) -> bool:
         table = opened.table
         before = self._state(opened, change.source)
-        others = put_right(table.metadata)
+        repairs = put_right(table.metadata)
         table.metadata = _for_one_commit(table.metadata)
         files = write(table, change.rows, change.source, self._link.settings)
         fail_point("mom_insert")
@@ -104,7 +104,7 @@ class Table(LakeTable[Opened]):
         for file in files:
             append.append_data_file(file)
         append.commit()
-        properties = {**others, name: entry}
+        properties = {**repairs, name: entry}
         transaction.set_properties({one: text for one, text in properties.items() if text})
         if gone := [one for one, text in properties.items() if text is None]:
             transaction.remove_properties(*gone)

@@ -33,16 +33,16 @@ def read(name: str, folder: Path) -> Iterator[Reading]:
     Raises:
         CannotReadBack: some files are gone.
     """
-    what = f"destination {name!r}"
-    identity = read_identity(what, folder)
-    with unavailable_if_lost(what):
+    destination = f"destination {name!r}"
+    identity = read_identity(destination, folder)
+    with unavailable_if_lost(destination):
         for state in sorted((folder / INSIDE).glob("*.json")):
             _files(name, folder, UUID(state.stem))
     yield TableReading(
         name=name,
         is_=identity,
         read=cache(lambda source: _held(name, folder, source)),
-        knows=lambda source: known_of(what, folder, source),
+        knows=lambda source: known_of(destination, folder, source),
     )
 
 

@@ -126,7 +126,7 @@ class Voices:
 def settings_of(settings: Kafka, voices: Voices) -> dict[str, Any]:
     """Return the settings for all clients of a destination."""
     bounds = settings.bounds
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "bootstrap.servers": ",".join(brokers(settings.brokers)),
         "client.id": "saf",
         "logger": QUIET,
@@ -146,7 +146,7 @@ def settings_of(settings: Kafka, voices: Voices) -> dict[str, Any]:
         "socket.keepalive.enable": True,
         "reconnect.backoff.max.ms": 1_000,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _by_token(settings: Kafka) -> dict[str, Any]:
@@ -206,8 +206,8 @@ def translated(what: str, settings: Kafka, error: KafkaError) -> SafError:
     return unavailable
 
 
-def _secret(given: SecretStr | None) -> str | None:
-    return None if given is None else given.get_secret_value()
+def _secret(secret: SecretStr | None) -> str | None:
+    return None if secret is None else secret.get_secret_value()
 
 
 def _path(file: object) -> str | None:

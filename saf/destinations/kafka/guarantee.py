@@ -27,7 +27,7 @@ def guarantee(link: Link) -> Guarantee:
         server += f", topic {settings.marks_topic}, which is made at the first message"
         return Guarantee(server=server, promise=f"{quality}, with acks=all")
     link.read()
-    used = sorted({topic for some in link.marks.topics.values() for topic in some} & {*topics})
+    used = sorted({topic for group in link.marks.topics.values() for topic in group} & {*topics})
     more: list[tuple[str, str]] = []
     fewest = 1 << 10
     for topic in [settings.marks_topic, *used, STATE]:

@@ -118,7 +118,7 @@ class MarksTopic:
         return True
 
     def _subscribed(self) -> Consumer:
-        given = settings_of(self.settings, self._voices) | {
+        options = settings_of(self.settings, self._voices) | {
             "group.id": "saf",
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
@@ -126,7 +126,7 @@ class MarksTopic:
             "isolation.level": "read_committed",
             "fetch.wait.max.ms": 10,
         }
-        consumer = Consumer(given)
+        consumer = Consumer(options)
         consumer.assign([TopicPartition(self.settings.marks_topic, 0, 0)])
         return consumer
 
@@ -150,16 +150,16 @@ class MarksTopic:
         if key == names.IDENTITY:
             self.identity = UUID(text)
             return
-        source, which, what = key.split("/", 2)
-        if which == names.TOPIC:
-            self.topics[UUID(source)].add(what)
+        source, kind, name = key.split("/", 2)
+        if kind == names.TOPIC:
+            self.topics[UUID(source)].add(name)
             return
-        of = UUID(source)
-        if which == names.OWNER:
-            self.owners[of, int(what)] = int(text)
-            self.named[of, int(what)].add(int(text))
+        broker_id = UUID(source)
+        if kind == names.OWNER:
+            self.owners[broker_id, int(name)] = int(text)
+            self.named[broker_id, int(name)].add(int(text))
         else:
-            self.texts[of][what, int(which)] = text
+            self.texts[broker_id][name, int(kind)] = text
 
     def text(self, source: UUID, place: Place) -> str:
         """Return the written mark of a place."""

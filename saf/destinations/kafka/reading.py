@@ -53,7 +53,7 @@ def read(name: str, settings: Kafka) -> Iterator[Reading]:
 def _held(name: str, link: Link) -> dict[UUID, Columns]:
     """Return the columns required for each message. Python reads the messages one by one."""
     held: dict[UUID, Columns] = defaultdict(lambda: {column: [] for column in HELD.names})
-    topics = {topic for some in link.marks.topics.values() for topic in some}
+    topics = {topic for group in link.marks.topics.values() for topic in group}
     existing = link.topics()
     if gone := sorted(topics - {*existing}):
         raise CannotReadBack(name, f"its topic {gone[0]} is gone")

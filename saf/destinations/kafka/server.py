@@ -84,7 +84,9 @@ class Link:
         """Return the settings of a topic; None if this user has no right to read them."""
         resource = ConfigResource(ResourceType.TOPIC, topic)
         try:
-            found = self._asked(lambda given: self.admin.describe_configs([resource], **given))
+            found = self._asked(
+                lambda arguments: self.admin.describe_configs([resource], **arguments)
+            )
         except KafkaException as error:
             if error.args[0].code() in MAY_NOT_ASK:
                 return None
@@ -100,7 +102,7 @@ class Link:
             config=dict(config),
         )
         try:
-            self._asked(lambda given: self.admin.create_topics([new], **given))
+            self._asked(lambda arguments: self.admin.create_topics([new], **arguments))
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise
@@ -145,13 +147,13 @@ class Link:
         metadata = self.topics().get(topic)
         if metadata is None or metadata.error is not None:
             return False
-        what = f"{self.what}, topic {topic!r},"
+        label = f"{self.what}, topic {topic!r},"
         if (count := len(metadata.partitions)) != 1:
-            raise unusable(what, f"has {count} partitions", "choose another marks_topic")
+            raise unusable(label, f"has {count} partitions", "choose another marks_topic")
         policy = (self.config(topic) or SETTINGS)["cleanup.policy"]
         if policy != "compact":
             raise unusable(
-                what,
+                label,
                 f"forgets marks, because its cleanup.policy is {policy}",
                 f"kafka-configs.sh --alter --topic {topic} --add-config cleanup.policy=compact",
             )
@@ -248,6 +250,6 @@ def connected(name: str, settings: Kafka) -> Iterator[Link]:
 
 def open_link(name: str, settings: Kafka) -> Link:
     """Return a link that is connected."""
-    what = f"destination {name!r}"
-    with errors(what, settings):
-        return Link(what, settings)
+    destination = f"destination {name!r}"
+    with errors(destination, settings):
+        return Link(destination, settings)

@@ -156,7 +156,7 @@ class Transactions(Stepwise[Link]):
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
         link = self._link
         assert link is not None  # noqa: S101 - connected before
-        what = mapped(
+        messages = mapped(
             self.what,
             rows,
             source,
@@ -164,12 +164,12 @@ class Transactions(Stepwise[Link]):
             form=self.settings.format,
             prefix=wire.EVENTS,
         )
-        limits = link.limits(wire.topics(self.what, what, self.settings.marks_topic))
-        if what.count:
-            wire.check(self.what, what, limits)
+        limits = link.limits(wire.topics(self.what, messages, self.settings.marks_topic))
+        if messages.count:
+            wire.check(self.what, messages, limits)
         if (least := min([BATCH_BYTES, *limits.values()])) < self._batch_bytes:
             self._batch_bytes, self._producer = least, None  # small enough for all topics
-        return what
+        return messages
 
     def _cuts(self, chunk: Chunk, rows: pa.Table) -> Iterator[Cut]:
         places, at_once = guarded(chunk), self.settings.step_rows
@@ -217,8 +217,8 @@ class Transactions(Stepwise[Link]):
             for p, (epoch, mark) in stored.items()
         )
 
-    def _new_topics(self, link: Link, source: UUID, what: Mapped) -> list[str]:
-        used = map(names.topic_name, what.topics)
+    def _new_topics(self, link: Link, source: UUID, messages: Mapped) -> list[str]:
+        used = map(names.topic_name, messages.topics)
         return sorted({*used} - link.marks.topics[source])
 
     def _ended(self, link: Link, done: Transaction) -> bool:
@@ -258,10 +258,10 @@ class Transactions(Stepwise[Link]):
             raise
         return True
 
-    def _produce(self, producer: Producer, what: Mapped) -> None:
+    def _produce(self, producer: Producer, messages: Mapped) -> None:
         """Pass messages to the client. It sends them in the background; commit reports failures."""
         give: Any = producer.produce
-        for topic, body, key, headers in wire.records(what):
+        for topic, body, key, headers in wire.records(messages):
             while True:
                 try:
                     give(topic, body, key, headers=headers)

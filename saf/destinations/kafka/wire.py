@@ -79,10 +79,10 @@ def records(what: Mapped) -> Iterator[Record]:
     own = [[*one.items(), *constant] for one in what.own]
     called = [topic_name(topic) for topic in what.topics]
     topic = map(called.__getitem__, what.topic.tolist())
-    which = map(own.__getitem__, what.which.tolist())
+    sets = map(own.__getitem__, what.which.tolist())
     rows = zip(*columns, strict=True) if columns else repeat((), what.count)
     bodies = what.body.to_pylist()
-    for name, body, of, own_headers, row in zip(topic, bodies, key, which, rows, strict=True):
+    for name, body, of, own_headers, row in zip(topic, bodies, key, sets, rows, strict=True):
         headers = [*own_headers, *row]
         if some_lack:
             headers = [one for one in headers if one[1] is not None]
@@ -94,7 +94,9 @@ def _lengths(values: pa.Array) -> npt.NDArray[np.int64]:
     return np.asarray(pc.fill_null(pc.binary_length(values), 0)).astype(np.int64)
 
 
-def _headers(what: Mapped) -> tuple[list[tuple[str, str]], list[Iterator[tuple[str, Any]]], bool]:
+def _headers(
+    messages: Mapped,
+) -> tuple[list[tuple[str, str]], list[Iterator[tuple[str, Any]]], bool]:
     """Return headers that all messages share, columns of the rest, and True if some lack one.
 
     A column is created only when it is read, to save work for the garbage collector.
@@ -102,7 +104,7 @@ def _headers(what: Mapped) -> tuple[list[tuple[str, str]], list[Iterator[tuple[s
     constant: list[tuple[str, str]] = []
     columns: list[Iterator[tuple[str, Any]]] = []
     some_lack = False
-    for name, values in what.headers.items():
+    for name, values in messages.headers.items():
         if isinstance(values, str):
             constant.append((name, values))
         elif not values.null_count and pc.all(pc.equal(values, values[0])).as_py():

@@ -49,10 +49,10 @@ def rows_of(
     """Return messages as rows, with the columns of `schema`."""
     messages = messages.combine_chunks()
     count, columns = messages.num_rows, {}
-    given = {"source": str(source), "received_at": datetime.now(UTC)}
+    constants = {"source": str(source), "received_at": datetime.now(UTC)}
     for name, type_ in IN_TABLES.items():
-        if name in given:
-            columns[name] = pa.repeat(pa.scalar(given[name]), count)
+        if name in constants:
+            columns[name] = pa.repeat(pa.scalar(constants[name]), count)
         elif type_ == "uuid":
             columns[name] = uuids(whole(messages[name]))
         else:

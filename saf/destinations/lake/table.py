@@ -97,7 +97,7 @@ class LakeTable(ABC, Generic[Opened]):
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
-        given = chunk.rows.num_rows
+        count = chunk.rows.num_rows
         for attempt in range(ATTEMPTS):
             with self._current() as opened:
                 epochs, marks = self._places(opened, chunk)
@@ -115,7 +115,7 @@ class LakeTable(ABC, Generic[Opened]):
         if verdict.wrong:
             raise verdict.wrong
         stored = verdict.rows.num_rows
-        return Stored(messages=stored, dropped=given - stored, marks=verdict.moved)
+        return Stored(messages=stored, dropped=count - stored, marks=verdict.moved)
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
         """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""

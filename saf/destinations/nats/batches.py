@@ -116,7 +116,7 @@ class Batches(Stepwise[Link]):
         return [text for text, _, _ in found]
 
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
-        what = mapped(
+        messages = mapped(
             self.what,
             rows,
             source,
@@ -124,16 +124,16 @@ class Batches(Stepwise[Link]):
             form=self.settings.format,
             prefix=wire.EVENTS,
         )
-        if what.count:
-            wire.check(self.what, what, self._largest)
-        for subject in map(subjects.subject, what.topics):
+        if messages.count:
+            wire.check(self.what, messages, self._largest)
+        for subject in map(subjects.subject, messages.topics):
             if not any(subjects.takes(one, subject) for one in self._takes):
                 raise unusable(
                     f"{self.what}, stream {self.settings.stream!r},",
                     f"takes only {', '.join(self._takes)}, and not {subject}",
                     "add it to the stream's subjects, or choose another topic in saf.toml",
                 )
-        return what
+        return messages
 
     def _cuts(self, chunk: Chunk, rows: pa.Table) -> Iterator[Cut]:
         all_places, count = guarded(chunk), rows.num_rows
@@ -141,9 +141,9 @@ class Batches(Stepwise[Link]):
         at_once = min(self.settings.step_rows, MOST - len(all_places) if few else FEW_ROWS)
         cuts = []
         for first in range(0, count, at_once):
-            some = min(at_once, count - first)
-            places = all_places if few else _guarded(chunk, rows.slice(first, some))
-            cuts.append(Cut(first=first, count=some, places=places))
+            size = min(at_once, count - first)
+            places = all_places if few else _guarded(chunk, rows.slice(first, size))
+            cuts.append(Cut(first=first, count=size, places=places))
         covered = {place for cut in cuts for place in cut.places}
         rest = [place for place in all_places if place not in covered]
         for first in range(0, len(rest), ONLY_MARKS):
@@ -239,9 +239,9 @@ def _guarded(chunk: Chunk, rows: pa.Table) -> list[Place]:
     return [place for place in guarded(replace(chunk, rows=rows)) if place[1] in shards]
 
 
-def _counts(what: Mapped | None) -> dict[str, int]:
+def _counts(messages: Mapped | None) -> dict[str, int]:
     """Return the number of messages of each shard, by the shard's text."""
-    if what is None:
+    if messages is None:
         return {}
-    values = what.each("shard")
+    values = messages.each("shard")
     return {one["values"]: one["counts"] for one in pc.value_counts(values).to_pylist()}

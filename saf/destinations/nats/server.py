@@ -264,9 +264,9 @@ def connected(name: str, settings: Nats) -> Iterator[Link]:
 
 def open_link(name: str, settings: Nats) -> Link:
     """Return a link that is connected."""
-    what = f"destination {name!r}"
-    with errors(what, settings):
-        return Link(what, settings, Connection(name, settings))
+    destination = f"destination {name!r}"
+    with errors(destination, settings):
+        return Link(destination, settings, Connection(name, settings))
 
 
 @contextmanager

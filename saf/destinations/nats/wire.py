@@ -117,7 +117,7 @@ def mark(
     return published(under, text.encode(), fields, commit)
 
 
-def _heads(where: str, what: Mapped, batch: str) -> pa.Array:
+def _heads(destination: str, what: Mapped, batch: str) -> pa.Array:
     """Return the headers of each message, including its number in the batch."""
     constant = "".join(
         f"{name}: {encoded(values)}\r\n"
@@ -131,9 +131,9 @@ def _heads(where: str, what: Mapped, batch: str) -> pa.Array:
     for name, values in what.headers.items():
         if not isinstance(values, str):
             before = pa.scalar(f"{name}: ".encode(), BYTES)
-            given = _encoded(values).cast(BYTES)
-            parts.append(pc.binary_join_element_wise(before, given, end, pa.scalar(b"", BYTES)))
-    parts.append(pa.array(blocks(where, what), BYTES).take(pa.array(what.which)))
+            column = _encoded(values).cast(BYTES)
+            parts.append(pc.binary_join_element_wise(before, column, end, pa.scalar(b"", BYTES)))
+    parts.append(pa.array(blocks(destination, what), BYTES).take(pa.array(what.which)))
     return pc.binary_join_element_wise(
         *parts, end, pa.scalar(b"", BYTES), null_handling="replace", null_replacement=b""
     )

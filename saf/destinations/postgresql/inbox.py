@@ -159,20 +159,20 @@ class PostgresInbox:
             if exactly_once:
                 stored = {place: mark.number for place, mark in marks.items()}
                 rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)
-            others = for_others(rows, self.identity())
-            unknown = [] if others else self._unknown(services, rows, chunk.behind)
+            brokers = for_others(rows, self.identity())
+            unknown = [] if brokers else self._unknown(services, rows, chunk.behind)
             # the caller sets these messages aside now: no previous owner may store them any more
-            moved = {} if others or unknown else last_of(chunk, marks)
+            moved = {} if brokers or unknown else last_of(chunk, marks)
             self._move_watermarks(cursor, chunk, epochs, marks, moved)
-            if rows.num_rows and not (others or unknown):
+            if rows.num_rows and not (brokers or unknown):
                 self._of_rows = True
                 cursor.adbc_ingest(
                     "inbox", inbox_rows(rows, chunk.source), mode="append", db_schema_name="saf"
                 )
             fail_point("mom_insert")
         fail_point("mom_commit")
-        if others:
-            raise AnotherBroker(f"destination {self.name!r}", str(self.identity()), others, rows)
+        if brokers:
+            raise AnotherBroker(f"destination {self.name!r}", str(self.identity()), brokers, rows)
         if unknown:
             raise UnknownService(f"destination {self.name!r}", unknown, rows)
         dropped = chunk.rows.num_rows - rows.num_rows

@@ -124,9 +124,9 @@ class Rabbitmq(QueueSettings):
 
         with connected(name, self) as channel:
             version = channel.version
-        where = f"exchange {self.exchange!r}" if self.exchange else "its own exchange"
+        exchange = f"exchange {self.exchange!r}" if self.exchange else "its own exchange"
         return Guarantee(
-            server=f"RabbitMQ {version}, {self.server}, {where}",
+            server=f"RabbitMQ {version}, {self.server}, {exchange}",
             promise=f"{self.quality.replace('_', ' ')}; a durable queue confirms a message when it "
             "is on its server's disk, a quorum queue when it is on most of its servers'; what no "
             "queue takes is a dead letter",

@@ -163,7 +163,7 @@ class Channel:
         if returned:
             raise NotTaken(reason, confirmed, returned)
 
-    def _send(self, sending: _Sending, given: Iterator[tuple[str, bytes, bytes]]) -> None:
+    def _send(self, sending: _Sending, messages: Iterator[tuple[str, bytes, bytes]]) -> None:
         """Send messages until one is refused, and wait for all answers."""
         exchange = self._settings.exchange
         publish, ioloop = self._channel.basic_publish, self._connection.ioloop
@@ -172,7 +172,7 @@ class Channel:
             if self._sending is not sending or self._error is not None or sending.full:
                 return
             room = min(AT_ONCE, sending.most - sending.on_their_way)
-            for topic, encoded, body in islice(given, room):
+            for topic, encoded, body in islice(messages, room):
                 self._tag += 1
                 sending.on_their_way += 1
                 publish(exchange, topic, body, Properties(encoded), mandatory=True)

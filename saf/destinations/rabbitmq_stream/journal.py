@@ -101,10 +101,10 @@ class Journal:
             return
         if self._next is None:
             known = self.connection.offset(CARRIED, self.stream)
-            where = FIRST if known is None else at(known)
+            start = FIRST if known is None else at(known)
         else:
-            where = at(self._next)
-        with self.connection.chunks(self.stream, where) as following:
+            start = at(self._next)
+        with self.connection.chunks(self.stream, start) as following:
             found, first = False, 0
             while not found and (chunk := following()) is not None:
                 first = chunk.first
@@ -200,9 +200,9 @@ class Journal:
             if known is None or known.mark != one.mark or {*one.streams} - {*known.streams}:
                 new[place] = one
                 self._have_begun(place, one)
-        for some in _parts(new):
+        for part in _parts(new):
             self._say({
-                "begun": {_name(place): _begun(self.begun[place]) for place in some}
+                "begun": {_name(place): _begun(self.begun[place]) for place in part}
             })  # fmt: skip
 
     def move(self, marks: Mapping[Place, tuple[int, Mark]]) -> None:
@@ -210,32 +210,32 @@ class Journal:
         moved = {place: one for place, one in marks.items() if self.done.get(place) != one}
         for place, (epoch, mark) in moved.items():
             self._have_done(place, epoch, mark)
-        for some in _parts(moved):
-            self._say({"done": {_name(place): written(*self.done[place]) for place in some}})
+        for part in _parts(moved):
+            self._say({"done": {_name(place): written(*self.done[place]) for place in part}})
 
     def _carry(self, first: int) -> None:
         """Write all that is known; from entry ``first``, the stream then contains everything."""
         parts: list[dict[str, Any]] = [
-            {"done": {_name(place): written(*self.done[place]) for place in some}}
-            for some in _parts(self.done)
+            {"done": {_name(place): written(*self.done[place]) for place in places}}
+            for places in _parts(self.done)
         ]
         pending = {place: one for place, one in self.begun.items() if self._pending(place)}
         parts += [
-            {"begun": {_name(place): _begun(pending[place]) for place in some}}
-            for some in _parts(pending)
+            {"begun": {_name(place): _begun(pending[place]) for place in places}}
+            for places in _parts(pending)
         ]
         size = sum(len(json.dumps(part)) for part in parts)
         for part in [*parts, {"streams": sorted(self.streams), "all": size}]:
             self._say(part)
         self.connection.keep_offset(CARRIED, self.stream, first)
 
-    def _say(self, what: Mapping[str, Any]) -> None:
+    def _say(self, fields: Mapping[str, Any]) -> None:
         connection = self.connection
         if not self._declared:
             connection.forget([NOBODY])
             connection.declare({NOBODY: ("", self.stream)})
             self._declared = True
-        text = json.dumps(what, separators=(",", ":")).encode()
+        text = json.dumps(fields, separators=(",", ":")).encode()
         entry = DATA + struct.pack(">I", len(text)) + text
         before = connection.confirmed
         head = struct.pack(">BIQI", NOBODY, 1, 0, len(entry))

@@ -72,22 +72,22 @@ class Publishers:
         return new
 
     def _declared(
-        self, some: Sequence[tuple[str, str]]
+        self, publishers: Sequence[tuple[str, str]]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the numbers of publishers, and their last publishing ids."""
-        new = [one for one in some if one not in self._numbers]
+        new = [one for one in publishers if one not in self._numbers]
         if len(self._numbers) + len(new) > MOST:
             self._connection.forget([*self._numbers.values()])
             self._numbers, self._last = {}, {}
-            new = [*some]
+            new = [*publishers]
         free = iter(sorted({*range(MOST)} - {*self._numbers.values()}))
         declared = dict(zip(free, new, strict=False))
         for number, last in self._connection.declare(declared).items():
             self._numbers[declared[number]] = number
             self._last[declared[number]] = last
         return (
-            np.array([self._numbers[one] for one in some], np.int64),
-            np.array([self._last[one] for one in some], np.int64),
+            np.array([self._numbers[one] for one in publishers], np.int64),
+            np.array([self._last[one] for one in publishers], np.int64),
         )
 
     def _send(

@@ -167,9 +167,9 @@ def connected(name: str, settings: RabbitmqStream) -> Iterator[Link]:
 
 def open_link(name: str, settings: RabbitmqStream) -> Link:
     """Return a link that is connected."""
-    what = f"destination {name!r}"
-    with errors(what, settings):
-        return Link(what, settings, Connection(settings))
+    destination = f"destination {name!r}"
+    with errors(destination, settings):
+        return Link(destination, settings, Connection(settings))
 
 
 @contextmanager

@@ -139,11 +139,11 @@ def connected(name: str, settings: Redis) -> Iterator[Link]:
 
 def open_link(name: str, settings: Redis) -> Link:
     """Return a link that is connected."""
-    what = f"destination {name!r}"
-    with errors(what, settings):
+    destination = f"destination {name!r}"
+    with errors(destination, settings):
         client = _client(settings)
         client.ping()
-    return Link(what, settings, client)
+    return Link(destination, settings, client)
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def _refusal(error: Exception) -> Exception:
 def _client(settings: Redis) -> Any:
     """Return a client of the server that stores: the address's, the master, or a cluster's node."""
     address, bounds = settings.address, settings.bounds
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "username": settings.username,
         "password": settings.password and settings.password.get_secret_value(),
         "socket_connect_timeout": bounds.network_seconds,
@@ -200,40 +200,40 @@ def _client(settings: Redis) -> Any:
     }
     if not address.path:
         vanished = int(bounds.network_seconds * 1000)
-        given |= {
+        options |= {
             "socket_keepalive": True,
             "socket_keepalive_options": {socket.TCP_USER_TIMEOUT: vanished},
         }
     if address.tls:
-        given |= {
+        options |= {
             "ssl": True,
             "ssl_ca_certs": _path(settings.ca_file),
             "ssl_certfile": _path(settings.certificate_file),
             "ssl_keyfile": _path(settings.key_file),
         }
     if address.path:
-        return redis.Redis(unix_socket_path=address.path, db=address.database, **given)
+        return redis.Redis(unix_socket_path=address.path, db=address.database, **options)
     if address.found_by == "sentinel":
         # sentinels have their own logins, or none
-        asked = {
-            name: value for name, value in given.items() if name not in ("username", "password")
+        sentinel_options = {
+            name: value for name, value in options.items() if name not in ("username", "password")
         }
         sentinel: Any = Sentinel(  # type: ignore[no-untyped-call] # untyped
-            address.hosts, sentinel_kwargs=asked, db=address.database, **given
+            address.hosts, sentinel_kwargs=sentinel_options, db=address.database, **options
         )
         return sentinel.master_for(address.master)
     if address.found_by == "cluster":
         nodes = [ClusterNode(host, port) for host, port in address.hosts]  # type: ignore[no-untyped-call]
-        cluster: Any = RedisCluster(startup_nodes=nodes, **given)
+        cluster: Any = RedisCluster(startup_nodes=nodes, **options)
         try:
             node = cluster.get_node_from_key(keys.identity(settings.hash_tag))
         finally:
             cluster.close()
         if node is None:
             raise redis.ConnectionError("no node of the cluster has the slot of its keys")
-        return redis.Redis(host=node.host, port=node.port, **given)
+        return redis.Redis(host=node.host, port=node.port, **options)
     ((host, port),) = address.hosts
-    return redis.Redis(host=host, port=port, db=address.database, **given)
+    return redis.Redis(host=host, port=port, db=address.database, **options)
 
 
 def _path(file: object) -> str | None:

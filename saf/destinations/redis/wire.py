@@ -63,12 +63,12 @@ def command(
 
 
 def _shaped(
-    what: Mapped,
+    messages: Mapped,
 ) -> tuple[list[list[tuple[str, str]]], npt.NDArray[np.int64], npt.NDArray[np.int64], list[Any]]:
     """Return the shapes, each message's shape, values per shape, and the columns of values."""
     constant: list[tuple[str, str]] = []
     own: list[tuple[str, pa.Array]] = []
-    for name, values in what.headers.items():
+    for name, values in messages.headers.items():
         if isinstance(values, str):
             constant.append((name, f"={values}"))
         elif (one := _one(values)) is not None:
@@ -76,8 +76,8 @@ def _shaped(
         else:
             own.append((name, values))
     forms: dict[tuple[str, ...], int] = {}
-    form = np.array([forms.setdefault(tuple(one), len(forms)) for one in what.own], np.int64)
-    code = form[what.which] if len(what.which) else what.which
+    form = np.array([forms.setdefault(tuple(one), len(forms)) for one in messages.own], np.int64)
+    code = form[messages.which] if len(messages.which) else messages.which
     for _, values in own:
         code = code * 2 + np.asarray(values.is_valid(), np.int64)
     codes, shape = np.unique(code, return_inverse=True)
@@ -89,9 +89,12 @@ def _shaped(
         each = [*of_sender, *names, BODY]
         shapes.append([*constant, *((name, "?") for name in each)])
         fields.append(len(each))
-    given = pa.array([_bulks(one.values()) for one in what.own], BYTES)
-    columns = [given.take(pa.array(what.which)), *(_bulk(values) for _, values in own)]
-    return shapes, shape, np.array(fields, np.int64), [*columns, _bulk(what.body)]
+    values_of_senders = pa.array([_bulks(one.values()) for one in messages.own], BYTES)
+    columns = [
+        values_of_senders.take(pa.array(messages.which)),
+        *(_bulk(values) for _, values in own),
+    ]
+    return shapes, shape, np.array(fields, np.int64), [*columns, _bulk(messages.body)]
 
 
 def _one(values: pa.Array) -> str | None:

@@ -282,8 +282,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "marks that were rolled back count once others have committed",
         f"{ICEBERG}/table.py",
-        "others = put_right(table.metadata)",
-        "others: dict[str, str | None] = {}",
+        "repairs = put_right(table.metadata)",
+        "repairs: dict[str, str | None] = {}",
         f"{BERG}::test_marks_that_were_rolled_back_do_not_count_again_once_others_have_committed",
     ),
     mutant(
@@ -379,15 +379,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a chunk with an unknown service moves the position",
         INBOX,
-        "moved = {} if others or unknown else",
-        "moved = {} if others else",
+        "moved = {} if brokers or unknown else",
+        "moved = {} if brokers else",
         f"{ISOLATED}::test_messages_for_a_service_that_the_destination_does_not_know_wait_for_it",
     ),
     mutant(
         "a chunk with an unknown service is stored",
         INBOX,
-        "if rows.num_rows and not (others or unknown):",
-        "if rows.num_rows and not others:",
+        "if rows.num_rows and not (brokers or unknown):",
+        "if rows.num_rows and not brokers:",
         f"{ISOLATED}::test_messages_for_a_service_that_the_destination_does_not_know_wait_for_it",
     ),
     mutant(
@@ -765,7 +765,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a batch is not said to be begun",
         f"{RABBITMQ_STREAM}/streams.py",
-        "                journal.begin(given.begun)\n",
+        "                journal.begin(numbered.begun)\n",
         "",
         f"{RABBITMQ}::"
         "test_a_batch_of_an_earlier_life_of_its_source_is_noticed_even_without_its_mark",
