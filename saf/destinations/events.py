@@ -47,8 +47,8 @@ def events(
         which: for each message, the index of its set in ``own``.
         body: the bodies.
     """
-    same = {name: values for name, values in attributes.items() if isinstance(values, str)}
-    parts = [pa.scalar(_json({"specversion": "1.0", **same})[:-1], BYTES)]
+    constants = {name: values for name, values in attributes.items() if isinstance(values, str)}
+    parts = [pa.scalar(_json({"specversion": "1.0", **constants})[:-1], BYTES)]
     for name, values in attributes.items():
         if not isinstance(values, str):
             before = pa.scalar(f',"{name}":'.encode(), BYTES)

@@ -52,14 +52,14 @@ class LinkedSettings(DestinationSettings):
     def identity(self, name: str) -> UUID:
         """Return the identity of the other end; see `DestinationSettings.identity`."""
         with self._connected(name) as link:
-            found: UUID = link.identity()
-            return found
+            identity: UUID = link.identity()
+            return identity
 
     def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - unused here
         """Return the marks of a source; see `DestinationSettings.known`."""
         with self._connected(name) as link:
-            found: Known = link.known(source)
-            return found
+            known: Known = link.known(source)
+            return known
 
 
 def check_certificates(given: Certificates, needed: str | None) -> None:

@@ -199,12 +199,12 @@ def texts_of(headers: Iterable[tuple[str | bytes, bytes | None]]) -> dict[str, s
     >>> texts_of([(b"saf-id", b"7"), (b"\xff", b"8"), ("a", b"\xff"), ("b", None)])
     {'saf-id': '7'}
     """
-    found = {}
+    texts = {}
     for name, value in headers:
         with suppress(UnicodeDecodeError):
             if value is not None:
-                found[name if isinstance(name, str) else name.decode()] = value.decode()
-    return found
+                texts[name if isinstance(name, str) else name.decode()] = value.decode()
+    return texts
 
 
 def said_of(headers: Mapping[str, str], body: bytes, prefix: str) -> Mapping[str, str]:
@@ -232,7 +232,7 @@ def source_of(said: Mapping[str, str], prefix: str) -> UUID | None:
 def held_of(said: Mapping[str, str], prefix: str) -> dict[str, Any]:
     """Return the columns of saf's message that are compared; see `saf.destinations.tables`."""
     forms = (names(form, prefix) for form in NAMED)
-    of = next(one for one in forms if one["source"] in said)
+    of = next(candidate for candidate in forms if candidate["source"] in said)
     to_broker = said.get(of["to_broker"])
     return {
         "message_id": UUID(said[of["message_id"]]).bytes,

@@ -298,12 +298,12 @@ def reached(marks: Mapping[Place, Mark], behind: Iterable[Place]) -> dict[int, d
     >>> reached({("", 7): mark, ("", 8): mark}, [("", 7), ("retry", 7)])
     {7: None}
     """
-    found: dict[int, datetime | None] = {}
+    moments: dict[int, datetime | None] = {}
     for lane, shard in behind:
         opened_at = marks.get((lane, shard), NOTHING).opened_at
-        before = found.get(shard, opened_at)
-        found[shard] = before and opened_at and min(before, opened_at)
-    return found
+        before = moments.get(shard, opened_at)
+        moments[shard] = before and opened_at and min(before, opened_at)
+    return moments
 
 
 def compare(
@@ -417,7 +417,7 @@ def not_parked(
     for kind, subject, broker in fetch(connection, LANES, params):
         lane = Lane(kind=Kind(kind), subject=subject, broker=broker)
         lanes |= {quality + place_name(lane): lane for quality in ("", AGAIN, ONCE)}
-    waiting = [(n, *one) for n, one in enumerate(marks.items()) if one[0][0] in lanes]
+    waiting = [(n, *entry) for n, entry in enumerate(marks.items()) if entry[0][0] in lanes]
     params |= given(lanes[lane] for _, (lane, _), _ in waiting) | {
         "shards": [shard for _, (_, shard), _ in waiting],
         "opened_at": [mark.opened_at for _, _, mark in waiting],

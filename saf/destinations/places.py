@@ -99,8 +99,8 @@ def for_others(rows: pa.Table, identity: UUID) -> list[str]:
     addressed = rows["to_broker"]
     if addressed.null_count == len(addressed):
         return []
-    named = {UUID(bytes=one) for one in pc.unique(addressed.drop_null()).to_pylist()}
-    return sorted(map(str, named - {identity}))
+    brokers = {UUID(bytes=data) for data in pc.unique(addressed.drop_null()).to_pylist()}
+    return sorted(map(str, brokers - {identity}))
 
 
 def not_for(

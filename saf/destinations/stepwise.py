@@ -184,11 +184,11 @@ class Stepwise(ABC, Generic[Link]):
         places = guarded(chunk)
         with readable(self.what, "its marks", CURE):
             texts = dict(zip(places, self._read(link, chunk.source, places), strict=True))
-            found = {place: read(text) for place, text in texts.items()}
+            states = {place: read(text) for place, text in texts.items()}
         return (
             texts,
-            {place: epoch for place, (epoch, _) in found.items()},
-            {place: mark for place, (_, mark) in found.items()},
+            {place: epoch for place, (epoch, _) in states.items()},
+            {place: mark for place, (_, mark) in states.items()},
         )
 
     def _steps(

@@ -69,8 +69,8 @@ class TableReading:
     def stored(self, what: Compared, shards: Sequence[int]) -> Iterator[tuple[Any, ...]]:
         """Yield the messages, sorted by id."""
         rows = self._compared(what)
-        wanted = pc.is_in(rows["shard"], pa.array(shards, pa.int64()))
-        rows = rows.filter(pc.or_(wanted, _of(rows, what.topics)))
+        mask = pc.is_in(rows["shard"], pa.array(shards, pa.int64()))
+        rows = rows.filter(pc.or_(mask, _of(rows, what.topics)))
         rows = rows.set_column(0, "message_id", pc.cast(rows["message_id"], pa.binary()))
         for row in rows.sort_by("message_id").to_pylist():
             yield Entry(

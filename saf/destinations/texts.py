@@ -52,10 +52,10 @@ def moments(values: pa.Array) -> pa.Array:
     """
     times = values.cast(pa.timestamp("us"))
     days, rest = np.divmod(np.asarray(times.drop_null().cast(pa.int64())), DAY)
-    found, indices = np.unique(days, return_inverse=True)
-    if len(found) and not FIRST <= found[0] <= found[-1] <= LAST:
+    distinct, indices = np.unique(days, return_inverse=True)
+    if len(distinct) and not FIRST <= distinct[0] <= distinct[-1] <= LAST:
         return pc.strftime(times, "%Y-%m-%dT%H:%M:%SZ").cast(TEXT)
-    dates = "".join(map(str, found.astype("datetime64[D]"))).encode()
+    dates = "".join(map(str, distinct.astype("datetime64[D]"))).encode()
     text = np.empty((len(days), 27), np.uint8)
     text[:, :10] = np.frombuffer(dates, np.uint8).reshape(-1, 10)[indices]
     text[:, [10, 13, 16, 19, 26]] = np.frombuffer(b"T::.Z", np.uint8)

@@ -166,7 +166,7 @@ class _Added:
 
     def forget(self) -> None:
         """Remove the files, which no reader knows."""
-        self._files.remove(one.path for one in self.files)
+        self._files.remove(file.path for file in self.files)
 
     def _known(self) -> pa.Array:
         """Return the keys of the slot's messages that the table has already."""
@@ -186,7 +186,7 @@ class _Added:
             "slot": self._contents.slot.number,
             "purge": self._purge,
         }
-        rows = pa.Table.from_batches([plain(one) for one in rows.to_batches()]).combine_chunks()
+        rows = pa.Table.from_batches([plain(batch) for batch in rows.to_batches()]).combine_chunks()
         columns = []
         for field in COLUMNS:
             if field.name in constants:

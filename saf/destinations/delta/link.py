@@ -138,10 +138,12 @@ class Link:
 
 def restored(table: DeltaTable) -> int | None:
     """Return the version that last restored an older version of the table; None if none did."""
-    versions = [one["version"] for one in table.history() if one.get("operation") == "RESTORE"]
+    versions = [
+        commit["version"] for commit in table.history() if commit.get("operation") == "RESTORE"
+    ]
     return versions[0] if versions else None
 
 
 def removed(table: DeltaTable) -> bool:
     """Return True if a table's history shows that rows may be missing on purpose."""
-    return any(one.get("operation", "").startswith(REMOVING) for one in table.history())
+    return any(commit.get("operation", "").startswith(REMOVING) for commit in table.history())

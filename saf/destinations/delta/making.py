@@ -75,22 +75,22 @@ def check(link: Link, table: DeltaTable) -> None:
         )
     by = tuple(table.metadata().partition_columns)
     if by != BY[settings.partition_by]:
-        named = {columns: name for name, columns in BY.items()}
+        names = {columns: name for name, columns in BY.items()}
         raise unusable(
             link.what,
             f"its table is partitioned by {', '.join(by) or 'nothing'}, not by "
             f"{settings.partition_by}",
-            f'set partition_by = "{named[by]}" in saf.toml'
-            if by in named
+            f'set partition_by = "{names[by]}" in saf.toml'
+            if by in names
             else "name another table: it is one that saf has not made",
         )
     existing = {field.name.lower(): field for field in table.schema().fields}
     for field in Schema.from_arrow(wanted).fields:
-        found = existing.pop(field.name.lower(), field)
-        if found.type != field.type or found.name != field.name:
+        column = existing.pop(field.name.lower(), field)
+        if column.type != field.type or column.name != field.name:
             raise unusable(
                 link.what,
-                f"the column {found.name!r} of its table is {type_of(found)}, and "
+                f"the column {column.name!r} of its table is {type_of(column)}, and "
                 f"{field.name!r} is to be {type_of(field)}",
                 "promote it by another name, or with its own type"
                 if field.name in settings.promote

@@ -59,7 +59,7 @@ def optimize(name: str, settings: Delta, *, keep_hours: int, dry_run: bool) -> O
         version, before = table.version(), sizes_of(table)
         if not dry_run:
             table.optimize.compact()
-        gone = table.vacuum(
+        removed_files = table.vacuum(
             retention_hours=keep_hours,
             dry_run=dry_run,
             enforce_retention_duration=False,
@@ -77,5 +77,5 @@ def optimize(name: str, settings: Delta, *, keep_hours: int, dry_run: bool) -> O
         files_after=len(after),
         bytes_before=sum(before),
         bytes_after=sum(after),
-        removed=len(gone),
+        removed=len(removed_files),
     )

@@ -74,7 +74,7 @@ def _winners(
 
     def commits(_: int) -> bool:
         added = [*write(files, ROWS, (), ())]
-        paths.extend(one.path for one in added)
+        paths.extend(file.path for file in added)
         table = DeltaTable(address, storage_options=link.settings.options)
         ready.wait(link.settings.bounds.statement_seconds)
         return commit(link.what, table, files, added, by=(), numbers=[("saf-probe", 1)])

@@ -68,7 +68,7 @@ def body_of(chunk: Chunk, *, store: bool, exactly_once: bool = False) -> pa.Buff
         batch=batch.number,
         opened_at=batch.opened_at.isoformat(),
         set_aside_at=[
-            [shard, [one.isoformat() for one in batch.set_aside_at[shard]]]
+            [shard, [time.isoformat() for time in batch.set_aside_at[shard]]]
             for shard in batch.shards
             if shard in batch.set_aside_at
         ],

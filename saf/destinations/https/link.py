@@ -57,20 +57,22 @@ class _Connection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         seconds = self._network_seconds
-        one = socket.create_connection((self.host, self.port), timeout=seconds)
+        connection = socket.create_connection((self.host, self.port), timeout=seconds)
         try:
-            self._own = one.dup()
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._own = connection.dup()
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+                connection.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000)
+                )
             if self._context is not None:
-                one = self._context.wrap_socket(one, server_hostname=self.host)
-            one.settimeout(None)  # the link keeps time
+                connection = self._context.wrap_socket(connection, server_hostname=self.host)
+            connection.settimeout(None)  # the link keeps time
         except BaseException:
-            one.close()
+            connection.close()
             raise
-        self.sock = one
+        self.sock = connection
 
     def end(self) -> None:
         """Close the connection; no more answers are read."""
@@ -206,8 +208,8 @@ class Link:
     def _of_another(self, status: int, reason: str, answer: bytes) -> SafError:
         """Return the error for an answer from another server, such as a proxy."""
         at = self.settings.server
-        shown = " ".join(answer[:SHOWN].decode(errors="replace").split())
-        text = self.settings.redact(f"{at} answers {status} {reason}: {shown}")
+        excerpt = " ".join(answer[:SHOWN].decode(errors="replace").split())
+        text = self.settings.redact(f"{at} answers {status} {reason}: {excerpt}")
         if status == TOO_LARGE:
             return Rejected(self.what, text)
         if status in LATER or status >= http.client.INTERNAL_SERVER_ERROR:

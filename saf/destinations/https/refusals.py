@@ -145,7 +145,7 @@ def _of_lower(lower: object) -> list[Any] | None:
 def _to_lower(values: Any) -> Lower | None:
     if values is None:
         return None
-    lane, shard, acknowledged, found = values
+    lane, shard, acknowledged, mark = values
     return Lower(
-        lane=str(lane), shard=int(shard), acknowledged=to_mark(acknowledged), found=to_mark(found)
+        lane=str(lane), shard=int(shard), acknowledged=to_mark(acknowledged), found=to_mark(mark)
     )

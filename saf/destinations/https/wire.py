@@ -109,7 +109,7 @@ def of_mark(mark: Mark) -> list[Any]:
 def to_mark(said: Any) -> Mark:
     """Return the mark from a message."""
     batch, position, opened_at, acknowledged, *aside = said
-    moments = [moment(one) for one in aside]
+    moments = [moment(text) for text in aside]
     return Mark.of(int(batch), int(position), moment(opened_at), bool(acknowledged), *moments)
 
 

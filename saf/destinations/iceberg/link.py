@@ -89,7 +89,7 @@ class Link:
     def catalog(self) -> Catalog:
         """Return the catalog; create its tables if they do not exist."""
         attempts = ATTEMPTS
-        while (found := self._there()) is None:
+        while (catalog := self._there()) is None:
             attempts -= 1
             try:
                 self._catalog = self._open(make=True)
@@ -97,7 +97,7 @@ class Link:
                 if not attempts:
                     raise
                 time.sleep(PAUSE_SECONDS)
-        return found
+        return catalog
 
     def close(self) -> None:
         """Close the connection."""
@@ -194,8 +194,8 @@ class Link:
                 return None
             catalog = self._open(make=False)
             complete = not isinstance(catalog, SqlCatalog) or all(
-                inspect(catalog.engine).has_table(one.__tablename__)
-                for one in (IcebergTables, IcebergNamespaceProperties)
+                inspect(catalog.engine).has_table(model.__tablename__)
+                for model in (IcebergTables, IcebergNamespaceProperties)
             )
             if not complete:
                 catalog.close()

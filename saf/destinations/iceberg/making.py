@@ -117,13 +117,13 @@ def check(link: Link, table: Table) -> None:
         for field in table.spec().fields
     )
     if by != BY[settings.partition_by]:
-        named = {columns: name for name, columns in BY.items()}
+        names = {columns: name for name, columns in BY.items()}
         parts = ", ".join(f"{transform}({name})" for name, transform in by)
         raise unusable(
             link.what,
             f"its table is partitioned by {parts or 'nothing'}, not by {settings.partition_by}",
-            f'set partition_by = "{named[by]}" in saf.toml'
-            if by in named
+            f'set partition_by = "{names[by]}" in saf.toml'
+            if by in names
             else "name another table: it is one that saf has not made",
         )
     existing = {field.name.lower(): field for field in columns.fields}

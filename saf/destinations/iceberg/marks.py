@@ -106,8 +106,8 @@ def _counts(name: str, table: TableMetadata) -> str | None:
     for oldest in history(table):
         if oldest.snapshot_id == snapshot:
             return text
-        if _number(oldest) < sequence and (then := _text(oldest, name)):
-            return then
+        if _number(oldest) < sequence and (earlier := _text(oldest, name)):
+            return earlier
     # a snapshot without a parent proves nothing: it loses its parent when that one expires
     if oldest is None or _number(oldest) == FIRST:
         return None  # complete history without the source: rolled back to before it
@@ -171,4 +171,6 @@ def _state(entry: Mapping[str, Any]) -> State:
         for lane, of_shards in entry["marks"].items()
         for shard, numbers in of_shards.items()
     }
-    return State(marks=marks, epochs={int(shard): one for shard, one in entry["epochs"].items()})
+    return State(
+        marks=marks, epochs={int(shard): epoch for shard, epoch in entry["epochs"].items()}
+    )

@@ -44,8 +44,8 @@ def probe(link: Link) -> Iterator[tuple[str, str]]:
         io = table.io if table else load_file_io(link.properties(), address)
         with io.new_output(address).create() as file:
             file.write(CONTENT)
-        with io.new_input(address).open() as found:
-            if found.read() != CONTENT:
+        with io.new_input(address).open() as stored:
+            if stored.read() != CONTENT:
                 raise Unavailable(link.what, f"{address} returns other bytes than were written")
         try:
             io.delete(address)

@@ -105,9 +105,9 @@ class Table(LakeTable[Opened]):
             append.append_data_file(file)
         append.commit()
         properties = {**repairs, name: entry}
-        transaction.set_properties({one: text for one, text in properties.items() if text})
-        if gone := [one for one, text in properties.items() if text is None]:
-            transaction.remove_properties(*gone)
+        transaction.set_properties({key: text for key, text in properties.items() if text})
+        if removed := [key for key, text in properties.items() if text is None]:
+            transaction.remove_properties(*removed)
         try:
             transaction.commit_transaction()
         except CommitFailedException:
@@ -132,10 +132,10 @@ def _for_one_commit(table: TableMetadata) -> TableMetadata:
     It turns off retries, and lacks older snapshots, because pyiceberg copies each one a dozen
     times.
     """
-    heads = {one.snapshot_id for one in table.refs.values()}
+    heads = {entry.snapshot_id for entry in table.refs.values()}
     changed = {
         "properties": {**table.properties, TableProperties.COMMIT_NUM_RETRIES: "0"},
-        "snapshots": [one for one in table.snapshots if one.snapshot_id in heads],
+        "snapshots": [entry for entry in table.snapshots if entry.snapshot_id in heads],
         "snapshot_log": [],
     }
     return table.model_copy(update=changed)

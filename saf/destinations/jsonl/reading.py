@@ -52,10 +52,10 @@ def _files(name: str, folder: Path, source: UUID) -> list[Path]:
     files = [file_of(folder, source, number) for number in range(1, last + 1)]
     if files and (draft := draft_of(folder, source, last)).exists():
         files[-1] = draft
-    gone = [file for file in files if not file.exists()]
-    if gone:
+    missing = [file for file in files if not file.exists()]
+    if missing:
         raise CannotReadBack(
-            name, f"{len(gone):,} of its files are gone, such as {gone[0].name} of {source}"
+            name, f"{len(missing):,} of its files are gone, such as {missing[0].name} of {source}"
         )
     return files
 

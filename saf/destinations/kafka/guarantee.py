@@ -33,7 +33,7 @@ def guarantee(link: Link) -> Guarantee:
     for topic in [settings.marks_topic, *used, STATE]:
         if topic not in topics:
             continue
-        replicas = min(len(one.replicas) for one in topics[topic].partitions.values())
+        replicas = min(len(partition.replicas) for partition in topics[topic].partitions.values())
         config = link.config(topic)
         if config is None:
             more.append(

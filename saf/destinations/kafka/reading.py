@@ -106,12 +106,15 @@ def _messages(
     """Yield saf's headers of all messages up to the ends of their partitions."""
     ends = dict(ends)
     consumer.assign([TopicPartition(topic, number, 0) for topic, number in ends])
-    heard = time.monotonic()
+    last_answer = time.monotonic()
     while ends:
-        for one in consumer.consume(AT_ONCE, 0.05):
-            heard = time.monotonic()
-            place, at = (str(one.topic()), int(one.partition() or 0)), int(one.offset() or 0)
-            error = one.error()
+        for message in consumer.consume(AT_ONCE, 0.05):
+            last_answer = time.monotonic()
+            place, at = (
+                (str(message.topic()), int(message.partition() or 0)),
+                int(message.offset() or 0),
+            )
+            error = message.error()
             if error is not None and error.code() != KafkaError._PARTITION_EOF:
                 if error.code() in HARMLESS:
                     continue
@@ -121,8 +124,8 @@ def _messages(
                 if last is None or at >= last:
                     continue
             if error is None:
-                yield _said(one)
-        if time.monotonic() - heard > link.settings.bounds.statement_seconds:
+                yield _said(message)
+        if time.monotonic() - last_answer > link.settings.bounds.statement_seconds:
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "its topics do not answer"))
 
 

@@ -84,14 +84,14 @@ class Link:
         """Return the settings of a topic; None if this user has no right to read them."""
         resource = ConfigResource(ResourceType.TOPIC, topic)
         try:
-            found = self._asked(
+            entries = self._asked(
                 lambda arguments: self.admin.describe_configs([resource], **arguments)
             )
         except KafkaException as error:
             if error.args[0].code() in MAY_NOT_ASK:
                 return None
             raise
-        return {name: entry.value for name, entry in found.items()}
+        return {name: entry.value for name, entry in entries.items()}
 
     def make(self, topic: str, partitions: int | None, config: Mapping[str, str]) -> None:
         """Create a topic, unless it exists, and wait until it has a leader."""
@@ -109,7 +109,7 @@ class Link:
 
         def led(seconds: float) -> None:
             metadata = self.admin.list_topics(topic, timeout=seconds).topics[topic]
-            lead = [one.leader for one in metadata.partitions.values()]
+            lead = [partition.leader for partition in metadata.partitions.values()]
             if metadata.error is not None or not lead or min(lead) < 0:
                 raise KafkaException(KafkaError(KafkaError._TIMED_OUT, f"{topic} has no leader"))
 

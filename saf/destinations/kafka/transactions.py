@@ -102,12 +102,12 @@ class Transactions(Stepwise[Link]):
         until = time.monotonic() + self.settings.bounds.statement_seconds
         log, turn, reached = link.marks, 0, False
         while True:
-            found = super()._marks(link, chunk)
-            if any(epoch > own[shard] for (_, shard), epoch in found[1].items()):
-                return found  # the caller refuses the chunk
+            result = super()._marks(link, chunk)
+            if any(epoch > own[shard] for (_, shard), epoch in result[1].items()):
+                return result  # the caller refuses the chunk
             missing = log.not_owned(source, shards, owner)
             if reached and not missing and not log.others(source, shards, owner):
-                return found
+                return result
             if time.monotonic() > until:
                 raise Unavailable(
                     self.what, f"others claim its shards, or {self.settings.marks_topic} {OPEN}"
@@ -180,18 +180,18 @@ class Transactions(Stepwise[Link]):
         answers: list[tuple[int, bool]] = []
         going = True
         for step in steps:
-            fine = False
+            success = False
             if going:
                 moved = {p: text for p, text in step.after.items() if text != step.before[p]}
                 new = [] if step.what is None else self._new_topics(link, source, step.what)
-                fine = self._ended(
+                success = self._ended(
                     link,
                     Transaction(source=source, marks=moved, what=step.what, topics=new),
                 )
-                going = fine
-                if not fine:
-                    fine = self._is_there(link, source, step)
-            answers.append((step.count, fine))
+                going = success
+                if not success:
+                    success = self._is_there(link, source, step)
+            answers.append((step.count, success))
         if answers[-1][1]:
             self._fenced = 0
         else:
@@ -206,12 +206,12 @@ class Transactions(Stepwise[Link]):
         marks prove nothing: then this owner is refused.
         """
         after = {place: read(text) for place, text in step.after.items()}
-        risen = [p for p, (_, m) in after.items() if m.number > read(step.before[p])[1].number]
-        if step.what is None or not risen or not self._id:
+        places = [p for p, (_, m) in after.items() if m.number > read(step.before[p])[1].number]
+        if step.what is None or not places or not self._id:
             return False
         self._begin_as(link, source, int(self._id.rpartition("-")[2]))
         link.read()
-        stored = {place: read(link.marks.text(source, place)) for place in risen}
+        stored = {place: read(link.marks.text(source, place)) for place in places}
         return all(
             epoch == after[p][0] and mark.number >= after[p][1].number
             for p, (epoch, mark) in stored.items()

@@ -46,8 +46,11 @@ def check(where: str, what: Mapped, limits: Mapping[str, int]) -> None:
         else:
             sizes = sizes + _lengths(values) + len(name.encode()) + HEADER_BYTES
     own = [
-        sum(len(name.encode()) + len(value.encode()) + HEADER_BYTES for name, value in one.items())
-        for one in what.own
+        sum(
+            len(name.encode()) + len(value.encode()) + HEADER_BYTES
+            for name, value in headers.items()
+        )
+        for headers in what.own
     ]
     sizes = sizes + np.array(own, np.int64)[what.which] + fixed + BATCH_BYTES + MESSAGE_BYTES
     most = np.array([limits[topic_name(topic)] for topic in what.topics], np.int64)[what.topic]
@@ -62,13 +65,13 @@ def topics(where: str, what: Mapped, marks_topic: str) -> list[str]:
     Raises:
         Rejected: a topic cannot be used.
     """
-    found = [topic_name(topic) for topic in what.topics]
-    for topic in found:
+    names = [topic_name(topic) for topic in what.topics]
+    for topic in names:
         if wrong := wrong_topic(topic):
             raise Rejected(where, wrong)
         if topic == marks_topic:
             raise Rejected(where, f"its topic would be {topic!r}, which is that of the marks")
-    return found
+    return names
 
 
 def records(what: Mapped) -> Iterator[Record]:

@@ -60,8 +60,8 @@ def rows_of(
     if day:
         columns[DAY] = whole(messages["created_at"]).cast(pa.timestamp("us")).cast(pa.date32())
     columns |= promoted(whole(messages["body"]), promote)
-    wanted = schema(promote, day=day)
-    return pa.table({name: columns[name].cast(wanted.field(name).type) for name in wanted.names})
+    target = schema(promote, day=day)
+    return pa.table({name: columns[name].cast(target.field(name).type) for name in target.names})
 
 
 def promoted(bodies: pa.Array, fields: Mapping[str, str]) -> dict[str, pa.Array]:

@@ -106,14 +106,14 @@ class Batches(Stepwise[Link]):
         return errors(self.what, self.settings)
 
     def _read(self, link: Link, source: UUID, places: Sequence[Place]) -> list[str]:
-        found = link.last([
+        marks = link.last([
             subjects.mark(self.settings.stream, source, place) for place in places
         ])  # fmt: skip
         self._there = {
             place: There(sequence=sequence, stored=stored)
-            for place, (_, sequence, stored) in zip(places, found, strict=True)
+            for place, (_, sequence, stored) in zip(places, marks, strict=True)
         }
-        return [text for text, _, _ in found]
+        return [text for text, _, _ in marks]
 
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
         messages = mapped(
@@ -127,7 +127,7 @@ class Batches(Stepwise[Link]):
         if messages.count:
             wire.check(self.what, messages, self._largest)
         for subject in map(subjects.subject, messages.topics):
-            if not any(subjects.takes(one, subject) for one in self._takes):
+            if not any(subjects.takes(pattern, subject) for pattern in self._takes):
                 raise unusable(
                     f"{self.what}, stream {self.settings.stream!r},",
                     f"takes only {', '.join(self._takes)}, and not {subject}",
@@ -185,11 +185,11 @@ class Batches(Stepwise[Link]):
         positions: dict[Place, There] = {}
         parts = []
         for number, (place, text) in enumerate(step.after.items(), start=1):
-            was = self._there[place]
+            previous = self._there[place]
             lane, shard = place
-            stored = was.stored + (counts.get(str(shard), 0) if lane == MAIN else 0)
+            stored = previous.stored + (counts.get(str(shard), 0) if lane == MAIN else 0)
             positions[place] = There(sequence=number, stored=stored)
-            headers = {wire.EXPECTED: was.sequence, STORED: stored, **link.kept()}
+            headers = {wire.EXPECTED: previous.sequence, STORED: stored, **link.kept()}
             parts.append(
                 wire.mark(
                     subjects.mark(stream, source, place),
@@ -244,4 +244,4 @@ def _counts(messages: Mapped | None) -> dict[str, int]:
     if messages is None:
         return {}
     values = messages.each("shard")
-    return {one["values"]: one["counts"] for one in pc.value_counts(values).to_pylist()}
+    return {pair["values"]: pair["counts"] for pair in pc.value_counts(values).to_pylist()}

@@ -143,13 +143,14 @@ class Connection:
                 for (subject, body, headers), inbox in zip(asked, inboxes, strict=True)
             )
         )
-        found: dict[str, Received] = {}
-        while len(found) < len(asked):
+        answers: dict[str, Received] = {}
+        while len(answers) < len(asked):
             answer = self.receive()
             if answer.subject in inboxes:
-                found[answer.subject] = answer
+                answers[answer.subject] = answer
         return [
-            found[inbox].of(subject) for inbox, (subject, _, _) in zip(inboxes, asked, strict=True)
+            answers[inbox].of(subject)
+            for inbox, (subject, _, _) in zip(inboxes, asked, strict=True)
         ]
 
     def answers(self, subject: str, body: bytes) -> Iterator[Received]:
@@ -199,10 +200,10 @@ def published(
     subject: str, body: bytes, headers: Mapping[str, object] | None = None, reply: str = ""
 ) -> bytes:
     """Return a message in the server's format."""
-    to = f"{subject} {reply}" if reply else subject
+    target = f"{subject} {reply}" if reply else subject
     if headers is None:
-        return b"PUB %b %d\r\n%b\r\n" % (to.encode(), len(body), body)
+        return b"PUB %b %d\r\n%b\r\n" % (target.encode(), len(body), body)
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
     head = b"%b\r\n%b\r\n" % (VERSION_LINE, lines)
     size = len(head) + len(body)
-    return b"HPUB %b %d %d\r\n%b%b\r\n" % (to.encode(), len(head), size, head, body)
+    return b"HPUB %b %d %d\r\n%b%b\r\n" % (target.encode(), len(head), size, head, body)

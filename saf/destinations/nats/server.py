@@ -132,7 +132,7 @@ class Link:
             yield "is a mirror, is sealed, or renames subjects", "choose another stream"
         if not config.get("allow_atomic"):
             yield "takes no batches", "set its allow_atomic"
-        if not any(subjects.takes(one, marks) for one in config["subjects"]):
+        if not any(subjects.takes(pattern, marks) for pattern in config["subjects"]):
             yield f"does not take its marks, {marks}", "add that to its subjects"
         if config.get("retention") == "interest":
             yield "keeps only what somebody waits for, and no marks", "let its retention be limits"
@@ -160,21 +160,21 @@ class Link:
         Asks the stream's leader, because other servers may not have the latest message yet.
         """
         subject = f"$JS.API.STREAM.MSG.GET.{self.settings.stream}"
-        asked = [(subject, json.dumps({"last_by_subj": one}).encode(), None) for one in named]
-        found = []
-        for answer in self.connection.requests([*asked]):
+        requests = [(subject, json.dumps({"last_by_subj": name}).encode(), None) for name in named]
+        rows = []
+        for answer in self.connection.requests([*requests]):
             try:
                 message = answered(answer)["message"]
             except JetStreamError as error:
                 if error.code not in (NO_MESSAGE, NO_STREAM):
                     raise
-                found.append((ABSENT, 0, 0))
+                rows.append((ABSENT, 0, 0))
                 continue
             head = base64.b64decode(message.get("hdrs", ""))
             headers = Received(subject="", head=head, body=b"").headers()
             text = base64.b64decode(message.get("data", "")).decode()
-            found.append((text, int(message["seq"]), int(headers.get(STORED, 0))))
-        return found
+            rows.append((text, int(message["seq"]), int(headers.get(STORED, 0))))
+        return rows
 
     def identity(self) -> UUID:
         """Return the destination's identity, or its future one; write nothing.
@@ -207,32 +207,32 @@ class Link:
 
     def known(self, source: UUID) -> Known:
         """Return all marks of a source."""
-        named = self._subjects(subjects.marks(self.settings.stream, source))
+        names = self._subjects(subjects.marks(self.settings.stream, source))
         texts = {
-            subjects.place_of(one): text
-            for one, (text, _, _) in zip(named, self.last(named), strict=True)
+            subjects.place_of(name): text
+            for name, (text, _, _) in zip(names, self.last(names), strict=True)
         }
         return known_of(self.identity(), texts)
 
     def sources(self) -> list[UUID]:
         """Return the sources that have marks."""
-        named = self._subjects(subjects.all_marks(self.settings.stream))
-        return sorted({one for one in map(subjects.source_of, named) if one is not None})
+        names = self._subjects(subjects.all_marks(self.settings.stream))
+        return sorted({source for source in map(subjects.source_of, names) if source is not None})
 
     def _subjects(self, wanted: str) -> list[str]:
         """Return the subjects of a pattern that have messages in the stream."""
-        named: list[str] = []
+        names: list[str] = []
         while True:
             try:
-                info = self.ask("STREAM.INFO", subjects_filter=wanted, offset=len(named))
+                info = self.ask("STREAM.INFO", subjects_filter=wanted, offset=len(names))
             except JetStreamError as error:
                 if error.code != NO_STREAM:
                     raise
-                return named
+                return names
             page = info["state"].get("subjects") or {}
-            named += page
-            if not page or len(named) >= int(info.get("total", 0)):
-                return named
+            names += page
+            if not page or len(names) >= int(info.get("total", 0)):
+                return names
 
     def close(self) -> None:
         """Close the connection."""

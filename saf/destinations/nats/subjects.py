@@ -28,7 +28,7 @@ def subject(topic: str) -> str:
     >>> subject("orders.a topic"), subject("a..b"), subject("100%.grüezi")
     ('orders.a%20topic', 'a%2E%2Eb', '100%25.grüezi')
     """
-    return CANNOT.sub(lambda found: "".join(map(_encoded, found[0])), topic)
+    return CANNOT.sub(lambda match: "".join(map(_encoded, match[0])), topic)
 
 
 def _encoded(character: str) -> str:

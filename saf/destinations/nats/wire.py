@@ -55,13 +55,13 @@ def blocks(where: str, what: Mapped) -> list[bytes]:
         Rejected: this protocol cannot carry a header's name, or the name is the server's.
     """
     texts = []
-    for one in what.own:
-        for name in one:
+    for headers in what.own:
+        for name in headers:
             if not NAME.fullmatch(name):
                 raise Rejected(where, f"NATS cannot carry a header {name!r}")
             if name.lower().startswith(THE_SERVERS):
                 raise Rejected(where, f"the sender has given a header {name!r}, a server's command")
-        texts.append("".join(f"{name}: {encoded(value)}\r\n" for name, value in one.items()))
+        texts.append("".join(f"{name}: {encoded(value)}\r\n" for name, value in headers.items()))
     return [block.encode() for block in texts]
 
 
@@ -90,7 +90,7 @@ def messages(where: str, what: Mapped, batch: str, reply: str) -> memoryview:
     subjects = pa.array([subject(topic).encode() for topic in what.topics], BYTES)
     replies = pa.array([f" {reply}".encode(), *[b""] * (what.count - 1)], BYTES)
     space, end = pa.scalar(b" ", BYTES), pa.scalar(b"\r\n", BYTES)
-    joined = pc.binary_join_element_wise(
+    array = pc.binary_join_element_wise(
         pa.scalar(b"HPUB ", BYTES),
         subjects.take(pa.array(what.topic)),
         replies,
@@ -104,9 +104,9 @@ def messages(where: str, what: Mapped, batch: str, reply: str) -> memoryview:
         end,
         pa.scalar(b"", BYTES),
     )
-    offsets = np.frombuffer(joined.buffers()[1], np.int64)
-    first, last = offsets[joined.offset], offsets[joined.offset + len(joined)]
-    return memoryview(joined.buffers()[2])[first:last]
+    offsets = np.frombuffer(array.buffers()[1], np.int64)
+    first, last = offsets[array.offset], offsets[array.offset + len(array)]
+    return memoryview(array.buffers()[2])[first:last]
 
 
 def mark(

@@ -198,16 +198,16 @@ class PostgresInbox:
         """
         places = guarded(chunk)
         values = _values(chunk, places)
-        services, found = self._contact(cursor, values)
-        if len(found) < len(places):
+        services, watermarks = self._contact(cursor, values)
+        if len(watermarks) < len(places):
             # in a transaction of its own, so that waiting for the turn holds no other lock
             self._connect().rollback()
             cursor.ask(TAKE_TURN)
             cursor.update(_text(KNOW_PLACES, values))
             self._connect().commit()
-            services, found = self._contact(cursor, values)
-        epochs = {(lane, shard): epoch for lane, shard, epoch, *_ in found}
-        marks = {(lane, shard): Mark.of(*mark) for lane, shard, _, *mark in found}
+            services, watermarks = self._contact(cursor, values)
+        epochs = {(lane, shard): epoch for lane, shard, epoch, *_ in watermarks}
+        marks = {(lane, shard): Mark.of(*mark) for lane, shard, _, *mark in watermarks}
         refuse(f"destination {self.name!r}", chunk, epochs, marks)
         return services, epochs, marks
 
@@ -338,8 +338,8 @@ class PostgresInbox:
     def _refuse_schema(self, cursor: bulk.BulkCursor) -> None:
         """Raise if the schema does not exist, or has another revision."""
         ((exists,),) = cursor.ask(HAS_SCHEMA)
-        found = cursor.ask(SCHEMA_REVISION) if exists else []
-        require_schema(self.dsn.database, exists, found)
+        rows = cursor.ask(SCHEMA_REVISION) if exists else []
+        require_schema(self.dsn.database, exists, rows)
 
     def _translate(self, error: adbc.Error) -> Exception:
         reason = self.dsn.redact(str(error))

@@ -77,11 +77,11 @@ class Queues:
         If it raises, some messages may still have been stored: those in `SafError.stored`.
         """
         number = "parked_id" if "parked_id" in chunk.rows.column_names else "id"
-        keys = [(chunk.source, number, one) for one in chunk.rows[number].to_pylist()]
+        keys = [(chunk.source, number, key) for key in chunk.rows[number].to_pylist()]
         try:
             self._store(chunk, keys)
         except (Rejected, Unavailable) as error:
-            stored = [one in self._there for one in keys]
+            stored = [key in self._there for key in keys]
             if any(stored):
                 error.stored = chunk.rows.filter(pa.array(stored))
             # only an interrupted attempt is made again with the same rows
@@ -110,7 +110,7 @@ class Queues:
             column = messages.each("message_id")
             assert column is not None  # noqa: S101 - each message has one
             ids: list[str] = column.to_pylist()
-            fresh = [place for place, one in enumerate(keys) if one not in self._there]
+            fresh = [place for place, key in enumerate(keys) if key not in self._there]
             topics = [messages.topics[topic] for topic in messages.topic[fresh].tolist()]
             encoded = properties(messages)
             bodies: list[bytes] = messages.body.take(pa.array(fresh, pa.int64())).to_pylist()

@@ -140,21 +140,21 @@ class Journal:
 
     def _pending(self, place: Place) -> bool:
         """Return True if a batch has begun, and its mark has not moved since."""
-        one, (_, done) = self.begun.get(place), self.done.get(place, (0, NOTHING))
-        return one is not None and one.mark.number > done.number
+        batch, (_, done) = self.begun.get(place), self.done.get(place, (0, NOTHING))
+        return batch is not None and batch.mark.number > done.number
 
     def _is_there(self, places: list[Place]) -> set[Place]:
         """Return the places with messages of their begun batch in a stream."""
-        asked = [(place, stream) for place in places for stream in self.begun[place].streams]
+        pairs = [(place, stream) for place in places for stream in self.begun[place].streams]
         batches = {place: self.begun[place].mark.batch for place in places}
         last = self.connection.sequences(
             (publisher(self.source, place, generation(batches[place])), stream)
-            for place, stream in asked
+            for place, stream in pairs
         )
         return {
             place
-            for (place, _), found in zip(asked, last, strict=True)
-            if is_of(found, batches[place])
+            for (place, _), sequence in zip(pairs, last, strict=True)
+            if is_of(sequence, batches[place])
         }
 
     def _learn(self, entry: bytes) -> str | None:
@@ -181,25 +181,25 @@ class Journal:
         higher = replace(higher, set_aside_at=max(asides, default=None))
         self.done[place] = (max(epoch, before), higher)
 
-    def _have_begun(self, place: Place, one: Begun) -> None:
+    def _have_begun(self, place: Place, batch: Begun) -> None:
         known = self.begun.get(place)
-        if known is not None and one.mark == known.mark:
-            epoch, streams = max(one.epoch, known.epoch), {*known.streams, *one.streams}
-            one = Begun(epoch=epoch, mark=one.mark, streams=tuple(sorted(streams)))
-        if known is None or one.mark.number >= known.mark.number:
-            self.begun[place] = one
-        self.streams.update(one.streams)
+        if known is not None and batch.mark == known.mark:
+            epoch, streams = max(batch.epoch, known.epoch), {*known.streams, *batch.streams}
+            batch = Begun(epoch=epoch, mark=batch.mark, streams=tuple(sorted(streams)))
+        if known is None or batch.mark.number >= known.mark.number:
+            self.begun[place] = batch
+        self.streams.update(batch.streams)
 
     # Writing
 
     def begin(self, places: Mapping[Place, Begun]) -> None:
         """Record that batches begin, unless that is known; durable on return."""
         new = {}
-        for place, one in places.items():
+        for place, batch in places.items():
             known = self.begun.get(place)
-            if known is None or known.mark != one.mark or {*one.streams} - {*known.streams}:
-                new[place] = one
-                self._have_begun(place, one)
+            if known is None or known.mark != batch.mark or {*batch.streams} - {*known.streams}:
+                new[place] = batch
+                self._have_begun(place, batch)
         for part in _parts(new):
             self._say({
                 "begun": {_name(place): _begun(self.begun[place]) for place in part}
@@ -207,7 +207,7 @@ class Journal:
 
     def move(self, marks: Mapping[Place, tuple[int, Mark]]) -> None:
         """Move marks; durable on return."""
-        moved = {place: one for place, one in marks.items() if self.done.get(place) != one}
+        moved = {place: pair for place, pair in marks.items() if self.done.get(place) != pair}
         for place, (epoch, mark) in moved.items():
             self._have_done(place, epoch, mark)
         for part in _parts(moved):
@@ -219,7 +219,7 @@ class Journal:
             {"done": {_name(place): written(*self.done[place]) for place in places}}
             for places in _parts(self.done)
         ]
-        pending = {place: one for place, one in self.begun.items() if self._pending(place)}
+        pending = {place: batch for place, batch in self.begun.items() if self._pending(place)}
         parts += [
             {"begun": {_name(place): _begun(pending[place]) for place in places}}
             for places in _parts(pending)
@@ -243,14 +243,14 @@ class Journal:
         connection.confirm(before + 1)
 
 
-def _begun(one: Begun) -> list[Any]:
-    return [written(one.epoch, one.mark), list(one.streams)]
+def _begun(batch: Begun) -> list[Any]:
+    return [written(batch.epoch, batch.mark), list(batch.streams)]
 
 
 def _parts(places: Mapping[Place, Any]) -> Iterator[list[Place]]:
-    named = sorted(places)
-    for first in range(0, len(named), AT_ONCE):
-        yield named[first : first + AT_ONCE]
+    order = sorted(places)
+    for first in range(0, len(order), AT_ONCE):
+        yield order[first : first + AT_ONCE]
 
 
 def _name(place: Place) -> str:

@@ -75,7 +75,7 @@ class Publishers:
         self, publishers: Sequence[tuple[str, str]]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the numbers of publishers, and their last publishing ids."""
-        new = [one for one in publishers if one not in self._numbers]
+        new = [publisher for publisher in publishers if publisher not in self._numbers]
         if len(self._numbers) + len(new) > MOST:
             self._connection.forget([*self._numbers.values()])
             self._numbers, self._last = {}, {}
@@ -86,8 +86,8 @@ class Publishers:
             self._numbers[declared[number]] = number
             self._last[declared[number]] = last
         return (
-            np.array([self._numbers[one] for one in publishers], np.int64),
-            np.array([self._last[one] for one in publishers], np.int64),
+            np.array([self._numbers[publisher] for publisher in publishers], np.int64),
+            np.array([self._last[publisher] for publisher in publishers], np.int64),
         )
 
     def _send(

@@ -47,9 +47,9 @@ def read(name: str, settings: RabbitmqStream) -> Iterator[Reading]:
         for stream, journals in sorted(streams.items()):
             if stream not in existing:
                 raise CannotReadBack(name, f"its stream {stream} is gone")
-            if gone := _read(link.connection, stream, columns):
-                raise CannotReadBack(name, f"{gone:,} messages of its stream {stream} are gone")
-            if gone is None and any(_has_had(journal, stream) for journal in journals):
+            if missing := _read(link.connection, stream, columns):
+                raise CannotReadBack(name, f"{missing:,} messages of its stream {stream} are gone")
+            if missing is None and any(_has_had(journal, stream) for journal in journals):
                 raise CannotReadBack(name, f"all messages of its stream {stream} are gone")
         nothing: dict[str, list[Any]] = {column: [] for column in HELD.names}
         yield TableReading(

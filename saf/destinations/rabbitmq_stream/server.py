@@ -109,19 +109,19 @@ class Link:
         A server without an identity gets one computed from its address. So a server that has lost
         everything is not taken for a new one: it is the same one, without its acknowledged data.
         """
-        if noted := self._noted():
-            return noted[0]
+        if identities := self._noted():
+            return identities[0]
         settings = self.settings
         return uuid5(NAMESPACE_URL, f"{settings.server}#{settings.marks}")
 
     def make_identity(self) -> UUID:
         """Return the identity, after storing it; it stays when the server's data is moved."""
         self.make([self.settings.marks])
-        noted = self._noted()
-        if not noted:
+        identities = self._noted()
+        if not identities:
             self._note(str(self.identity()), number=1, by=IDENTITY)
-            noted = self._noted()
-        return noted[0]
+            identities = self._noted()
+        return identities[0]
 
     def sources(self) -> list[UUID]:
         """Return the sources that have a journal."""
@@ -132,11 +132,11 @@ class Link:
         stream = self.settings.marks
         if stream not in self.connection.replicas([stream]):
             return []
-        found: list[UUID] = []
+        identities: list[UUID] = []
         with self.connection.chunks(stream) as following:
             while (chunk := following(wait=False)) is not None:
-                found += [UUID(one[len(DATA) + 4 :].decode()) for one in chunk.entries]
-        return found
+                identities += [UUID(entry[len(DATA) + 4 :].decode()) for entry in chunk.entries]
+        return identities
 
     def _note(self, text: str, *, number: int, by: str = "") -> None:
         """Add an id to the stream of the identity."""

@@ -125,9 +125,9 @@ class Streams:
             stored = 0
             if numbered is not None and not verdict.wrong:
                 link.make(numbered.what.topics)
-                noted = noting(replace(chunk, rows=verdict.rows), marks)
-                if noted:
-                    journal.move({place: (own[place[1]], mark) for place, mark in noted.items()})
+                notes = noting(replace(chunk, rows=verdict.rows), marks)
+                if notes:
+                    journal.move({place: (own[place[1]], mark) for place, mark in notes.items()})
                 journal.begin(numbered.begun)
                 stored = self._publish(numbered)
             marks |= verdict.moved
@@ -175,7 +175,7 @@ class Streams:
         if ids.max() >> ROW_BITS:
             raise unusable(self.what, f"a row's id, {ids.max():,}, has too many bits", "tell us")
         parts = np.stack([place, batches >> BATCH_BITS, messages.topic])
-        streams: dict[Place, set[str]] = {one: set() for one in places}
+        streams: dict[Place, set[str]] = {key: set() for key in places}
         for at, topic in np.unique(parts[[0, 2]], axis=1).T.tolist():
             streams[places[at]].add(messages.topics[topic])
         if not exactly_once:  # one publisher per topic, without a name
@@ -209,8 +209,8 @@ class Streams:
         epochs = dict(chunk.batch.epochs)
         _, first = np.unique(place, return_index=True)
         parked = [name for name in ("batch", "opened_at") if name in rows.column_names]
-        begun = {}
-        for one, row in zip(
+        batches = {}
+        for key, row in zip(
             places, rows.select(["id", *parked]).take(first).to_pylist(), strict=True
         ):
             mark = Mark(
@@ -218,8 +218,10 @@ class Streams:
                 opened_at=row.get("opened_at", chunk.batch.opened_at),
                 acknowledged=chunk.prefix != ONCE,
             )
-            begun[one] = Begun(epoch=epochs[one[1]], mark=mark, streams=tuple(sorted(streams[one])))
-        return begun
+            batches[key] = Begun(
+                epoch=epochs[key[1]], mark=mark, streams=tuple(sorted(streams[key]))
+            )
+        return batches
 
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
         messages = mapped(

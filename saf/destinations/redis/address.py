@@ -51,8 +51,8 @@ def parse(text: str) -> Address:
     scheme, _, rest = text.partition("://")
     if scheme == "unix":
         url = urlsplit(text)
-        (asked,) = parse_qs(url.query).get("db", ["0"])
-        return Address(path=unquote(url.path), database=_number(text, asked))
+        (number,) = parse_qs(url.query).get("db", ["0"])
+        return Address(path=unquote(url.path), database=_number(text, number))
     protocol, _, found_by = scheme.partition("+")
     if protocol not in ("redis", "rediss") or found_by not in PORTS or scheme.endswith("+"):
         raise ValueError(
@@ -60,7 +60,7 @@ def parse(text: str) -> Address:
             "rediss://…, unix:///path, redis+sentinel://host/name, redis+cluster://host"
         )
     places, _, path = rest.partition("/")
-    hosts = tuple(_host(text, one, PORTS[found_by]) for one in places.split(","))
+    hosts = tuple(_host(text, host, PORTS[found_by]) for host in places.split(","))
     parts = path.split("/") if path else []
     master = parts.pop(0) if found_by == "sentinel" and parts else ""
     if found_by == "sentinel" and not master:

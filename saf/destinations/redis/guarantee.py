@@ -25,7 +25,7 @@ def guarantee(link: Link) -> Guarantee:
     file = bool(info["aof_enabled"])
     sync = link.config("appendfsync") if file else None
     replicas = int(info["connected_slaves"])
-    wanted = link.settings.replicas
+    required = link.settings.replicas
     more: list[tuple[str, str]] = []
     if not file:
         more.append((NOT_KEPT, "appendonly yes and appendfsync always in redis.conf"))
@@ -33,7 +33,7 @@ def guarantee(link: Link) -> Guarantee:
         more.append((KEPT[sync], "ACL SETUSER with +config|get, for appendfsync"))
     elif sync != "always":
         more.append((KEPT[sync], "appendfsync always in redis.conf"))
-    if replicas and not wanted:
+    if replicas and not required:
         more.append(
             (
                 f"a failover to one of {_replicas(replicas)} may lose acknowledged messages, "
@@ -41,16 +41,16 @@ def guarantee(link: Link) -> Guarantee:
                 f"replicas = {replicas} in this destination of saf.toml, and min-replicas-to-write",
             )
         )
-    if wanted > replicas:
+    if required > replicas:
         more.append(
             (
-                f"it has {replicas} of {_replicas(wanted)} that saf waits for: messages wait",
+                f"it has {replicas} of {_replicas(required)} that saf waits for: messages wait",
                 "start them, or lower replicas in saf.toml",
             )
         )
     failover = "no replica is waited for"
-    if wanted:
-        failover = f"a chunk counts as stored when {_replicas(wanted)} have it"
+    if required:
+        failover = f"a chunk counts as stored when {_replicas(required)} have it"
     kept = KEPT.get(sync, KEPT[None]) if file else NOT_KEPT
     name = "Valkey" if "valkey_version" in info else "Redis"
     version = info.get("valkey_version") or info["redis_version"]

@@ -76,15 +76,15 @@ class Link:
 
     def read(self, source: UUID, places: Sequence[Place]) -> list[str]:
         """Return the values of places' fields."""
-        found = self.client.hmget(
+        values = self.client.hmget(
             keys.marks(self.settings.hash_tag, source), [keys.field(place) for place in places]
         )
-        return [ABSENT if value is None else value.decode() for value in found]
+        return [ABSENT if value is None else value.decode() for value in values]
 
     def known(self, source: UUID) -> Known:
         """Return all marks of a source."""
-        found = self.client.hgetall(keys.marks(self.settings.hash_tag, source))
-        return known_of(self.identity(), keys.texts(found))
+        marks = self.client.hgetall(keys.marks(self.settings.hash_tag, source))
+        return known_of(self.identity(), keys.texts(marks))
 
     def info(self) -> dict[str, Any]:
         """Return the server's INFO."""

@@ -143,16 +143,16 @@ class Streams(Stepwise[Link]):
         Raises:
             Unavailable: too few replicas have it in time. A repeated chunk waits again.
         """
-        wanted = self.settings.replicas
-        if not wanted:
+        required = self.settings.replicas
+        if not required:
             return
         seconds = self.settings.bounds.lock_seconds
         written = ("SET", keys.waited(self.settings.hash_tag), "")
-        wait = ("WAIT", wanted, int(seconds * 1000))
+        wait = ("WAIT", required, int(seconds * 1000))
         connection.send_packed_command(connection.pack_commands([written, wait]))
         connection.read_response()
-        have = connection.read_response()
-        if have < wanted:
+        count = connection.read_response()
+        if count < required:
             raise Unavailable(
-                self.what, f"{have} of {wanted} replicas have {content} after {seconds:g} s"
+                self.what, f"{count} of {required} replicas have {content} after {seconds:g} s"
             )

@@ -51,7 +51,7 @@ def command(
         before += [len(one), *(part for pair in one for part in pair)]
     words = ["EVALSHA", sha, len(keys), *keys, *before]
     count = len(words) + int((2 + fields)[shape].sum())
-    joined = pc.binary_join_element_wise(
+    array = pc.binary_join_element_wise(
         _words(len(what.topics)).take(pa.array(what.topic)),
         _words(len(shapes)).take(pa.array(shape)),
         *values,
@@ -59,7 +59,7 @@ def command(
         null_handling="replace",
         null_replacement=b"",
     )
-    return [b"*%d\r\n" % count + _bulks(words), _content(joined)]
+    return [b"*%d\r\n" % count + _bulks(words), _content(array)]
 
 
 def _shaped(
@@ -81,11 +81,11 @@ def _shaped(
     for _, values in own:
         code = code * 2 + np.asarray(values.is_valid(), np.int64)
     codes, shape = np.unique(code, return_inverse=True)
-    named = [*forms]
+    forms_of_senders = [*forms]
     shapes, fields = [], []
     for one in codes.tolist():
         names = [name for place, (name, _) in enumerate(reversed(own)) if one >> place & 1][::-1]
-        of_sender = named[one >> len(own)]
+        of_sender = forms_of_senders[one >> len(own)]
         each = [*of_sender, *names, BODY]
         shapes.append([*constant, *((name, "?") for name in each)])
         fields.append(len(each))
@@ -133,9 +133,9 @@ def _bulk(values: pa.Array) -> pa.Array:
     )
 
 
-def _content(joined: pa.Array) -> memoryview:
+def _content(array: pa.Array) -> memoryview:
     """Return the concatenated bytes of all values, without copying them."""
-    joined = joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined
-    offsets = np.frombuffer(joined.buffers()[1], np.int64)
-    first, last = offsets[joined.offset], offsets[joined.offset + len(joined)]
-    return memoryview(joined.buffers()[2])[first:last]
+    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    offsets = np.frombuffer(array.buffers()[1], np.int64)
+    first, last = offsets[array.offset], offsets[array.offset + len(array)]
+    return memoryview(array.buffers()[2])[first:last]

@@ -226,7 +226,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "files of a commit that failed stay",
         f"{DELTA}/table.py",
-        "        opened.files.remove(one.path for one in added)\n",
+        "        opened.files.remove(file.path for file in added)\n",
         "",
         f"{LAKE}::test_a_new_owner_that_stores_before_the_commit_fences_it",
     ),
@@ -477,9 +477,9 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a little cycle asks an inbox about its services by itself",
         INBOX,
-        "        services, found = self._contact(cursor, values)\n        if",
+        "        services, watermarks = self._contact(cursor, values)\n        if",
         "        cursor.ask(SCHEMA_REVISION)\n"
-        "        services, found = self._contact(cursor, values)\n        if",
+        "        services, watermarks = self._contact(cursor, values)\n        if",
         "contract/test_round_trips.py::test_a_little_cycle_takes_few_round_trips",
     ),
     mutant(
@@ -541,7 +541,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a mark is set whatever it was",
         "saf/destinations/nats/batches.py",
-        "headers = {wire.EXPECTED: was.sequence, STORED: stored, **link.kept()}",
+        "headers = {wire.EXPECTED: previous.sequence, STORED: stored, **link.kept()}",
         "headers = {STORED: stored, **link.kept()}",
         NATS,
     ),
@@ -555,8 +555,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "messages that were removed from a stream are taken for lost",
         "saf/destinations/nats/reading.py",
-        "if (gone := moment.stored - moment.found) > 0:",
-        "if (gone := 0) > 0:",
+        "if (missing := moment.stored - moment.found) > 0:",
+        "if (missing := 0) > 0:",
         f"{NATS}::test_marks_outlive_the_messages_that_the_stream_forgets_by_age",
     ),
     mutant(
@@ -622,8 +622,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "of two messages that say the same id, a full queue gets one",
         "saf/destinations/rabbitmq/queues.py",
-        "for one in chunk.rows[number].to_pylist()",
-        'for one in chunk.rows["message_id"].to_pylist()',
+        "for key in chunk.rows[number].to_pylist()",
+        'for key in chunk.rows["message_id"].to_pylist()',
         f"{QUEUES}::test_two_messages_that_say_the_same_id_both_come_although_the_queue_was_full",
     ),
     mutant(
@@ -709,7 +709,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was stored before its owner was fenced is stored again",
         "saf/destinations/kafka/transactions.py",
-        "fine = self._is_there(link, source, step)",
+        "success = self._is_there(link, source, step)",
         "pass",
         f"{KAFKA}::test_what_was_stored_just_before_its_owner_was_fenced_is_not_stored_again",
     ),
@@ -789,8 +789,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "messages that a limit has removed from a stream are taken for lost",
         f"{RABBITMQ_STREAM}/reading.py",
-        "            if gone := _read(link.connection, stream, columns):",
-        "            if (gone := _read(link.connection, stream, columns)) and False:",
+        "            if missing := _read(link.connection, stream, columns):",
+        "            if (missing := _read(link.connection, stream, columns)) and False:",
         f"{RABBITMQ}::test_what_the_stream_has_removed_is_not_taken_for_lost",
     ),
     mutant(
@@ -803,8 +803,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "replicas are not waited for",
         STREAMS,
-        "        if have < wanted:",
-        "        if have < 0:",
+        "        if count < required:",
+        "        if count < 0:",
         f"{REDIS}::test_nothing_is_stored_while_too_few_replicas_follow",
     ),
     mutant(
@@ -831,8 +831,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "entries that were removed are taken for lost",
         "saf/destinations/redis/reading.py",
-        'if gone := info["entries-added"] - info["length"]:',
-        "if gone := 0:",
+        'if missing := info["entries-added"] - info["length"]:',
+        "if missing := 0:",
         f"{REDIS}::test_what_was_trimmed_is_not_taken_for_lost",
     ),
     mutant(

@@ -101,8 +101,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a destination stores what is for another broker",
         "saf/destinations/places.py",
-        "    return sorted(map(str, named - {identity}))",
-        "    return sorted(map(str, named - named))",
+        "    return sorted(map(str, brokers - {identity}))",
+        "    return sorted(map(str, brokers - brokers))",
         "contract/test_to_broker.py::test_a_destination_refuses_what_is_for_another_broker_and_the_neighbours_go_on",
     ),
     mutant(
