@@ -57,7 +57,7 @@ def events(
     content_types = [b"" if one is None else b',"datacontenttype":' + _json(one) for one in types]
     parts.append(pa.array(content_types, BYTES).take(pa.array(which)))
     write = [_writer(one) for one in types]
-    data = [write[at](one) for at, one in zip(which.tolist(), body.to_pylist(), strict=True)]
+    data = [write[index](one) for index, one in zip(which.tolist(), body.to_pylist(), strict=True)]
     return joined(*parts, pa.array(data, BYTES), pa.scalar(b"}", BYTES))
 
 

@@ -163,9 +163,9 @@ def mapped(
         values = _said(rows, one.column, source, form)
         if isinstance(values, str) or values.null_count < len(values):
             columns[one.column] = values
-    whole_events, of = form == "cloudevents-structured", names(form, prefix)
-    headers = {} if whole_events else {of[column]: values for column, values in columns.items()}
-    taken = {*of.values(), *reserved}
+    whole_events, header = form == "cloudevents-structured", names(form, prefix)
+    headers = {} if whole_events else {header[column]: values for column, values in columns.items()}
+    taken = {*header.values(), *reserved}
     if form != "saf":
         taken.add(version := f"{prefix}specversion")
     if form == "cloudevents":
@@ -220,8 +220,8 @@ def said_of(headers: Mapping[str, str], body: bytes, prefix: str) -> Mapping[str
 def source_of(said: Mapping[str, str], prefix: str) -> UUID | None:
     """Return the broker_id of a message's source; None if saf did not write the message."""
     for form in NAMED:
-        of = names(form, prefix)
-        if (source := said.get(of["source"])) is not None and of["shard"] in said:
+        header = names(form, prefix)
+        if (source := said.get(header["source"])) is not None and header["shard"] in said:
             try:
                 return UUID(source.removeprefix(EVENT_SOURCE))
             except ValueError:
@@ -232,15 +232,15 @@ def source_of(said: Mapping[str, str], prefix: str) -> UUID | None:
 def held_of(said: Mapping[str, str], prefix: str) -> dict[str, Any]:
     """Return the columns of saf's message that are compared; see `saf.destinations.tables`."""
     forms = (names(form, prefix) for form in NAMED)
-    of = next(candidate for candidate in forms if candidate["source"] in said)
-    to_broker = said.get(of["to_broker"])
+    header = next(candidate for candidate in forms if candidate["source"] in said)
+    to_broker = said.get(header["to_broker"])
     return {
-        "message_id": UUID(said[of["message_id"]]).bytes,
-        "shard": int(said[of["shard"]]),
-        "to_service": said[of["to_service"]],
+        "message_id": UUID(said[header["message_id"]]).bytes,
+        "shard": int(said[header["shard"]]),
+        "to_service": said[header["to_service"]],
         "to_broker": to_broker and UUID(to_broker).bytes,
-        "key": said.get(of["key"]),
-        "created_at": datetime.fromisoformat(said[of["created_at"]]),
+        "key": said.get(header["key"]),
+        "created_at": datetime.fromisoformat(said[header["created_at"]]),
     }
 
 
@@ -292,8 +292,10 @@ def _own(destination: str, text: str | None, taken: set[str]) -> dict[str, str]:
         return {}
     if not isinstance(headers, dict):
         raise Rejected(destination, "the headers are not a JSON object")
-    if wrong := sorted(taken & headers.keys()):
-        raise Rejected(destination, f"the sender has given a header {wrong[0]!r}, which saf gives")
+    if reserved := sorted(taken & headers.keys()):
+        raise Rejected(
+            destination, f"the sender has given a header {reserved[0]!r}, which saf gives"
+        )
     return {name: _text(value) for name, value in headers.items()}
 
 

@@ -194,10 +194,10 @@ class InHand:
         >>> full.has_forgotten(mark), full.has_forgotten(between)
         (False, True)
         """
-        at, known = mark.set_aside_at, self.set_aside_at
-        if at is None or at in known:
+        time, known = mark.set_aside_at, self.set_aside_at
+        if time is None or time in known:
             return False
-        return len(known) < TIMES or at > known[0]
+        return len(known) < TIMES or time > known[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,8 +301,8 @@ def reached(marks: Mapping[Place, Mark], behind: Iterable[Place]) -> dict[int, d
     moments: dict[int, datetime | None] = {}
     for lane, shard in behind:
         opened_at = marks.get((lane, shard), NOTHING).opened_at
-        before = moments.get(shard, opened_at)
-        moments[shard] = before and opened_at and min(before, opened_at)
+        oldest = moments.get(shard, opened_at)
+        moments[shard] = oldest and opened_at and min(oldest, opened_at)
     return moments
 
 

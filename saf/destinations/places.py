@@ -80,17 +80,17 @@ def refuse(
         )
         for shard in own
     }
-    needed = set(touched(chunk))
-    known = {place: mark for place, mark in chunk.known.items() if place in needed}
-    stored = {place: mark for place, mark in marks.items() if place in needed}
-    differ = compare(stored, known, in_hand)
-    if differ.behind:
-        raise Behind(where, shards_of(differ.behind), differ.since, differ.lower)
+    places = set(touched(chunk))
+    known = {place: mark for place, mark in chunk.known.items() if place in places}
+    stored = {place: mark for place, mark in marks.items() if place in places}
+    difference = compare(stored, known, in_hand)
+    if difference.behind:
+        raise Behind(where, shards_of(difference.behind), difference.since, difference.lower)
     forgotten = [place for place, mark in marks.items() if in_hand[place[1]].has_forgotten(mark)]
     if forgotten:
         raise Ahead(where, shards_of(forgotten))
-    if differ.ahead:
-        ahead = {place: marks[place] for place in differ.ahead}
+    if difference.ahead:
+        ahead = {place: marks[place] for place in difference.ahead}
         raise Ahead(where, shards_of(ahead), ahead)
 
 
@@ -147,8 +147,8 @@ def judged(
     if exactly_once:
         stored = {place: mark.number for place, mark in marks.items()}
         rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)
-    wrong = not_for(where, identity, rows, chunk.behind)
-    return Verdict(rows=rows, wrong=wrong, moved={} if wrong else last_of(chunk, marks))
+    error = not_for(where, identity, rows, chunk.behind)
+    return Verdict(rows=rows, wrong=error, moved={} if error else last_of(chunk, marks))
 
 
 def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
@@ -168,10 +168,10 @@ def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
             opened_at=row.get("opened_at", chunk.batch.opened_at),
             acknowledged=answered,
         )
-        before = marks.get(place, NOTHING)
-        if mark.number <= before.number:
-            mark = replace(before, acknowledged=answered)
-        moved[place] = replace(mark, set_aside_at=before.set_aside_at)
+        old = marks.get(place, NOTHING)
+        if mark.number <= old.number:
+            mark = replace(old, acknowledged=answered)
+        moved[place] = replace(mark, set_aside_at=old.set_aside_at)
     return moved | noting(chunk, {**marks, **moved})
 
 

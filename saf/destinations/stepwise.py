@@ -204,15 +204,15 @@ class Stepwise(ABC, Generic[Link]):
         rows = verdict.rows if messages else verdict.rows.slice(0, 0)
         for cut in self._cuts(chunk, rows):
             last = cut.first + cut.count == rows.num_rows
-            done = replace(chunk, rows=rows.slice(cut.first, cut.count))
-            marks = {**marks, **(verdict.moved if last else last_of(done, marks))}
-            after = {place: written(own[place[1]], marks[place]) for place in cut.places}
+            part = replace(chunk, rows=rows.slice(cut.first, cut.count))
+            marks = {**marks, **(verdict.moved if last else last_of(part, marks))}
+            new = {place: written(own[place[1]], marks[place]) for place in cut.places}
             yield Step(
                 what=messages.slice(cut.first, cut.count) if messages and cut.count else None,
                 before={place: texts[place] for place in cut.places},
-                after=after,
+                after=new,
             )
-            texts = {**texts, **after}
+            texts = {**texts, **new}
 
     @contextmanager
     def _connected(self) -> Iterator[Link]:

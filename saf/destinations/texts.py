@@ -59,8 +59,8 @@ def moments(values: pa.Array) -> pa.Array:
     text = np.empty((len(days), 27), np.uint8)
     text[:, :10] = np.frombuffer(dates, np.uint8).reshape(-1, 10)[indices]
     text[:, [10, 13, 16, 19, 26]] = np.frombuffer(b"T::.Z", np.uint8)
-    for place, most in ((24, 100), (22, 100), (20, 100), (17, 60), (14, 60), (11, 24)):
-        rest, pair = np.divmod(rest, most)
+    for place, base in ((24, 100), (22, 100), (20, 100), (17, 60), (14, 60), (11, 24)):
+        rest, pair = np.divmod(rest, base)
         text[:, place : place + 2] = PAIRS[pair]
     return _spread(text, values)
 

@@ -92,13 +92,13 @@ class Files:
 
     def remove(self, paths: Iterable[str]) -> list[str]:
         """Remove files that no reader knows; return the paths that could not be removed."""
-        left = []
+        failed = []
         for path in paths:
             try:
                 self.filesystem.delete_file(path)
             except OSError:
-                left.append(path)
-        return left
+                failed.append(path)
+        return failed
 
 
 def sizes_of(table: DeltaTable) -> list[int]:

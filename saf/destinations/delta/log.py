@@ -56,8 +56,8 @@ class Log:
             if (match := CHECKPOINT.fullmatch(name)) and int(match["version"]) <= version:
                 checkpoints.setdefault(int(match["version"]), []).append(f"{LOG}/{name}")
                 counts[int(match["version"])] = int(match["parts"] or 1)
-        whole = [number for number, paths in checkpoints.items() if len(paths) >= counts[number]]
-        newest = max(whole, default=-1)
+        complete = [number for number, paths in checkpoints.items() if len(paths) >= counts[number]]
+        newest = max(complete, default=-1)
         return newest, checkpoints.get(newest, [])
 
     def _of_checkpoint(self, path: str) -> dict[str, int]:

@@ -66,26 +66,26 @@ def check(link: Link, table: DeltaTable) -> None:
     Raises:
         Refused: they cannot.
     """
-    settings, wanted = link.settings, schema(link.settings)
+    settings, target = link.settings, schema(link.settings)
     if ARCHIVE in table.metadata().configuration:
         raise unusable(
             link.what,
             "its table is an archive of logs, where messages are that `saf purge` took",
             "name another table",
         )
-    by = tuple(table.metadata().partition_columns)
-    if by != BY[settings.partition_by]:
+    partitions = tuple(table.metadata().partition_columns)
+    if partitions != BY[settings.partition_by]:
         names = {columns: name for name, columns in BY.items()}
         raise unusable(
             link.what,
-            f"its table is partitioned by {', '.join(by) or 'nothing'}, not by "
+            f"its table is partitioned by {', '.join(partitions) or 'nothing'}, not by "
             f"{settings.partition_by}",
-            f'set partition_by = "{names[by]}" in saf.toml'
-            if by in names
+            f'set partition_by = "{names[partitions]}" in saf.toml'
+            if partitions in names
             else "name another table: it is one that saf has not made",
         )
     existing = {field.name.lower(): field for field in table.schema().fields}
-    for field in Schema.from_arrow(wanted).fields:
+    for field in Schema.from_arrow(target).fields:
         column = existing.pop(field.name.lower(), field)
         if column.type != field.type or column.name != field.name:
             raise unusable(
@@ -105,11 +105,11 @@ def check_others(what: str, table: DeltaTable, others: Collection[Field]) -> Non
     Raises:
         Refused: rows need more.
     """
-    needed = [field.name for field in others if not field.nullable]
-    if needed:
+    required = [field.name for field in others if not field.nullable]
+    if required:
         raise unusable(
             what,
-            f"the column {needed[0]!r} of its table must have a value",
+            f"the column {required[0]!r} of its table must have a value",
             "ALTER TABLE … ALTER COLUMN … DROP NOT NULL, or name another table",
         )
     properties = table.metadata().configuration

@@ -33,12 +33,12 @@ def state_of(source: UUID, numbers: Mapping[str, int]) -> State:
     >>> state_of(source, numbers) == State(marks={("", 7): mark}, epochs={7: 3})
     True
     """
-    of = f"{OURS}{source}:"
+    prefix = f"{OURS}{source}:"
     epochs: dict[int, int] = {}
     places: dict[Place, dict[str, int]] = {}
     for name, number in numbers.items():
-        if name.startswith(of):
-            shard, column, lane = name.removeprefix(of).split(":", 2)
+        if name.startswith(prefix):
+            shard, column, lane = name.removeprefix(prefix).split(":", 2)
             if column == "epoch":
                 epochs[int(shard)] = number
             else:

@@ -197,13 +197,13 @@ def lacking(what: str, table: DeltaTable, columns: pa.Schema, by: Sequence[str])
     Raises:
         Refused: such rows cannot be appended to the table.
     """
-    has = table.metadata().partition_columns
-    if has != [*by]:
+    partitions = table.metadata().partition_columns
+    if partitions != [*by]:
         raise unusable(
             what,
-            f"it is partitioned by {', '.join(has) or 'nothing'}, and not by "
+            f"it is partitioned by {', '.join(partitions) or 'nothing'}, and not by "
             f"{', '.join(by) or 'nothing'}",
-            f"set partition_by={has!r}, or name another table",
+            f"set partition_by={partitions!r}, or name another table",
         )
     existing = {field.name.lower(): field for field in table.schema().fields}
     missing = []

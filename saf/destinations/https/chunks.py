@@ -149,10 +149,10 @@ def _may_grow(kind: str, message: bytes) -> bool:
 def _whole(rows: pa.Table, *, messages: bool) -> pa.Table:
     """Check that rows have everything that a chunk needs; return them with `ROW`."""
     columns: dict[str, Any] = {name: rows[name] for name in rows.column_names}
-    needed = {*NEEDED, *(COLUMNS if messages else ())}
+    required = {*NEEDED, *(COLUMNS if messages else ())}
     for group in (PARKED, LANES):
-        needed |= {*group} if {*group} & columns.keys() else set()
-    if missing := needed - columns.keys():
+        required |= {*group} if {*group} & columns.keys() else set()
+    if missing := required - columns.keys():
         raise NotUnderstood(f"it has no column {sorted(missing)[0]!r}")
     for name in NEVER_NULL:
         if name in columns and columns[name].null_count:
@@ -177,7 +177,7 @@ def _given(message: Mapping[str, Any], rows: pa.Table) -> Given:
             route_version=None,
             opened_at=opened_at,
             set_aside_at={
-                int(shard): [at for at in map(moment, times) if at is not None]
+                int(shard): [time for time in map(moment, times) if time is not None]
                 for shard, times in message.get("set_aside_at", ())  # older forwarders send none
             },
             epochs=tuple((int(shard), int(epoch)) for shard, epoch in message["epochs"]),

@@ -48,9 +48,9 @@ class _Connection(http.client.HTTPConnection):
     """
 
     def __init__(self, settings: Https, context: ssl.SSLContext | None) -> None:
-        at = settings.address
-        super().__init__(at.host, at.port)
-        self.default_port = 443 if at.tls else 80
+        address = settings.address
+        super().__init__(address.host, address.port)
+        self.default_port = 443 if address.tls else 80
         self._own: socket.socket | None = None
         self._network_seconds = settings.bounds.network_seconds
         self._context = context
@@ -123,19 +123,19 @@ class Link:
         """Ask the broker for its database's promise."""
         with self._reading():
             answer = self.ask(wire.GUARANTEE)
-            more = [(str(finding), str(cure)) for finding, cure in answer["more"]]
+            findings = [(str(finding), str(cure)) for finding, cure in answer["more"]]
             return Guarantee(
                 server=f"{answer['server']}, at {self.settings.server}",
                 promise=f"{self.settings.quality.replace('_', ' ')}; {answer['promise']}",
-                more=more,
+                more=findings,
             )
 
-    def ask(self, question: str, **more: Any) -> Said:
+    def ask(self, question: str, **fields: Any) -> Said:
         """Ask the broker a question.
 
         Raises the broker's refusal, or `Unavailable`.
         """
-        body = wire.written(ask=question, **more)
+        body = wire.written(ask=question, **fields)
         return self.post(body, wire.JSON, self.settings.bounds.statement_seconds)
 
     def post(self, body: Any, kind: str, seconds: float, chunk: Chunk | None = None) -> Said:
@@ -193,23 +193,23 @@ class Link:
         return answer.status, answer.reason, text
 
     def _translated(self, error: Exception, waiting: Waiting | None) -> SafError:
-        at = self.settings.server
+        server = self.settings.server
         if isinstance(error, ssl.SSLCertVerificationError):
             return unusable(
                 self.what,
-                f"the certificate of {at} is not accepted: {error.verify_message}",
+                f"the certificate of {server} is not accepted: {error.verify_message}",
                 "name the certificates that have signed it as ca_file in saf.toml",
             )
         if waiting is not None and waiting.given_up:
-            return Unavailable(self.what, f"{at}: {waiting}", hangs=True)
+            return Unavailable(self.what, f"{server}: {waiting}", hangs=True)
         reason = " ".join(str(error).split()) or type(error).__name__
-        return Unavailable(self.what, f"{at}: {reason}", hangs=isinstance(error, TimeoutError))
+        return Unavailable(self.what, f"{server}: {reason}", hangs=isinstance(error, TimeoutError))
 
     def _of_another(self, status: int, reason: str, answer: bytes) -> SafError:
         """Return the error for an answer from another server, such as a proxy."""
-        at = self.settings.server
+        server = self.settings.server
         excerpt = " ".join(answer[:SHOWN].decode(errors="replace").split())
-        text = self.settings.redact(f"{at} answers {status} {reason}: {excerpt}")
+        text = self.settings.redact(f"{server} answers {status} {reason}: {excerpt}")
         if status == TOO_LARGE:
             return Rejected(self.what, text)
         if status in LATER or status >= http.client.INTERNAL_SERVER_ERROR:

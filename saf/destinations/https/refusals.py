@@ -91,9 +91,9 @@ TOLD: Sequence[tuple[type[SafError], int, str, Callable[[Any], dict[str, Any]]]]
 
 def told(error: SafError) -> tuple[int, dict[str, Any]]:
     """Return the status and the answer for an error."""
-    for kind, status, name, more in TOLD:
+    for kind, status, name, fields in TOLD:
         if isinstance(error, kind):
-            return status, {"error": name, **more(error)}
+            return status, {"error": name, **fields(error)}
     raise AssertionError(error)  # the last line fits
 
 

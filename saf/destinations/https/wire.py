@@ -51,13 +51,13 @@ class OtherVersion(NotUnderstood):
         self.version = version
 
 
-def written(**said: Any) -> bytes:
+def written(**fields: Any) -> bytes:
     """Return a message of one side.
 
     >>> written(ask=IDENTITY)
     b'{"version": 1, "ask": "identity"}'
     """
-    return json.dumps({"version": VERSION, **said}).encode()
+    return json.dumps({"version": VERSION, **fields}).encode()
 
 
 def read(body: bytes | bytearray) -> Said:

@@ -22,7 +22,7 @@ MANY_SNAPSHOTS = 1_000
 def guarantee(link: Link) -> Guarantee:
     """Return the table's promise where it is now."""
     settings, table = link.settings, link.load()
-    more: list[tuple[str, str]] = []
+    findings: list[tuple[str, str]] = []
     server = f"no Iceberg table yet, {settings.table}"
     if table is not None:
         snapshot = table.current_snapshot()
@@ -32,7 +32,7 @@ def guarantee(link: Link) -> Guarantee:
         kept = len(table.snapshots())
         server = f"Iceberg table of {files:,} files, {kept:,} snapshots, {settings.table}"
         if files > MANY_FILES and size / files < SMALL_BYTES:
-            more.append(
+            findings.append(
                 (
                     f"its {files:,} files have {size // files >> 10:,} KiB on average, which makes "
                     "reading slow",
@@ -40,7 +40,7 @@ def guarantee(link: Link) -> Guarantee:
                 )
             )
         if kept > MANY_SNAPSHOTS:
-            more.append(
+            findings.append(
                 (
                     f"its {kept:,} snapshots are rewritten by each commit",
                     "expire_snapshots of Spark or pyiceberg; saf's marks stay",
@@ -50,9 +50,13 @@ def guarantee(link: Link) -> Guarantee:
     if not settings.folder:
         kept_by = "acknowledged messages are as safe as the object store"
         if not place_of(link, table).startswith(S3):
-            more.append(("saf tests only object stores that speak S3", "your own test of yours"))
+            findings.append(
+                ("saf tests only object stores that speak S3", "your own test of yours")
+            )
     if not is_sql(settings.catalog):
-        more.append(("no product with a REST catalog is tested by saf", "your own test of yours"))
+        findings.append(
+            ("no product with a REST catalog is tested by saf", "your own test of yours")
+        )
         catalog = "a REST catalog"
     else:
         catalog = f"a catalog in {'SQLite' if file_of(settings.catalog) else 'PostgreSQL'}"
@@ -60,5 +64,5 @@ def guarantee(link: Link) -> Guarantee:
         server=f"{server}, by {catalog}",
         promise=f"{settings.quality.replace('_', ' ')}; {kept_by}; a loss is detected, and "
         "saf rebase sends the lost messages again",
-        more=tuple(more),
+        more=tuple(findings),
     )

@@ -112,18 +112,18 @@ def check(link: Link, table: Table) -> None:
             f"set its property format-version to {LEAST_VERSION}, or name another table",
         )
     columns = table.schema()
-    by = tuple(
+    transforms = tuple(
         (columns.find_column_name(field.source_id), field.transform)
         for field in table.spec().fields
     )
-    if by != BY[settings.partition_by]:
+    if transforms != BY[settings.partition_by]:
         names = {columns: name for name, columns in BY.items()}
-        parts = ", ".join(f"{transform}({name})" for name, transform in by)
+        parts = ", ".join(f"{transform}({name})" for name, transform in transforms)
         raise unusable(
             link.what,
             f"its table is partitioned by {parts or 'nothing'}, not by {settings.partition_by}",
-            f'set partition_by = "{names[by]}" in saf.toml'
-            if by in names
+            f'set partition_by = "{names[transforms]}" in saf.toml'
+            if transforms in names
             else "name another table: it is one that saf has not made",
         )
     existing = {field.name.lower(): field for field in columns.fields}
@@ -138,11 +138,11 @@ def check(link: Link, table: Table) -> None:
                 if name in settings.promote
                 else "name another table",
             )
-    needed = [field.name for field in existing.values() if field.required]
-    if needed:
+    required = [field.name for field in existing.values() if field.required]
+    if required:
         raise unusable(
             link.what,
-            f"the column {needed[0]!r} of its table must have a value",
+            f"the column {required[0]!r} of its table must have a value",
             "ALTER TABLE … ALTER COLUMN … DROP NOT NULL, or name another table",
         )
 

@@ -91,7 +91,7 @@ class Table(LakeTable[Opened]):
 
     def _commit(self, opened: Opened, change: Change) -> bool:
         table = opened.table
-        before = self._state(opened, change.source)
+        state = self._state(opened, change.source)
         repairs = put_right(table.metadata)
         table.metadata = _for_one_commit(table.metadata)
         files = write(table, change.rows, change.source, self._link.settings)
@@ -99,7 +99,7 @@ class Table(LakeTable[Opened]):
         transaction = table.transaction()
         append = transaction.update_snapshot().merge_append()
         name, number = name_of(change.source), table.metadata.next_sequence_number()
-        entry = text_of(before, change.moved, change.epochs, append.snapshot_id, number)
+        entry = text_of(state, change.moved, change.epochs, append.snapshot_id, number)
         append.snapshot_properties = {name: entry}
         for file in files:
             append.append_data_file(file)

@@ -123,8 +123,8 @@ class Kafka(QueueSettings):
     @pydantic.model_validator(mode="after")
     def _has_what_its_protocol_needs(self) -> Self:
         self._check_login()
-        needed = "security_protocol = 'SSL' or 'SASL_SSL'"
-        check_certificates(self, None if self.security_protocol.endswith("SSL") else needed)
+        condition = "security_protocol = 'SSL' or 'SASL_SSL'"
+        check_certificates(self, None if self.security_protocol.endswith("SSL") else condition)
         if self.key_password and not self.key_file:
             raise ValueError("key_password needs key_file")
         return self

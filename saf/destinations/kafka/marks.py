@@ -175,8 +175,8 @@ class MarksTopic:
 
     def fenced(self, source: UUID, owner: int) -> None:
         """Record that an owner was fenced, after all of its claims that were read so far."""
-        for (of, _), owners in self.named.items():
-            if of == source:
+        for (broker_id, _), owners in self.named.items():
+            if broker_id == source:
                 owners.discard(owner)
 
     def close(self) -> None:

@@ -41,18 +41,18 @@ def read(name: str, settings: Kafka) -> Iterator[Reading]:
         if link.look():
             link.read()
         marks = {source: dict(texts) for source, texts in link.marks.texts.items()}
-        held = _held(name, link)
+        columns = _held(name, link)
         yield TableReading(
             name=name,
             is_=identity,
-            read=lambda source: pa.table(held[source], schema=HELD),
+            read=lambda source: pa.table(columns[source], schema=HELD),
             knows=lambda source: known_of(identity, marks.get(source, {})),
         )
 
 
 def _held(name: str, link: Link) -> dict[UUID, Columns]:
     """Return the columns required for each message. Python reads the messages one by one."""
-    held: dict[UUID, Columns] = defaultdict(lambda: {column: [] for column in HELD.names})
+    result: dict[UUID, Columns] = defaultdict(lambda: {column: [] for column in HELD.names})
     topics = {topic for group in link.marks.topics.values() for topic in group}
     existing = link.topics()
     if gone := sorted(topics - {*existing}):
@@ -81,12 +81,12 @@ def _held(name: str, link: Link) -> dict[UUID, Columns]:
                 raise CannotReadBack(name, f"its topic {topic} is compacted")
         for message in _messages(link, consumer, ends):
             if (source := source_of(message, EVENTS)) is not None:
-                columns = held[source]
+                columns = result[source]
                 for column, value in held_of(message, EVENTS).items():
                     columns[column].append(value)
     finally:
         consumer.close()
-    return held
+    return result
 
 
 def _range(link: Link, consumer: Consumer, place: TopicPartition) -> tuple[int, int]:
@@ -110,7 +110,7 @@ def _messages(
     while ends:
         for message in consumer.consume(AT_ONCE, 0.05):
             last_answer = time.monotonic()
-            place, at = (
+            place, offset = (
                 (str(message.topic()), int(message.partition() or 0)),
                 int(message.offset() or 0),
             )
@@ -119,9 +119,9 @@ def _messages(
                 if error.code() in HARMLESS:
                     continue
                 raise KafkaException(error)
-            if at >= ends.get(place, 0) - (error is None):
+            if offset >= ends.get(place, 0) - (error is None):
                 last = ends.pop(place, None)
-                if last is None or at >= last:
+                if last is None or offset >= last:
                     continue
             if error is None:
                 yield _said(message)

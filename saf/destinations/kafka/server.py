@@ -211,7 +211,7 @@ class Link:
 
     # Transactions
 
-    def producer(self, name: str, **more: Any) -> Producer:
+    def producer(self, name: str, **options: Any) -> Producer:
         """Return a client that has begun transactions of a name, and ended all earlier ones."""
         bounds = self.settings.bounds
         longest = milliseconds(min(bounds.chunk_seconds, LONGEST_SECONDS))
@@ -221,7 +221,7 @@ class Link:
                 "transactional.id": name,
                 "transaction.timeout.ms": longest,
                 "socket.timeout.ms": min(longest, milliseconds(bounds.statement_seconds)),
-                **more,
+                **options,
             }
         )
         self.voices.patiently(producer, producer.init_transactions, bounds.statement_seconds)

@@ -117,9 +117,9 @@ class Transactions(Stepwise[Link]):
             self._begin_as(link, source, owner)
             if missing and not self._claim(link, source, missing):
                 continue
-            for other in sorted(log.others(source, shards, owner)):
-                link.producer(self._name(source, other))
-                log.fenced(source, other)
+            for rival in sorted(log.others(source, shards, owner)):
+                link.producer(self._name(source, rival))
+                log.fenced(source, rival)
             reached = log.read(PATIENCE_SECONDS)
 
     def _begin_as(self, link: Link, source: UUID, owner: int) -> None:
@@ -178,17 +178,17 @@ class Transactions(Stepwise[Link]):
 
     def _send(self, link: Link, source: UUID, steps: Iterator[Step]) -> list[tuple[int, bool]]:
         answers: list[tuple[int, bool]] = []
-        going = True
+        proceed = True
         for step in steps:
             success = False
-            if going:
+            if proceed:
                 moved = {p: text for p, text in step.after.items() if text != step.before[p]}
                 new = [] if step.what is None else self._new_topics(link, source, step.what)
                 success = self._ended(
                     link,
                     Transaction(source=source, marks=moved, what=step.what, topics=new),
                 )
-                going = success
+                proceed = success
                 if not success:
                     success = self._is_there(link, source, step)
             answers.append((step.count, success))
@@ -221,13 +221,13 @@ class Transactions(Stepwise[Link]):
         used = map(names.topic_name, messages.topics)
         return sorted({*used} - link.marks.topics[source])
 
-    def _ended(self, link: Link, done: Transaction) -> bool:
+    def _ended(self, link: Link, transaction: Transaction) -> bool:
         """Store messages and marks in one transaction; return True if they are known to be stored.
 
         Raises:
             KafkaException: it is unknown whether they were stored.
         """
-        if done.what is None and not (done.marks or done.claims):
+        if transaction.what is None and not (transaction.marks or transaction.claims):
             return True
         producer = self._producer
         if producer is None:
@@ -235,15 +235,15 @@ class Transactions(Stepwise[Link]):
         topic = self.settings.marks_topic
         try:
             producer.begin_transaction()
-            if done.what is not None:
-                self._produce(producer, done.what)
-            for name in done.topics:
-                producer.produce(topic, b"1", names.topic(done.source, name), partition=0)
-            for shard in done.claims:
+            if transaction.what is not None:
+                self._produce(producer, transaction.what)
+            for name in transaction.topics:
+                producer.produce(topic, b"1", names.topic(transaction.source, name), partition=0)
+            for shard in transaction.claims:
                 owner = self._id.rpartition("-")[2]
-                producer.produce(topic, owner, names.owner(done.source, shard), partition=0)
-            for place, text in done.marks.items():
-                producer.produce(topic, text, names.mark(done.source, place), partition=0)
+                producer.produce(topic, owner, names.owner(transaction.source, shard), partition=0)
+            for place, text in transaction.marks.items():
+                producer.produce(topic, text, names.mark(transaction.source, place), partition=0)
             link.commit(producer)
         except KafkaException as error:
             self._producer = None

@@ -53,9 +53,9 @@ def check(where: str, what: Mapped, limits: Mapping[str, int]) -> None:
         for headers in what.own
     ]
     sizes = sizes + np.array(own, np.int64)[what.which] + fixed + BATCH_BYTES + MESSAGE_BYTES
-    most = np.array([limits[topic_name(topic)] for topic in what.topics], np.int64)[what.topic]
-    if (over := np.flatnonzero(sizes > most)).size:
-        size, limit = int(sizes[over[0]]), int(most[over[0]])
+    largest = np.array([limits[topic_name(topic)] for topic in what.topics], np.int64)[what.topic]
+    if (over := np.flatnonzero(sizes > largest)).size:
+        size, limit = int(sizes[over[0]]), int(largest[over[0]])
         raise Rejected(where, f"it has {size:,} bytes, more than its topic takes ({limit:,})")
 
 
@@ -67,8 +67,8 @@ def topics(where: str, what: Mapped, marks_topic: str) -> list[str]:
     """
     names = [topic_name(topic) for topic in what.topics]
     for topic in names:
-        if wrong := wrong_topic(topic):
-            raise Rejected(where, wrong)
+        if reason := wrong_topic(topic):
+            raise Rejected(where, reason)
         if topic == marks_topic:
             raise Rejected(where, f"its topic would be {topic!r}, which is that of the marks")
     return names
@@ -78,7 +78,7 @@ def records(what: Mapped) -> Iterator[Record]:
     """Yield messages one by one."""
     keys = what.each("key")
     key = repeat(None, what.count) if keys is None else keys.to_pylist()
-    constant, columns, some_lack = _headers(what)
+    constant, columns, nulls = _headers(what)
     own = [[*one.items(), *constant] for one in what.own]
     called = [topic_name(topic) for topic in what.topics]
     topic = map(called.__getitem__, what.topic.tolist())
@@ -87,7 +87,7 @@ def records(what: Mapped) -> Iterator[Record]:
     bodies = what.body.to_pylist()
     for name, body, of, own_headers, row in zip(topic, bodies, key, sets, rows, strict=True):
         headers = [*own_headers, *row]
-        if some_lack:
+        if nulls:
             headers = [one for one in headers if one[1] is not None]
         yield name, body, of, headers
 
@@ -106,13 +106,13 @@ def _headers(
     """
     constant: list[tuple[str, str]] = []
     columns: list[Iterator[tuple[str, Any]]] = []
-    some_lack = False
+    nulls = False
     for name, values in messages.headers.items():
         if isinstance(values, str):
             constant.append((name, values))
         elif not values.null_count and pc.all(pc.equal(values, values[0])).as_py():
             constant.append((name, values[0].as_py()))
         else:
-            some_lack |= values.null_count > 0
+            nulls |= values.null_count > 0
             columns.append(zip(repeat(name), values.to_pylist(), strict=False))
-    return constant, columns, some_lack
+    return constant, columns, nulls

@@ -145,8 +145,8 @@ def _change(
     own = dict(chunk.batch.epochs)
     moved = {place: mark for place, mark in verdict.moved.items() if mark != marks[place]}
     rows = verdict.rows if verdict.wrong is None else verdict.rows.slice(0, 0)
-    same = all(epoch == own[shard] for (_, shard), epoch in epochs.items())
-    if not rows.num_rows and not moved and same:
+    unchanged = all(epoch == own[shard] for (_, shard), epoch in epochs.items())
+    if not rows.num_rows and not moved and unchanged:
         return None
     return Change(
         source=chunk.source,

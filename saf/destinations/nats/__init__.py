@@ -99,8 +99,8 @@ class Nats(QueueSettings):
         ]
         if len(logins) > 1:
             raise ValueError(f"{' and '.join(logins)} are several logins: give one")
-        needed = "TLS: use tls:// instead of nats://"
-        check_certificates(self, None if self.address.tls else needed)
+        condition = "TLS: use tls:// instead of nats://"
+        check_certificates(self, None if self.address.tls else condition)
         return self
 
     @property

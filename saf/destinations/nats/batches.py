@@ -152,22 +152,22 @@ class Batches(Stepwise[Link]):
 
     def _send(self, link: Link, source: UUID, steps: Iterator[Step]) -> list[tuple[int, bool]]:
         answers: list[tuple[int, bool]] = []
-        before: Batch | None = None
+        previous: Batch | None = None
         for step in steps:
             if answers and not answers[-1][1]:
                 answers.append((step.count, False))
                 continue
             batch = self._begin(link, step)
-            if before is not None:
-                answers.append((before.step.count, self._ended(link, before)))
+            if previous is not None:
+                answers.append((previous.step.count, self._ended(link, previous)))
                 if not answers[-1][1]:
                     answers.append((step.count, False))
                     self._abandon(link, batch)
                     continue
             self._end(link, source, batch)
-            before = batch
-        if before is not None and (not answers or answers[-1][1]):
-            answers.append((before.step.count, self._ended(link, before)))
+            previous = batch
+        if previous is not None and (not answers or answers[-1][1]):
+            answers.append((previous.step.count, self._ended(link, previous)))
         return answers
 
     def _begin(self, link: Link, step: Step) -> Batch:

@@ -172,7 +172,7 @@ class Connection:
         head = int(words[-2]) if self._headed else 0
         return Received(subject=words[0], head=data[:head], body=data[head:size])
 
-    def _line(self, *wanted: str) -> str:
+    def _line(self, *expected: str) -> str:
         """Return the rest of the next line that begins with a wanted word; answer PINGs.
 
         Raises:
@@ -191,7 +191,7 @@ class Connection:
                 self.write(b"PONG\r\n")
                 if time.monotonic() > until:
                     raise TimeoutError("the server accepts connections, and does not answer")
-            if word in wanted:
+            if word in expected:
                 self._headed = word == "HMSG"
                 return rest
 

@@ -51,8 +51,8 @@ def read(name: str, settings: Nats) -> Iterator[Reading]:
         for one in questions.messages(until):
             headers = {name: unquote(value) for name, value in one.headers().items()}
             message = said_of(headers, one.body, EVENTS)
-            if (of := source_of(message, EVENTS)) is not None:
-                moments[of].add(int(headers["Nats-Sequence"]), message)
+            if (broker_id := source_of(message, EVENTS)) is not None:
+                moments[broker_id].add(int(headers["Nats-Sequence"]), message)
         for moment in moments.values():
             if (missing := moment.stored - moment.found) > 0:
                 raise CannotReadBack(name, f"{missing:,} messages were removed from its stream")

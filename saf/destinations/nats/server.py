@@ -219,12 +219,12 @@ class Link:
         names = self._subjects(subjects.all_marks(self.settings.stream))
         return sorted({source for source in map(subjects.source_of, names) if source is not None})
 
-    def _subjects(self, wanted: str) -> list[str]:
+    def _subjects(self, pattern: str) -> list[str]:
         """Return the subjects of a pattern that have messages in the stream."""
         names: list[str] = []
         while True:
             try:
-                info = self.ask("STREAM.INFO", subjects_filter=wanted, offset=len(names))
+                info = self.ask("STREAM.INFO", subjects_filter=pattern, offset=len(names))
             except JetStreamError as error:
                 if error.code != NO_STREAM:
                     raise

@@ -45,10 +45,10 @@ def pattern(template: str) -> str:
         ValueError: the template begins with a placeholder, which could be any subject.
     """
     literal, name, _, _ = next(iter(Formatter().parse(template)))
-    before = literal.split(".")
+    parts = literal.split(".")
     if name is None:
         return subject(template)
-    words = before[:-1]
+    words = parts[:-1]
     if not words or not words[0]:
         raise ValueError(
             f"{template!r} could be any subject: begin it with a word, as in orders.{{service}}"

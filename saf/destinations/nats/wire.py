@@ -86,7 +86,7 @@ def messages(where: str, what: Mapped, batch: str, reply: str) -> memoryview:
     """Return the messages of a batch; the first one has a reply subject."""
     heads = _heads(where, what, batch)
     sizes = pc.binary_length(heads)
-    whole = pc.add(sizes, pc.binary_length(what.body))
+    totals = pc.add(sizes, pc.binary_length(what.body))
     subjects = pa.array([subject(topic).encode() for topic in what.topics], BYTES)
     replies = pa.array([f" {reply}".encode(), *[b""] * (what.count - 1)], BYTES)
     space, end = pa.scalar(b" ", BYTES), pa.scalar(b"\r\n", BYTES)
@@ -97,7 +97,7 @@ def messages(where: str, what: Mapped, batch: str, reply: str) -> memoryview:
         space,
         _text(sizes),
         space,
-        _text(whole),
+        _text(totals),
         end,
         heads,
         what.body.cast(BYTES),
@@ -130,9 +130,9 @@ def _heads(destination: str, what: Mapped, batch: str) -> pa.Array:
     parts = [pa.scalar(first.encode(), BYTES), numbers, end]
     for name, values in what.headers.items():
         if not isinstance(values, str):
-            before = pa.scalar(f"{name}: ".encode(), BYTES)
+            start = pa.scalar(f"{name}: ".encode(), BYTES)
             column = _encoded(values).cast(BYTES)
-            parts.append(pc.binary_join_element_wise(before, column, end, pa.scalar(b"", BYTES)))
+            parts.append(pc.binary_join_element_wise(start, column, end, pa.scalar(b"", BYTES)))
     parts.append(pa.array(blocks(destination, what), BYTES).take(pa.array(what.which)))
     return pc.binary_join_element_wise(
         *parts, end, pa.scalar(b"", BYTES), null_handling="replace", null_replacement=b""

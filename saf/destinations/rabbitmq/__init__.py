@@ -74,8 +74,8 @@ class Rabbitmq(QueueSettings):
 
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
-        needed = "TLS: use amqps:// instead of amqp://"
-        check_certificates(self, None if self.address.tls else needed)
+        condition = "TLS: use amqps:// instead of amqp://"
+        check_certificates(self, None if self.address.tls else condition)
         return self
 
     @property

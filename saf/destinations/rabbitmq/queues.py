@@ -94,8 +94,8 @@ class Queues:
         """Send the messages of a chunk that are not stored yet."""
         self.connect()
         rows = chunk.rows
-        if wrong := not_for(self.what, self.identity(), rows, chunk.behind):
-            raise wrong
+        if error := not_for(self.what, self.identity(), rows, chunk.behind):
+            raise error
         messages = mapped(
             self.what,
             rows,

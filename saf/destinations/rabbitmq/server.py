@@ -142,24 +142,24 @@ class Channel:
             Broken: the server stopped answering.
         """
         confirmed, returned, reason = np.zeros(len(bodies), bool), set[str](), ""
-        most = self._settings.step_rows
+        limit = self._settings.step_rows
         while not confirmed.all():
-            left = np.flatnonzero(~confirmed)
-            sending = self._sending = _Sending(before=self._tag, count=len(left), most=most)
+            rest = np.flatnonzero(~confirmed)
+            sending = self._sending = _Sending(before=self._tag, count=len(rest), most=limit)
             try:
-                self._send(sending, ((topics[n], properties[n], bodies[n]) for n in left.tolist()))
+                self._send(sending, ((topics[n], properties[n], bodies[n]) for n in rest.tolist()))
             except ERRORS as error:
-                confirmed[left], returned = sending.taken, returned | sending.returned
+                confirmed[rest], returned = sending.taken, returned | sending.returned
                 if isinstance(error, ChannelClosedByBroker) and error.reply_code == NOT_MET:
                     raise NotTaken(error.reply_text, confirmed, returned) from None
                 raise Broken(error, confirmed, returned) from error
-            confirmed[left] = sending.taken
+            confirmed[rest] = sending.taken
             returned, reason = returned | sending.returned, sending.reason or reason
             taken = int(sending.taken.sum())
             if not taken:
                 why = "a queue is full, or cannot write: it has refused messages"
                 raise NotNow(why, confirmed, returned)
-            most = min(most, 2 * taken)
+            limit = min(limit, 2 * taken)
         if returned:
             raise NotTaken(reason, confirmed, returned)
 

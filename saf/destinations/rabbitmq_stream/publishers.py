@@ -112,11 +112,11 @@ class Publishers:
         frames = pc.binary_join_element_wise(fixed(heads), bodies, pa.scalar(b"", BYTES))
         ends = np.frombuffer(frames.buffers()[1], np.int64)[frames.offset :][: count + 1]
         data = memoryview(frames.buffers()[2])
-        before = earlier = self._connection.confirmed
+        start = target = self._connection.confirmed
         for first in range(0, count, at_once):
             last = min(first + at_once, count)
             self._connection.send(data[ends[first] : ends[last]])
-            self._connection.confirm(earlier)
-            earlier = before + last
-        self._connection.confirm(before + count)
+            self._connection.confirm(target)
+            target = start + last
+        self._connection.confirm(start + count)
         return count

@@ -80,9 +80,9 @@ def _read(
         headers = said_of(*amqp.read(message), amqp.EVENTS)
         source = source_of(headers, amqp.EVENTS)
         if source is not None and source in columns:
-            held = held_of(headers, amqp.EVENTS)
+            message_columns = held_of(headers, amqp.EVENTS)
             for column, values in columns[source].items():
-                values.append(held[column])
+                values.append(message_columns[column])
     return first
 
 

@@ -176,17 +176,17 @@ class Streams:
             raise unusable(self.what, f"a row's id, {ids.max():,}, has too many bits", "tell us")
         parts = np.stack([place, batches >> BATCH_BITS, messages.topic])
         streams: dict[Place, set[str]] = {key: set() for key in places}
-        for at, topic in np.unique(parts[[0, 2]], axis=1).T.tolist():
-            streams[places[at]].add(messages.topics[topic])
+        for index, topic in np.unique(parts[[0, 2]], axis=1).T.tolist():
+            streams[places[index]].add(messages.topics[topic])
         if not exactly_once:  # one publisher per topic, without a name
             parts[:2] = 0
         codes, indices = np.unique(parts, axis=1, return_inverse=True)
         publishers = [
             (
-                publisher(chunk.source, places[at], generation) if exactly_once else "",
+                publisher(chunk.source, places[index], generation) if exactly_once else "",
                 messages.topics[topic],
             )
-            for at, generation, topic in codes.T.tolist()
+            for index, generation, topic in codes.T.tolist()
         ]
         return Numbered(
             what=messages,

@@ -26,15 +26,15 @@ def guarantee(link: Link) -> Guarantee:
     sync = link.config("appendfsync") if file else None
     replicas = int(info["connected_slaves"])
     required = link.settings.replicas
-    more: list[tuple[str, str]] = []
+    findings: list[tuple[str, str]] = []
     if not file:
-        more.append((NOT_KEPT, "appendonly yes and appendfsync always in redis.conf"))
+        findings.append((NOT_KEPT, "appendonly yes and appendfsync always in redis.conf"))
     elif sync is None:
-        more.append((KEPT[sync], "ACL SETUSER with +config|get, for appendfsync"))
+        findings.append((KEPT[sync], "ACL SETUSER with +config|get, for appendfsync"))
     elif sync != "always":
-        more.append((KEPT[sync], "appendfsync always in redis.conf"))
+        findings.append((KEPT[sync], "appendfsync always in redis.conf"))
     if replicas and not required:
-        more.append(
+        findings.append(
             (
                 f"a failover to one of {_replicas(replicas)} may lose acknowledged messages, "
                 "because writes do not wait for it",
@@ -42,7 +42,7 @@ def guarantee(link: Link) -> Guarantee:
             )
         )
     if required > replicas:
-        more.append(
+        findings.append(
             (
                 f"it has {replicas} of {_replicas(required)} that saf waits for: messages wait",
                 "start them, or lower replicas in saf.toml",
@@ -58,7 +58,7 @@ def guarantee(link: Link) -> Guarantee:
         server=f"{name} {version}, {info['redis_mode']}, {link.settings.server}",
         promise=f"{link.settings.quality.replace('_', ' ')}; {kept}; {failover}; a loss is "
         "detected, and saf rebase sends the lost messages again",
-        more=tuple(more),
+        more=tuple(findings),
     )
 
 

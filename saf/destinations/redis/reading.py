@@ -52,7 +52,9 @@ class Moment:
     def __init__(self, name: str, link: Link, source: UUID) -> None:
         self._link = link
         self._source = source
-        marks, streams = (of(link.settings.hash_tag, source) for of in (keys.marks, keys.streams))
+        marks, streams = (
+            key_of(link.settings.hash_tag, source) for key_of in (keys.marks, keys.streams)
+        )
         existing: set[bytes] | None = None
         answers: list[Any] = []
         while not answers or answers[1] != existing:  # a stream was added

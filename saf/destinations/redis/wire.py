@@ -41,15 +41,15 @@ def command(
         moved: new values of fields of marks.
         what: the messages, if any.
     """
-    before = [len(expected), *_flat(expected), len(moved), *_flat(moved)]
+    arguments = [len(expected), *_flat(expected), len(moved), *_flat(moved)]
     if what is None or not what.count:
-        words = ["EVALSHA", sha, len(keys), *keys, *before, 0]
+        words = ["EVALSHA", sha, len(keys), *keys, *arguments, 0]
         return [b"*%d\r\n" % len(words) + _bulks(words)]
     shapes, shape, fields, values = _shaped(what)
-    before.append(len(shapes))
+    arguments.append(len(shapes))
     for one in shapes:
-        before += [len(one), *(part for pair in one for part in pair)]
-    words = ["EVALSHA", sha, len(keys), *keys, *before]
+        arguments += [len(one), *(part for pair in one for part in pair)]
+    words = ["EVALSHA", sha, len(keys), *keys, *arguments]
     count = len(words) + int((2 + fields)[shape].sum())
     array = pc.binary_join_element_wise(
         _words(len(what.topics)).take(pa.array(what.topic)),

@@ -393,8 +393,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a source that was set back is not noticed",
         PLACES,
-        "if differ.ahead:",
-        "if differ.ahead and not chunk.rows.num_rows:",
+        "if difference.ahead:",
+        "if difference.ahead and not chunk.rows.num_rows:",
         f"{HONEST}::"
         "test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_until_rebased",
     ),
@@ -629,7 +629,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was confirmed before a connection broke is sent again",
         "saf/destinations/rabbitmq/server.py",
-        "confirmed[left], returned = sending.taken, returned | sending.returned",
+        "confirmed[rest], returned = sending.taken, returned | sending.returned",
         "returned = returned | sending.returned",
         f"{QUEUES}::test_what_was_confirmed_before_the_connection_broke_is_not_sent_again",
     ),
@@ -695,7 +695,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an owner before is not fenced",
         "saf/destinations/kafka/transactions.py",
-        "                link.producer(self._name(source, other))\n",
+        "                link.producer(self._name(source, rival))\n",
         "",
         f"{KAFKA}::test_a_transaction_of_the_owner_before_that_is_still_open_is_never_stored",
     ),
@@ -758,8 +758,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "each owner has publishers of its own",
         f"{RABBITMQ_STREAM}/streams.py",
-        'publisher(chunk.source, places[at], generation) if exactly_once else "",',
-        "publisher(chunk.source, places[at], chunk.batch.epochs[0][1]),",
+        'publisher(chunk.source, places[index], generation) if exactly_once else "",',
+        "publisher(chunk.source, places[index], chunk.batch.epochs[0][1]),",
         f"{RABBITMQ}::test_of_two_that_come_first_at_the_same_time_both_are_there_once",
     ),
     mutant(
@@ -845,7 +845,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a sender's header stands for saf's",
         "saf/destinations/mapping.py",
-        "taken = {*of.values(), *reserved}",
+        "taken = {*header.values(), *reserved}",
         "taken = {*reserved}",
         f"{ROUTED}::test_headers_of_the_sender_are_fields_and_what_cannot_be_one_is_a_dead_letter",
     ),
@@ -894,14 +894,14 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a probe stays where it was written",
         f"{DELTA}/probing.py",
-        "left = files.remove([*paths, *(",
-        "left = files.remove([*(",
+        "remaining = files.remove([*paths, *(",
+        "remaining = files.remove([*(",
         f"{CHECK}::test_it_tries_an_object_store_and_leaves_nothing_there",
     ),
     mutant(
         "what cannot be deleted is not mentioned",
         f"{DELTA}/files.py",
-        "                left.append(path)\n",
+        "                failed.append(path)\n",
         "                pass\n",
         f"{CHECK}::test_it_finds_what_an_object_store_does_not_keep",
     ),

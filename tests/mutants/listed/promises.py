@@ -157,8 +157,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a store that was set back is not noticed",
         "saf/destinations/places.py",
-        "    if differ.behind:\n",
-        "    if differ.behind and differ.ahead:\n",
+        "    if difference.behind:\n",
+        "    if difference.behind and difference.ahead:\n",
         "contract/test_set_back.py::test_a_store_set_back_is_noticed_at_the_next_chunk_and_gets_what_it_lost_once",
     ),
     mutant(
