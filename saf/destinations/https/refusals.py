@@ -111,19 +111,19 @@ def raised(what: str, said: Said, chunk: Chunk | None) -> SafError:
 
 
 OF_CHUNKS: Mapping[str, Callable[[str, Said, Chunk], SafError]] = {
-    "fenced": lambda what, said, _: Fenced(what, _shards(said)),
-    "ahead": lambda what, said, _: Ahead(what, _shards(said), to_marks(said["marks"])),
-    "behind": lambda what, said, _: Behind(
-        what, _shards(said), moment(said["since"]), _to_lower(said["lower"])
+    "fenced": lambda what, answer, _: Fenced(what, _shards(answer)),
+    "ahead": lambda what, answer, _: Ahead(what, _shards(answer), to_marks(answer["marks"])),
+    "behind": lambda what, answer, _: Behind(
+        what, _shards(answer), moment(answer["since"]), _to_lower(answer["lower"])
     ),
-    "unknown_service": lambda what, said, chunk: UnknownService(
-        what, sorted(map(str, said["services"])), _rows(said, chunk)
+    "unknown_service": lambda what, answer, chunk: UnknownService(
+        what, sorted(map(str, answer["services"])), _rows(answer, chunk)
     ),
-    "another_broker": lambda what, said, chunk: AnotherBroker(
-        what, str(said["broker"]), sorted(map(str, said["others"])), _rows(said, chunk)
+    "another_broker": lambda what, answer, chunk: AnotherBroker(
+        what, str(answer["broker"]), sorted(map(str, answer["others"])), _rows(answer, chunk)
     ),
-    "rejected": lambda what, said, _: Rejected(what, str(said["reason"])),
-    "too_large": lambda what, said, _: Rejected(what, str(said["reason"])),
+    "rejected": lambda what, answer, _: Rejected(what, str(answer["reason"])),
+    "too_large": lambda what, answer, _: Rejected(what, str(answer["reason"])),
 }
 """Errors about a chunk, by the name in the answer."""
 
