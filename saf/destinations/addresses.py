@@ -50,12 +50,12 @@ def parse(text: str, ports: Mapping[str, int], secure: str, named: str) -> Addre
 def _host(text: str, place: str, port: int) -> tuple[str, int]:
     url = urlsplit(f"//{place}")
     try:
-        host, given = url.hostname, url.port
+        host, url_port = url.hostname, url.port
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
     if not host or url.query:
         raise ValueError(f"{text!r} lacks a host, or has something after it")
-    return named_host(text, host), given or port
+    return named_host(text, host), url_port or port
 
 
 def named_host(text: str, host: str) -> str:

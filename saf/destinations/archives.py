@@ -24,9 +24,9 @@ def table_at(place: str) -> DestinationSettings | None:
     Raises:
         ValueError: the place is neither.
     """
-    kind, _, where = place.partition(":")
-    if kind in OURS and where:
-        return settings_of(kind).at(where)
+    kind, _, address = place.partition(":")
+    if kind in OURS and address:
+        return settings_of(kind).at(address)
     if not place or "://" in place:
         raise ValueError(
             f"{place!r} is neither a folder nor a table such as delta:s3://bucket/archive"

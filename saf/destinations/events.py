@@ -47,17 +47,17 @@ def events(
         which: for each message, the index of its set in ``own``.
         body: the bodies.
     """
-    same = {name: values for name, values in attributes.items() if isinstance(values, str)}
-    parts = [pa.scalar(_json({"specversion": "1.0", **same})[:-1], BYTES)]
+    constants = {name: values for name, values in attributes.items() if isinstance(values, str)}
+    parts = [pa.scalar(_json({"specversion": "1.0", **constants})[:-1], BYTES)]
     for name, values in attributes.items():
         if not isinstance(values, str):
             before = pa.scalar(f',"{name}":'.encode(), BYTES)
             parts.append(pc.binary_join_element_wise(before, quoted(values).cast(BYTES), NONE))
     types = [one.get(CONTENT_TYPE) for one in own]
-    said = [b"" if one is None else b',"datacontenttype":' + _json(one) for one in types]
-    parts.append(pa.array(said, BYTES).take(pa.array(which)))
+    content_types = [b"" if one is None else b',"datacontenttype":' + _json(one) for one in types]
+    parts.append(pa.array(content_types, BYTES).take(pa.array(which)))
     write = [_writer(one) for one in types]
-    data = [write[at](one) for at, one in zip(which.tolist(), body.to_pylist(), strict=True)]
+    data = [write[index](one) for index, one in zip(which.tolist(), body.to_pylist(), strict=True)]
     return joined(*parts, pa.array(data, BYTES), pa.scalar(b"}", BYTES))
 
 

@@ -26,8 +26,8 @@ def first_of(hosts: Sequence[tuple[str, int]], open_host: Callable[[str, int], N
 
     If ``open_host`` raises, it must close its connection first. The last host's error is raised.
     """
-    *others, last = hosts
-    for host in others:
+    *rest, last = hosts
+    for host in rest:
         try:
             return open_host(*host)
         except OSError:
@@ -37,11 +37,11 @@ def first_of(hosts: Sequence[tuple[str, int]], open_host: Callable[[str, int], N
 
 def connect(host: str, port: int, seconds: float) -> socket.socket:
     """Connect; no operation waits longer than ``seconds``."""
-    one = socket.create_connection((host, port), timeout=seconds)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
-    return one
+    connection = socket.create_connection((host, port), timeout=seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+    return connection
 
 
 def context_of(settings: OfTls) -> ssl.SSLContext:

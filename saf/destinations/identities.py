@@ -55,16 +55,16 @@ class Identities:
             Thread(target=self._ask_one, args=(name,), name=f"saf-{name}", daemon=True).start()
 
     def _ask_one(self, name: str) -> None:
-        said = _identity(name, self._destinations[name])
+        identity = _identity(name, self._destinations[name])
         with self._changed:
-            self._said[name] = said or self._said[name]
+            self._said[name] = identity or self._said[name]
             self._asking.discard(name)
             self._changed.notify_all()
 
 
-def _identity(name: str, there: DestinationSettings) -> str | None:
+def _identity(name: str, destination: DestinationSettings) -> str | None:
     """Ask a destination for its identity. None if that fails: delivery will report the cause."""
     try:
-        return str(there.identity(name))
+        return str(destination.identity(name))
     except Exception:  # its client may raise anything
         return None

@@ -39,7 +39,7 @@ OURS = {
 
 def known() -> list[str]:
     """Return the names of all kinds."""
-    return sorted({*OURS, *(one.name for one in entry_points(group=GROUP))})
+    return sorted({*OURS, *(declared.name for declared in entry_points(group=GROUP))})
 
 
 def settings_of(kind: str) -> type[DestinationSettings]:
@@ -50,19 +50,19 @@ def settings_of(kind: str) -> type[DestinationSettings]:
     """
     if kind in OURS:
         module, _, name = OURS[kind].partition(":")
-        found = getattr(import_module(module), name)
+        cls = getattr(import_module(module), name)
     else:
         declared = next(iter(entry_points(group=GROUP, name=kind)), None)
         if declared is None:
             raise ValueError(
                 f"unknown kind {kind!r}, only {', '.join(known())}; is its package installed?"
             )
-        found = _imported(declared)
-    if not (isinstance(found, type) and issubclass(found, DestinationSettings)):
+        cls = _imported(declared)
+    if not (isinstance(cls, type) and issubclass(cls, DestinationSettings)):
         raise ValueError(  # noqa: TRY004 - a setting is at fault, for pydantic
-            f"kind {kind!r} is {found!r}, which is not a class of settings: its package is at fault"
+            f"kind {kind!r} is {cls!r}, which is not a class of settings: its package is at fault"
         )
-    return found
+    return cls
 
 
 def preload() -> None:
@@ -76,10 +76,10 @@ def _imported(declared: EntryPoint) -> object:
         return declared.load()
     except Exception as error:
         package = declared.dist.name if declared.dist else declared.module
-        said = " ".join(str(error).split()) or "no more is known"
+        reason = " ".join(str(error).split()) or "no more is known"
         raise ValueError(
             f"kind {declared.name!r} is of the package {package}, which cannot be imported: "
-            f"{type(error).__name__}: {said}"
+            f"{type(error).__name__}: {reason}"
         ) from None
 
 

@@ -38,9 +38,9 @@ class LinkedSettings(DestinationSettings):
 
     def bounded(self, bounds: Bounds) -> Self:
         """Return these settings with saf.toml's ``[bounds]``."""
-        mine = self.model_copy()
-        mine._bounds = bounds
-        return mine
+        copy = self.model_copy()
+        copy._bounds = bounds
+        return copy
 
     def _connected(self, name: str) -> AbstractContextManager[Any]:
         """Open a link for a ``with`` block; it has ``identity()`` and ``known(source)`` at least.
@@ -52,14 +52,14 @@ class LinkedSettings(DestinationSettings):
     def identity(self, name: str) -> UUID:
         """Return the identity of the other end; see `DestinationSettings.identity`."""
         with self._connected(name) as link:
-            found: UUID = link.identity()
-            return found
+            identity: UUID = link.identity()
+            return identity
 
     def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - unused here
         """Return the marks of a source; see `DestinationSettings.known`."""
         with self._connected(name) as link:
-            found: Known = link.known(source)
-            return found
+            known: Known = link.known(source)
+            return known
 
 
 def check_certificates(given: Certificates, needed: str | None) -> None:

@@ -111,14 +111,14 @@ class Mapped:
     def slice(self, first: int, count: int) -> Mapped:
         """Return ``count`` messages from ``first``, with only the topics and headers they use."""
         topics, topic = np.unique(self.topic[first : first + count], return_inverse=True)
-        own, which = np.unique(self.which[first : first + count], return_inverse=True)
+        own, indices = np.unique(self.which[first : first + count], return_inverse=True)
         return Mapped(
             topics=[self.topics[place] for place in topics],
             topic=topic,
             columns=_some(self.columns, first, count),
             headers=_some(self.headers, first, count),
             own=[self.own[place] for place in own],
-            which=which,
+            which=indices,
             body=self.body.slice(first, count),
         )
 
@@ -163,9 +163,9 @@ def mapped(
         values = _said(rows, one.column, source, form)
         if isinstance(values, str) or values.null_count < len(values):
             columns[one.column] = values
-    whole_events, of = form == "cloudevents-structured", names(form, prefix)
-    headers = {} if whole_events else {of[column]: values for column, values in columns.items()}
-    taken = {*of.values(), *reserved}
+    whole_events, header = form == "cloudevents-structured", names(form, prefix)
+    headers = {} if whole_events else {header[column]: values for column, values in columns.items()}
+    taken = {*header.values(), *reserved}
     if form != "saf":
         taken.add(version := f"{prefix}specversion")
     if form == "cloudevents":
@@ -175,12 +175,12 @@ def mapped(
     topics = whole(_topics(rows, source, topic)).dictionary_encode()
     texts = whole(rows["headers"]).dictionary_encode(null_encoding="encode")
     own = [_own(where, text, taken) for text in texts.dictionary.to_pylist()]
-    which = texts.indices.to_numpy().astype(np.int64)
+    indices = texts.indices.to_numpy().astype(np.int64)
     body = whole(rows["body"])
     if whole_events:
         attributes = names(form, "")
-        said = {attributes[column]: values for column, values in columns.items()}
-        body = events(said, own, which, body)
+        context = {attributes[column]: values for column, values in columns.items()}
+        body = events(context, own, indices, body)
         own = [carried(one) for one in own]
     return Mapped(
         topics=topics.dictionary.to_pylist(),
@@ -188,7 +188,7 @@ def mapped(
         columns=columns,
         headers=headers,
         own=own,
-        which=which,
+        which=indices,
         body=body,
     )
 
@@ -199,12 +199,12 @@ def texts_of(headers: Iterable[tuple[str | bytes, bytes | None]]) -> dict[str, s
     >>> texts_of([(b"saf-id", b"7"), (b"\xff", b"8"), ("a", b"\xff"), ("b", None)])
     {'saf-id': '7'}
     """
-    found = {}
+    texts = {}
     for name, value in headers:
         with suppress(UnicodeDecodeError):
             if value is not None:
-                found[name if isinstance(name, str) else name.decode()] = value.decode()
-    return found
+                texts[name if isinstance(name, str) else name.decode()] = value.decode()
+    return texts
 
 
 def said_of(headers: Mapping[str, str], body: bytes, prefix: str) -> Mapping[str, str]:
@@ -220,8 +220,8 @@ def said_of(headers: Mapping[str, str], body: bytes, prefix: str) -> Mapping[str
 def source_of(said: Mapping[str, str], prefix: str) -> UUID | None:
     """Return the broker_id of a message's source; None if saf did not write the message."""
     for form in NAMED:
-        of = names(form, prefix)
-        if (source := said.get(of["source"])) is not None and of["shard"] in said:
+        header = names(form, prefix)
+        if (source := said.get(header["source"])) is not None and header["shard"] in said:
             try:
                 return UUID(source.removeprefix(EVENT_SOURCE))
             except ValueError:
@@ -232,15 +232,15 @@ def source_of(said: Mapping[str, str], prefix: str) -> UUID | None:
 def held_of(said: Mapping[str, str], prefix: str) -> dict[str, Any]:
     """Return the columns of saf's message that are compared; see `saf.destinations.tables`."""
     forms = (names(form, prefix) for form in NAMED)
-    of = next(one for one in forms if one["source"] in said)
-    to_broker = said.get(of["to_broker"])
+    header = next(candidate for candidate in forms if candidate["source"] in said)
+    to_broker = said.get(header["to_broker"])
     return {
-        "message_id": UUID(said[of["message_id"]]).bytes,
-        "shard": int(said[of["shard"]]),
-        "to_service": said[of["to_service"]],
+        "message_id": UUID(said[header["message_id"]]).bytes,
+        "shard": int(said[header["shard"]]),
+        "to_service": said[header["to_service"]],
         "to_broker": to_broker and UUID(to_broker).bytes,
-        "key": said.get(of["key"]),
-        "created_at": datetime.fromisoformat(said[of["created_at"]]),
+        "key": said.get(header["key"]),
+        "created_at": datetime.fromisoformat(said[header["created_at"]]),
     }
 
 
@@ -280,21 +280,23 @@ def _topics(rows: pa.Table, source: UUID, template: str) -> pa.Array:
     return pc.binary_join_element_wise(*parts, pa.scalar("", TEXT))
 
 
-def _own(where: str, text: str | None, taken: set[str]) -> dict[str, str]:
+def _own(destination: str, text: str | None, taken: set[str]) -> dict[str, str]:
     """Return the sender's own headers as texts."""
     if text is None:
         return {}
     try:
-        said = json.loads(text)
+        headers = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Rejected(where, f"the headers cannot be read: {error}") from None
-    if said is None:
+        raise Rejected(destination, f"the headers cannot be read: {error}") from None
+    if headers is None:
         return {}
-    if not isinstance(said, dict):
-        raise Rejected(where, "the headers are not a JSON object")
-    if wrong := sorted(taken & said.keys()):
-        raise Rejected(where, f"the sender has given a header {wrong[0]!r}, which saf gives")
-    return {name: _text(value) for name, value in said.items()}
+    if not isinstance(headers, dict):
+        raise Rejected(destination, "the headers are not a JSON object")
+    if reserved := sorted(taken & headers.keys()):
+        raise Rejected(
+            destination, f"the sender has given a header {reserved[0]!r}, which saf gives"
+        )
+    return {name: _text(value) for name, value in headers.items()}
 
 
 def _text(value: object) -> str:

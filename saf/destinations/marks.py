@@ -194,10 +194,10 @@ class InHand:
         >>> full.has_forgotten(mark), full.has_forgotten(between)
         (False, True)
         """
-        at, known = mark.set_aside_at, self.set_aside_at
-        if at is None or at in known:
+        time, known = mark.set_aside_at, self.set_aside_at
+        if time is None or time in known:
             return False
-        return len(known) < TIMES or at > known[0]
+        return len(known) < TIMES or time > known[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,8 +228,8 @@ class Lower:
         >>> print(Lower(lane="retry", shard=7, acknowledged=old, found=NOTHING))
         of shard 7, lane 'retry', it had batch 2 up to 70, and has nothing
         """
-        where = f"of shard {self.shard}" + (f", lane {self.lane!r}," if self.lane else "")
-        return f"{where} it had {self.acknowledged}, and has {self.found}"
+        place = f"of shard {self.shard}" + (f", lane {self.lane!r}," if self.lane else "")
+        return f"{place} it had {self.acknowledged}, and has {self.found}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,12 +298,12 @@ def reached(marks: Mapping[Place, Mark], behind: Iterable[Place]) -> dict[int, d
     >>> reached({("", 7): mark, ("", 8): mark}, [("", 7), ("retry", 7)])
     {7: None}
     """
-    found: dict[int, datetime | None] = {}
+    moments: dict[int, datetime | None] = {}
     for lane, shard in behind:
         opened_at = marks.get((lane, shard), NOTHING).opened_at
-        before = found.get(shard, opened_at)
-        found[shard] = before and opened_at and min(before, opened_at)
-    return found
+        oldest = moments.get(shard, opened_at)
+        moments[shard] = oldest and opened_at and min(oldest, opened_at)
+    return moments
 
 
 def compare(
@@ -417,7 +417,7 @@ def not_parked(
     for kind, subject, broker in fetch(connection, LANES, params):
         lane = Lane(kind=Kind(kind), subject=subject, broker=broker)
         lanes |= {quality + place_name(lane): lane for quality in ("", AGAIN, ONCE)}
-    waiting = [(n, *one) for n, one in enumerate(marks.items()) if one[0][0] in lanes]
+    waiting = [(n, *entry) for n, entry in enumerate(marks.items()) if entry[0][0] in lanes]
     params |= given(lanes[lane] for _, (lane, _), _ in waiting) | {
         "shards": [shard for _, (_, shard), _ in waiting],
         "opened_at": [mark.opened_at for _, _, mark in waiting],

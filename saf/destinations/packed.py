@@ -36,7 +36,7 @@ def numbers(values: npt.NDArray[Any]) -> pa.Array:
 def fixed(values: npt.NDArray[Any]) -> pa.Array:
     """Return the bytes of each value of an array."""
     size = pa.binary(values.dtype.itemsize)
-    made = pa.FixedSizeBinaryArray.from_buffers(
+    array = pa.FixedSizeBinaryArray.from_buffers(
         size, len(values), [None, pa.py_buffer(values.tobytes())]
     )
-    return pc.cast(made, BYTES)
+    return pc.cast(array, BYTES)

@@ -67,8 +67,8 @@ def refuse(
         Ahead: the destination has stored what the source does not know; without marks, if it knows
             of messages that were set aside and the source does not.
     """
-    mine = dict(chunk.batch.epochs)
-    newer = [(lane, shard) for (lane, shard), epoch in epochs.items() if epoch > mine[shard]]
+    own = dict(chunk.batch.epochs)
+    newer = [(lane, shard) for (lane, shard), epoch in epochs.items() if epoch > own[shard]]
     if newer:
         raise Fenced(where, shards_of(newer))
     batch = chunk.batch
@@ -78,19 +78,19 @@ def refuse(
             opened_at=batch.opened_at,
             set_aside_at=batch.set_aside_at.get(shard, ()),
         )
-        for shard in mine
+        for shard in own
     }
-    needed = set(touched(chunk))
-    known = {place: mark for place, mark in chunk.known.items() if place in needed}
-    there = {place: mark for place, mark in marks.items() if place in needed}
-    differ = compare(there, known, in_hand)
-    if differ.behind:
-        raise Behind(where, shards_of(differ.behind), differ.since, differ.lower)
+    places = set(touched(chunk))
+    known = {place: mark for place, mark in chunk.known.items() if place in places}
+    stored = {place: mark for place, mark in marks.items() if place in places}
+    difference = compare(stored, known, in_hand)
+    if difference.behind:
+        raise Behind(where, shards_of(difference.behind), difference.since, difference.lower)
     forgotten = [place for place, mark in marks.items() if in_hand[place[1]].has_forgotten(mark)]
     if forgotten:
         raise Ahead(where, shards_of(forgotten))
-    if differ.ahead:
-        ahead = {place: marks[place] for place in differ.ahead}
+    if difference.ahead:
+        ahead = {place: marks[place] for place in difference.ahead}
         raise Ahead(where, shards_of(ahead), ahead)
 
 
@@ -99,8 +99,8 @@ def for_others(rows: pa.Table, identity: UUID) -> list[str]:
     addressed = rows["to_broker"]
     if addressed.null_count == len(addressed):
         return []
-    named = {UUID(bytes=one) for one in pc.unique(addressed.drop_null()).to_pylist()}
-    return sorted(map(str, named - {identity}))
+    brokers = {UUID(bytes=data) for data in pc.unique(addressed.drop_null()).to_pylist()}
+    return sorted(map(str, brokers - {identity}))
 
 
 def not_for(
@@ -110,8 +110,8 @@ def not_for(
 
     ``behind`` is the chunk's: messages for these services wait, to keep their order.
     """
-    if others := for_others(rows, identity):
-        return AnotherBroker(where, str(identity), others, rows)
+    if brokers := for_others(rows, identity):
+        return AnotherBroker(where, str(identity), brokers, rows)
     waiting = sorted({*behind} & {*pc.unique(rows["to_service"]).to_pylist()}) if behind else []
     return UnknownService(where, waiting, rows) if waiting else None
 
@@ -147,8 +147,8 @@ def judged(
     if exactly_once:
         stored = {place: mark.number for place, mark in marks.items()}
         rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)
-    wrong = not_for(where, identity, rows, chunk.behind)
-    return Verdict(rows=rows, wrong=wrong, moved={} if wrong else last_of(chunk, marks))
+    error = not_for(where, identity, rows, chunk.behind)
+    return Verdict(rows=rows, wrong=error, moved={} if error else last_of(chunk, marks))
 
 
 def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
@@ -156,9 +156,9 @@ def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
     rows, answered = chunk.rows, chunk.prefix != ONCE  # no task waits for at_most_once's answer
     if not rows.num_rows:
         return {}
-    places, which = places_of(rows, chunk.prefix)
+    places, indices = places_of(rows, chunk.prefix)
     last = np.zeros(len(places), np.int64)
-    last[which] = np.arange(rows.num_rows)  # of several rows of a place, the last one stays
+    last[indices] = np.arange(rows.num_rows)  # of several rows of a place, the last one stays
     parked = [name for name in ("batch", "opened_at") if name in rows.column_names]
     moved = {}
     for place, row in zip(places, rows.select(["id", *parked]).take(last).to_pylist(), strict=True):
@@ -168,10 +168,10 @@ def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
             opened_at=row.get("opened_at", chunk.batch.opened_at),
             acknowledged=answered,
         )
-        before = marks.get(place, NOTHING)
-        if mark.number <= before.number:
-            mark = replace(before, acknowledged=answered)
-        moved[place] = replace(mark, set_aside_at=before.set_aside_at)
+        old = marks.get(place, NOTHING)
+        if mark.number <= old.number:
+            mark = replace(old, acknowledged=answered)
+        moved[place] = replace(mark, set_aside_at=old.set_aside_at)
     return moved | noting(chunk, {**marks, **moved})
 
 
@@ -201,11 +201,11 @@ def beyond(
     """
     if not stored or not rows.num_rows:
         return rows
-    places, which = places_of(rows, prefix)
+    places, indices = places_of(rows, prefix)
     ids = rows["id"].to_numpy()
     batches = rows["batch"].to_numpy() if "batch" in rows.column_names else np.int64(number)
     marks = np.array([stored.get(place, (0, 0)) for place in places], dtype=np.int64)
-    batch, position = marks[which].T
+    batch, position = marks[indices].T
     fresh = (batches > batch) | ((batches == batch) & (ids > position))
     return rows if fresh.all() else rows.filter(pa.array(fresh))
 
@@ -218,5 +218,5 @@ def places_of(rows: pa.Table, prefix: str) -> tuple[list[Place], npt.NDArray[np.
         lanes, of_each = lanes_of(rows)
         names = [prefix + place_name(lane) for lane in lanes]
         shards = shards * len(names) + of_each
-    codes, which = np.unique(shards, return_inverse=True)
-    return [(names[code % len(names)], int(code) // len(names)) for code in codes], which
+    codes, indices = np.unique(shards, return_inverse=True)
+    return [(names[code % len(names)], int(code) // len(names)) for code in codes], indices

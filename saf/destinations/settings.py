@@ -204,7 +204,7 @@ class DestinationSettings(BaseModel):
     def redact(self, text: str) -> str:
         """Return ``text`` on one line, without the secrets of these settings."""
         values = self.__dict__.values()
-        nested = [one for value in values if isinstance(value, Mapping) for one in value.values()]
+        nested = [item for value in values if isinstance(value, Mapping) for item in value.values()]
         for value in [*values, *nested]:
             if isinstance(value, Dsn):
                 text = value.redact(text)

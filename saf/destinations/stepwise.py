@@ -144,30 +144,30 @@ class Stepwise(ABC, Generic[Link]):
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
-        identity, given = self.identity(), chunk.rows.num_rows
+        identity, total = self.identity(), chunk.rows.num_rows
         stored, moved = 0, dict[Place, Mark]()
         with self._connected() as link:
             for _ in range(ATTEMPTS):
-                said, epochs, marks = self._marks(link, chunk)
+                texts, epochs, marks = self._marks(link, chunk)
                 verdict = judged(
                     self.what, identity, chunk, epochs, marks, exactly_once=exactly_once
                 )
-                what = None if verdict.wrong else self._mapped(verdict.rows, chunk.source)
+                messages = None if verdict.wrong else self._mapped(verdict.rows, chunk.source)
                 fail_point("mom_insert")
-                steps = self._steps(chunk, verdict, what, said, marks)
+                steps = self._steps(chunk, verdict, messages, texts, marks)
                 answers = self._send(link, chunk.source, steps)
                 stored += sum(count for count, fine in answers if fine)
                 moved |= verdict.moved
                 if answers[-1][1]:
                     break
-                if what and not exactly_once:  # marks do not drop repeats
+                if messages and not exactly_once:  # marks do not drop repeats
                     chunk = replace(chunk, rows=_left(verdict.rows, answers))
             else:
                 raise Unavailable(self.what, "others move the same marks again and again")
         fail_point("mom_commit")
         if verdict.wrong:
             raise verdict.wrong
-        return Stored(messages=stored, dropped=given - stored, marks=moved)
+        return Stored(messages=stored, dropped=total - stored, marks=moved)
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
         """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""
@@ -183,36 +183,36 @@ class Stepwise(ABC, Generic[Link]):
         """Return the marks of the places that a chunk needs: as written, as epochs, as marks."""
         places = guarded(chunk)
         with readable(self.what, "its marks", CURE):
-            said = dict(zip(places, self._read(link, chunk.source, places), strict=True))
-            found = {place: read(text) for place, text in said.items()}
+            texts = dict(zip(places, self._read(link, chunk.source, places), strict=True))
+            states = {place: read(text) for place, text in texts.items()}
         return (
-            said,
-            {place: epoch for place, (epoch, _) in found.items()},
-            {place: mark for place, (_, mark) in found.items()},
+            texts,
+            {place: epoch for place, (epoch, _) in states.items()},
+            {place: mark for place, (_, mark) in states.items()},
         )
 
     def _steps(
         self,
         chunk: Chunk,
         verdict: Verdict,
-        what: Mapped | None,
-        said: Mapping[Place, str],
+        messages: Mapped | None,
+        texts: Mapping[Place, str],
         marks: Mapping[Place, Mark],
     ) -> Iterator[Step]:
         """Yield the steps of a chunk."""
-        mine = dict(chunk.batch.epochs)
-        rows = verdict.rows if what else verdict.rows.slice(0, 0)
+        own = dict(chunk.batch.epochs)
+        rows = verdict.rows if messages else verdict.rows.slice(0, 0)
         for cut in self._cuts(chunk, rows):
             last = cut.first + cut.count == rows.num_rows
-            done = replace(chunk, rows=rows.slice(cut.first, cut.count))
-            marks = {**marks, **(verdict.moved if last else last_of(done, marks))}
-            after = {place: written(mine[place[1]], marks[place]) for place in cut.places}
+            part = replace(chunk, rows=rows.slice(cut.first, cut.count))
+            marks = {**marks, **(verdict.moved if last else last_of(part, marks))}
+            new = {place: written(own[place[1]], marks[place]) for place in cut.places}
             yield Step(
-                what=what.slice(cut.first, cut.count) if what and cut.count else None,
-                before={place: said[place] for place in cut.places},
-                after=after,
+                what=messages.slice(cut.first, cut.count) if messages and cut.count else None,
+                before={place: texts[place] for place in cut.places},
+                after=new,
             )
-            said = {**said, **after}
+            texts = {**texts, **new}
 
     @contextmanager
     def _connected(self) -> Iterator[Link]:

@@ -57,15 +57,20 @@ class TableReading:
         hashes = uuid_hashes(rows["message_id"]).astype(object)
         shards = np.asarray(rows["shard"])
         for shard in np.unique(shards):
-            here = shards == shard
-            mine = here & plain
-            yield Figures(int(shard), int(here.sum()), int(mine.sum()), int(hashes[mine].sum()))
+            shard_rows = shards == shard
+            plain_rows = shard_rows & plain
+            yield Figures(
+                int(shard),
+                int(shard_rows.sum()),
+                int(plain_rows.sum()),
+                int(hashes[plain_rows].sum()),
+            )
 
     def stored(self, what: Compared, shards: Sequence[int]) -> Iterator[tuple[Any, ...]]:
         """Yield the messages, sorted by id."""
         rows = self._compared(what)
-        wanted = pc.is_in(rows["shard"], pa.array(shards, pa.int64()))
-        rows = rows.filter(pc.or_(wanted, _of(rows, what.topics)))
+        mask = pc.is_in(rows["shard"], pa.array(shards, pa.int64()))
+        rows = rows.filter(pc.or_(mask, _of(rows, what.topics)))
         rows = rows.set_column(0, "message_id", pc.cast(rows["message_id"], pa.binary()))
         for row in rows.sort_by("message_id").to_pylist():
             yield Entry(
@@ -87,9 +92,9 @@ class TableReading:
         for row in oldest.aggregate([("created_at", "min")]).to_pylist():
             yield row["to_service"], row["created_at_min"]
 
-    def _compared(self, what: Compared) -> pa.Table:
-        rows = self.read(what.source)
-        for moment, keep in ((what.since, pc.greater_equal), (what.until, pc.less)):
+    def _compared(self, scope: Compared) -> pa.Table:
+        rows = self.read(scope.source)
+        for moment, keep in ((scope.since, pc.greater_equal), (scope.until, pc.less)):
             if moment is not None:
                 bound = pa.scalar(moment, HELD.field("created_at").type)
                 rows = rows.filter(keep(rows["created_at"], bound))

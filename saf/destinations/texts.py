@@ -32,10 +32,10 @@ def uuids(values: pa.Array) -> pa.Array:
     """
     if values.null_count == len(values):
         return pa.nulls(len(values), TEXT)
-    given = values.drop_null().cast(pa.binary(16))
-    raw = np.frombuffer(given.buffers()[1], np.uint8)[given.offset * 16 :][: len(given) * 16]
-    digits = HEX[raw].view(np.uint8).reshape(len(given), 32)
-    text = np.empty((len(given), 36), np.uint8)
+    binary = values.drop_null().cast(pa.binary(16))
+    raw = np.frombuffer(binary.buffers()[1], np.uint8)[binary.offset * 16 :][: len(binary) * 16]
+    digits = HEX[raw].view(np.uint8).reshape(len(binary), 32)
+    text = np.empty((len(binary), 36), np.uint8)
     for number, (begin, end) in enumerate(pairwise((-1, *DASHES, 36))):
         text[:, begin + 1 : end] = digits[:, begin + 1 - number : end - number]
     text[:, DASHES] = ord("-")
@@ -52,15 +52,15 @@ def moments(values: pa.Array) -> pa.Array:
     """
     times = values.cast(pa.timestamp("us"))
     days, rest = np.divmod(np.asarray(times.drop_null().cast(pa.int64())), DAY)
-    found, which = np.unique(days, return_inverse=True)
-    if len(found) and not FIRST <= found[0] <= found[-1] <= LAST:
+    distinct, indices = np.unique(days, return_inverse=True)
+    if len(distinct) and not FIRST <= distinct[0] <= distinct[-1] <= LAST:
         return pc.strftime(times, "%Y-%m-%dT%H:%M:%SZ").cast(TEXT)
-    dates = "".join(map(str, found.astype("datetime64[D]"))).encode()
+    dates = "".join(map(str, distinct.astype("datetime64[D]"))).encode()
     text = np.empty((len(days), 27), np.uint8)
-    text[:, :10] = np.frombuffer(dates, np.uint8).reshape(-1, 10)[which]
+    text[:, :10] = np.frombuffer(dates, np.uint8).reshape(-1, 10)[indices]
     text[:, [10, 13, 16, 19, 26]] = np.frombuffer(b"T::.Z", np.uint8)
-    for place, most in ((24, 100), (22, 100), (20, 100), (17, 60), (14, 60), (11, 24)):
-        rest, pair = np.divmod(rest, most)
+    for place, base in ((24, 100), (22, 100), (20, 100), (17, 60), (14, 60), (11, 24)):
+        rest, pair = np.divmod(rest, base)
         text[:, place : place + 2] = PAIRS[pair]
     return _spread(text, values)
 

@@ -40,12 +40,12 @@ def read(text: str) -> tuple[int, Mark]:
 
 def known_of(identity: UUID, texts: Mapping[Place, str]) -> Known:
     """Return a destination's knowledge of a source from the texts of its marks."""
-    found = {place: read(text) for place, text in texts.items()}
+    states = {place: read(text) for place, text in texts.items()}
     epochs: dict[int, int] = {}
-    for (_, shard), (epoch, _) in found.items():
+    for (_, shard), (epoch, _) in states.items():
         epochs[shard] = max(epoch, epochs.get(shard, 0))
     return Known(
         destination=identity,
-        marks={place: mark for place, (_, mark) in found.items()},
+        marks={place: mark for place, (_, mark) in states.items()},
         epochs=epochs,
     )

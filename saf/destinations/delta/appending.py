@@ -85,7 +85,7 @@ def commit(
         failed = True
     table.update_incremental()
     # an object store's client that retries after a lost answer meets its own commit
-    if failed and not (added and {one.path for one in added} <= _paths(table)):
+    if failed and not (added and {file.path for file in added} <= _paths(table)):
         return False
     after = table.version()
     if after == before or not all(map(files.there, map(file_of, (before, after)))):
@@ -102,7 +102,7 @@ def _paths(table: DeltaTable) -> set[str]:
 def sync(table: DeltaTable, files: Files, before: int) -> None:
     """Make all versions after ``before`` durable, whichever process has written them."""
     versions = range(before + 1, table.version() + 1)
-    files.sync(path for one in versions for path in (file_of(one), checkpoint_of(one)))
+    files.sync(path for version in versions for path in (file_of(version), checkpoint_of(version)))
 
 
 def gathered(batches: Iterable[pa.RecordBatch], most: int = FILE_BYTES) -> Iterator[pa.Table]:

@@ -158,37 +158,39 @@ class _Added:
         """Make the files rows; return False if another archive of the slot came first."""
         fail_point("archive_written")
         life = self._table.transaction_version(self._life)
-        mine = self._rows.incarnation
+        own_life = self._rows.incarnation
         numbers = [(self._mark, self._purge)]
-        if life != mine:
-            numbers.append((self._life, mine if life is None else SEVERAL))
+        if life != own_life:
+            numbers.append((self._life, own_life if life is None else SEVERAL))
         return commit(what, self._table, self._files, self.files, by=BY, numbers=numbers)
 
     def forget(self) -> None:
         """Remove the files, which no reader knows."""
-        self._files.remove(one.path for one in self.files)
+        self._files.remove(file.path for file in self.files)
 
     def _known(self) -> pa.Array:
         """Return the keys of the slot's messages that the table has already."""
         contents = self._contents
-        there = messages_of(self._table, self._rows.broker_id, contents.slot.log)
-        some = (ds.field("slot") == contents.slot.number) & (ds.field("id") >= contents.first_id)
-        some &= ds.field("id") <= contents.last_id
-        return _keys(there.to_table(columns=["id", "message_id"], filter=some))
+        archived = messages_of(self._table, self._rows.broker_id, contents.slot.log)
+        condition = (ds.field("slot") == contents.slot.number) & (
+            ds.field("id") >= contents.first_id
+        )
+        condition &= ds.field("id") <= contents.last_id
+        return _keys(archived.to_table(columns=["id", "message_id"], filter=condition))
 
     def _shaped(self, rows: pa.Table) -> pa.Table:
         """Return rows of a slot with the columns of the table."""
-        given = {
+        constants = {
             "broker_id": self._rows.broker_id,
             "log": self._contents.slot.log,
             "slot": self._contents.slot.number,
             "purge": self._purge,
         }
-        rows = pa.Table.from_batches([plain(one) for one in rows.to_batches()]).combine_chunks()
+        rows = pa.Table.from_batches([plain(batch) for batch in rows.to_batches()]).combine_chunks()
         columns = []
         for field in COLUMNS:
-            if field.name in given:
-                column = pa.repeat(pa.scalar(given[field.name], field.type), rows.num_rows)
+            if field.name in constants:
+                column = pa.repeat(pa.scalar(constants[field.name], field.type), rows.num_rows)
             elif field.name not in rows.column_names:  # an outbox lacks it
                 column = pa.nulls(rows.num_rows, field.type)
             else:
@@ -222,13 +224,13 @@ def checked(link: Link, table: DeltaTable) -> DeltaTable:
             "it is a table for something else, such as messages that are forwarded",
             "name another table for the archive, which saf makes",
         )
-    there = {field.name: field for field in table.schema().fields}
+    fields = {field.name: field for field in table.schema().fields}
     for field in Schema.from_arrow(COLUMNS).fields:
-        found: Field | None = there.pop(field.name, None)
-        if found is None or found.type != field.type:
-            kind = "is missing" if found is None else f"is {type_of(found)}"
+        existing: Field | None = fields.pop(field.name, None)
+        if existing is None or existing.type != field.type:
+            kind = "is missing" if existing is None else f"is {type_of(existing)}"
             raise unusable(link.what, f"its column {field.name!r} {kind}", "name another table")
-    check_others(link.what, table, [*there.values()])
+    check_others(link.what, table, [*fields.values()])
     return table
 
 
@@ -253,11 +255,11 @@ def in_log(
     the earlier archives.
     """
     last = table.transaction_version(purge_mark(broker_id, log, slot)) or 0
-    there = messages_of(table, broker_id, log)
+    messages = messages_of(table, broker_id, log)
     for number in range(last, 0, -1):
-        mine = (ds.field("slot") == slot) & (ds.field("purge") == number)
-        some = there.head(1, columns=["shard", "txid", "id", "message_id"], filter=mine)
-        if not some.num_rows or not has(slot, some.to_pylist()[0]):
+        condition = (ds.field("slot") == slot) & (ds.field("purge") == number)
+        sample = messages.head(1, columns=["shard", "txid", "id", "message_id"], filter=condition)
+        if not sample.num_rows or not has(slot, sample.to_pylist()[0]):
             return
         yield number
 

@@ -44,12 +44,12 @@ def parts(rows: pa.Table, by: Sequence[str]) -> Iterator[tuple[dict[str, str | N
     if not by:
         yield {}, rows
         return
-    column, *others = by
+    column, *rest = by
     values = rows[column].cast(pa.string())
     for value in pc.unique(values).to_pylist():
-        mine = pc.is_null(values) if value is None else pc.equal(values, value)
-        for more, part in parts(rows.filter(mine).drop_columns([column]), others):
-            yield {column: value, **more}, part
+        mask = pc.is_null(values) if value is None else pc.equal(values, value)
+        for values_of_rest, part in parts(rows.filter(mask).drop_columns([column]), rest):
+            yield {column: value, **values_of_rest}, part
 
 
 def statistics(rows: pa.Table, counted: Sequence[str]) -> str:
@@ -59,18 +59,18 @@ def statistics(rows: pa.Table, counted: Sequence[str]) -> str:
     take a missing value to mean that a file has none.
     """
     least: dict[str, Any] = {}
-    most: dict[str, Any] = {}
+    greatest: dict[str, Any] = {}
     for name in counted:
         column = rows[name]
         if column.null_count == rows.num_rows:
             continue
         ends = _written(pa.array(pc.min_max(column).values(), column.type))
-        least[name], most[name] = ends.to_pylist()
+        least[name], greatest[name] = ends.to_pylist()
     return json.dumps(
         {
             "numRecords": rows.num_rows,
             "minValues": least,
-            "maxValues": most,
+            "maxValues": greatest,
             "nullCount": {name: rows[name].null_count for name in counted},
         }
     )

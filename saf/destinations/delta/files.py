@@ -47,8 +47,8 @@ class Files:
 
     def names(self, folder: str) -> Sequence[str]:
         """Return the names in a folder."""
-        found = self.filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
-        return [one.base_name for one in found]
+        entries = self.filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
+        return [entry.base_name for entry in entries]
 
     def there(self, path: str) -> bool:
         """Return True if a file exists."""
@@ -92,13 +92,13 @@ class Files:
 
     def remove(self, paths: Iterable[str]) -> list[str]:
         """Remove files that no reader knows; return the paths that could not be removed."""
-        left = []
+        failed = []
         for path in paths:
             try:
                 self.filesystem.delete_file(path)
             except OSError:
-                left.append(path)
-        return left
+                failed.append(path)
+        return failed
 
 
 def sizes_of(table: DeltaTable) -> list[int]:

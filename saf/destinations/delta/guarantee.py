@@ -20,7 +20,7 @@ SMALL_BYTES = 8 << 20
 def guarantee(link: Link) -> Guarantee:
     """Return the table's promise where it is now."""
     settings, table = link.settings, link.load()
-    more: list[tuple[str, str]] = []
+    findings: list[tuple[str, str]] = []
     server = f"no Delta table yet, {settings.table}"
     if table is not None:
         with link.errors():
@@ -29,7 +29,7 @@ def guarantee(link: Link) -> Guarantee:
             f"Delta table of {len(sizes):,} files, version {table.version():,}, {settings.table}"
         )
         if len(sizes) > MANY_FILES and sum(sizes) / len(sizes) < SMALL_BYTES:
-            more.append(
+            findings.append(
                 (
                     f"its {len(sizes):,} files have {sum(sizes) // len(sizes) >> 10:,} KiB on "
                     "average, which makes reading slow",
@@ -43,10 +43,10 @@ def guarantee(link: Link) -> Guarantee:
             "overwrite a file of the log, which saf destination check tries"
         )
         if not settings.table.startswith(S3):
-            more.append(NOT_TESTED)
+            findings.append(NOT_TESTED)
     return Guarantee(
         server=server,
         promise=f"{settings.quality.replace('_', ' ')}; {kept}; a loss is detected, and saf "
         "rebase sends the lost messages again",
-        more=tuple(more),
+        more=tuple(findings),
     )

@@ -67,8 +67,8 @@ class Link:
         new one: it is the same one, without its acknowledged data.
         """
         table = self.load()
-        said = table.metadata().configuration.get(DESTINATION) if table else None
-        return UUID(said) if said else self.first_identity()
+        identity = table.metadata().configuration.get(DESTINATION) if table else None
+        return UUID(identity) if identity else self.first_identity()
 
     def first_identity(self) -> UUID:
         """Return the identity of a table that is created here."""
@@ -121,27 +121,29 @@ class Link:
             raise self._of_store(error) from None
 
     def _of_store(self, error: Exception) -> Unavailable:
-        said = self.said(error)
-        if any(words in said for words in DENIED):
+        reason = self.said(error)
+        if any(words in reason for words in DENIED):
             return Refused(
                 self.what,
-                said,
+                reason,
                 "let its login list, read, write and delete below the table's address",
             )
-        return Unavailable(self.what, said)
+        return Unavailable(self.what, reason)
 
     def said(self, error: Exception) -> str:
         """Return an error's text on one line, without secrets."""
-        said = COLOURS.sub("", str(error)).replace("↳", "")
-        return self.settings.redact(said) or type(error).__name__
+        text = COLOURS.sub("", str(error)).replace("↳", "")
+        return self.settings.redact(text) or type(error).__name__
 
 
 def restored(table: DeltaTable) -> int | None:
     """Return the version that last restored an older version of the table; None if none did."""
-    versions = [one["version"] for one in table.history() if one.get("operation") == "RESTORE"]
+    versions = [
+        commit["version"] for commit in table.history() if commit.get("operation") == "RESTORE"
+    ]
     return versions[0] if versions else None
 
 
 def removed(table: DeltaTable) -> bool:
     """Return True if a table's history shows that rows may be missing on purpose."""
-    return any(one.get("operation", "").startswith(REMOVING) for one in table.history())
+    return any(commit.get("operation", "").startswith(REMOVING) for commit in table.history())

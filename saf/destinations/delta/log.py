@@ -50,21 +50,21 @@ class Log:
 
     def _checkpoint(self, version: int) -> tuple[int, list[str]]:
         """Return the version and files of the newest complete checkpoint; -1 if there is none."""
-        found: dict[int, list[str]] = {}
-        wanted: dict[int, int] = {}
+        checkpoints: dict[int, list[str]] = {}
+        counts: dict[int, int] = {}
         for name in self._files.names(LOG):
-            if (one := CHECKPOINT.fullmatch(name)) and int(one["version"]) <= version:
-                found.setdefault(int(one["version"]), []).append(f"{LOG}/{name}")
-                wanted[int(one["version"])] = int(one["parts"] or 1)
-        whole = [number for number, paths in found.items() if len(paths) >= wanted[number]]
-        newest = max(whole, default=-1)
-        return newest, found.get(newest, [])
+            if (match := CHECKPOINT.fullmatch(name)) and int(match["version"]) <= version:
+                checkpoints.setdefault(int(match["version"]), []).append(f"{LOG}/{name}")
+                counts[int(match["version"])] = int(match["parts"] or 1)
+        complete = [number for number, paths in checkpoints.items() if len(paths) >= counts[number]]
+        newest = max(complete, default=-1)
+        return newest, checkpoints.get(newest, [])
 
     def _of_checkpoint(self, path: str) -> dict[str, int]:
         if path.endswith(".json"):
             return _of_lines(self._files.content(path))
         column = pq.read_table(self._files.readable(path), columns=["txn"])["txn"]
-        return _ours(one for one in column.drop_null().to_pylist())
+        return _ours(action for action in column.drop_null().to_pylist())
 
 
 def file_of(version: int) -> str:
@@ -84,8 +84,10 @@ def _of_lines(content: bytes) -> dict[str, int]:
     {'saf:a': 7}
     """
     lines = (json.loads(line) for line in content.splitlines() if OURS.encode() in line)
-    return _ours(one["txn"] for one in lines if "txn" in one)
+    return _ours(action["txn"] for action in lines if "txn" in action)
 
 
 def _ours(actions: Iterator[Mapping[str, Any]]) -> dict[str, int]:
-    return {one["appId"]: one["version"] for one in actions if one["appId"].startswith(OURS)}
+    return {
+        action["appId"]: action["version"] for action in actions if action["appId"].startswith(OURS)
+    }

@@ -66,37 +66,37 @@ def check(link: Link, table: DeltaTable) -> None:
     Raises:
         Refused: they cannot.
     """
-    settings, wanted = link.settings, schema(link.settings)
+    settings, target = link.settings, schema(link.settings)
     if ARCHIVE in table.metadata().configuration:
         raise unusable(
             link.what,
             "its table is an archive of logs, where messages are that `saf purge` took",
             "name another table",
         )
-    by = tuple(table.metadata().partition_columns)
-    if by != BY[settings.partition_by]:
-        named = {columns: name for name, columns in BY.items()}
+    partitions = tuple(table.metadata().partition_columns)
+    if partitions != BY[settings.partition_by]:
+        names = {columns: name for name, columns in BY.items()}
         raise unusable(
             link.what,
-            f"its table is partitioned by {', '.join(by) or 'nothing'}, not by "
+            f"its table is partitioned by {', '.join(partitions) or 'nothing'}, not by "
             f"{settings.partition_by}",
-            f'set partition_by = "{named[by]}" in saf.toml'
-            if by in named
+            f'set partition_by = "{names[partitions]}" in saf.toml'
+            if partitions in names
             else "name another table: it is one that saf has not made",
         )
-    there = {field.name.lower(): field for field in table.schema().fields}
-    for field in Schema.from_arrow(wanted).fields:
-        found = there.pop(field.name.lower(), field)
-        if found.type != field.type or found.name != field.name:
+    existing = {field.name.lower(): field for field in table.schema().fields}
+    for field in Schema.from_arrow(target).fields:
+        column = existing.pop(field.name.lower(), field)
+        if column.type != field.type or column.name != field.name:
             raise unusable(
                 link.what,
-                f"the column {found.name!r} of its table is {type_of(found)}, and "
+                f"the column {column.name!r} of its table is {type_of(column)}, and "
                 f"{field.name!r} is to be {type_of(field)}",
                 "promote it by another name, or with its own type"
                 if field.name in settings.promote
                 else "name another table",
             )
-    check_others(link.what, table, [*there.values()])
+    check_others(link.what, table, [*existing.values()])
 
 
 def check_others(what: str, table: DeltaTable, others: Collection[Field]) -> None:
@@ -105,11 +105,11 @@ def check_others(what: str, table: DeltaTable, others: Collection[Field]) -> Non
     Raises:
         Refused: rows need more.
     """
-    needed = [field.name for field in others if not field.nullable]
-    if needed:
+    required = [field.name for field in others if not field.nullable]
+    if required:
         raise unusable(
             what,
-            f"the column {needed[0]!r} of its table must have a value",
+            f"the column {required[0]!r} of its table must have a value",
             "ALTER TABLE … ALTER COLUMN … DROP NOT NULL, or name another table",
         )
     properties = table.metadata().configuration
@@ -149,17 +149,17 @@ def _make(link: Link) -> None:
 
 def _complete(link: Link, table: DeltaTable) -> bool:
     """Add missing columns or the identity; return True if the table has changed."""
-    there = {field.name for field in table.schema().fields}
+    existing = {field.name for field in table.schema().fields}
     missing = [
         field
         for field in Schema.from_arrow(schema(link.settings)).fields
-        if field.name not in there
+        if field.name not in existing
     ]
     if missing:
         table.alter.add_columns(missing)
     elif DESTINATION not in table.metadata().configuration:
-        mine = {DESTINATION: str(link.first_identity())}
-        table.alter.set_table_properties(mine, raise_if_not_exists=False)
+        identity = {DESTINATION: str(link.first_identity())}
+        table.alter.set_table_properties(identity, raise_if_not_exists=False)
     else:
         return False
     return True

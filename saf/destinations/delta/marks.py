@@ -33,17 +33,17 @@ def state_of(source: UUID, numbers: Mapping[str, int]) -> State:
     >>> state_of(source, numbers) == State(marks={("", 7): mark}, epochs={7: 3})
     True
     """
-    of = f"{OURS}{source}:"
+    prefix = f"{OURS}{source}:"
     epochs: dict[int, int] = {}
-    said: dict[Place, dict[str, int]] = {}
+    places: dict[Place, dict[str, int]] = {}
     for name, number in numbers.items():
-        if name.startswith(of):
-            shard, what, lane = name.removeprefix(of).split(":", 2)
-            if what == "epoch":
+        if name.startswith(prefix):
+            shard, column, lane = name.removeprefix(prefix).split(":", 2)
+            if column == "epoch":
                 epochs[int(shard)] = number
             else:
-                said.setdefault((lane, int(shard)), {})[what] = number
-    marks = {place: mark_of(place[0], **one) for place, one in said.items()}
+                places.setdefault((lane, int(shard)), {})[column] = number
+    marks = {place: mark_of(place[0], **values) for place, values in places.items()}
     return State(marks=marks, epochs=epochs)
 
 
@@ -54,5 +54,5 @@ def transactions(
     for shard, epoch in epochs.items():
         yield f"{OURS}{source}:{shard}:epoch:", epoch
     for (lane, shard), mark in moved.items():
-        for what, number in numbers_of(mark).items():
-            yield f"{OURS}{source}:{shard}:{what}:{lane}", number
+        for column, number in numbers_of(mark).items():
+            yield f"{OURS}{source}:{shard}:{column}:{lane}", number

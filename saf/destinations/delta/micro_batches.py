@@ -89,7 +89,7 @@ class MicroBatches:
         for _ in range(ATTEMPTS):
             table = self._table(number)
             if not self._fresh(table, application, number):
-                self._files.remove(one.path for one in written)
+                self._files.remove(file.path for file in written)
                 return False
             numbers = [(application, number)]
             with self._link.errors():
@@ -135,8 +135,8 @@ class MicroBatches:
                 "an application, or naming a new one"
             )
         if number > 0 and last != number - 1:
-            said = "none" if last is None else f"no more than {last:,}"
-            raise self._set_back(number, f"has {said} of {application!r}")
+            count = "none" if last is None else f"no more than {last:,}"
+            raise self._set_back(number, f"has {count} of {application!r}")
         return True
 
     def _set_back(self, number: int, how: str) -> NotThisStream:
@@ -181,7 +181,7 @@ def plain(columns: pa.Schema, by: Sequence[str]) -> pa.Schema:
             raise ConfigurationError(
                 f"partition_by: no column {name!r}, only {', '.join(columns.names)}"
             )
-        if not any(is_(columns.field(name).type) for is_ in IN_NAMES):
+        if not any(test(columns.field(name).type) for test in IN_NAMES):
             raise ConfigurationError(
                 f"partition_by: the column {name!r} is a {columns.field(name).type}; a table is "
                 "partitioned by texts, whole numbers, truth values and dates"
@@ -197,28 +197,28 @@ def lacking(what: str, table: DeltaTable, columns: pa.Schema, by: Sequence[str])
     Raises:
         Refused: such rows cannot be appended to the table.
     """
-    has = table.metadata().partition_columns
-    if has != [*by]:
+    partitions = table.metadata().partition_columns
+    if partitions != [*by]:
         raise unusable(
             what,
-            f"it is partitioned by {', '.join(has) or 'nothing'}, and not by "
+            f"it is partitioned by {', '.join(partitions) or 'nothing'}, and not by "
             f"{', '.join(by) or 'nothing'}",
-            f"set partition_by={has!r}, or name another table",
+            f"set partition_by={partitions!r}, or name another table",
         )
-    there = {field.name.lower(): field for field in table.schema().fields}
+    existing = {field.name.lower(): field for field in table.schema().fields}
     missing = []
     for field in Schema.from_arrow(columns).fields:
-        found = there.pop(field.name.lower(), None)
-        if found is None:
+        column = existing.pop(field.name.lower(), None)
+        if column is None:
             missing.append(field)
-        elif found.type != field.type or found.name != field.name:
+        elif column.type != field.type or column.name != field.name:
             raise unusable(
                 what,
-                f"its column {found.name!r} is {type_of(found)}, and {field.name!r} comes as "
+                f"its column {column.name!r} is {type_of(column)}, and {field.name!r} comes as "
                 f"{type_of(field)}",
                 "cast or rename what the query gives, or name another table",
             )
-    check_others(what, table, [*there.values()])
+    check_others(what, table, [*existing.values()])
     return missing
 
 
@@ -226,12 +226,12 @@ def _countable(columns: pa.Schema) -> list[str]:
     return [
         field.name
         for field in columns
-        if any(is_(field.type) for is_ in COUNTABLE) and PLAIN.fullmatch(field.name)
+        if any(test(field.type) for test in COUNTABLE) and PLAIN.fullmatch(field.name)
     ]
 
 
 def _counted(table: DeltaTable, columns: pa.Schema) -> list[str]:
     metadata = table.metadata()
-    names = [one for one in _countable(columns) if one not in metadata.partition_columns]
-    said = metadata.configuration.get(COUNTED)
-    return names if said is None else [name for name in said.split(",") if name in names]
+    names = [column for column in _countable(columns) if column not in metadata.partition_columns]
+    setting = metadata.configuration.get(COUNTED)
+    return names if setting is None else [name for name in setting.split(",") if name in names]

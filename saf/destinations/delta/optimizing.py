@@ -56,10 +56,10 @@ def optimize(name: str, settings: Delta, *, keep_hours: int, dry_run: bool) -> O
     if table is None:
         raise UsageError(f"{link.what} has no table yet: nothing was forwarded there")
     with link.errors():
-        version, before = table.version(), sizes_of(table)
+        version, old_sizes = table.version(), sizes_of(table)
         if not dry_run:
             table.optimize.compact()
-        gone = table.vacuum(
+        removed_files = table.vacuum(
             retention_hours=keep_hours,
             dry_run=dry_run,
             enforce_retention_duration=False,
@@ -69,13 +69,13 @@ def optimize(name: str, settings: Delta, *, keep_hours: int, dry_run: bool) -> O
         files = Files(settings.table, settings.folder, settings.options)
         versions = range(version + 1, table.version() + 1)
         files.sync(path for one in versions for path in (file_of(one), checkpoint_of(one)))
-        after = sizes_of(table)
+        new_sizes = sizes_of(table)
     return Optimized(
         table=settings.table,
         version=table.version(),
-        files_before=len(before),
-        files_after=len(after),
-        bytes_before=sum(before),
-        bytes_after=sum(after),
-        removed=len(gone),
+        files_before=len(old_sizes),
+        files_after=len(new_sizes),
+        bytes_before=sum(old_sizes),
+        bytes_after=sum(new_sizes),
+        removed=len(removed_files),
     )

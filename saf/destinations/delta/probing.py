@@ -47,7 +47,7 @@ def probe(link: Link) -> Iterator[tuple[str, str]]:
             with ThreadPoolExecutor(AT_ONCE) as threads:
                 won = [_winners(link, address, files, paths, threads) for _ in range(ROUNDS)]
         finally:
-            left = files.remove([*paths, *(f"{LOG}/{name}" for name in files.names(LOG))])
+            remaining = files.remove([*paths, *(f"{LOG}/{name}" for name in files.names(LOG))])
     if max(won) > 1:
         raise unusable(
             link.what,
@@ -56,9 +56,9 @@ def probe(link: Link) -> Iterator[tuple[str, str]]:
             "use a store with conditional writes (If-None-Match), which S3 has; or set "
             'AWS_S3_LOCKING_PROVIDER = "dynamodb" in storage_options',
         )
-    if left:
+    if remaining:
         yield (
-            f"its login may not delete: {len(left)} files of a probe stay at {address}",
+            f"its login may not delete: {len(remaining)} files of a probe stay at {address}",
             "let its login delete below the table's address, which `saf lake optimize` needs, too",
         )
 
@@ -74,7 +74,7 @@ def _winners(
 
     def commits(_: int) -> bool:
         added = [*write(files, ROWS, (), ())]
-        paths.extend(one.path for one in added)
+        paths.extend(file.path for file in added)
         table = DeltaTable(address, storage_options=link.settings.options)
         ready.wait(link.settings.bounds.statement_seconds)
         return commit(link.what, table, files, added, by=(), numbers=[("saf-probe", 1)])

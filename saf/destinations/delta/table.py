@@ -79,7 +79,7 @@ class Table(LakeTable[Opened]):
         numbers = transactions(change.source, change.moved, change.epochs)
         if commit(self.what, opened.table, opened.files, added, by=by, numbers=numbers):
             return True
-        opened.files.remove(one.path for one in added)
+        opened.files.remove(file.path for file in added)
         return False
 
     def _write(self, opened: Opened, messages: pa.Table, source: UUID) -> list[AddAction]:

@@ -51,13 +51,13 @@ class TaskFiles:
 def told(files: Iterable[AddAction]) -> pa.RecordBatch:
     """Return a task's report about its files, in the columns `WRITTEN`."""
     rows = [
-        (one.path, one.size, json.dumps(one.partition_values), one.modification_time, one.stats)
-        for one in files
+        (row.path, row.size, json.dumps(row.partition_values), row.modification_time, row.stats)
+        for row in files
     ]
     text, number = pa.string(), pa.int64()
     types = zip(zip(*rows, strict=True), (text, number, text, number, text), strict=True)
     names = [part.split()[0] for part in WRITTEN.split(",")]
-    return pa.RecordBatch.from_arrays([pa.array(*one) for one in types], names=names)
+    return pa.RecordBatch.from_arrays([pa.array(*row) for row in types], names=names)
 
 
 def heard(rows: Iterable[Sequence[Any]]) -> list[AddAction]:

@@ -65,8 +65,8 @@ class Https(LinkedSettings):
 
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
-        needed = "TLS: use https:// instead of http://"
-        check_certificates(self, None if self.address.tls else needed)
+        condition = "TLS: use https:// instead of http://"
+        check_certificates(self, None if self.address.tls else condition)
         return self
 
     @property

@@ -61,14 +61,14 @@ def body_of(chunk: Chunk, *, store: bool, exactly_once: bool = False) -> pa.Buff
     """Return a chunk as the body of a request; it contains the messages only to ``store`` them."""
     rows = chunk.rows if store else chunk.rows.drop_columns(list(COLUMNS))
     batch = chunk.batch
-    said = written(
+    metadata = written(
         store=store,
         exactly_once=exactly_once,
         source=str(chunk.source),
         batch=batch.number,
         opened_at=batch.opened_at.isoformat(),
         set_aside_at=[
-            [shard, [one.isoformat() for one in batch.set_aside_at[shard]]]
+            [shard, [time.isoformat() for time in batch.set_aside_at[shard]]]
             for shard in batch.shards
             if shard in batch.set_aside_at
         ],
@@ -77,7 +77,7 @@ def body_of(chunk: Chunk, *, store: bool, exactly_once: bool = False) -> pa.Buff
         known=of_marks(chunk.known),
         behind=sorted(chunk.behind),
     )
-    rows = rows.replace_schema_metadata({METADATA: said})
+    rows = rows.replace_schema_metadata({METADATA: metadata})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as stream:
         stream.write_table(rows)
@@ -92,16 +92,16 @@ def chunk_of(body: bytes | bytearray) -> Given:
     """
     try:
         rows, metadata = _rows_of(body)
-        said = read(metadata[METADATA])
-        given = _given(said, _whole(rows, messages=bool(said["store"])))
+        message = read(metadata[METADATA])
+        request = _given(message, _whole(rows, messages=bool(message["store"])))
     except NotUnderstood:
         raise
     except REFUSED as error:
         raise NotUnderstood(f"not a chunk: {type(error).__name__}") from None
-    shards = {*pc.unique(given.chunk.rows["shard"]).to_pylist()}
-    if not shards <= {*given.chunk.batch.shards}:
+    shards = {*pc.unique(request.chunk.rows["shard"]).to_pylist()}
+    if not shards <= {*request.chunk.batch.shards}:
         raise NotUnderstood("it has messages of shards that are not in its batch")
-    return given
+    return request
 
 
 def _rows_of(body: bytes | bytearray) -> tuple[pa.Table, Mapping[bytes, bytes]]:
@@ -133,10 +133,10 @@ def _may_grow(kind: str, message: bytes) -> bool:
     def number(at: int, size: int, *, signed: bool = False) -> int:
         return int.from_bytes(message[at : at + size], "little", signed=signed)
 
-    def field(table: int, which: int) -> int:
+    def field(table: int, index: int) -> int:
         """Return the position of a table's field; 0 if the table lacks it."""
         described = table - number(table, 4, signed=True)
-        place = 4 + 2 * which
+        place = 4 + 2 * index
         offset = number(described + place, 2) if place < number(described, 2) else 0
         return offset and table + offset
 
@@ -149,10 +149,10 @@ def _may_grow(kind: str, message: bytes) -> bool:
 def _whole(rows: pa.Table, *, messages: bool) -> pa.Table:
     """Check that rows have everything that a chunk needs; return them with `ROW`."""
     columns: dict[str, Any] = {name: rows[name] for name in rows.column_names}
-    needed = {*NEEDED, *(COLUMNS if messages else ())}
-    for some in (PARKED, LANES):
-        needed |= {*some} if {*some} & columns.keys() else set()
-    if missing := needed - columns.keys():
+    required = {*NEEDED, *(COLUMNS if messages else ())}
+    for group in (PARKED, LANES):
+        required |= {*group} if {*group} & columns.keys() else set()
+    if missing := required - columns.keys():
         raise NotUnderstood(f"it has no column {sorted(missing)[0]!r}")
     for name in NEVER_NULL:
         if name in columns and columns[name].null_count:
@@ -160,31 +160,33 @@ def _whole(rows: pa.Table, *, messages: bool) -> pa.Table:
     return pa.table({**columns, ROW: pa.array(range(rows.num_rows), pa.int32())})
 
 
-def _given(said: Mapping[str, Any], rows: pa.Table) -> Given:
-    opened_at = moment(said["opened_at"])
+def _given(message: Mapping[str, Any], rows: pa.Table) -> Given:
+    opened_at = moment(message["opened_at"])
     if opened_at is None:
         raise NotUnderstood("the opening time of its batch is missing")
     chunk = Chunk(
-        source=UUID(said["source"]),
+        source=UUID(message["source"]),
         batch=Batch(
             log="outbox",
             subscription_id=0,
             owner=UUID(int=0),
-            number=int(said["batch"]),
+            number=int(message["batch"]),
             done="",
             open="",
             position=0,
             route_version=None,
             opened_at=opened_at,
             set_aside_at={
-                int(shard): [at for at in map(moment, times) if at is not None]
-                for shard, times in said.get("set_aside_at", ())  # older forwarders send none
+                int(shard): [time for time in map(moment, times) if time is not None]
+                for shard, times in message.get("set_aside_at", ())  # older forwarders send none
             },
-            epochs=tuple((int(shard), int(epoch)) for shard, epoch in said["epochs"]),
+            epochs=tuple((int(shard), int(epoch)) for shard, epoch in message["epochs"]),
         ),
         rows=rows,
-        prefix=str(said["prefix"]),
-        known=to_marks(said["known"]),
-        behind=frozenset(map(str, said["behind"])),
+        prefix=str(message["prefix"]),
+        known=to_marks(message["known"]),
+        behind=frozenset(map(str, message["behind"])),
     )
-    return Given(chunk=chunk, store=bool(said["store"]), exactly_once=bool(said["exactly_once"]))
+    return Given(
+        chunk=chunk, store=bool(message["store"]), exactly_once=bool(message["exactly_once"])
+    )

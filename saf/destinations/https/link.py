@@ -48,29 +48,31 @@ class _Connection(http.client.HTTPConnection):
     """
 
     def __init__(self, settings: Https, context: ssl.SSLContext | None) -> None:
-        at = settings.address
-        super().__init__(at.host, at.port)
-        self.default_port = 443 if at.tls else 80
+        address = settings.address
+        super().__init__(address.host, address.port)
+        self.default_port = 443 if address.tls else 80
         self._own: socket.socket | None = None
         self._network_seconds = settings.bounds.network_seconds
         self._context = context
 
     def connect(self) -> None:
         seconds = self._network_seconds
-        one = socket.create_connection((self.host, self.port), timeout=seconds)
+        connection = socket.create_connection((self.host, self.port), timeout=seconds)
         try:
-            self._own = one.dup()
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._own = connection.dup()
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+                connection.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000)
+                )
             if self._context is not None:
-                one = self._context.wrap_socket(one, server_hostname=self.host)
-            one.settimeout(None)  # the link keeps time
+                connection = self._context.wrap_socket(connection, server_hostname=self.host)
+            connection.settimeout(None)  # the link keeps time
         except BaseException:
-            one.close()
+            connection.close()
             raise
-        self.sock = one
+        self.sock = connection
 
     def end(self) -> None:
         """Close the connection; no more answers are read."""
@@ -120,20 +122,20 @@ class Link:
     def guarantee(self) -> Guarantee:
         """Ask the broker for its database's promise."""
         with self._reading():
-            said = self.ask(wire.GUARANTEE)
-            more = [(str(what), str(cure)) for what, cure in said["more"]]
+            answer = self.ask(wire.GUARANTEE)
+            findings = [(str(finding), str(cure)) for finding, cure in answer["more"]]
             return Guarantee(
-                server=f"{said['server']}, at {self.settings.server}",
-                promise=f"{self.settings.quality.replace('_', ' ')}; {said['promise']}",
-                more=more,
+                server=f"{answer['server']}, at {self.settings.server}",
+                promise=f"{self.settings.quality.replace('_', ' ')}; {answer['promise']}",
+                more=findings,
             )
 
-    def ask(self, question: str, **more: Any) -> Said:
+    def ask(self, question: str, **fields: Any) -> Said:
         """Ask the broker a question.
 
         Raises the broker's refusal, or `Unavailable`.
         """
-        body = wire.written(ask=question, **more)
+        body = wire.written(ask=question, **fields)
         return self.post(body, wire.JSON, self.settings.bounds.statement_seconds)
 
     def post(self, body: Any, kind: str, seconds: float, chunk: Chunk | None = None) -> Said:
@@ -143,17 +145,17 @@ class Link:
         """
         status, reason, answer = self._answered(body, kind, seconds)
         try:
-            said = wire.read(answer)
+            message = wire.read(answer)
         except OtherVersion as error:
             raise self._unlike(error.version) from None
         except NotUnderstood:
             raise self._of_another(status, reason, answer) from None
         with self._reading():
             if status != http.client.OK:
-                if said["error"] == "version":
-                    raise self._unlike(said["speaks"])
-                raise raised(self.what, said, chunk)
-        return said
+                if message["error"] == "version":
+                    raise self._unlike(message["speaks"])
+                raise raised(self.what, message, chunk)
+        return message
 
     def _answered(self, body: Any, kind: str, seconds: float) -> tuple[int, str, bytes]:
         key = key_of(self.settings.secret.get_secret_value())
@@ -191,29 +193,29 @@ class Link:
         return answer.status, answer.reason, text
 
     def _translated(self, error: Exception, waiting: Waiting | None) -> SafError:
-        at = self.settings.server
+        server = self.settings.server
         if isinstance(error, ssl.SSLCertVerificationError):
             return unusable(
                 self.what,
-                f"the certificate of {at} is not accepted: {error.verify_message}",
+                f"the certificate of {server} is not accepted: {error.verify_message}",
                 "name the certificates that have signed it as ca_file in saf.toml",
             )
         if waiting is not None and waiting.given_up:
-            return Unavailable(self.what, f"{at}: {waiting}", hangs=True)
-        said = " ".join(str(error).split()) or type(error).__name__
-        return Unavailable(self.what, f"{at}: {said}", hangs=isinstance(error, TimeoutError))
+            return Unavailable(self.what, f"{server}: {waiting}", hangs=True)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return Unavailable(self.what, f"{server}: {reason}", hangs=isinstance(error, TimeoutError))
 
     def _of_another(self, status: int, reason: str, answer: bytes) -> SafError:
         """Return the error for an answer from another server, such as a proxy."""
-        at = self.settings.server
-        shown = " ".join(answer[:SHOWN].decode(errors="replace").split())
-        said = self.settings.redact(f"{at} answers {status} {reason}: {shown}")
+        server = self.settings.server
+        excerpt = " ".join(answer[:SHOWN].decode(errors="replace").split())
+        text = self.settings.redact(f"{server} answers {status} {reason}: {excerpt}")
         if status == TOO_LARGE:
-            return Rejected(self.what, said)
+            return Rejected(self.what, text)
         if status in LATER or status >= http.client.INTERNAL_SERVER_ERROR:
-            return Unavailable(self.what, said)
+            return Unavailable(self.what, text)
         return unusable(
-            self.what, said, "let its URL lead to saf.webhooks.broker, and everything be passed on"
+            self.what, text, "let its URL lead to saf.webhooks.broker, and everything be passed on"
         )
 
     def _unlike(self, version: object) -> Refused:
@@ -238,15 +240,15 @@ class Link:
             ) from None
 
     def _tls(self) -> ssl.SSLContext:
-        mine = self.settings
+        settings = self.settings
         try:
-            context = ssl.create_default_context(cafile=mine.ca_file)
-            if mine.certificate_file is not None:
-                context.load_cert_chain(mine.certificate_file, mine.key_file)
+            context = ssl.create_default_context(cafile=settings.ca_file)
+            if settings.certificate_file is not None:
+                context.load_cert_chain(settings.certificate_file, settings.key_file)
         except OSError as error:  # also raised for a wrong format
-            said = error.strerror or str(error)
+            text = error.strerror or str(error)
             raise unusable(
-                self.what, f"its certificates cannot be read: {said}", "fix saf.toml, or the files"
+                self.what, f"its certificates cannot be read: {text}", "fix saf.toml, or the files"
             ) from None
         return context
 

@@ -91,9 +91,9 @@ TOLD: Sequence[tuple[type[SafError], int, str, Callable[[Any], dict[str, Any]]]]
 
 def told(error: SafError) -> tuple[int, dict[str, Any]]:
     """Return the status and the answer for an error."""
-    for kind, status, name, more in TOLD:
+    for kind, status, name, fields in TOLD:
         if isinstance(error, kind):
-            return status, {"error": name, **more(error)}
+            return status, {"error": name, **fields(error)}
     raise AssertionError(error)  # the last line fits
 
 
@@ -111,29 +111,29 @@ def raised(what: str, said: Said, chunk: Chunk | None) -> SafError:
 
 
 OF_CHUNKS: Mapping[str, Callable[[str, Said, Chunk], SafError]] = {
-    "fenced": lambda what, said, _: Fenced(what, _shards(said)),
-    "ahead": lambda what, said, _: Ahead(what, _shards(said), to_marks(said["marks"])),
-    "behind": lambda what, said, _: Behind(
-        what, _shards(said), moment(said["since"]), _to_lower(said["lower"])
+    "fenced": lambda what, answer, _: Fenced(what, _shards(answer)),
+    "ahead": lambda what, answer, _: Ahead(what, _shards(answer), to_marks(answer["marks"])),
+    "behind": lambda what, answer, _: Behind(
+        what, _shards(answer), moment(answer["since"]), _to_lower(answer["lower"])
     ),
-    "unknown_service": lambda what, said, chunk: UnknownService(
-        what, sorted(map(str, said["services"])), _rows(said, chunk)
+    "unknown_service": lambda what, answer, chunk: UnknownService(
+        what, sorted(map(str, answer["services"])), _rows(answer, chunk)
     ),
-    "another_broker": lambda what, said, chunk: AnotherBroker(
-        what, str(said["broker"]), sorted(map(str, said["others"])), _rows(said, chunk)
+    "another_broker": lambda what, answer, chunk: AnotherBroker(
+        what, str(answer["broker"]), sorted(map(str, answer["others"])), _rows(answer, chunk)
     ),
-    "rejected": lambda what, said, _: Rejected(what, str(said["reason"])),
-    "too_large": lambda what, said, _: Rejected(what, str(said["reason"])),
+    "rejected": lambda what, answer, _: Rejected(what, str(answer["reason"])),
+    "too_large": lambda what, answer, _: Rejected(what, str(answer["reason"])),
 }
 """Errors about a chunk, by the name in the answer."""
 
 
-def _shards(said: Said) -> list[int]:
-    return [int(shard) for shard in said["shards"]]
+def _shards(answer: Said) -> list[int]:
+    return [int(shard) for shard in answer["shards"]]
 
 
-def _rows(said: Said, chunk: Chunk) -> Any:
-    return chunk.rows.take([int(row) for row in said["rows"]])
+def _rows(answer: Said, chunk: Chunk) -> Any:
+    return chunk.rows.take([int(row) for row in answer["rows"]])
 
 
 def _of_lower(lower: object) -> list[Any] | None:
@@ -142,10 +142,10 @@ def _of_lower(lower: object) -> list[Any] | None:
     return [lower.lane, lower.shard, of_mark(lower.acknowledged), of_mark(lower.found)]
 
 
-def _to_lower(said: Any) -> Lower | None:
-    if said is None:
+def _to_lower(values: Any) -> Lower | None:
+    if values is None:
         return None
-    lane, shard, acknowledged, found = said
+    lane, shard, acknowledged, mark = values
     return Lower(
-        lane=str(lane), shard=int(shard), acknowledged=to_mark(acknowledged), found=to_mark(found)
+        lane=str(lane), shard=int(shard), acknowledged=to_mark(acknowledged), found=to_mark(mark)
     )

@@ -44,32 +44,32 @@ class RemoteInbox:
 
     def connect(self) -> None:
         """Ask for the inbox's identity. If this fails, nothing was sent."""
-        said = self._linked().ask("identity")
+        answer = self._linked().ask("identity")
         try:
-            self._identity = UUID(said["identity"])
-            self._most = int(said["max_bytes"])
+            self._identity = UUID(answer["identity"])
+            self._most = int(answer["max_bytes"])
         except UNLIKE:
             raise Unavailable(self.what, "its answer does not name the inbox's broker") from None
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
         fail_point("mom_insert")
-        said = self._given(chunk, store=True, exactly_once=exactly_once)
+        answer = self._given(chunk, store=True, exactly_once=exactly_once)
         fail_point("mom_commit")
         try:
             return Stored(
-                messages=int(said["messages"]),
-                dropped=int(said["dropped"]),
-                marks=to_marks(said["marks"]),
+                messages=int(answer["messages"]),
+                dropped=int(answer["dropped"]),
+                marks=to_marks(answer["marks"]),
             )
         except UNLIKE:
             raise Unavailable(self.what, "its answer does not list what it stored") from None
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
         """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""
-        said = self._given(chunk, store=False, exactly_once=False)
+        answer = self._given(chunk, store=False, exactly_once=False)
         try:
-            return to_marks(said["marks"])
+            return to_marks(answer["marks"])
         except UNLIKE:
             raise Unavailable(self.what, "its answer does not list what it stored") from None
 

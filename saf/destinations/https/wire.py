@@ -51,13 +51,13 @@ class OtherVersion(NotUnderstood):
         self.version = version
 
 
-def written(**said: Any) -> bytes:
+def written(**fields: Any) -> bytes:
     """Return a message of one side.
 
     >>> written(ask=IDENTITY)
     b'{"version": 1, "ask": "identity"}'
     """
-    return json.dumps({"version": VERSION, **said}).encode()
+    return json.dumps({"version": VERSION, **fields}).encode()
 
 
 def read(body: bytes | bytearray) -> Said:
@@ -71,14 +71,14 @@ def read(body: bytes | bytearray) -> Said:
         OtherVersion: the message has another version.
     """
     try:
-        said = json.loads(body)
+        message = json.loads(body)
     except (ValueError, RecursionError):
         raise NotUnderstood("not JSON") from None
-    if not isinstance(said, dict) or "version" not in said:
+    if not isinstance(message, dict) or "version" not in message:
         raise NotUnderstood("not a JSON object with a version")
-    if said["version"] != VERSION:
-        raise OtherVersion(said["version"])
-    return said
+    if message["version"] != VERSION:
+        raise OtherVersion(message["version"])
+    return message
 
 
 def moment(text: str | None) -> datetime | None:
@@ -89,10 +89,10 @@ def moment(text: str | None) -> datetime | None:
     """
     if text is None:
         return None
-    said = datetime.fromisoformat(text)
-    if said.tzinfo is None:
+    result = datetime.fromisoformat(text)
+    if result.tzinfo is None:
         raise ValueError(f"{text!r} has no time zone")
-    return said
+    return result
 
 
 def of_mark(mark: Mark) -> list[Any]:
@@ -109,7 +109,7 @@ def of_mark(mark: Mark) -> list[Any]:
 def to_mark(said: Any) -> Mark:
     """Return the mark from a message."""
     batch, position, opened_at, acknowledged, *aside = said
-    moments = [moment(one) for one in aside]
+    moments = [moment(text) for text in aside]
     return Mark.of(int(batch), int(position), moment(opened_at), bool(acknowledged), *moments)
 
 

@@ -79,8 +79,8 @@ class Iceberg(LakeSettings):
     @property
     def folder(self) -> Path | None:
         """Warehouse, if it is on this machine."""
-        there = self.warehouse if is_sql(self.catalog) else None
-        return None if there is None or "://" in there else Path(there)
+        warehouse = self.warehouse if is_sql(self.catalog) else None
+        return None if warehouse is None or "://" in warehouse else Path(warehouse)
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the table as a destination; see `DestinationSettings.open`."""

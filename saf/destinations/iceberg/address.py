@@ -52,13 +52,13 @@ def libpq(catalog: str) -> dict[str, str]:
     {'host': 'db1', 'port': '5433', 'dbname': 'lake', 'sslmode': 'require'}
     """
     url = urlsplit(catalog)
-    said = {
+    parameters = {
         "host": url.hostname or "",
         "port": str(url.port or ""),
         "dbname": unquote(url.path.removeprefix("/")),
     }
-    asked = {name: values[-1] for name, values in parse_qs(url.query).items()}
-    return {name: value for name, value in (said | asked).items() if value}
+    options = {name: values[-1] for name, values in parse_qs(url.query).items()}
+    return {name: value for name, value in (parameters | options).items() if value}
 
 
 def place(catalog: str) -> str:
@@ -71,5 +71,5 @@ def place(catalog: str) -> str:
         return file.resolve().as_uri()
     if not is_sql(catalog):
         return catalog
-    said = {"host": "", "port": "5432", "dbname": ""} | libpq(catalog)
-    return f"postgresql:{said['host']}:{said['port']}/{said['dbname']}"
+    parameters = {"host": "", "port": "5432", "dbname": ""} | libpq(catalog)
+    return f"postgresql:{parameters['host']}:{parameters['port']}/{parameters['dbname']}"

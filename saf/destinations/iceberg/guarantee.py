@@ -22,17 +22,17 @@ MANY_SNAPSHOTS = 1_000
 def guarantee(link: Link) -> Guarantee:
     """Return the table's promise where it is now."""
     settings, table = link.settings, link.load()
-    more: list[tuple[str, str]] = []
+    findings: list[tuple[str, str]] = []
     server = f"no Iceberg table yet, {settings.table}"
     if table is not None:
         snapshot = table.current_snapshot()
         summary = snapshot.summary if snapshot else None
-        said = summary.additional_properties if summary else {}
-        files, size = int(said.get("total-data-files", 0)), int(said.get("total-files-size", 0))
+        totals = summary.additional_properties if summary else {}
+        files, size = int(totals.get("total-data-files", 0)), int(totals.get("total-files-size", 0))
         kept = len(table.snapshots())
         server = f"Iceberg table of {files:,} files, {kept:,} snapshots, {settings.table}"
         if files > MANY_FILES and size / files < SMALL_BYTES:
-            more.append(
+            findings.append(
                 (
                     f"its {files:,} files have {size // files >> 10:,} KiB on average, which makes "
                     "reading slow",
@@ -40,7 +40,7 @@ def guarantee(link: Link) -> Guarantee:
                 )
             )
         if kept > MANY_SNAPSHOTS:
-            more.append(
+            findings.append(
                 (
                     f"its {kept:,} snapshots are rewritten by each commit",
                     "expire_snapshots of Spark or pyiceberg; saf's marks stay",
@@ -50,15 +50,19 @@ def guarantee(link: Link) -> Guarantee:
     if not settings.folder:
         kept_by = "acknowledged messages are as safe as the object store"
         if not place_of(link, table).startswith(S3):
-            more.append(("saf tests only object stores that speak S3", "your own test of yours"))
+            findings.append(
+                ("saf tests only object stores that speak S3", "your own test of yours")
+            )
     if not is_sql(settings.catalog):
-        more.append(("no product with a REST catalog is tested by saf", "your own test of yours"))
-        where = "a REST catalog"
+        findings.append(
+            ("no product with a REST catalog is tested by saf", "your own test of yours")
+        )
+        catalog = "a REST catalog"
     else:
-        where = f"a catalog in {'SQLite' if file_of(settings.catalog) else 'PostgreSQL'}"
+        catalog = f"a catalog in {'SQLite' if file_of(settings.catalog) else 'PostgreSQL'}"
     return Guarantee(
-        server=f"{server}, by {where}",
+        server=f"{server}, by {catalog}",
         promise=f"{settings.quality.replace('_', ' ')}; {kept_by}; a loss is detected, and "
         "saf rebase sends the lost messages again",
-        more=tuple(more),
+        more=tuple(findings),
     )

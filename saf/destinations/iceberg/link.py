@@ -89,7 +89,7 @@ class Link:
     def catalog(self) -> Catalog:
         """Return the catalog; create its tables if they do not exist."""
         attempts = ATTEMPTS
-        while (found := self._there()) is None:
+        while (catalog := self._there()) is None:
             attempts -= 1
             try:
                 self._catalog = self._open(make=True)
@@ -97,7 +97,7 @@ class Link:
                 if not attempts:
                     raise
                 time.sleep(PAUSE_SECONDS)
-        return found
+        return catalog
 
     def close(self) -> None:
         """Close the connection."""
@@ -115,14 +115,14 @@ class Link:
 
     def identity_of(self, table: Table | None) -> UUID:
         """Return the identity of a loaded table."""
-        there = table.properties.get(DESTINATION) if table else None
-        return UUID(there) if there else self.first_identity()
+        identity = table.properties.get(DESTINATION) if table else None
+        return UUID(identity) if identity else self.first_identity()
 
     def first_identity(self) -> UUID:
         """Return the identity of a table that is created here."""
         settings = self.settings
-        where = f"{place(settings.catalog)}#{settings.catalog_name}.{settings.table}"
-        return uuid5(NAMESPACE_URL, where)
+        address = f"{place(settings.catalog)}#{settings.catalog_name}.{settings.table}"
+        return uuid5(NAMESPACE_URL, address)
 
     def known(self, source: UUID) -> Known:
         """Return how far the table has got with a source."""
@@ -193,11 +193,11 @@ class Link:
                 next(file.parent.iterdir(), None)  # raises if the folder is missing
                 return None
             catalog = self._open(make=False)
-            made = not isinstance(catalog, SqlCatalog) or all(
-                inspect(catalog.engine).has_table(one.__tablename__)
-                for one in (IcebergTables, IcebergNamespaceProperties)
+            complete = not isinstance(catalog, SqlCatalog) or all(
+                inspect(catalog.engine).has_table(model.__tablename__)
+                for model in (IcebergTables, IcebergNamespaceProperties)
             )
-            if not made:
+            if not complete:
                 catalog.close()
                 return None
             self._catalog = catalog
@@ -240,8 +240,11 @@ class Link:
     def _libpq(self) -> dict[str, str]:
         """Return libpq's parameters; each commit is durable, and waits within saf's bounds."""
         settings, bounds = self.settings, self.settings.bounds
-        here = {"lock_timeout": bounds.lock_seconds, "statement_timeout": bounds.statement_seconds}
-        options = "".join(f" -c {name}={round(1000 * one)}" for name, one in here.items())
+        limits = {
+            "lock_timeout": bounds.lock_seconds,
+            "statement_timeout": bounds.statement_seconds,
+        }
+        options = "".join(f" -c {name}={round(1000 * seconds)}" for name, seconds in limits.items())
         waits = {
             "connect_timeout": f"{max(2, round(bounds.network_seconds))}",
             "tcp_user_timeout": f"{round(1000 * bounds.network_seconds)}",

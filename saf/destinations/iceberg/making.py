@@ -112,37 +112,37 @@ def check(link: Link, table: Table) -> None:
             f"set its property format-version to {LEAST_VERSION}, or name another table",
         )
     columns = table.schema()
-    by = tuple(
+    transforms = tuple(
         (columns.find_column_name(field.source_id), field.transform)
         for field in table.spec().fields
     )
-    if by != BY[settings.partition_by]:
-        named = {columns: name for name, columns in BY.items()}
-        there = ", ".join(f"{transform}({name})" for name, transform in by)
+    if transforms != BY[settings.partition_by]:
+        names = {columns: name for name, columns in BY.items()}
+        parts = ", ".join(f"{transform}({name})" for name, transform in transforms)
         raise unusable(
             link.what,
-            f"its table is partitioned by {there or 'nothing'}, not by {settings.partition_by}",
-            f'set partition_by = "{named[by]}" in saf.toml'
-            if by in named
+            f"its table is partitioned by {parts or 'nothing'}, not by {settings.partition_by}",
+            f'set partition_by = "{names[transforms]}" in saf.toml'
+            if transforms in names
             else "name another table: it is one that saf has not made",
         )
-    others = {field.name.lower(): field for field in columns.fields}
+    existing = {field.name.lower(): field for field in columns.fields}
     for name, type_ in wanted(link).items():
-        found = others.pop(name.lower(), None)
-        if found and (found.name != name or found.field_type != type_):
+        column = existing.pop(name.lower(), None)
+        if column and (column.name != name or column.field_type != type_):
             raise unusable(
                 link.what,
-                f"the column {found.name!r} of its table is {found.field_type}, and {name!r} is to "
-                f"be {type_}",
+                f"the column {column.name!r} of its table is {column.field_type}, and {name!r} is "
+                f"to be {type_}",
                 "promote it by another name, or with its own type"
                 if name in settings.promote
                 else "name another table",
             )
-    needed = [field.name for field in others.values() if field.required]
-    if needed:
+    required = [field.name for field in existing.values() if field.required]
+    if required:
         raise unusable(
             link.what,
-            f"the column {needed[0]!r} of its table must have a value",
+            f"the column {required[0]!r} of its table must have a value",
             "ALTER TABLE … ALTER COLUMN … DROP NOT NULL, or name another table",
         )
 

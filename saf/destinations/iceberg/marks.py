@@ -100,29 +100,29 @@ def _counts(name: str, table: TableMetadata) -> str | None:
     if text is None:
         return None
     with _reading(name):
-        said = json.loads(text)
-        which, sequence = int(said["snapshot"]), int(said["sequence"])
+        entry = json.loads(text)
+        snapshot, sequence = int(entry["snapshot"]), int(entry["sequence"])
     oldest = None
     for oldest in history(table):
-        if oldest.snapshot_id == which:
+        if oldest.snapshot_id == snapshot:
             return text
-        if _number(oldest) < sequence and (then := _text(oldest, name)):
-            return then
+        if _number(oldest) < sequence and (earlier := _text(oldest, name)):
+            return earlier
     # a snapshot without a parent proves nothing: it loses its parent when that one expires
     if oldest is None or _number(oldest) == FIRST:
         return None  # complete history without the source: rolled back to before it
     if _number(oldest) > sequence:
         return text
-    raise MarksExpired(name, which)
+    raise MarksExpired(name, snapshot)
 
 
 def history(table: TableMetadata) -> Iterator[Snapshot]:
     """Yield the snapshots of main's newest version and its ancestors, newest first."""
     snapshots = {one.snapshot_id: one for one in table.snapshots}
-    which = table.current_snapshot_id
-    while which is not None and (snapshot := snapshots.get(which)):
+    snapshot_id = table.current_snapshot_id
+    while snapshot_id is not None and (snapshot := snapshots.get(snapshot_id)):
         yield snapshot
-        which = snapshot.parent_snapshot_id
+        snapshot_id = snapshot.parent_snapshot_id
 
 
 def text_of(
@@ -139,13 +139,13 @@ def text_of(
     marks: dict[str, dict[int, list[int]]] = {}
     for (lane, shard), mark in sorted({**before.marks, **moved}.items()):
         marks.setdefault(lane, {})[shard] = [*numbers_of(mark).values()]
-    said = {
+    entry = {
         "snapshot": snapshot,
         "sequence": number,
         "epochs": dict(sorted({**before.epochs, **epochs}.items())),
         "marks": marks,
     }
-    return json.dumps(said, separators=(",", ":"))
+    return json.dumps(entry, separators=(",", ":"))
 
 
 @contextmanager
@@ -165,10 +165,12 @@ def _text(snapshot: Snapshot, name: str) -> str | None:
     return summary.additional_properties.get(name) if summary else None
 
 
-def _state(said: Mapping[str, Any]) -> State:
+def _state(entry: Mapping[str, Any]) -> State:
     marks = {
         (lane, int(shard)): mark_of(lane, *numbers)
-        for lane, of_shards in said["marks"].items()
+        for lane, of_shards in entry["marks"].items()
         for shard, numbers in of_shards.items()
     }
-    return State(marks=marks, epochs={int(shard): one for shard, one in said["epochs"].items()})
+    return State(
+        marks=marks, epochs={int(shard): epoch for shard, epoch in entry["epochs"].items()}
+    )

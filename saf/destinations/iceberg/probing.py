@@ -25,8 +25,8 @@ def place_of(link: Link, table: Table | None) -> str:
     """Return where a table's files are, or will be; empty if only a REST catalog knows."""
     if table is not None:
         return table.location()
-    where = link.settings.warehouse or ""
-    return where if "://" in where else ""
+    warehouse = link.settings.warehouse or ""
+    return warehouse if "://" in warehouse else ""
 
 
 def probe(link: Link) -> Iterator[tuple[str, str]]:
@@ -36,16 +36,16 @@ def probe(link: Link) -> Iterator[tuple[str, str]]:
         Unavailable: the store does not answer, or its login has no right to write there.
     """
     table = link.load()
-    where = place_of(link, table)
-    if not where or link.settings.folder:
+    warehouse = place_of(link, table)
+    if not warehouse or link.settings.folder:
         return
-    address = f"{where}/{NAME}-{uuid4()}"
+    address = f"{warehouse}/{NAME}-{uuid4()}"
     with link.errors():
         io = table.io if table else load_file_io(link.properties(), address)
         with io.new_output(address).create() as file:
             file.write(CONTENT)
-        with io.new_input(address).open() as found:
-            if found.read() != CONTENT:
+        with io.new_input(address).open() as stored:
+            if stored.read() != CONTENT:
                 raise Unavailable(link.what, f"{address} returns other bytes than were written")
         try:
             io.delete(address)

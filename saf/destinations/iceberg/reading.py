@@ -35,4 +35,7 @@ def read(link: Link) -> LakeReading:
 def removed(table: Table) -> bool:
     """Return True if a table's snapshots show that rows may be missing on purpose."""
     removing = (Operation.DELETE, Operation.OVERWRITE)
-    return any(one.summary and one.summary.operation in removing for one in table.snapshots())
+    return any(
+        snapshot.summary and snapshot.summary.operation in removing
+        for snapshot in table.snapshots()
+    )

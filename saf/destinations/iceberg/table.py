@@ -91,23 +91,23 @@ class Table(LakeTable[Opened]):
 
     def _commit(self, opened: Opened, change: Change) -> bool:
         table = opened.table
-        before = self._state(opened, change.source)
-        others = put_right(table.metadata)
+        state = self._state(opened, change.source)
+        repairs = put_right(table.metadata)
         table.metadata = _for_one_commit(table.metadata)
         files = write(table, change.rows, change.source, self._link.settings)
         fail_point("mom_insert")
         transaction = table.transaction()
         append = transaction.update_snapshot().merge_append()
         name, number = name_of(change.source), table.metadata.next_sequence_number()
-        said = text_of(before, change.moved, change.epochs, append.snapshot_id, number)
-        append.snapshot_properties = {name: said}
+        entry = text_of(state, change.moved, change.epochs, append.snapshot_id, number)
+        append.snapshot_properties = {name: entry}
         for file in files:
             append.append_data_file(file)
         append.commit()
-        properties = {**others, name: said}
-        transaction.set_properties({one: text for one, text in properties.items() if text})
-        if gone := [one for one, text in properties.items() if text is None]:
-            transaction.remove_properties(*gone)
+        properties = {**repairs, name: entry}
+        transaction.set_properties({key: text for key, text in properties.items() if text})
+        if removed := [key for key, text in properties.items() if text is None]:
+            transaction.remove_properties(*removed)
         try:
             transaction.commit_transaction()
         except CommitFailedException:
@@ -132,10 +132,10 @@ def _for_one_commit(table: TableMetadata) -> TableMetadata:
     It turns off retries, and lacks older snapshots, because pyiceberg copies each one a dozen
     times.
     """
-    heads = {one.snapshot_id for one in table.refs.values()}
+    heads = {entry.snapshot_id for entry in table.refs.values()}
     changed = {
         "properties": {**table.properties, TableProperties.COMMIT_NUM_RETRIES: "0"},
-        "snapshots": [one for one in table.snapshots if one.snapshot_id in heads],
+        "snapshots": [entry for entry in table.snapshots if entry.snapshot_id in heads],
         "snapshot_log": [],
     }
     return table.model_copy(update=changed)

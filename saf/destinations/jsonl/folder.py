@@ -84,11 +84,11 @@ class Folder:
         with unavailable_if_lost(self.what), self._locked(chunk.source) as state:
             epochs, marks = self._places(state, chunk)
             verdict = judged(self.what, identity, chunk, epochs, marks, exactly_once=exactly_once)
-            mine = dict(chunk.batch.epochs)
+            own = dict(chunk.batch.epochs)
             new = State(
                 number=state.number,
                 marks={**state.marks, **marks, **verdict.moved},
-                epochs=state.epochs | {(lane, shard): mine[shard] for lane, shard in marks},
+                epochs=state.epochs | {(lane, shard): own[shard] for lane, shard in marks},
             )
             self._commit(chunk.source, new, verdict.rows if verdict.wrong is None else None, state)
         if verdict.wrong:
@@ -111,7 +111,7 @@ class Folder:
             {place: state.marks.get(place, NOTHING) for place in places},
         )
 
-    def _commit(self, source: UUID, new: State, rows: pa.Table | None, before: State) -> None:
+    def _commit(self, source: UUID, new: State, rows: pa.Table | None, old: State) -> None:
         """Store the marks of a source and, in the same step, the messages that they cover."""
         inside = self.path / INSIDE
         if rows is not None and rows.num_rows:
@@ -120,7 +120,7 @@ class Folder:
             if new.number == 1 or not folder.exists():
                 make_folder(folder)
             write(draft_of(self.path, source, new.number), self._content(rows, source))
-        elif new == before:
+        elif new == old:
             return
         write(inside / f"{source}.new", new.as_bytes())
         sync(inside)
@@ -132,14 +132,14 @@ class Folder:
 
     def _content(self, rows: pa.Table, source: UUID) -> memoryview:
         written = lines(rows, source)
-        most = self.settings.max_line_bytes
-        if most is not None and pc.max(pc.binary_length(written)).as_py() > most:
-            raise Rejected(self.what, f"a line has more than max_line_bytes ({most:,})")
+        limit = self.settings.max_line_bytes
+        if limit is not None and pc.max(pc.binary_length(written)).as_py() > limit:
+            raise Rejected(self.what, f"a line has more than max_line_bytes ({limit:,})")
         return content(written)
 
     def _publish(self, source: UUID, state: State) -> None:
         """Name the last file of a source, unless it has its name."""
-        draft, final = (of(self.path, source, state.number) for of in (draft_of, file_of))
+        draft, final = (path_of(self.path, source, state.number) for path_of in (draft_of, file_of))
         if draft.exists():
             draft.rename(final)
             sync(final.parent)

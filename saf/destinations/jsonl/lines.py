@@ -50,14 +50,14 @@ def _body(values: pa.Array) -> list[pa.Array]:
     try:
         return [_field("body", quoted(values.cast(TEXT)))]
     except pa.ArrowInvalid:  # some are not UTF-8
-        texts = [_as_text(one) for one in values.to_pylist()]
-    others = [
-        None if text is not None else base64.b64encode(one).decode()
-        for text, one in zip(texts, values.to_pylist(), strict=True)
+        texts = [_as_text(body) for body in values.to_pylist()]
+    encoded = [
+        None if text is not None else base64.b64encode(body).decode()
+        for text, body in zip(texts, values.to_pylist(), strict=True)
     ]
     return [
         _field("body", quoted(pa.array(texts, TEXT))),
-        _field("body_base64", quoted(pa.array(others, TEXT))),
+        _field("body_base64", quoted(pa.array(encoded, TEXT))),
     ]
 
 

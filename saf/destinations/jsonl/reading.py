@@ -33,16 +33,16 @@ def read(name: str, folder: Path) -> Iterator[Reading]:
     Raises:
         CannotReadBack: some files are gone.
     """
-    what = f"destination {name!r}"
-    identity = read_identity(what, folder)
-    with unavailable_if_lost(what):
+    destination = f"destination {name!r}"
+    identity = read_identity(destination, folder)
+    with unavailable_if_lost(destination):
         for state in sorted((folder / INSIDE).glob("*.json")):
             _files(name, folder, UUID(state.stem))
     yield TableReading(
         name=name,
         is_=identity,
         read=cache(lambda source: _held(name, folder, source)),
-        knows=lambda source: known_of(what, folder, source),
+        knows=lambda source: known_of(destination, folder, source),
     )
 
 
@@ -52,10 +52,10 @@ def _files(name: str, folder: Path, source: UUID) -> list[Path]:
     files = [file_of(folder, source, number) for number in range(1, last + 1)]
     if files and (draft := draft_of(folder, source, last)).exists():
         files[-1] = draft
-    gone = [file for file in files if not file.exists()]
-    if gone:
+    missing = [file for file in files if not file.exists()]
+    if missing:
         raise CannotReadBack(
-            name, f"{len(gone):,} of its files are gone, such as {gone[0].name} of {source}"
+            name, f"{len(missing):,} of its files are gone, such as {missing[0].name} of {source}"
         )
     return files
 

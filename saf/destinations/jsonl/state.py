@@ -43,9 +43,9 @@ class State:
     @classmethod
     def of(cls, content: bytes) -> State:
         """Make a state from the bytes of its file."""
-        said = json.loads(content)
-        state = cls(number=said["number"])
-        for lane, shard, epoch, batch, position, opened_at, acknowledged, *aside in said["places"]:
+        data = json.loads(content)
+        state = cls(number=data["number"])
+        for lane, shard, epoch, batch, position, opened_at, acknowledged, *aside in data["places"]:
             state.marks[lane, shard] = Mark.of(
                 batch, position, _moment(opened_at), acknowledged, *map(_moment, aside)
             )

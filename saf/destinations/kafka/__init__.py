@@ -48,13 +48,13 @@ def _marks_topic(text: str) -> str:
     return text
 
 
-def _mechanism(given: object) -> object:
-    if given == "GSSAPI":
+def _mechanism(value: object) -> object:
+    if value == "GSSAPI":
         raise ValueError(
             "GSSAPI cannot be used: the client's package is made without Kerberos; use "
             "SCRAM-SHA-512, OAUTHBEARER, or a client's certificate with security_protocol = 'SSL'"
         )
-    return given
+    return value
 
 
 Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
@@ -123,29 +123,29 @@ class Kafka(QueueSettings):
     @pydantic.model_validator(mode="after")
     def _has_what_its_protocol_needs(self) -> Self:
         self._check_login()
-        needed = "security_protocol = 'SSL' or 'SASL_SSL'"
-        check_certificates(self, None if self.security_protocol.endswith("SSL") else needed)
+        condition = "security_protocol = 'SSL' or 'SASL_SSL'"
+        check_certificates(self, None if self.security_protocol.endswith("SSL") else condition)
         if self.key_password and not self.key_file:
             raise ValueError("key_password needs key_file")
         return self
 
     def _check_login(self) -> None:
         by_token = self.sasl_mechanism == "OAUTHBEARER"
-        given = [
+        configured = [
             name for name in ("sasl_mechanism", *BY_PASSWORD, *BY_TOKEN) if getattr(self, name)
         ]
         if not self.security_protocol.startswith("SASL"):
-            if given:
+            if configured:
                 raise ValueError(
-                    f"{given[0]} needs security_protocol = 'SASL_SSL' or 'SASL_PLAINTEXT'"
+                    f"{configured[0]} needs security_protocol = 'SASL_SSL' or 'SASL_PLAINTEXT'"
                 )
             return
         if self.sasl_mechanism is None:
             raise ValueError("SASL needs sasl_mechanism, username and password")
-        needed, other = (BY_TOKEN[:3], BY_PASSWORD) if by_token else (BY_PASSWORD, BY_TOKEN)
-        if missing := [name for name in needed if name not in given]:
+        required, useless = (BY_TOKEN[:3], BY_PASSWORD) if by_token else (BY_PASSWORD, BY_TOKEN)
+        if missing := [name for name in required if name not in configured]:
             raise ValueError(f"{self.sasl_mechanism} needs {' and '.join(missing)}")
-        if wrong := [name for name in other if name in given]:
+        if wrong := [name for name in useless if name in configured]:
             raise ValueError(f"{self.sasl_mechanism} has no use for {wrong[0]}")
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep

@@ -126,7 +126,7 @@ class Voices:
 def settings_of(settings: Kafka, voices: Voices) -> dict[str, Any]:
     """Return the settings for all clients of a destination."""
     bounds = settings.bounds
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "bootstrap.servers": ",".join(brokers(settings.brokers)),
         "client.id": "saf",
         "logger": QUIET,
@@ -146,7 +146,7 @@ def settings_of(settings: Kafka, voices: Voices) -> dict[str, Any]:
         "socket.keepalive.enable": True,
         "reconnect.backoff.max.ms": 1_000,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _by_token(settings: Kafka) -> dict[str, Any]:
@@ -192,22 +192,22 @@ def errors(what: str, settings: Kafka) -> Iterator[None]:
 
 def translated(what: str, settings: Kafka, error: KafkaError) -> SafError:
     """Return saf's error for an error of a client."""
-    said = settings.redact(error.str()) or error.name()
+    reason = settings.redact(error.str()) or error.name()
     code = error.code()
     if code in LOGIN:
         by_token = settings.sasl_mechanism == "OAUTHBEARER"
-        return Refused(what, said, TOKEN_CURE if by_token else LOGIN_CURE)
+        return Refused(what, reason, TOKEN_CURE if by_token else LOGIN_CURE)
     if code in RIGHTS:
-        return unusable(what, said, "let its user do what docs/destinations.md lists")
+        return unusable(what, reason, "let its user do what docs/destinations.md lists")
     if code in TO_MEND:
-        return unusable(what, said, TO_MEND[code])
-    unavailable = Unavailable(what, f"{settings.brokers}: {said}")
+        return unusable(what, reason, TO_MEND[code])
+    unavailable = Unavailable(what, f"{settings.brokers}: {reason}")
     unavailable.hangs = code == KafkaError._TIMED_OUT
     return unavailable
 
 
-def _secret(given: SecretStr | None) -> str | None:
-    return None if given is None else given.get_secret_value()
+def _secret(secret: SecretStr | None) -> str | None:
+    return None if secret is None else secret.get_secret_value()
 
 
 def _path(file: object) -> str | None:

@@ -20,23 +20,23 @@ ENOUGH = 3
 def guarantee(link: Link) -> Guarantee:
     """Return the cluster's promise with its current settings."""
     settings = link.settings
-    there = link.topics()
+    topics = link.topics()
     server = link.says()
     quality = settings.quality.replace("_", " ")
     if not link.look():
         server += f", topic {settings.marks_topic}, which is made at the first message"
         return Guarantee(server=server, promise=f"{quality}, with acks=all")
     link.read()
-    used = sorted({topic for some in link.marks.topics.values() for topic in some} & {*there})
-    more: list[tuple[str, str]] = []
+    used = sorted({topic for group in link.marks.topics.values() for topic in group} & {*topics})
+    findings: list[tuple[str, str]] = []
     fewest = 1 << 10
     for topic in [settings.marks_topic, *used, STATE]:
-        if topic not in there:
+        if topic not in topics:
             continue
-        replicas = min(len(one.replicas) for one in there[topic].partitions.values())
+        replicas = min(len(partition.replicas) for partition in topics[topic].partitions.values())
         config = link.config(topic)
         if config is None:
-            more.append(
+            findings.append(
                 (
                     f"how topic {topic} is kept is not known, because this user may not ask",
                     f"kafka-acls.sh --add --operation DescribeConfigs --topic {topic}",
@@ -47,7 +47,7 @@ def guarantee(link: Link) -> Guarantee:
         if topic != STATE:
             fewest = min(fewest, least)
         if replicas < ENOUGH or least < ENOUGH - 1:
-            more.append(
+            findings.append(
                 (
                     f"topic {topic} has {_brokers(replicas)}, and {least} must have a message "
                     "before it is acknowledged: the loss of that disk, or of power, loses messages",
@@ -55,14 +55,14 @@ def guarantee(link: Link) -> Guarantee:
                 )
             )
         if config.get("unclean.leader.election.enable") == "true":
-            more.append(
+            findings.append(
                 (
                     f"a failover of topic {topic} may lose acknowledged messages",
                     f"unclean.leader.election.enable = false for topic {topic}",
                 )
             )
         if topic in used and config.get("cleanup.policy") != "delete":
-            more.append(
+            findings.append(
                 (
                     f"topic {topic} forgets all but the last message of a key",
                     f"cleanup.policy = delete for topic {topic}",
@@ -77,7 +77,7 @@ def guarantee(link: Link) -> Guarantee:
         server=server,
         promise=f"{quality}, for who reads with isolation.level=read_committed; {kept}; lost marks "
         "are noticed, and saf rebase sends again; lost messages alone are found by saf reconcile",
-        more=tuple(more),
+        more=tuple(findings),
     )
 
 

@@ -89,27 +89,27 @@ class MarksTopic:
         Raises:
             KafkaException: the topic does not exist, or does not answer.
         """
-        bounds, began = self.settings.bounds, time.monotonic()
+        bounds, start = self.settings.bounds, time.monotonic()
         end = self._end()
         consumer = self._consumer = self._consumer or self._subscribed()
         self._voices.said = None
         while self._reached < end:
-            for one in consumer.consume(AT_ONCE, 0.005):
-                if (error := one.error()) is None:
+            for message in consumer.consume(AT_ONCE, 0.005):
+                if (error := message.error()) is None:
                     with readable(f"topic {self.settings.marks_topic!r}", "a record", CURE):
-                        self._learn((one.key() or b"").decode(), one.value())
-                    self._reached = int(one.offset() or 0) + 1
+                        self._learn((message.key() or b"").decode(), message.value())
+                    self._reached = int(message.offset() or 0) + 1
                 elif error.code() == KafkaError._PARTITION_EOF:
                     self._heard = True
-                    self._reached = max(self._reached, int(one.offset() or 0))
+                    self._reached = max(self._reached, int(message.offset() or 0))
                 elif error.code() not in HARMLESS:
                     raise KafkaException(error)
             if self._voices.said is not None:
                 raise KafkaException(self._voices.said)
-            waited = time.monotonic() - began
-            if self._reached < end and waited > patience_seconds and self._heard:
+            elapsed = time.monotonic() - start
+            if self._reached < end and elapsed > patience_seconds and self._heard:
                 return False
-            if waited > bounds.statement_seconds:
+            if elapsed > bounds.statement_seconds:
                 raise KafkaException(
                     KafkaError(
                         KafkaError._TIMED_OUT, f"{self.settings.marks_topic} does not answer"
@@ -118,7 +118,7 @@ class MarksTopic:
         return True
 
     def _subscribed(self) -> Consumer:
-        given = settings_of(self.settings, self._voices) | {
+        options = settings_of(self.settings, self._voices) | {
             "group.id": "saf",
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
@@ -126,7 +126,7 @@ class MarksTopic:
             "isolation.level": "read_committed",
             "fetch.wait.max.ms": 10,
         }
-        consumer = Consumer(given)
+        consumer = Consumer(options)
         consumer.assign([TopicPartition(self.settings.marks_topic, 0, 0)])
         return consumer
 
@@ -135,31 +135,31 @@ class MarksTopic:
         place = TopicPartition(self.settings.marks_topic, 0)
 
         def ask(_: float) -> int:
-            asked: Any = self._admin.list_offsets(
+            requests: Any = self._admin.list_offsets(
                 {place: OffsetSpec.latest()},  # type: ignore[no-untyped-call]
                 isolation_level=IsolationLevel.READ_UNCOMMITTED,
                 request_timeout=SLICE_SECONDS * 4,
             )
-            (answer,) = asked.values()
+            (answer,) = requests.values()
             return int(answer.result().offset)
 
         return self._voices.patiently(self._admin, ask, self.settings.bounds.statement_seconds)
 
     def _learn(self, key: str, value: bytes | None) -> None:
-        said = "" if value is None else value.decode()
+        text = "" if value is None else value.decode()
         if key == names.IDENTITY:
-            self.identity = UUID(said)
+            self.identity = UUID(text)
             return
-        source, which, what = key.split("/", 2)
-        if which == names.TOPIC:
-            self.topics[UUID(source)].add(what)
+        source, kind, name = key.split("/", 2)
+        if kind == names.TOPIC:
+            self.topics[UUID(source)].add(name)
             return
-        of = UUID(source)
-        if which == names.OWNER:
-            self.owners[of, int(what)] = int(said)
-            self.named[of, int(what)].add(int(said))
+        broker_id = UUID(source)
+        if kind == names.OWNER:
+            self.owners[broker_id, int(name)] = int(text)
+            self.named[broker_id, int(name)].add(int(text))
         else:
-            self.texts[of][what, int(which)] = said
+            self.texts[broker_id][name, int(kind)] = text
 
     def text(self, source: UUID, place: Place) -> str:
         """Return the written mark of a place."""
@@ -171,12 +171,12 @@ class MarksTopic:
 
     def others(self, source: UUID, shards: Iterable[int], owner: int) -> set[int]:
         """Return other owners that claims on the shards have named, and that were not fenced."""
-        return {one for shard in shards for one in self.named[source, shard]} - {owner}
+        return {number for shard in shards for number in self.named[source, shard]} - {owner}
 
     def fenced(self, source: UUID, owner: int) -> None:
         """Record that an owner was fenced, after all of its claims that were read so far."""
-        for (of, _), owners in self.named.items():
-            if of == source:
+        for (broker_id, _), owners in self.named.items():
+            if broker_id == source:
                 owners.discard(owner)
 
     def close(self) -> None:

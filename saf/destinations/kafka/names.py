@@ -37,7 +37,7 @@ def brokers(text: str) -> list[str]:
         raise ValueError("give a login by username = … and password = …, not in the address")
     if "://" in text:
         raise ValueError(f"{text!r}: use host:9092, and set TLS or SASL by security_protocol = …")
-    found = []
+    addresses = []
     for place in text.split(","):
         url = urlsplit(f"//{place.strip()}")
         try:
@@ -46,9 +46,9 @@ def brokers(text: str) -> list[str]:
             raise ValueError(f"{text!r}: {error}") from None
         if not host or url.path or url.query:
             raise ValueError(f"{text!r} is not a list of brokers, such as host:9092,host:9092")
-        shown = f"[{host}]" if ":" in host else host
-        found.append(f"{shown}:{port or PORT}")
-    return found
+        name = f"[{host}]" if ":" in host else host
+        addresses.append(f"{name}:{port or PORT}")
+    return addresses
 
 
 def topic_name(topic: str) -> str:

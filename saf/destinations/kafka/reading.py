@@ -41,21 +41,21 @@ def read(name: str, settings: Kafka) -> Iterator[Reading]:
         if link.look():
             link.read()
         marks = {source: dict(texts) for source, texts in link.marks.texts.items()}
-        held = _held(name, link)
+        columns = _held(name, link)
         yield TableReading(
             name=name,
             is_=identity,
-            read=lambda source: pa.table(held[source], schema=HELD),
+            read=lambda source: pa.table(columns[source], schema=HELD),
             knows=lambda source: known_of(identity, marks.get(source, {})),
         )
 
 
 def _held(name: str, link: Link) -> dict[UUID, Columns]:
     """Return the columns required for each message. Python reads the messages one by one."""
-    held: dict[UUID, Columns] = defaultdict(lambda: {column: [] for column in HELD.names})
-    topics = {topic for some in link.marks.topics.values() for topic in some}
-    there = link.topics()
-    if gone := sorted(topics - {*there}):
+    result: dict[UUID, Columns] = defaultdict(lambda: {column: [] for column in HELD.names})
+    topics = {topic for group in link.marks.topics.values() for topic in group}
+    existing = link.topics()
+    if gone := sorted(topics - {*existing}):
         raise CannotReadBack(name, f"its topic {gone[0]} is gone")
     consumer = Consumer(
         settings_of(link.settings, link.voices)
@@ -71,7 +71,7 @@ def _held(name: str, link: Link) -> dict[UUID, Columns]:
     try:
         ends = {}
         for topic in sorted(topics):
-            for number in there[topic].partitions:
+            for number in existing[topic].partitions:
                 first, end = _range(link, consumer, TopicPartition(topic, number))
                 if first:
                     raise CannotReadBack(name, f"{first:,} offsets of its topic {topic} are gone")
@@ -79,14 +79,14 @@ def _held(name: str, link: Link) -> dict[UUID, Columns]:
                     ends[topic, number] = end
             if "compact" in ((link.config(topic) or {}).get("cleanup.policy") or ""):
                 raise CannotReadBack(name, f"its topic {topic} is compacted")
-        for said in _messages(link, consumer, ends):
-            if (source := source_of(said, EVENTS)) is not None:
-                columns = held[source]
-                for column, value in held_of(said, EVENTS).items():
+        for message in _messages(link, consumer, ends):
+            if (source := source_of(message, EVENTS)) is not None:
+                columns = result[source]
+                for column, value in held_of(message, EVENTS).items():
                     columns[column].append(value)
     finally:
         consumer.close()
-    return held
+    return result
 
 
 def _range(link: Link, consumer: Consumer, place: TopicPartition) -> tuple[int, int]:
@@ -106,23 +106,26 @@ def _messages(
     """Yield saf's headers of all messages up to the ends of their partitions."""
     ends = dict(ends)
     consumer.assign([TopicPartition(topic, number, 0) for topic, number in ends])
-    heard = time.monotonic()
+    last_answer = time.monotonic()
     while ends:
-        for one in consumer.consume(AT_ONCE, 0.05):
-            heard = time.monotonic()
-            place, at = (str(one.topic()), int(one.partition() or 0)), int(one.offset() or 0)
-            error = one.error()
+        for message in consumer.consume(AT_ONCE, 0.05):
+            last_answer = time.monotonic()
+            place, offset = (
+                (str(message.topic()), int(message.partition() or 0)),
+                int(message.offset() or 0),
+            )
+            error = message.error()
             if error is not None and error.code() != KafkaError._PARTITION_EOF:
                 if error.code() in HARMLESS:
                     continue
                 raise KafkaException(error)
-            if at >= ends.get(place, 0) - (error is None):
+            if offset >= ends.get(place, 0) - (error is None):
                 last = ends.pop(place, None)
-                if last is None or at >= last:
+                if last is None or offset >= last:
                     continue
             if error is None:
-                yield _said(one)
-        if time.monotonic() - heard > link.settings.bounds.statement_seconds:
+                yield _said(message)
+        if time.monotonic() - last_answer > link.settings.bounds.statement_seconds:
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "its topics do not answer"))
 
 

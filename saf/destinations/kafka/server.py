@@ -84,12 +84,14 @@ class Link:
         """Return the settings of a topic; None if this user has no right to read them."""
         resource = ConfigResource(ResourceType.TOPIC, topic)
         try:
-            found = self._asked(lambda given: self.admin.describe_configs([resource], **given))
+            entries = self._asked(
+                lambda arguments: self.admin.describe_configs([resource], **arguments)
+            )
         except KafkaException as error:
             if error.args[0].code() in MAY_NOT_ASK:
                 return None
             raise
-        return {name: entry.value for name, entry in found.items()}
+        return {name: entry.value for name, entry in entries.items()}
 
     def make(self, topic: str, partitions: int | None, config: Mapping[str, str]) -> None:
         """Create a topic, unless it exists, and wait until it has a leader."""
@@ -100,15 +102,15 @@ class Link:
             config=dict(config),
         )
         try:
-            self._asked(lambda given: self.admin.create_topics([new], **given))
+            self._asked(lambda arguments: self.admin.create_topics([new], **arguments))
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise
 
         def led(seconds: float) -> None:
-            said = self.admin.list_topics(topic, timeout=seconds).topics[topic]
-            lead = [one.leader for one in said.partitions.values()]
-            if said.error is not None or not lead or min(lead) < 0:
+            metadata = self.admin.list_topics(topic, timeout=seconds).topics[topic]
+            lead = [partition.leader for partition in metadata.partitions.values()]
+            if metadata.error is not None or not lead or min(lead) < 0:
                 raise KafkaException(KafkaError(KafkaError._TIMED_OUT, f"{topic} has no leader"))
 
         self.voices.patiently(self.admin, led, self.settings.bounds.statement_seconds)
@@ -116,12 +118,12 @@ class Link:
     def limits(self, topics: Collection[str]) -> dict[str, int]:
         """Return the most bytes per batch of each topic; create topics that do not exist."""
         if new := [topic for topic in topics if topic not in self._limits]:
-            there = self.topics()
+            existing = self.topics()
             for topic in new:
-                if topic not in there:
+                if topic not in existing:
                     self.make(topic, self.settings.partitions, {})
-                said = (self.config(topic) or {}).get("max.message.bytes")
-                self._limits[topic] = int(said or LARGEST)
+                limit = (self.config(topic) or {}).get("max.message.bytes")
+                self._limits[topic] = int(limit or LARGEST)
         return {topic: self._limits[topic] for topic in topics}
 
     def _asked(self, ask: Callable[[dict[str, float]], Any]) -> Any:
@@ -142,16 +144,16 @@ class Link:
             Refused: the topic of marks would lose them.
         """
         topic = self.settings.marks_topic
-        said = self.topics().get(topic)
-        if said is None or said.error is not None:
+        metadata = self.topics().get(topic)
+        if metadata is None or metadata.error is not None:
             return False
-        what = f"{self.what}, topic {topic!r},"
-        if (count := len(said.partitions)) != 1:
-            raise unusable(what, f"has {count} partitions", "choose another marks_topic")
+        label = f"{self.what}, topic {topic!r},"
+        if (count := len(metadata.partitions)) != 1:
+            raise unusable(label, f"has {count} partitions", "choose another marks_topic")
         policy = (self.config(topic) or SETTINGS)["cleanup.policy"]
         if policy != "compact":
             raise unusable(
-                what,
+                label,
                 f"forgets marks, because its cleanup.policy is {policy}",
                 f"kafka-configs.sh --alter --topic {topic} --add-config cleanup.policy=compact",
             )
@@ -209,7 +211,7 @@ class Link:
 
     # Transactions
 
-    def producer(self, name: str, **more: Any) -> Producer:
+    def producer(self, name: str, **options: Any) -> Producer:
         """Return a client that has begun transactions of a name, and ended all earlier ones."""
         bounds = self.settings.bounds
         longest = milliseconds(min(bounds.chunk_seconds, LONGEST_SECONDS))
@@ -219,7 +221,7 @@ class Link:
                 "transactional.id": name,
                 "transaction.timeout.ms": longest,
                 "socket.timeout.ms": min(longest, milliseconds(bounds.statement_seconds)),
-                **more,
+                **options,
             }
         )
         self.voices.patiently(producer, producer.init_transactions, bounds.statement_seconds)
@@ -248,6 +250,6 @@ def connected(name: str, settings: Kafka) -> Iterator[Link]:
 
 def open_link(name: str, settings: Kafka) -> Link:
     """Return a link that is connected."""
-    what = f"destination {name!r}"
-    with errors(what, settings):
-        return Link(what, settings)
+    destination = f"destination {name!r}"
+    with errors(destination, settings):
+        return Link(destination, settings)

@@ -97,17 +97,17 @@ class Transactions(Stepwise[Link]):
         self, link: Link, chunk: Chunk
     ) -> tuple[dict[Place, str], dict[Place, int], dict[Place, Mark]]:
         """Return the marks of a chunk's places, once no other process can move them."""
-        source, mine = chunk.source, dict(chunk.batch.epochs)
-        owner, shards = min(mine), shards_of(guarded(chunk))
+        source, own = chunk.source, dict(chunk.batch.epochs)
+        owner, shards = min(own), shards_of(guarded(chunk))
         until = time.monotonic() + self.settings.bounds.statement_seconds
         log, turn, reached = link.marks, 0, False
         while True:
-            found = super()._marks(link, chunk)
-            if any(epoch > mine[shard] for (_, shard), epoch in found[1].items()):
-                return found  # the caller refuses the chunk
+            result = super()._marks(link, chunk)
+            if any(epoch > own[shard] for (_, shard), epoch in result[1].items()):
+                return result  # the caller refuses the chunk
             missing = log.not_owned(source, shards, owner)
             if reached and not missing and not log.others(source, shards, owner):
-                return found
+                return result
             if time.monotonic() > until:
                 raise Unavailable(
                     self.what, f"others claim its shards, or {self.settings.marks_topic} {OPEN}"
@@ -117,9 +117,9 @@ class Transactions(Stepwise[Link]):
             self._begin_as(link, source, owner)
             if missing and not self._claim(link, source, missing):
                 continue
-            for other in sorted(log.others(source, shards, owner)):
-                link.producer(self._name(source, other))
-                log.fenced(source, other)
+            for rival in sorted(log.others(source, shards, owner)):
+                link.producer(self._name(source, rival))
+                log.fenced(source, rival)
             reached = log.read(PATIENCE_SECONDS)
 
     def _begin_as(self, link: Link, source: UUID, owner: int) -> None:
@@ -156,7 +156,7 @@ class Transactions(Stepwise[Link]):
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
         link = self._link
         assert link is not None  # noqa: S101 - connected before
-        what = mapped(
+        messages = mapped(
             self.what,
             rows,
             source,
@@ -164,12 +164,12 @@ class Transactions(Stepwise[Link]):
             form=self.settings.format,
             prefix=wire.EVENTS,
         )
-        limits = link.limits(wire.topics(self.what, what, self.settings.marks_topic))
-        if what.count:
-            wire.check(self.what, what, limits)
+        limits = link.limits(wire.topics(self.what, messages, self.settings.marks_topic))
+        if messages.count:
+            wire.check(self.what, messages, limits)
         if (least := min([BATCH_BYTES, *limits.values()])) < self._batch_bytes:
             self._batch_bytes, self._producer = least, None  # small enough for all topics
-        return what
+        return messages
 
     def _cuts(self, chunk: Chunk, rows: pa.Table) -> Iterator[Cut]:
         places, at_once = guarded(chunk), self.settings.step_rows
@@ -178,20 +178,20 @@ class Transactions(Stepwise[Link]):
 
     def _send(self, link: Link, source: UUID, steps: Iterator[Step]) -> list[tuple[int, bool]]:
         answers: list[tuple[int, bool]] = []
-        going = True
+        proceed = True
         for step in steps:
-            fine = False
-            if going:
+            success = False
+            if proceed:
                 moved = {p: text for p, text in step.after.items() if text != step.before[p]}
                 new = [] if step.what is None else self._new_topics(link, source, step.what)
-                fine = self._ended(
+                success = self._ended(
                     link,
                     Transaction(source=source, marks=moved, what=step.what, topics=new),
                 )
-                going = fine
-                if not fine:
-                    fine = self._is_there(link, source, step)
-            answers.append((step.count, fine))
+                proceed = success
+                if not success:
+                    success = self._is_there(link, source, step)
+            answers.append((step.count, success))
         if answers[-1][1]:
             self._fenced = 0
         else:
@@ -206,28 +206,28 @@ class Transactions(Stepwise[Link]):
         marks prove nothing: then this owner is refused.
         """
         after = {place: read(text) for place, text in step.after.items()}
-        risen = [p for p, (_, m) in after.items() if m.number > read(step.before[p])[1].number]
-        if step.what is None or not risen or not self._id:
+        places = [p for p, (_, m) in after.items() if m.number > read(step.before[p])[1].number]
+        if step.what is None or not places or not self._id:
             return False
         self._begin_as(link, source, int(self._id.rpartition("-")[2]))
         link.read()
-        there = {place: read(link.marks.text(source, place)) for place in risen}
+        stored = {place: read(link.marks.text(source, place)) for place in places}
         return all(
             epoch == after[p][0] and mark.number >= after[p][1].number
-            for p, (epoch, mark) in there.items()
+            for p, (epoch, mark) in stored.items()
         )
 
-    def _new_topics(self, link: Link, source: UUID, what: Mapped) -> list[str]:
-        used = map(names.topic_name, what.topics)
+    def _new_topics(self, link: Link, source: UUID, messages: Mapped) -> list[str]:
+        used = map(names.topic_name, messages.topics)
         return sorted({*used} - link.marks.topics[source])
 
-    def _ended(self, link: Link, done: Transaction) -> bool:
+    def _ended(self, link: Link, transaction: Transaction) -> bool:
         """Store messages and marks in one transaction; return True if they are known to be stored.
 
         Raises:
             KafkaException: it is unknown whether they were stored.
         """
-        if done.what is None and not (done.marks or done.claims):
+        if transaction.what is None and not (transaction.marks or transaction.claims):
             return True
         producer = self._producer
         if producer is None:
@@ -235,15 +235,15 @@ class Transactions(Stepwise[Link]):
         topic = self.settings.marks_topic
         try:
             producer.begin_transaction()
-            if done.what is not None:
-                self._produce(producer, done.what)
-            for name in done.topics:
-                producer.produce(topic, b"1", names.topic(done.source, name), partition=0)
-            for shard in done.claims:
+            if transaction.what is not None:
+                self._produce(producer, transaction.what)
+            for name in transaction.topics:
+                producer.produce(topic, b"1", names.topic(transaction.source, name), partition=0)
+            for shard in transaction.claims:
                 owner = self._id.rpartition("-")[2]
-                producer.produce(topic, owner, names.owner(done.source, shard), partition=0)
-            for place, text in done.marks.items():
-                producer.produce(topic, text, names.mark(done.source, place), partition=0)
+                producer.produce(topic, owner, names.owner(transaction.source, shard), partition=0)
+            for place, text in transaction.marks.items():
+                producer.produce(topic, text, names.mark(transaction.source, place), partition=0)
             link.commit(producer)
         except KafkaException as error:
             self._producer = None
@@ -258,10 +258,10 @@ class Transactions(Stepwise[Link]):
             raise
         return True
 
-    def _produce(self, producer: Producer, what: Mapped) -> None:
+    def _produce(self, producer: Producer, messages: Mapped) -> None:
         """Pass messages to the client. It sends them in the background; commit reports failures."""
         give: Any = producer.produce
-        for topic, body, key, headers in wire.records(what):
+        for topic, body, key, headers in wire.records(messages):
             while True:
                 try:
                     give(topic, body, key, headers=headers)

@@ -46,13 +46,16 @@ def check(where: str, what: Mapped, limits: Mapping[str, int]) -> None:
         else:
             sizes = sizes + _lengths(values) + len(name.encode()) + HEADER_BYTES
     own = [
-        sum(len(name.encode()) + len(value.encode()) + HEADER_BYTES for name, value in one.items())
-        for one in what.own
+        sum(
+            len(name.encode()) + len(value.encode()) + HEADER_BYTES
+            for name, value in headers.items()
+        )
+        for headers in what.own
     ]
     sizes = sizes + np.array(own, np.int64)[what.which] + fixed + BATCH_BYTES + MESSAGE_BYTES
-    most = np.array([limits[topic_name(topic)] for topic in what.topics], np.int64)[what.topic]
-    if (over := np.flatnonzero(sizes > most)).size:
-        size, limit = int(sizes[over[0]]), int(most[over[0]])
+    largest = np.array([limits[topic_name(topic)] for topic in what.topics], np.int64)[what.topic]
+    if (over := np.flatnonzero(sizes > largest)).size:
+        size, limit = int(sizes[over[0]]), int(largest[over[0]])
         raise Rejected(where, f"it has {size:,} bytes, more than its topic takes ({limit:,})")
 
 
@@ -62,31 +65,31 @@ def topics(where: str, what: Mapped, marks_topic: str) -> list[str]:
     Raises:
         Rejected: a topic cannot be used.
     """
-    found = [topic_name(topic) for topic in what.topics]
-    for topic in found:
-        if wrong := wrong_topic(topic):
-            raise Rejected(where, wrong)
+    names = [topic_name(topic) for topic in what.topics]
+    for topic in names:
+        if reason := wrong_topic(topic):
+            raise Rejected(where, reason)
         if topic == marks_topic:
             raise Rejected(where, f"its topic would be {topic!r}, which is that of the marks")
-    return found
+    return names
 
 
 def records(what: Mapped) -> Iterator[Record]:
     """Yield messages one by one."""
     keys = what.each("key")
     key = repeat(None, what.count) if keys is None else keys.to_pylist()
-    constant, columns, some_lack = _headers(what)
+    constant, columns, nulls = _headers(what)
     own = [[*one.items(), *constant] for one in what.own]
     called = [topic_name(topic) for topic in what.topics]
     topic = map(called.__getitem__, what.topic.tolist())
-    which = map(own.__getitem__, what.which.tolist())
+    sets = map(own.__getitem__, what.which.tolist())
     rows = zip(*columns, strict=True) if columns else repeat((), what.count)
     bodies = what.body.to_pylist()
-    for there, body, of, mine, row in zip(topic, bodies, key, which, rows, strict=True):
-        headers = [*mine, *row]
-        if some_lack:
+    for name, body, of, own_headers, row in zip(topic, bodies, key, sets, rows, strict=True):
+        headers = [*own_headers, *row]
+        if nulls:
             headers = [one for one in headers if one[1] is not None]
-        yield there, body, of, headers
+        yield name, body, of, headers
 
 
 def _lengths(values: pa.Array) -> npt.NDArray[np.int64]:
@@ -94,20 +97,22 @@ def _lengths(values: pa.Array) -> npt.NDArray[np.int64]:
     return np.asarray(pc.fill_null(pc.binary_length(values), 0)).astype(np.int64)
 
 
-def _headers(what: Mapped) -> tuple[list[tuple[str, str]], list[Iterator[tuple[str, Any]]], bool]:
+def _headers(
+    messages: Mapped,
+) -> tuple[list[tuple[str, str]], list[Iterator[tuple[str, Any]]], bool]:
     """Return headers that all messages share, columns of the rest, and True if some lack one.
 
     A column is created only when it is read, to save work for the garbage collector.
     """
     constant: list[tuple[str, str]] = []
     columns: list[Iterator[tuple[str, Any]]] = []
-    some_lack = False
-    for name, values in what.headers.items():
+    nulls = False
+    for name, values in messages.headers.items():
         if isinstance(values, str):
             constant.append((name, values))
         elif not values.null_count and pc.all(pc.equal(values, values[0])).as_py():
             constant.append((name, values[0].as_py()))
         else:
-            some_lack |= values.null_count > 0
+            nulls |= values.null_count > 0
             columns.append(zip(repeat(name), values.to_pylist(), strict=False))
-    return constant, columns, some_lack
+    return constant, columns, nulls

@@ -49,10 +49,10 @@ def rows_of(
     """Return messages as rows, with the columns of `schema`."""
     messages = messages.combine_chunks()
     count, columns = messages.num_rows, {}
-    given = {"source": str(source), "received_at": datetime.now(UTC)}
+    constants = {"source": str(source), "received_at": datetime.now(UTC)}
     for name, type_ in IN_TABLES.items():
-        if name in given:
-            columns[name] = pa.repeat(pa.scalar(given[name]), count)
+        if name in constants:
+            columns[name] = pa.repeat(pa.scalar(constants[name]), count)
         elif type_ == "uuid":
             columns[name] = uuids(whole(messages[name]))
         else:
@@ -60,8 +60,8 @@ def rows_of(
     if day:
         columns[DAY] = whole(messages["created_at"]).cast(pa.timestamp("us")).cast(pa.date32())
     columns |= promoted(whole(messages["body"]), promote)
-    wanted = schema(promote, day=day)
-    return pa.table({name: columns[name].cast(wanted.field(name).type) for name in wanted.names})
+    target = schema(promote, day=day)
+    return pa.table({name: columns[name].cast(target.field(name).type) for name in target.names})
 
 
 def promoted(bodies: pa.Array, fields: Mapping[str, str]) -> dict[str, pa.Array]:
@@ -82,10 +82,10 @@ def promoted(bodies: pa.Array, fields: Mapping[str, str]) -> dict[str, pa.Array]
 
 def _object(body: bytes) -> Mapping[str, Any]:
     try:
-        said = json.loads(body)
+        value = json.loads(body)
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _text(value: object) -> str | None:

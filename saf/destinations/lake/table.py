@@ -97,7 +97,7 @@ class LakeTable(ABC, Generic[Opened]):
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
-        given = chunk.rows.num_rows
+        count = chunk.rows.num_rows
         for attempt in range(ATTEMPTS):
             with self._current() as opened:
                 epochs, marks = self._places(opened, chunk)
@@ -115,7 +115,7 @@ class LakeTable(ABC, Generic[Opened]):
         if verdict.wrong:
             raise verdict.wrong
         stored = verdict.rows.num_rows
-        return Stored(messages=stored, dropped=given - stored, marks=verdict.moved)
+        return Stored(messages=stored, dropped=count - stored, marks=verdict.moved)
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
         """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""
@@ -142,15 +142,15 @@ def _change(
     chunk: Chunk, verdict: Verdict, epochs: Mapping[Place, int], marks: Mapping[Place, Mark]
 ) -> Change | None:
     """Return the change for a verdict; None if nothing changes."""
-    mine = dict(chunk.batch.epochs)
+    own = dict(chunk.batch.epochs)
     moved = {place: mark for place, mark in verdict.moved.items() if mark != marks[place]}
     rows = verdict.rows if verdict.wrong is None else verdict.rows.slice(0, 0)
-    same = all(epoch == mine[shard] for (_, shard), epoch in epochs.items())
-    if not rows.num_rows and not moved and same:
+    unchanged = all(epoch == own[shard] for (_, shard), epoch in epochs.items())
+    if not rows.num_rows and not moved and unchanged:
         return None
     return Change(
         source=chunk.source,
         rows=rows,
         moved=moved,
-        epochs={shard: mine[shard] for _, shard in epochs},
+        epochs={shard: own[shard] for _, shard in epochs},
     )

@@ -92,15 +92,15 @@ class Nats(QueueSettings):
 
     @pydantic.model_validator(mode="after")
     def _has_one_login(self) -> Self:
-        given = [
+        logins = [
             name
             for name in ("username", "token", "nkey_file", "creds_file")
             if getattr(self, name) is not None
         ]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are several logins: give one")
-        needed = "TLS: use tls:// instead of nats://"
-        check_certificates(self, None if self.address.tls else needed)
+        if len(logins) > 1:
+            raise ValueError(f"{' and '.join(logins)} are several logins: give one")
+        condition = "TLS: use tls:// instead of nats://"
+        check_certificates(self, None if self.address.tls else condition)
         return self
 
     @property

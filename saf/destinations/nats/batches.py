@@ -106,17 +106,17 @@ class Batches(Stepwise[Link]):
         return errors(self.what, self.settings)
 
     def _read(self, link: Link, source: UUID, places: Sequence[Place]) -> list[str]:
-        found = link.last([
+        marks = link.last([
             subjects.mark(self.settings.stream, source, place) for place in places
         ])  # fmt: skip
         self._there = {
             place: There(sequence=sequence, stored=stored)
-            for place, (_, sequence, stored) in zip(places, found, strict=True)
+            for place, (_, sequence, stored) in zip(places, marks, strict=True)
         }
-        return [text for text, _, _ in found]
+        return [text for text, _, _ in marks]
 
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
-        what = mapped(
+        messages = mapped(
             self.what,
             rows,
             source,
@@ -124,16 +124,16 @@ class Batches(Stepwise[Link]):
             form=self.settings.format,
             prefix=wire.EVENTS,
         )
-        if what.count:
-            wire.check(self.what, what, self._largest)
-        for subject in map(subjects.subject, what.topics):
-            if not any(subjects.takes(one, subject) for one in self._takes):
+        if messages.count:
+            wire.check(self.what, messages, self._largest)
+        for subject in map(subjects.subject, messages.topics):
+            if not any(subjects.takes(pattern, subject) for pattern in self._takes):
                 raise unusable(
                     f"{self.what}, stream {self.settings.stream!r},",
                     f"takes only {', '.join(self._takes)}, and not {subject}",
                     "add it to the stream's subjects, or choose another topic in saf.toml",
                 )
-        return what
+        return messages
 
     def _cuts(self, chunk: Chunk, rows: pa.Table) -> Iterator[Cut]:
         all_places, count = guarded(chunk), rows.num_rows
@@ -141,9 +141,9 @@ class Batches(Stepwise[Link]):
         at_once = min(self.settings.step_rows, MOST - len(all_places) if few else FEW_ROWS)
         cuts = []
         for first in range(0, count, at_once):
-            some = min(at_once, count - first)
-            mine = all_places if few else _guarded(chunk, rows.slice(first, some))
-            cuts.append(Cut(first=first, count=some, places=mine))
+            size = min(at_once, count - first)
+            places = all_places if few else _guarded(chunk, rows.slice(first, size))
+            cuts.append(Cut(first=first, count=size, places=places))
         covered = {place for cut in cuts for place in cut.places}
         rest = [place for place in all_places if place not in covered]
         for first in range(0, len(rest), ONLY_MARKS):
@@ -152,22 +152,22 @@ class Batches(Stepwise[Link]):
 
     def _send(self, link: Link, source: UUID, steps: Iterator[Step]) -> list[tuple[int, bool]]:
         answers: list[tuple[int, bool]] = []
-        before: Batch | None = None
+        previous: Batch | None = None
         for step in steps:
             if answers and not answers[-1][1]:
                 answers.append((step.count, False))
                 continue
             batch = self._begin(link, step)
-            if before is not None:
-                answers.append((before.step.count, self._ended(link, before)))
+            if previous is not None:
+                answers.append((previous.step.count, self._ended(link, previous)))
                 if not answers[-1][1]:
                     answers.append((step.count, False))
                     self._abandon(link, batch)
                     continue
             self._end(link, source, batch)
-            before = batch
-        if before is not None and (not answers or answers[-1][1]):
-            answers.append((before.step.count, self._ended(link, before)))
+            previous = batch
+        if previous is not None and (not answers or answers[-1][1]):
+            answers.append((previous.step.count, self._ended(link, previous)))
         return answers
 
     def _begin(self, link: Link, step: Step) -> Batch:
@@ -182,14 +182,14 @@ class Batches(Stepwise[Link]):
         """Send a batch's marks; the last one ends the batch."""
         step, stream = batch.step, self.settings.stream
         counts = _counts(step.what)
-        there: dict[Place, There] = {}
+        positions: dict[Place, There] = {}
         parts = []
         for number, (place, text) in enumerate(step.after.items(), start=1):
-            was = self._there[place]
+            previous = self._there[place]
             lane, shard = place
-            stored = was.stored + (counts.get(str(shard), 0) if lane == MAIN else 0)
-            there[place] = There(sequence=number, stored=stored)
-            headers = {wire.EXPECTED: was.sequence, STORED: stored, **link.kept()}
+            stored = previous.stored + (counts.get(str(shard), 0) if lane == MAIN else 0)
+            positions[place] = There(sequence=number, stored=stored)
+            headers = {wire.EXPECTED: previous.sequence, STORED: stored, **link.kept()}
             parts.append(
                 wire.mark(
                     subjects.mark(stream, source, place),
@@ -201,7 +201,7 @@ class Batches(Stepwise[Link]):
                 )
             )
         link.connection.write(b"".join(parts))
-        self._there |= there
+        self._there |= positions
 
     def _ended(self, link: Link, batch: Batch) -> bool:
         """Wait for the result of a batch; return True if it was stored.
@@ -222,8 +222,8 @@ class Batches(Stepwise[Link]):
             raise
         first = last - len(batch.step.after)
         for place in batch.step.after:
-            there = self._there[place]
-            self._there[place] = There(sequence=first + there.sequence, stored=there.stored)
+            position = self._there[place]
+            self._there[place] = There(sequence=first + position.sequence, stored=position.stored)
         return True
 
     def _abandon(self, link: Link, batch: Batch) -> None:
@@ -239,9 +239,9 @@ def _guarded(chunk: Chunk, rows: pa.Table) -> list[Place]:
     return [place for place in guarded(replace(chunk, rows=rows)) if place[1] in shards]
 
 
-def _counts(what: Mapped | None) -> dict[str, int]:
+def _counts(messages: Mapped | None) -> dict[str, int]:
     """Return the number of messages of each shard, by the shard's text."""
-    if what is None:
+    if messages is None:
         return {}
-    values = what.each("shard")
-    return {one["values"]: one["counts"] for one in pc.value_counts(values).to_pylist()}
+    values = messages.each("shard")
+    return {pair["values"]: pair["counts"] for pair in pc.value_counts(values).to_pylist()}

@@ -90,7 +90,7 @@ class Connection:
             context = context_of(settings)
             self._socket = context.wrap_socket(self._socket, server_hostname=self.host)
             self._file = self._socket.makefile("rb")
-        said = {
+        options = {
             "verbose": False,
             "pedantic": False,
             "headers": True,
@@ -105,7 +105,7 @@ class Connection:
         self._numbers = itertools.count()
         self.write(
             b"CONNECT %b\r\nSUB %b.* 1\r\nPING\r\n"
-            % (json.dumps(said).encode(), self._inbox.encode())
+            % (json.dumps(options).encode(), self._inbox.encode())
         )
         self._line("PONG")
         self._socket.settimeout(settings.bounds.statement_seconds)
@@ -143,13 +143,14 @@ class Connection:
                 for (subject, body, headers), inbox in zip(asked, inboxes, strict=True)
             )
         )
-        found: dict[str, Received] = {}
-        while len(found) < len(asked):
+        answers: dict[str, Received] = {}
+        while len(answers) < len(asked):
             answer = self.receive()
             if answer.subject in inboxes:
-                found[answer.subject] = answer
+                answers[answer.subject] = answer
         return [
-            found[inbox].of(subject) for inbox, (subject, _, _) in zip(inboxes, asked, strict=True)
+            answers[inbox].of(subject)
+            for inbox, (subject, _, _) in zip(inboxes, asked, strict=True)
         ]
 
     def answers(self, subject: str, body: bytes) -> Iterator[Received]:
@@ -171,7 +172,7 @@ class Connection:
         head = int(words[-2]) if self._headed else 0
         return Received(subject=words[0], head=data[:head], body=data[head:size])
 
-    def _line(self, *wanted: str) -> str:
+    def _line(self, *expected: str) -> str:
         """Return the rest of the next line that begins with a wanted word; answer PINGs.
 
         Raises:
@@ -190,7 +191,7 @@ class Connection:
                 self.write(b"PONG\r\n")
                 if time.monotonic() > until:
                     raise TimeoutError("the server accepts connections, and does not answer")
-            if word in wanted:
+            if word in expected:
                 self._headed = word == "HMSG"
                 return rest
 
@@ -199,10 +200,10 @@ def published(
     subject: str, body: bytes, headers: Mapping[str, object] | None = None, reply: str = ""
 ) -> bytes:
     """Return a message in the server's format."""
-    to = f"{subject} {reply}" if reply else subject
+    target = f"{subject} {reply}" if reply else subject
     if headers is None:
-        return b"PUB %b %d\r\n%b\r\n" % (to.encode(), len(body), body)
+        return b"PUB %b %d\r\n%b\r\n" % (target.encode(), len(body), body)
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
     head = b"%b\r\n%b\r\n" % (VERSION_LINE, lines)
     size = len(head) + len(body)
-    return b"HPUB %b %d %d\r\n%b%b\r\n" % (to.encode(), len(head), size, head, body)
+    return b"HPUB %b %d %d\r\n%b%b\r\n" % (target.encode(), len(head), size, head, body)

@@ -22,12 +22,12 @@ def guarantee(link: Link) -> Guarantee:
     quality = settings.quality.replace("_", " ")
     if config is None:
         return Guarantee(server=f"{server}, which is made at the first message", promise=quality)
-    more: list[tuple[str, str]] = []
+    findings: list[tuple[str, str]] = []
     replicas = int(config.get("num_replicas", 1))
     if config.get("storage") == "memory":
-        more.append(("it keeps messages in memory, so a restart loses them", "storage = file"))
+        findings.append(("it keeps messages in memory, so a restart loses them", "storage = file"))
     if replicas == 1:
-        more.append(
+        findings.append(
             (
                 "a loss of power may lose messages acknowledged since the server last synced its "
                 "files, and keep a part of the batch that it was storing, which is then stored "
@@ -36,11 +36,11 @@ def guarantee(link: Link) -> Guarantee:
             )
         )
     elif replicas < ENOUGH:
-        more.append(("two servers work only together", "replicas = 3"))
+        findings.append(("two servers work only together", "replicas = 3"))
     if not config.get("allow_rollup_hdrs"):
-        more.append(("its marks pile up", "allow_rollup_hdrs"))
+        findings.append(("its marks pile up", "allow_rollup_hdrs"))
     if not config.get("allow_direct"):
-        more.append(("saf reconcile cannot read it back", "allow_direct"))
+        findings.append(("saf reconcile cannot read it back", "allow_direct"))
     kept = (
         "one server has each message; a crash of its process loses nothing that was acknowledged"
         if replicas == 1
@@ -49,5 +49,5 @@ def guarantee(link: Link) -> Guarantee:
     return Guarantee(
         server=server,
         promise=f"{quality}; {kept}; a loss is detected, and saf rebase repeats the messages",
-        more=tuple(more),
+        more=tuple(findings),
     )

@@ -37,25 +37,27 @@ def said(name: str, settings: Nats, nonce: str) -> dict[str, Any]:
     file = settings.nkey_file or settings.creds_file
     if file is None:
         return {}
-    what = f"destination {name!r}"
-    text = _text(what, file)
+    destination = f"destination {name!r}"
+    text = _text(destination, file)
     seed = SEED.search(text)
     if seed is None:
-        raise unusable(what, f"{file} has no seed of an nkey", "name a file that has one")
+        raise unusable(destination, f"{file} has no seed of an nkey", "name a file that has one")
     public, signature = _signed(name, seed[0], nonce)
     if settings.nkey_file is not None:
         return {"nkey": public, "sig": signature}
     jwt = JWT.search(text)
     if jwt is None:
-        raise unusable(what, f"{file} has no JWT of a user", "name a file of credentials")
+        raise unusable(destination, f"{file} has no JWT of a user", "name a file of credentials")
     return {"jwt": jwt[1], "sig": signature}
 
 
-def _text(what: str, file: Path) -> str:
+def _text(destination: str, file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise unusable(what, f"{file} cannot be read ({error})", "make it readable") from None
+        raise unusable(
+            destination, f"{file} cannot be read ({error})", "make it readable"
+        ) from None
 
 
 def _signed(name: str, seed: str, nonce: str) -> tuple[str, str]:

@@ -50,12 +50,12 @@ def read(name: str, settings: Nats) -> Iterator[Reading]:
         until = max((one.until for one in moments.values()), default=0)
         for one in questions.messages(until):
             headers = {name: unquote(value) for name, value in one.headers().items()}
-            said = said_of(headers, one.body, EVENTS)
-            if (of := source_of(said, EVENTS)) is not None:
-                moments[of].add(int(headers["Nats-Sequence"]), said)
+            message = said_of(headers, one.body, EVENTS)
+            if (broker_id := source_of(message, EVENTS)) is not None:
+                moments[broker_id].add(int(headers["Nats-Sequence"]), message)
         for moment in moments.values():
-            if (gone := moment.stored - moment.found) > 0:
-                raise CannotReadBack(name, f"{gone:,} messages were removed from its stream")
+            if (missing := moment.stored - moment.found) > 0:
+                raise CannotReadBack(name, f"{missing:,} messages were removed from its stream")
         identity = link.identity()
         yield TableReading(
             name=name,
@@ -79,10 +79,10 @@ class Moment:
 
     def learn(self, questions: Questions, source: UUID) -> None:
         """Request the marks of a source."""
-        for one in questions.ask(multi_last=[subjects.marks(questions.stream, source)]):
-            headers = one.headers()
+        for answer in questions.ask(multi_last=[subjects.marks(questions.stream, source)]):
+            headers = answer.headers()
             place = subjects.place_of(headers["Nats-Subject"])
-            self.marks[place] = one.body.decode()
+            self.marks[place] = answer.body.decode()
             self.stored += int(headers.get(STORED, 0)) if place[0] == MAIN else 0
         self.until = questions.until
 
@@ -114,17 +114,17 @@ class Questions:
         first = 1
         while first <= until:
             sequence = until
-            for one in self.ask(seq=first, batch=AT_ONCE):
-                sequence = int(one.headers()["Nats-Sequence"])
-                yield one
+            for message in self.ask(seq=first, batch=AT_ONCE):
+                sequence = int(message.headers()["Nats-Sequence"])
+                yield message
             if not self._more:
                 return
             first = sequence + 1
 
-    def ask(self, **said: Any) -> Iterator[Received]:
+    def ask(self, **request: Any) -> Iterator[Received]:
         """Yield messages; at the end, set whether more exist, and the stream's last number."""
         answers = self._connection.answers(
-            f"$JS.API.DIRECT.GET.{self.stream}", json.dumps(said).encode()
+            f"$JS.API.DIRECT.GET.{self.stream}", json.dumps(request).encode()
         )
         for answer in answers:
             if not answer.status:

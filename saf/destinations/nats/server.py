@@ -65,7 +65,7 @@ class Link:
 
     # The stream
 
-    def ask(self, what: str, **said: Any) -> dict[str, Any]:
+    def ask(self, what: str, **request: Any) -> dict[str, Any]:
         """Return JetStream's answer about the stream.
 
         Raises:
@@ -73,7 +73,7 @@ class Link:
         """
         subject = f"$JS.API.{what}.{self.settings.stream}"
         return answered(
-            self.connection.request(subject, json.dumps(said).encode() if said else b"")
+            self.connection.request(subject, json.dumps(request).encode() if request else b"")
         )
 
     def stream(self) -> dict[str, Any] | None:
@@ -118,10 +118,10 @@ class Link:
         version = str(self.connection.info["version"])
         if tuple(int(part) for part in version.split("-", maxsplit=1)[0].split(".")[:2]) < OLDEST:
             raise unusable(self.what, f"its version is {version}", "upgrade it to 2.12 or newer")
-        said = self.stream()
-        if said is None:
+        info = self.stream()
+        if info is None:
             return None
-        config: dict[str, Any] = said["config"]
+        config: dict[str, Any] = info["config"]
         for reason, cure in self._wrong(config):
             raise unusable(f"{self.what}, stream {self.settings.stream!r},", reason, cure)
         return config
@@ -132,7 +132,7 @@ class Link:
             yield "is a mirror, is sealed, or renames subjects", "choose another stream"
         if not config.get("allow_atomic"):
             yield "takes no batches", "set its allow_atomic"
-        if not any(subjects.takes(one, marks) for one in config["subjects"]):
+        if not any(subjects.takes(pattern, marks) for pattern in config["subjects"]):
             yield f"does not take its marks, {marks}", "add that to its subjects"
         if config.get("retention") == "interest":
             yield "keeps only what somebody waits for, and no marks", "let its retention be limits"
@@ -160,21 +160,21 @@ class Link:
         Asks the stream's leader, because other servers may not have the latest message yet.
         """
         subject = f"$JS.API.STREAM.MSG.GET.{self.settings.stream}"
-        asked = [(subject, json.dumps({"last_by_subj": one}).encode(), None) for one in named]
-        found = []
-        for answer in self.connection.requests([*asked]):
+        requests = [(subject, json.dumps({"last_by_subj": name}).encode(), None) for name in named]
+        rows = []
+        for answer in self.connection.requests([*requests]):
             try:
                 message = answered(answer)["message"]
             except JetStreamError as error:
                 if error.code not in (NO_MESSAGE, NO_STREAM):
                     raise
-                found.append((ABSENT, 0, 0))
+                rows.append((ABSENT, 0, 0))
                 continue
             head = base64.b64decode(message.get("hdrs", ""))
             headers = Received(subject="", head=head, body=b"").headers()
             text = base64.b64decode(message.get("data", "")).decode()
-            found.append((text, int(message["seq"]), int(headers.get(STORED, 0))))
-        return found
+            rows.append((text, int(message["seq"]), int(headers.get(STORED, 0))))
+        return rows
 
     def identity(self) -> UUID:
         """Return the destination's identity, or its future one; write nothing.
@@ -182,9 +182,9 @@ class Link:
         A stream without an identity gets one computed from its address. So a server that has lost
         everything is not taken for a new one: it is the same one, without its acknowledged data.
         """
-        ((said, _, _),) = self.last([subjects.identity(self.settings.stream)])
-        if said:
-            return UUID(said)
+        ((text, _, _),) = self.last([subjects.identity(self.settings.stream)])
+        if text:
+            return UUID(text)
         return uuid5(NAMESPACE_URL, f"{self.settings.server}#{self.settings.stream}")
 
     def make_identity(self) -> UUID:
@@ -207,32 +207,32 @@ class Link:
 
     def known(self, source: UUID) -> Known:
         """Return all marks of a source."""
-        named = self._subjects(subjects.marks(self.settings.stream, source))
+        names = self._subjects(subjects.marks(self.settings.stream, source))
         texts = {
-            subjects.place_of(one): text
-            for one, (text, _, _) in zip(named, self.last(named), strict=True)
+            subjects.place_of(name): text
+            for name, (text, _, _) in zip(names, self.last(names), strict=True)
         }
         return known_of(self.identity(), texts)
 
     def sources(self) -> list[UUID]:
         """Return the sources that have marks."""
-        named = self._subjects(subjects.all_marks(self.settings.stream))
-        return sorted({one for one in map(subjects.source_of, named) if one is not None})
+        names = self._subjects(subjects.all_marks(self.settings.stream))
+        return sorted({source for source in map(subjects.source_of, names) if source is not None})
 
-    def _subjects(self, wanted: str) -> list[str]:
+    def _subjects(self, pattern: str) -> list[str]:
         """Return the subjects of a pattern that have messages in the stream."""
-        named: list[str] = []
+        names: list[str] = []
         while True:
             try:
-                info = self.ask("STREAM.INFO", subjects_filter=wanted, offset=len(named))
+                info = self.ask("STREAM.INFO", subjects_filter=pattern, offset=len(names))
             except JetStreamError as error:
                 if error.code != NO_STREAM:
                     raise
-                return named
+                return names
             page = info["state"].get("subjects") or {}
-            named += page
-            if not page or len(named) >= int(info.get("total", 0)):
-                return named
+            names += page
+            if not page or len(names) >= int(info.get("total", 0)):
+                return names
 
     def close(self) -> None:
         """Close the connection."""
@@ -245,10 +245,10 @@ def answered(answer: Received) -> dict[str, Any]:
     Raises:
         JetStreamError: the answer is an error.
     """
-    said: dict[str, Any] = json.loads(answer.body)
-    if "error" in said:
-        raise JetStreamError(said["error"])
-    return said
+    reply: dict[str, Any] = json.loads(answer.body)
+    if "error" in reply:
+        raise JetStreamError(reply["error"])
+    return reply
 
 
 @contextmanager
@@ -264,9 +264,9 @@ def connected(name: str, settings: Nats) -> Iterator[Link]:
 
 def open_link(name: str, settings: Nats) -> Link:
     """Return a link that is connected."""
-    what = f"destination {name!r}"
-    with errors(what, settings):
-        return Link(what, settings, Connection(name, settings))
+    destination = f"destination {name!r}"
+    with errors(destination, settings):
+        return Link(destination, settings, Connection(name, settings))
 
 
 @contextmanager
@@ -280,16 +280,16 @@ def errors(what: str, settings: Nats) -> Iterator[None]:
 
 def translated(what: str, settings: Nats, error: Exception) -> SafError:
     """Return saf's error for an error of a connection."""
-    said = settings.redact(str(error)) or type(error).__name__
+    reason = settings.redact(str(error)) or type(error).__name__
     if isinstance(error, NatsError):
-        if said.lower().startswith(LOGINS):
-            return Refused(what, said, "fix its login in saf.toml")
-        if said.lower().startswith(RIGHTS):
-            return Refused(what, said, "let its user do what docs/destinations.md lists")
+        if reason.lower().startswith(LOGINS):
+            return Refused(what, reason, "fix its login in saf.toml")
+        if reason.lower().startswith(RIGHTS):
+            return Refused(what, reason, "let its user do what docs/destinations.md lists")
     if isinstance(error, NoResponders):
-        said = f"nobody answers to {said}: JetStream is off there, or has no leader"
+        reason = f"nobody answers to {reason}: JetStream is off there, or has no leader"
     if isinstance(error, JetStreamError) and error.code in TO_MEND:
-        return unusable(what, said, TO_MEND[error.code])
-    unavailable = Unavailable(what, f"{settings.server}: {said}")
+        return unusable(what, reason, TO_MEND[error.code])
+    unavailable = Unavailable(what, f"{settings.server}: {reason}")
     unavailable.hangs = isinstance(error, TimeoutError)
     return unavailable

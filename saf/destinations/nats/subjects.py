@@ -28,7 +28,7 @@ def subject(topic: str) -> str:
     >>> subject("orders.a topic"), subject("a..b"), subject("100%.grüezi")
     ('orders.a%20topic', 'a%2E%2Eb', '100%25.grüezi')
     """
-    return CANNOT.sub(lambda found: "".join(map(_encoded, found[0])), topic)
+    return CANNOT.sub(lambda match: "".join(map(_encoded, match[0])), topic)
 
 
 def _encoded(character: str) -> str:
@@ -45,10 +45,10 @@ def pattern(template: str) -> str:
         ValueError: the template begins with a placeholder, which could be any subject.
     """
     literal, name, _, _ = next(iter(Formatter().parse(template)))
-    before = literal.split(".")
+    parts = literal.split(".")
     if name is None:
         return subject(template)
-    words = before[:-1]
+    words = parts[:-1]
     if not words or not words[0]:
         raise ValueError(
             f"{template!r} could be any subject: begin it with a word, as in orders.{{service}}"
@@ -64,13 +64,13 @@ def takes(wanted: str, given: str) -> bool:
     >>> takes("orders.>", "orders.*"), takes("orders.*", "orders.>")
     (True, False)
     """
-    mine, theirs = wanted.split("."), given.split(".")
-    for place, word in enumerate(mine):
+    tokens, target = wanted.split("."), given.split(".")
+    for place, word in enumerate(tokens):
         if word == ">":
-            return len(theirs) > place
-        if place >= len(theirs) or theirs[place] == ">" or word not in ("*", theirs[place]):
+            return len(target) > place
+        if place >= len(target) or target[place] == ">" or word not in ("*", target[place]):
             return False
-    return len(mine) == len(theirs)
+    return len(tokens) == len(target)
 
 
 def all_marks(stream: str) -> str:

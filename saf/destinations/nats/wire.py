@@ -42,10 +42,10 @@ def encoded(value: str) -> str:
     >>> encoded("plain text"), encoded("100 %\n"), encoded(" ü")
     ('plain text', '100 %25%0A', '%20%C3%BC')
     """
-    said = quote(value, safe=AS_IT_IS)
-    inner = said.strip(" ")
-    first, last = len(said) - len(said.lstrip(" ")), len(said.rstrip(" "))
-    return "%20" * first + inner + "%20" * (len(said) - last if inner else 0)
+    text = quote(value, safe=AS_IT_IS)
+    inner = text.strip(" ")
+    first, last = len(text) - len(text.lstrip(" ")), len(text.rstrip(" "))
+    return "%20" * first + inner + "%20" * (len(text) - last if inner else 0)
 
 
 def blocks(where: str, what: Mapped) -> list[bytes]:
@@ -54,15 +54,15 @@ def blocks(where: str, what: Mapped) -> list[bytes]:
     Raises:
         Rejected: this protocol cannot carry a header's name, or the name is the server's.
     """
-    made = []
-    for one in what.own:
-        for name in one:
+    texts = []
+    for headers in what.own:
+        for name in headers:
             if not NAME.fullmatch(name):
                 raise Rejected(where, f"NATS cannot carry a header {name!r}")
             if name.lower().startswith(THE_SERVERS):
                 raise Rejected(where, f"the sender has given a header {name!r}, a server's command")
-        made.append("".join(f"{name}: {encoded(value)}\r\n" for name, value in one.items()))
-    return [block.encode() for block in made]
+        texts.append("".join(f"{name}: {encoded(value)}\r\n" for name, value in headers.items()))
+    return [block.encode() for block in texts]
 
 
 def check(where: str, what: Mapped, largest: int) -> None:
@@ -86,38 +86,38 @@ def messages(where: str, what: Mapped, batch: str, reply: str) -> memoryview:
     """Return the messages of a batch; the first one has a reply subject."""
     heads = _heads(where, what, batch)
     sizes = pc.binary_length(heads)
-    whole = pc.add(sizes, pc.binary_length(what.body))
+    totals = pc.add(sizes, pc.binary_length(what.body))
     subjects = pa.array([subject(topic).encode() for topic in what.topics], BYTES)
     replies = pa.array([f" {reply}".encode(), *[b""] * (what.count - 1)], BYTES)
     space, end = pa.scalar(b" ", BYTES), pa.scalar(b"\r\n", BYTES)
-    joined = pc.binary_join_element_wise(
+    array = pc.binary_join_element_wise(
         pa.scalar(b"HPUB ", BYTES),
         subjects.take(pa.array(what.topic)),
         replies,
         space,
         _text(sizes),
         space,
-        _text(whole),
+        _text(totals),
         end,
         heads,
         what.body.cast(BYTES),
         end,
         pa.scalar(b"", BYTES),
     )
-    offsets = np.frombuffer(joined.buffers()[1], np.int64)
-    first, last = offsets[joined.offset], offsets[joined.offset + len(joined)]
-    return memoryview(joined.buffers()[2])[first:last]
+    offsets = np.frombuffer(array.buffers()[1], np.int64)
+    first, last = offsets[array.offset], offsets[array.offset + len(array)]
+    return memoryview(array.buffers()[2])[first:last]
 
 
 def mark(
     under: str, text: str, headers: Mapping[str, object], *, batch: str, sequence: int, commit: str
 ) -> bytes:
     """Return a mark of a batch; ``commit``: the reply subject, if the mark ends the batch."""
-    said = {**headers, BATCH: batch, SEQUENCE: sequence} | ({COMMIT: 1} if commit else {})
-    return published(under, text.encode(), said, commit)
+    fields = {**headers, BATCH: batch, SEQUENCE: sequence} | ({COMMIT: 1} if commit else {})
+    return published(under, text.encode(), fields, commit)
 
 
-def _heads(where: str, what: Mapped, batch: str) -> pa.Array:
+def _heads(destination: str, what: Mapped, batch: str) -> pa.Array:
     """Return the headers of each message, including its number in the batch."""
     constant = "".join(
         f"{name}: {encoded(values)}\r\n"
@@ -130,10 +130,10 @@ def _heads(where: str, what: Mapped, batch: str) -> pa.Array:
     parts = [pa.scalar(first.encode(), BYTES), numbers, end]
     for name, values in what.headers.items():
         if not isinstance(values, str):
-            before = pa.scalar(f"{name}: ".encode(), BYTES)
-            given = _encoded(values).cast(BYTES)
-            parts.append(pc.binary_join_element_wise(before, given, end, pa.scalar(b"", BYTES)))
-    parts.append(pa.array(blocks(where, what), BYTES).take(pa.array(what.which)))
+            start = pa.scalar(f"{name}: ".encode(), BYTES)
+            column = _encoded(values).cast(BYTES)
+            parts.append(pc.binary_join_element_wise(start, column, end, pa.scalar(b"", BYTES)))
+    parts.append(pa.array(blocks(destination, what), BYTES).take(pa.array(what.which)))
     return pc.binary_join_element_wise(
         *parts, end, pa.scalar(b"", BYTES), null_handling="replace", null_replacement=b""
     )
@@ -144,8 +144,8 @@ def _encoded(values: pa.Array) -> pa.Array:
     if not pc.any(pc.match_substring_regex(values, ENCODED)).as_py():
         return values
     known = values.dictionary_encode()
-    said = [encoded(value) for value in known.dictionary.to_pylist()]
-    return pa.array(said, TEXT).take(known.indices)
+    texts = [encoded(value) for value in known.dictionary.to_pylist()]
+    return pa.array(texts, TEXT).take(known.indices)
 
 
 def _text(numbers: pa.Array) -> pa.Array:

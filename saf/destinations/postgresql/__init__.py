@@ -88,9 +88,9 @@ class Postgresql(DestinationSettings):
             self.dsn.connect(role="doctor", autocommit=True) as connection,
         ):
             ((version, synchronous, standbys),) = fetch(connection, SERVER)
-        more = []
+        findings = []
         if standbys and not synchronous:
-            more.append((
+            findings.append((
                 f"a failover to one of its {standbys} standbys may lose acknowledged messages, "
                 "because commits do not wait for it",
                 "synchronous_standby_names at the server",
@@ -99,7 +99,7 @@ class Postgresql(DestinationSettings):
             server=f"PostgreSQL {version}, database {self.dsn.database!r}",
             promise=f"{self.quality.replace('_', ' ')}; a crash of the process or of the machine "
             "loses nothing that was acknowledged",
-            more=more,
+            more=findings,
         )
 
     def bounded(self, bounds: Bounds) -> Self:

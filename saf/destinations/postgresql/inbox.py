@@ -159,20 +159,20 @@ class PostgresInbox:
             if exactly_once:
                 stored = {place: mark.number for place, mark in marks.items()}
                 rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)
-            others = for_others(rows, self.identity())
-            unknown = [] if others else self._unknown(services, rows, chunk.behind)
+            brokers = for_others(rows, self.identity())
+            unknown = [] if brokers else self._unknown(services, rows, chunk.behind)
             # the caller sets these messages aside now: no previous owner may store them any more
-            moved = {} if others or unknown else last_of(chunk, marks)
+            moved = {} if brokers or unknown else last_of(chunk, marks)
             self._move_watermarks(cursor, chunk, epochs, marks, moved)
-            if rows.num_rows and not (others or unknown):
+            if rows.num_rows and not (brokers or unknown):
                 self._of_rows = True
                 cursor.adbc_ingest(
                     "inbox", inbox_rows(rows, chunk.source), mode="append", db_schema_name="saf"
                 )
             fail_point("mom_insert")
         fail_point("mom_commit")
-        if others:
-            raise AnotherBroker(f"destination {self.name!r}", str(self.identity()), others, rows)
+        if brokers:
+            raise AnotherBroker(f"destination {self.name!r}", str(self.identity()), brokers, rows)
         if unknown:
             raise UnknownService(f"destination {self.name!r}", unknown, rows)
         dropped = chunk.rows.num_rows - rows.num_rows
@@ -198,16 +198,16 @@ class PostgresInbox:
         """
         places = guarded(chunk)
         values = _values(chunk, places)
-        services, found = self._contact(cursor, values)
-        if len(found) < len(places):
+        services, watermarks = self._contact(cursor, values)
+        if len(watermarks) < len(places):
             # in a transaction of its own, so that waiting for the turn holds no other lock
             self._connect().rollback()
             cursor.ask(TAKE_TURN)
             cursor.update(_text(KNOW_PLACES, values))
             self._connect().commit()
-            services, found = self._contact(cursor, values)
-        epochs = {(lane, shard): epoch for lane, shard, epoch, *_ in found}
-        marks = {(lane, shard): Mark.of(*mark) for lane, shard, _, *mark in found}
+            services, watermarks = self._contact(cursor, values)
+        epochs = {(lane, shard): epoch for lane, shard, epoch, *_ in watermarks}
+        marks = {(lane, shard): Mark.of(*mark) for lane, shard, _, *mark in watermarks}
         refuse(f"destination {self.name!r}", chunk, epochs, marks)
         return services, epochs, marks
 
@@ -230,16 +230,16 @@ class PostgresInbox:
         moved: Mapping[Place, Mark],
     ) -> None:
         """Move the locked watermarks. Afterwards, an older owner cannot write."""
-        mine = dict(chunk.batch.epochs)
+        own = dict(chunk.batch.epochs)
         new = {
             place: moved.get(place, mark)
             for place, mark in marks.items()
-            if epochs[place] != mine[place[1]] or moved.get(place, mark) != mark
+            if epochs[place] != own[place[1]] or moved.get(place, mark) != mark
         }
         if not new:
             return
         columns: dict[str, Iterable[object]] = {
-            "epochs": [mine[shard] for _, shard in new],
+            "epochs": [own[shard] for _, shard in new],
             "locked": [marks[place].batch for place in new],
             "batches": [mark.batch for mark in new.values()],
             "positions": [mark.position for mark in new.values()],
@@ -338,8 +338,8 @@ class PostgresInbox:
     def _refuse_schema(self, cursor: bulk.BulkCursor) -> None:
         """Raise if the schema does not exist, or has another revision."""
         ((exists,),) = cursor.ask(HAS_SCHEMA)
-        found = cursor.ask(SCHEMA_REVISION) if exists else []
-        require_schema(self.dsn.database, exists, found)
+        rows = cursor.ask(SCHEMA_REVISION) if exists else []
+        require_schema(self.dsn.database, exists, rows)
 
     def _translate(self, error: adbc.Error) -> Exception:
         reason = self.dsn.redact(str(error))

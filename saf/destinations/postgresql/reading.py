@@ -100,10 +100,10 @@ def known_at(connection: psycopg.Connection[Any], source: UUID) -> Known:
     return Known(destination=destination, marks=marks, epochs=epochs)
 
 
-def _params(what: Compared) -> dict[str, Any]:
+def _params(scope: Compared) -> dict[str, Any]:
     return {
-        "source": what.source,
-        "since": what.since,
-        "until": what.until,
-        "topics": [*what.topics],
+        "source": scope.source,
+        "since": scope.since,
+        "until": scope.until,
+        "topics": [*scope.topics],
     }

@@ -74,8 +74,8 @@ class Rabbitmq(QueueSettings):
 
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
-        needed = "TLS: use amqps:// instead of amqp://"
-        check_certificates(self, None if self.address.tls else needed)
+        condition = "TLS: use amqps:// instead of amqp://"
+        check_certificates(self, None if self.address.tls else condition)
         return self
 
     @property
@@ -124,9 +124,9 @@ class Rabbitmq(QueueSettings):
 
         with connected(name, self) as channel:
             version = channel.version
-        where = f"exchange {self.exchange!r}" if self.exchange else "its own exchange"
+        exchange = f"exchange {self.exchange!r}" if self.exchange else "its own exchange"
         return Guarantee(
-            server=f"RabbitMQ {version}, {self.server}, {where}",
+            server=f"RabbitMQ {version}, {self.server}, {exchange}",
             promise=f"{self.quality.replace('_', ' ')}; a durable queue confirms a message when it "
             "is on its server's disk, a quorum queue when it is on most of its servers'; what no "
             "queue takes is a dead letter",

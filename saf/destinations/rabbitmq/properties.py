@@ -36,8 +36,8 @@ def check(where: str, what: Mapped) -> None:
     for topic in what.topics:
         if len(topic.encode()) > LONGEST:
             raise Rejected(where, f"its routing key has more than {LONGEST} bytes")
-    for one in what.own:
-        for name in one:
+    for headers in what.own:
+        for name in headers:
             if len(name.encode()) > LONGEST:
                 raise Rejected(where, f"the name of a header has more than {LONGEST} bytes")
 
@@ -51,22 +51,22 @@ def properties(what: Mapped) -> list[bytes]:
     for name, values in what.headers.items():
         if not isinstance(values, str):
             head = pa.scalar(_short(name) + b"S", BYTES)
-            said = values.cast(BYTES)
-            parts.append(pc.binary_join_element_wise(head, sizes(said), said, NONE))
-    own = [b"".join(_pair(name, value) for name, value in one.items()) for one in what.own]
+            encoded = values.cast(BYTES)
+            parts.append(pc.binary_join_element_wise(head, sizes(encoded), encoded, NONE))
+    own = [b"".join(_pair(name, value) for name, value in headers.items()) for headers in what.own]
     parts.append(pa.array(own, BYTES).take(pa.array(what.which)))
     table = joined(*parts)
-    first = [_first(one.get(CONTENT_TYPE)) for one in what.own]
+    first = [_first(headers.get(CONTENT_TYPE)) for headers in what.own]
     ids = what.each("message_id")
     assert ids is not None  # noqa: S101 - each message has one
-    made: list[bytes] = joined(
+    result: list[bytes] = joined(
         pa.array(first, BYTES).take(pa.array(what.which)),
         sizes(table),
         table,
         pa.scalar(PERSISTENT + bytes([36]), BYTES),
         ids.cast(BYTES),
     ).to_pylist()
-    return made
+    return result
 
 
 def _first(content_type: str | None) -> bytes:

@@ -77,26 +77,26 @@ class Queues:
         If it raises, some messages may still have been stored: those in `SafError.stored`.
         """
         number = "parked_id" if "parked_id" in chunk.rows.column_names else "id"
-        given = [(chunk.source, number, one) for one in chunk.rows[number].to_pylist()]
+        keys = [(chunk.source, number, key) for key in chunk.rows[number].to_pylist()]
         try:
-            self._store(chunk, given)
+            self._store(chunk, keys)
         except (Rejected, Unavailable) as error:
-            there = [one in self._there for one in given]
-            if any(there):
-                error.stored = chunk.rows.filter(pa.array(there))
+            stored = [key in self._there for key in keys]
+            if any(stored):
+                error.stored = chunk.rows.filter(pa.array(stored))
             # only an interrupted attempt is made again with the same rows
-            self._there.intersection_update(given if isinstance(error, Unavailable) else ())
+            self._there.intersection_update(keys if isinstance(error, Unavailable) else ())
             raise
         self._there.clear()
         return Stored(messages=chunk.rows.num_rows)
 
-    def _store(self, chunk: Chunk, given: list[Row]) -> None:
+    def _store(self, chunk: Chunk, keys: list[Row]) -> None:
         """Send the messages of a chunk that are not stored yet."""
         self.connect()
         rows = chunk.rows
-        if wrong := not_for(self.what, self.identity(), rows, chunk.behind):
-            raise wrong
-        what = mapped(
+        if error := not_for(self.what, self.identity(), rows, chunk.behind):
+            raise error
+        messages = mapped(
             self.what,
             rows,
             chunk.source,
@@ -104,17 +104,17 @@ class Queues:
             form=self.settings.format,
             prefix=EVENTS,
         )
-        check(self.what, what)
+        check(self.what, messages)
         fail_point("mom_insert")
-        if what.count:
-            said = what.each("message_id")
-            assert said is not None  # noqa: S101 - each message has one
-            ids: list[str] = said.to_pylist()
-            fresh = [place for place, one in enumerate(given) if one not in self._there]
-            topics = [what.topics[topic] for topic in what.topic[fresh].tolist()]
-            encoded = properties(what)
-            bodies: list[bytes] = what.body.take(pa.array(fresh, pa.int64())).to_pylist()
-            with self._sending([(given[place], ids[place]) for place in fresh]) as channel:
+        if messages.count:
+            column = messages.each("message_id")
+            assert column is not None  # noqa: S101 - each message has one
+            ids: list[str] = column.to_pylist()
+            fresh = [place for place, key in enumerate(keys) if key not in self._there]
+            topics = [messages.topics[topic] for topic in messages.topic[fresh].tolist()]
+            encoded = properties(messages)
+            bodies: list[bytes] = messages.body.take(pa.array(fresh, pa.int64())).to_pylist()
+            with self._sending([(keys[place], ids[place]) for place in fresh]) as channel:
                 channel.publish(topics, [encoded[place] for place in fresh], bodies)
         fail_point("mom_commit")
 
@@ -124,7 +124,7 @@ class Queues:
         return {}
 
     @contextmanager
-    def _sending(self, given: list[tuple[Row, str]]) -> Iterator[Channel]:
+    def _sending(self, messages: list[tuple[Row, str]]) -> Iterator[Channel]:
         """Yield the channel; after an error, translate the error and close the channel."""
         channel = self._channel
         assert channel is not None  # noqa: S101 - connected before
@@ -132,8 +132,8 @@ class Queues:
             with errors(self.what, self.settings):
                 yield channel
         except NotAll as error:
-            there = (given[place] for place in np.flatnonzero(error.there).tolist())
-            self._there.update(row for row, id_ in there if id_ not in error.returned)
+            confirmed = (messages[place] for place in np.flatnonzero(error.there).tolist())
+            self._there.update(row for row, id_ in confirmed if id_ not in error.returned)
             self.close()
             if isinstance(error, NotTaken):
                 raise Rejected(self.what, str(error)) from None

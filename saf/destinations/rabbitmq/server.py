@@ -141,29 +141,29 @@ class Channel:
             NotNow: a queue refuses all missing messages.
             Broken: the server stopped answering.
         """
-        there, returned, reason = np.zeros(len(bodies), bool), set[str](), ""
-        most = self._settings.step_rows
-        while not there.all():
-            left = np.flatnonzero(~there)
-            sending = self._sending = _Sending(before=self._tag, count=len(left), most=most)
+        confirmed, returned, reason = np.zeros(len(bodies), bool), set[str](), ""
+        limit = self._settings.step_rows
+        while not confirmed.all():
+            rest = np.flatnonzero(~confirmed)
+            sending = self._sending = _Sending(before=self._tag, count=len(rest), most=limit)
             try:
-                self._send(sending, ((topics[n], properties[n], bodies[n]) for n in left.tolist()))
+                self._send(sending, ((topics[n], properties[n], bodies[n]) for n in rest.tolist()))
             except ERRORS as error:
-                there[left], returned = sending.taken, returned | sending.returned
+                confirmed[rest], returned = sending.taken, returned | sending.returned
                 if isinstance(error, ChannelClosedByBroker) and error.reply_code == NOT_MET:
-                    raise NotTaken(error.reply_text, there, returned) from None
-                raise Broken(error, there, returned) from error
-            there[left] = sending.taken
+                    raise NotTaken(error.reply_text, confirmed, returned) from None
+                raise Broken(error, confirmed, returned) from error
+            confirmed[rest] = sending.taken
             returned, reason = returned | sending.returned, sending.reason or reason
             taken = int(sending.taken.sum())
             if not taken:
                 why = "a queue is full, or cannot write: it has refused messages"
-                raise NotNow(why, there, returned)
-            most = min(most, 2 * taken)
+                raise NotNow(why, confirmed, returned)
+            limit = min(limit, 2 * taken)
         if returned:
-            raise NotTaken(reason, there, returned)
+            raise NotTaken(reason, confirmed, returned)
 
-    def _send(self, sending: _Sending, given: Iterator[tuple[str, bytes, bytes]]) -> None:
+    def _send(self, sending: _Sending, messages: Iterator[tuple[str, bytes, bytes]]) -> None:
         """Send messages until one is refused, and wait for all answers."""
         exchange = self._settings.exchange
         publish, ioloop = self._channel.basic_publish, self._connection.ioloop
@@ -172,10 +172,10 @@ class Channel:
             if self._sending is not sending or self._error is not None or sending.full:
                 return
             room = min(AT_ONCE, sending.most - sending.on_their_way)
-            for topic, said, body in islice(given, room):
+            for topic, encoded, body in islice(messages, room):
                 self._tag += 1
                 sending.on_their_way += 1
-                publish(exchange, topic, body, Properties(said), mandatory=True)
+                publish(exchange, topic, body, Properties(encoded), mandatory=True)
             if self._error is None and self._tag < sending.before + sending.count:
                 ioloop.call_later(0 if sending.on_their_way < sending.most else PAUSE_SECONDS, more)
 
@@ -211,13 +211,13 @@ class Channel:
             self._connection.ioloop.stop()
 
     def _confirmed(self, frame: Any) -> None:
-        sending, said = self._sending, frame.method
+        sending, answer = self._sending, frame.method
         if sending is None:
             return
-        last = said.delivery_tag - sending.before
-        first = sending.first if said.multiple else last - 1
+        last = answer.delivery_tag - sending.before
+        first = sending.first if answer.multiple else last - 1
         new = ~sending.answered[first:last]
-        if said.INDEX == NACK:
+        if answer.INDEX == NACK:
             sending.refused[first:last] |= new
             sending.full = True
         sending.on_their_way -= int(new.sum())
@@ -327,7 +327,7 @@ def errors(what: str, settings: Rabbitmq) -> Iterator[None]:
 def translated(what: str, settings: Rabbitmq, error: Exception) -> SafError:
     """Return saf's error for an error of the client."""
     code = getattr(error, "reply_code", 0)
-    said = settings.redact(getattr(error, "reply_text", "") or _inner(error))
+    text = settings.redact(getattr(error, "reply_text", "") or _inner(error))
     if isinstance(error, ProbableAuthenticationError):
         return Refused(what, "the login is refused", "fix username and password in saf.toml")
     if isinstance(error, ProbableAccessDeniedError) or code == NOT_ALLOWED:
@@ -335,10 +335,10 @@ def translated(what: str, settings: Rabbitmq, error: Exception) -> SafError:
         reason = f"this user has no access to the virtual host {host!r}"
         return Refused(what, reason, "fix its address, or give its user access")
     if code == DENIED:
-        return Refused(what, said, "let its user do what docs/destinations.md lists")
+        return Refused(what, text, "let its user do what docs/destinations.md lists")
     if code == NO_EXCHANGE:
-        return unusable(what, said, "declare the exchange, or name another one in saf.toml")
-    unavailable = Unavailable(what, f"{settings.server}: {said}")
+        return unusable(what, text, "declare the exchange, or name another one in saf.toml")
+    unavailable = Unavailable(what, f"{settings.server}: {text}")
     unavailable.hangs = isinstance(error, TimeoutError)
     return unavailable
 

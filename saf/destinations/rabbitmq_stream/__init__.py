@@ -84,8 +84,8 @@ class RabbitmqStream(QueueSettings):
 
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
-        needed = "TLS: use rabbitmq-stream+tls:// instead of rabbitmq-stream://"
-        check_certificates(self, None if self.address.tls else needed)
+        condition = "TLS: use rabbitmq-stream+tls:// instead of rabbitmq-stream://"
+        check_certificates(self, None if self.address.tls else condition)
         return self
 
     @property

@@ -41,8 +41,8 @@ def messages(what: Mapped) -> pa.Array:
     for name, values in what.headers.items():
         if not isinstance(values, str):
             head = pa.scalar(text(name) + b"\xb1", BYTES)
-            said = values.cast(BYTES)
-            parts.append(pc.binary_join_element_wise(head, sizes(said), said, NONE))
+            encoded = values.cast(BYTES)
+            parts.append(pc.binary_join_element_wise(head, sizes(encoded), encoded, NONE))
             pairs = pairs + np.asarray(values.is_valid(), np.int64)
     own = [b"".join(text(k) + text(v) for k, v in one.items()) for one in what.own]
     parts.append(pa.array(own, BYTES).take(pa.array(what.which)))
@@ -80,37 +80,37 @@ def read(message: bytes) -> tuple[dict[str, str], bytes]:
     ({'a': 'xyz'}, b'b')
     """
     headers: dict[str, str] = {}
-    body, at = b"", 0
-    while at < len(message):
-        section, at = message[at + 2], at + 3
-        kind, first, end = _value(message, at)
+    body, offset = b"", 0
+    while offset < len(message):
+        section, offset = message[offset + 2], offset + 3
+        kind, first, end = _value(message, offset)
         if section == APPLICATION_PROPERTIES:
             headers = _texts(message, first + (1 if kind == SMALL_MAP else 4), end)
         elif section == DATA:
             body += message[first:end]
-        at = end
+        offset = end
     return headers, body
 
 
-def _texts(message: bytes, at: int, end: int) -> dict[str, str]:
+def _texts(message: bytes, offset: int, end: int) -> dict[str, str]:
     """Return the pairs of a map where both are texts."""
-    said: list[str | None] = []
-    while at < end:
-        kind, first, at = _value(message, at)
-        said.append(message[first:at].decode() if kind in (0xA1, 0xB1) else None)
-    pairs = zip(said[::2], said[1::2], strict=True)
+    texts: list[str | None] = []
+    while offset < end:
+        kind, first, offset = _value(message, offset)
+        texts.append(message[first:offset].decode() if kind in (0xA1, 0xB1) else None)
+    pairs = zip(texts[::2], texts[1::2], strict=True)
     return {name: value for name, value in pairs if name is not None and value is not None}
 
 
-def _value(message: bytes, at: int) -> tuple[int, int, int]:
+def _value(message: bytes, offset: int) -> tuple[int, int, int]:
     """Return the type, start and end of a value."""
-    kind = message[at]
-    at += 1
+    kind = message[offset]
+    offset += 1
     if (width := WIDTHS.get(kind >> 4)) is not None:
-        return kind, at, at + width
+        return kind, offset, offset + width
     form = SIZES[kind >> 4]
-    (size,) = struct.unpack_from(form, message, at)
-    first = at + struct.calcsize(form)
+    (size,) = struct.unpack_from(form, message, offset)
+    first = offset + struct.calcsize(form)
     return kind, first, first + int(size)
 
 
@@ -119,5 +119,5 @@ def _properties(content_type: str | None) -> bytes:
     if content_type is None:
         return b""
     encoded = content_type.encode()
-    said = b"\x40" * 6 + struct.pack(">BI", 0xB3, len(encoded)) + encoded
-    return SECTION + struct.pack(">BBII", PROPERTIES, 0xD0, len(said) + 4, 7) + said
+    fields = b"\x40" * 6 + struct.pack(">BI", 0xB3, len(encoded)) + encoded
+    return SECTION + struct.pack(">BBII", PROPERTIES, 0xD0, len(fields) + 4, 7) + fields

@@ -112,13 +112,13 @@ class Connection:
                 for number, body in zip(numbers, bodies, strict=True)
             )
         )
-        found: dict[int, Answer] = {}
-        while len(found) < len(bodies):
+        answers: dict[int, Answer] = {}
+        while len(answers) < len(bodies):
             got, answer = self._receive()
             if got == command | ANSWER:
-                found[answer.number(">I")] = answer
+                answers[answer.number(">I")] = answer
         coded = command is not Command.METADATA
-        return [(found[one].number(">H") if coded else OK, found[one]) for one in numbers]
+        return [(answers[key].number(">H") if coded else OK, answers[key]) for key in numbers]
 
     def create(self, stream: str, arguments: Mapping[str, str]) -> None:
         """Create a stream, unless it exists."""
@@ -136,45 +136,45 @@ class Connection:
             answer.number(">H")
             answer.text()
             answer.number(">I")
-        found = {}
+        counts = {}
         for _ in range(answer.number(">I")):
             name, code, _ = answer.text(), answer.number(">H"), answer.number(">H")
             count = answer.number(">I")
             for _ in range(count):
                 answer.number(">H")
             if code == OK:
-                found[name] = 1 + count
+                counts[name] = 1 + count
             elif code != NO_STREAM:
                 raise StreamError(code, f"stream {name!r}")
-        return found
+        return counts
 
     def declare(self, publishers: Mapping[int, tuple[str, str]]) -> dict[int, int]:
         """Declare publishers, a reference and a stream for each number.
 
         Return the last publishing id that the server knows of each; 0 if none.
         """
-        named = [text(reference) + text(stream) for reference, stream in publishers.values()]
+        texts = [text(reference) + text(stream) for reference, stream in publishers.values()]
         bodies = [
-            struct.pack(">B", one) + name for one, name in zip(publishers, named, strict=True)
+            struct.pack(">B", one) + name for one, name in zip(publishers, texts, strict=True)
         ]
         for (code, _), (_, stream) in zip(
             self.ask_all(Command.DECLARE_PUBLISHER, bodies), publishers.values(), strict=True
         ):
             if code != OK:
                 raise StreamError(code, f"stream {stream!r}")
-        asked = [one for one in publishers.values() if one[0]]
-        last = dict(zip(asked, self.sequences(asked), strict=True))
+        names = [one for one in publishers.values() if one[0]]
+        last = dict(zip(names, self.sequences(names), strict=True))
         return {number: last.get(one, 0) for number, one in publishers.items()}
 
     def sequences(self, publishers: Iterable[tuple[str, str]]) -> list[int]:
         """Return the last publishing id of each publisher; 0 if none."""
-        named = [text(reference) + text(stream) for reference, stream in publishers]
-        answers = self.ask_all(Command.SEQUENCE, named)
+        texts = [text(reference) + text(stream) for reference, stream in publishers]
+        answers = self.ask_all(Command.SEQUENCE, texts)
         return [answer.number(">Q") if code == OK else 0 for code, answer in answers]
 
     def forget(self, publishers: Sequence[int]) -> None:
         """Free the numbers of publishers."""
-        self.ask_all(Command.DELETE_PUBLISHER, [struct.pack(">B", one) for one in publishers])
+        self.ask_all(Command.DELETE_PUBLISHER, [struct.pack(">B", number) for number in publishers])
 
     def offset(self, reference: str, stream: str) -> int | None:
         """Return the number stored beside a stream; None if there is none."""
@@ -187,8 +187,8 @@ class Connection:
 
     def keep_offset(self, reference: str, stream: str, number: int) -> None:
         """Store a number beside a stream; the server does not answer."""
-        said = text(reference) + text(stream) + struct.pack(">Q", number)
-        self.send(frame(Command.STORE_OFFSET, said))
+        body = text(reference) + text(stream) + struct.pack(">Q", number)
+        self.send(frame(Command.STORE_OFFSET, body))
 
     # Publishing
 
@@ -210,10 +210,10 @@ class Connection:
     @contextmanager
     def chunks(self, stream: str, where: bytes = FIRST) -> Iterator[Following]:
         """Read a stream from a position; yield a function that returns the next chunk."""
-        about = f"stream {stream!r}"
+        subject = f"stream {stream!r}"
         body = b"\1" + text(stream) + where + struct.pack(">H", CREDIT) + pairs({})
         self._chunks.clear()
-        self.ask(Command.SUBSCRIBE, body, about=about)
+        self.ask(Command.SUBSCRIBE, body, about=subject)
 
         def following(*, wait: bool = True) -> Chunk | None:
             if not wait and not self._chunks:
@@ -226,7 +226,7 @@ class Connection:
             return self._chunks.popleft()
 
         yield following
-        self.ask(Command.UNSUBSCRIBE, b"\1", about=about)
+        self.ask(Command.UNSUBSCRIBE, b"\1", about=subject)
         self._chunks.clear()
 
     # Frames

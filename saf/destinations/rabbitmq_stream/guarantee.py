@@ -23,9 +23,9 @@ def guarantee(link: Link) -> Guarantee:
     if replicas is None:
         server = f"{server}, whose streams are made at the first message"
         return Guarantee(server=server, promise=quality)
-    more: list[tuple[str, str]] = []
+    findings: list[tuple[str, str]] = []
     if replicas == 1:
-        more.append(
+        findings.append(
             (
                 "a loss of power may lose messages that the system had not written yet, in each "
                 "stream separately; saf reconcile finds missing messages",
@@ -33,7 +33,7 @@ def guarantee(link: Link) -> Guarantee:
             )
         )
     elif replicas < ENOUGH:
-        more.append(("two servers work only together", "a cluster of three servers"))
+        findings.append(("two servers work only together", "a cluster of three servers"))
     kept = (
         "one server has each message; a crash of its process loses nothing that was acknowledged"
         if replicas == 1
@@ -43,5 +43,5 @@ def guarantee(link: Link) -> Guarantee:
         server=server,
         promise=f"{quality}; {kept}; the loss of a server's marks is detected, and saf rebase "
         "sends missing messages again",
-        more=tuple(more),
+        more=tuple(findings),
     )

@@ -101,10 +101,10 @@ class Journal:
             return
         if self._next is None:
             known = self.connection.offset(CARRIED, self.stream)
-            where = FIRST if known is None else at(known)
+            start = FIRST if known is None else at(known)
         else:
-            where = at(self._next)
-        with self.connection.chunks(self.stream, where) as following:
+            start = at(self._next)
+        with self.connection.chunks(self.stream, start) as following:
             found, first = False, 0
             while not found and (chunk := following()) is not None:
                 first = chunk.first
@@ -117,14 +117,14 @@ class Journal:
     def marks(self, places: Iterable[Place]) -> tuple[dict[Place, int], dict[Place, Mark]]:
         """Return the epochs and marks of places, including begun batches that have messages."""
         places = list(places)
-        there = self._is_there([place for place in places if self._pending(place)])
+        stored = self._is_there([place for place in places if self._pending(place)])
         epochs, marks = {}, {}
         for place in places:
             epoch, mark = self.done.get(place, (0, NOTHING))
-            one = self.begun.get(place)
-            epochs[place] = max(epoch, one.epoch) if one else epoch
-            if one and place in there:
-                mark = replace(one.mark, set_aside_at=mark.set_aside_at)
+            batch = self.begun.get(place)
+            epochs[place] = max(epoch, batch.epoch) if batch else epoch
+            if batch and place in stored:
+                mark = replace(batch.mark, set_aside_at=mark.set_aside_at)
             marks[place] = mark
         return epochs, marks
 
@@ -140,38 +140,38 @@ class Journal:
 
     def _pending(self, place: Place) -> bool:
         """Return True if a batch has begun, and its mark has not moved since."""
-        one, (_, done) = self.begun.get(place), self.done.get(place, (0, NOTHING))
-        return one is not None and one.mark.number > done.number
+        batch, (_, done) = self.begun.get(place), self.done.get(place, (0, NOTHING))
+        return batch is not None and batch.mark.number > done.number
 
     def _is_there(self, places: list[Place]) -> set[Place]:
         """Return the places with messages of their begun batch in a stream."""
-        asked = [(place, stream) for place in places for stream in self.begun[place].streams]
+        pairs = [(place, stream) for place in places for stream in self.begun[place].streams]
         batches = {place: self.begun[place].mark.batch for place in places}
         last = self.connection.sequences(
             (publisher(self.source, place, generation(batches[place])), stream)
-            for place, stream in asked
+            for place, stream in pairs
         )
         return {
             place
-            for (place, _), found in zip(asked, last, strict=True)
-            if is_of(found, batches[place])
+            for (place, _), sequence in zip(pairs, last, strict=True)
+            if is_of(sequence, batches[place])
         }
 
     def _learn(self, entry: bytes) -> str | None:
         """Apply an entry; return its word, if it has one."""
         self._bytes += len(entry)
         with readable(f"stream {self.stream!r}", "an entry", CURE):
-            said = json.loads(entry[len(DATA) + 4 :])
-            for name, text in said.get("done", {}).items():
+            content = json.loads(entry[len(DATA) + 4 :])
+            for name, text in content.get("done", {}).items():
                 self._have_done(_place(name), *read(text))
-            for name, (text, streams) in said.get("begun", {}).items():
+            for name, (text, streams) in content.get("begun", {}).items():
                 epoch, mark = read(text)
-                one = Begun(epoch=epoch, mark=mark, streams=tuple(streams))
-                self._have_begun(_place(name), one)
-            self.streams.update(said.get("streams", ()))
-            if "all" in said:
-                self._bytes, self._whole = 0, max(ENOUGH_BYTES, said["all"])
-            word: str | None = said.get("read")
+                batch = Begun(epoch=epoch, mark=mark, streams=tuple(streams))
+                self._have_begun(_place(name), batch)
+            self.streams.update(content.get("streams", ()))
+            if "all" in content:
+                self._bytes, self._whole = 0, max(ENOUGH_BYTES, content["all"])
+            word: str | None = content.get("read")
             return word
 
     def _have_done(self, place: Place, epoch: int, mark: Mark) -> None:
@@ -181,61 +181,61 @@ class Journal:
         higher = replace(higher, set_aside_at=max(asides, default=None))
         self.done[place] = (max(epoch, before), higher)
 
-    def _have_begun(self, place: Place, one: Begun) -> None:
+    def _have_begun(self, place: Place, batch: Begun) -> None:
         known = self.begun.get(place)
-        if known is not None and one.mark == known.mark:
-            epoch, streams = max(one.epoch, known.epoch), {*known.streams, *one.streams}
-            one = Begun(epoch=epoch, mark=one.mark, streams=tuple(sorted(streams)))
-        if known is None or one.mark.number >= known.mark.number:
-            self.begun[place] = one
-        self.streams.update(one.streams)
+        if known is not None and batch.mark == known.mark:
+            epoch, streams = max(batch.epoch, known.epoch), {*known.streams, *batch.streams}
+            batch = Begun(epoch=epoch, mark=batch.mark, streams=tuple(sorted(streams)))
+        if known is None or batch.mark.number >= known.mark.number:
+            self.begun[place] = batch
+        self.streams.update(batch.streams)
 
     # Writing
 
     def begin(self, places: Mapping[Place, Begun]) -> None:
         """Record that batches begin, unless that is known; durable on return."""
         new = {}
-        for place, one in places.items():
+        for place, batch in places.items():
             known = self.begun.get(place)
-            if known is None or known.mark != one.mark or {*one.streams} - {*known.streams}:
-                new[place] = one
-                self._have_begun(place, one)
-        for some in _parts(new):
+            if known is None or known.mark != batch.mark or {*batch.streams} - {*known.streams}:
+                new[place] = batch
+                self._have_begun(place, batch)
+        for part in _parts(new):
             self._say({
-                "begun": {_name(place): _begun(self.begun[place]) for place in some}
+                "begun": {_name(place): _begun(self.begun[place]) for place in part}
             })  # fmt: skip
 
     def move(self, marks: Mapping[Place, tuple[int, Mark]]) -> None:
         """Move marks; durable on return."""
-        moved = {place: one for place, one in marks.items() if self.done.get(place) != one}
+        moved = {place: pair for place, pair in marks.items() if self.done.get(place) != pair}
         for place, (epoch, mark) in moved.items():
             self._have_done(place, epoch, mark)
-        for some in _parts(moved):
-            self._say({"done": {_name(place): written(*self.done[place]) for place in some}})
+        for part in _parts(moved):
+            self._say({"done": {_name(place): written(*self.done[place]) for place in part}})
 
     def _carry(self, first: int) -> None:
         """Write all that is known; from entry ``first``, the stream then contains everything."""
         parts: list[dict[str, Any]] = [
-            {"done": {_name(place): written(*self.done[place]) for place in some}}
-            for some in _parts(self.done)
+            {"done": {_name(place): written(*self.done[place]) for place in places}}
+            for places in _parts(self.done)
         ]
-        pending = {place: one for place, one in self.begun.items() if self._pending(place)}
+        pending = {place: batch for place, batch in self.begun.items() if self._pending(place)}
         parts += [
-            {"begun": {_name(place): _begun(pending[place]) for place in some}}
-            for some in _parts(pending)
+            {"begun": {_name(place): _begun(pending[place]) for place in places}}
+            for places in _parts(pending)
         ]
         size = sum(len(json.dumps(part)) for part in parts)
         for part in [*parts, {"streams": sorted(self.streams), "all": size}]:
             self._say(part)
         self.connection.keep_offset(CARRIED, self.stream, first)
 
-    def _say(self, what: Mapping[str, Any]) -> None:
+    def _say(self, fields: Mapping[str, Any]) -> None:
         connection = self.connection
         if not self._declared:
             connection.forget([NOBODY])
             connection.declare({NOBODY: ("", self.stream)})
             self._declared = True
-        text = json.dumps(what, separators=(",", ":")).encode()
+        text = json.dumps(fields, separators=(",", ":")).encode()
         entry = DATA + struct.pack(">I", len(text)) + text
         before = connection.confirmed
         head = struct.pack(">BIQI", NOBODY, 1, 0, len(entry))
@@ -243,14 +243,14 @@ class Journal:
         connection.confirm(before + 1)
 
 
-def _begun(one: Begun) -> list[Any]:
-    return [written(one.epoch, one.mark), list(one.streams)]
+def _begun(batch: Begun) -> list[Any]:
+    return [written(batch.epoch, batch.mark), list(batch.streams)]
 
 
 def _parts(places: Mapping[Place, Any]) -> Iterator[list[Place]]:
-    named = sorted(places)
-    for first in range(0, len(named), AT_ONCE):
-        yield named[first : first + AT_ONCE]
+    order = sorted(places)
+    for first in range(0, len(order), AT_ONCE):
+        yield order[first : first + AT_ONCE]
 
 
 def _name(place: Place) -> str:

@@ -133,22 +133,22 @@ def text(value: str) -> bytes:
 
 def pairs(values: Mapping[str, str]) -> bytes:
     """Return pairs of texts as frames contain them."""
-    each = (text(name) + text(value) for name, value in values.items())
-    return struct.pack(">I", len(values)) + b"".join(each)
+    parts = (text(name) + text(value) for name, value in values.items())
+    return struct.pack(">I", len(values)) + b"".join(parts)
 
 
 def delivered(data: bytes) -> Chunk:
     """Parse a delivered chunk; it begins after 4 bytes of the frame and the subscription."""
     head = ">BBHIqQQIIII"
     values = struct.unpack_from(head, data, 5)
-    at, entries = 5 + struct.calcsize(head), []
+    offset, entries = 5 + struct.calcsize(head), []
     for _ in range(values[2]):
-        (size,) = struct.unpack_from(">I", data, at)
+        (size,) = struct.unpack_from(">I", data, offset)
         if size >> 31:  # a batch of messages, which saf never writes
-            (count, size) = struct.unpack_from(">xHxxxxI", data, at)
-            at += 11 + size
+            (count, size) = struct.unpack_from(">xHxxxxI", data, offset)
+            offset += 11 + size
             entries += [b""] * count
             continue
-        entries.append(data[at + 4 : at + 4 + size])
-        at += 4 + size
+        entries.append(data[offset + 4 : offset + 4 + size])
+        offset += 4 + size
     return Chunk(first=values[6], entries=entries)

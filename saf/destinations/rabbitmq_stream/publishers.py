@@ -55,39 +55,39 @@ class Publishers:
         """
         new = 0
         for first in range(0, len(publishers), MOST):
-            some = publishers[first : first + MOST]
-            numbers, last = self._declared(some)
-            mine = which - first
+            batch = publishers[first : first + MOST]
+            numbers, last = self._declared(batch)
+            index = which - first
             if len(publishers) > MOST:
-                there = (mine >= 0) & (mine < len(some))
-                mine = np.where(there, mine, 0)
+                mask = (index >= 0) & (index < len(batch))
+                index = np.where(mask, index, 0)
             else:
-                there = np.ones(len(ids), bool)
-            there &= (ids > last[mine]) | ~np.array([bool(name) for name, _ in some])[mine]
-            new += self._send(numbers[mine], ids, bodies, there, at_once)
-            for place, one in enumerate(some):
-                sent = ids[there & (mine == place)] if one[0] else ids[:0]
+                mask = np.ones(len(ids), bool)
+            mask &= (ids > last[index]) | ~np.array([bool(name) for name, _ in batch])[index]
+            new += self._send(numbers[index], ids, bodies, mask, at_once)
+            for place, publisher in enumerate(batch):
+                sent = ids[mask & (index == place)] if publisher[0] else ids[:0]
                 if len(sent):
-                    self._last[one] = int(sent[-1])
+                    self._last[publisher] = int(sent[-1])
         return new
 
     def _declared(
-        self, some: Sequence[tuple[str, str]]
+        self, publishers: Sequence[tuple[str, str]]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the numbers of publishers, and their last publishing ids."""
-        new = [one for one in some if one not in self._numbers]
+        new = [publisher for publisher in publishers if publisher not in self._numbers]
         if len(self._numbers) + len(new) > MOST:
             self._connection.forget([*self._numbers.values()])
             self._numbers, self._last = {}, {}
-            new = [*some]
+            new = [*publishers]
         free = iter(sorted({*range(MOST)} - {*self._numbers.values()}))
         declared = dict(zip(free, new, strict=False))
         for number, last in self._connection.declare(declared).items():
             self._numbers[declared[number]] = number
             self._last[declared[number]] = last
         return (
-            np.array([self._numbers[one] for one in some], np.int64),
-            np.array([self._last[one] for one in some], np.int64),
+            np.array([self._numbers[publisher] for publisher in publishers], np.int64),
+            np.array([self._last[publisher] for publisher in publishers], np.int64),
         )
 
     def _send(
@@ -95,12 +95,12 @@ class Publishers:
         numbers: npt.NDArray[np.int64],
         ids: npt.NDArray[np.int64],
         bodies: pa.Array,
-        there: npt.NDArray[np.bool_],
+        mask: npt.NDArray[np.bool_],
         at_once: int,
     ) -> int:
-        """Send the messages selected by ``there`` as frames."""
-        if not there.all():
-            numbers, ids, bodies = numbers[there], ids[there], bodies.filter(pa.array(there))
+        """Send the messages that ``mask`` selects as frames."""
+        if not mask.all():
+            numbers, ids, bodies = numbers[mask], ids[mask], bodies.filter(pa.array(mask))
         count = len(ids)
         if not count:
             return 0
@@ -112,11 +112,11 @@ class Publishers:
         frames = pc.binary_join_element_wise(fixed(heads), bodies, pa.scalar(b"", BYTES))
         ends = np.frombuffer(frames.buffers()[1], np.int64)[frames.offset :][: count + 1]
         data = memoryview(frames.buffers()[2])
-        before = earlier = self._connection.confirmed
+        start = target = self._connection.confirmed
         for first in range(0, count, at_once):
             last = min(first + at_once, count)
             self._connection.send(data[ends[first] : ends[last]])
-            self._connection.confirm(earlier)
-            earlier = before + last
-        self._connection.confirm(before + count)
+            self._connection.confirm(target)
+            target = start + last
+        self._connection.confirm(start + count)
         return count

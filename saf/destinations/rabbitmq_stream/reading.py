@@ -43,13 +43,13 @@ def read(name: str, settings: RabbitmqStream) -> Iterator[Reading]:
             known[source] = journal.known(identity)
             for stream in journal.streams:
                 streams.setdefault(stream, []).append(journal)
-        there = link.connection.replicas(sorted(streams))
+        existing = link.connection.replicas(sorted(streams))
         for stream, journals in sorted(streams.items()):
-            if stream not in there:
+            if stream not in existing:
                 raise CannotReadBack(name, f"its stream {stream} is gone")
-            if gone := _read(link.connection, stream, columns):
-                raise CannotReadBack(name, f"{gone:,} messages of its stream {stream} are gone")
-            if gone is None and any(_has_had(journal, stream) for journal in journals):
+            if missing := _read(link.connection, stream, columns):
+                raise CannotReadBack(name, f"{missing:,} messages of its stream {stream} are gone")
+            if missing is None and any(_has_had(journal, stream) for journal in journals):
                 raise CannotReadBack(name, f"all messages of its stream {stream} are gone")
         nothing: dict[str, list[Any]] = {column: [] for column in HELD.names}
         yield TableReading(
@@ -77,12 +77,12 @@ def _read(
     first = None
     for number, message in entries(connection, stream):
         first = number if first is None else first
-        said = said_of(*amqp.read(message), amqp.EVENTS)
-        source = source_of(said, amqp.EVENTS)
+        headers = said_of(*amqp.read(message), amqp.EVENTS)
+        source = source_of(headers, amqp.EVENTS)
         if source is not None and source in columns:
-            held = held_of(said, amqp.EVENTS)
+            message_columns = held_of(headers, amqp.EVENTS)
             for column, values in columns[source].items():
-                values.append(held[column])
+                values.append(message_columns[column])
     return first
 
 

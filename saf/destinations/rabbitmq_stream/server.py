@@ -74,9 +74,9 @@ class Link:
             return
         if self.settings.replicas is not None:
             arguments["initial-cluster-size"] = str(self.settings.replicas)
-        there = self.connection.replicas(new)
+        existing = self.connection.replicas(new)
         for stream in new:
-            if stream not in there:
+            if stream not in existing:
                 self.connection.create(stream, arguments)
         self._there.update(new)
 
@@ -109,19 +109,19 @@ class Link:
         A server without an identity gets one computed from its address. So a server that has lost
         everything is not taken for a new one: it is the same one, without its acknowledged data.
         """
-        if noted := self._noted():
-            return noted[0]
+        if identities := self._noted():
+            return identities[0]
         settings = self.settings
         return uuid5(NAMESPACE_URL, f"{settings.server}#{settings.marks}")
 
     def make_identity(self) -> UUID:
         """Return the identity, after storing it; it stays when the server's data is moved."""
         self.make([self.settings.marks])
-        noted = self._noted()
-        if not noted:
+        identities = self._noted()
+        if not identities:
             self._note(str(self.identity()), number=1, by=IDENTITY)
-            noted = self._noted()
-        return noted[0]
+            identities = self._noted()
+        return identities[0]
 
     def sources(self) -> list[UUID]:
         """Return the sources that have a journal."""
@@ -132,17 +132,17 @@ class Link:
         stream = self.settings.marks
         if stream not in self.connection.replicas([stream]):
             return []
-        found: list[UUID] = []
+        identities: list[UUID] = []
         with self.connection.chunks(stream) as following:
             while (chunk := following(wait=False)) is not None:
-                found += [UUID(one[len(DATA) + 4 :].decode()) for one in chunk.entries]
-        return found
+                identities += [UUID(entry[len(DATA) + 4 :].decode()) for entry in chunk.entries]
+        return identities
 
     def _note(self, text: str, *, number: int, by: str = "") -> None:
         """Add an id to the stream of the identity."""
-        connection, said = self.connection, text.encode()
+        connection, encoded = self.connection, text.encode()
         connection.declare({NOTER: (by, self.settings.marks)})
-        entry = DATA + struct.pack(">I", len(said)) + said
+        entry = DATA + struct.pack(">I", len(encoded)) + encoded
         head = struct.pack(">BIQI", NOTER, 1, number, len(entry))
         before = connection.confirmed
         connection.send(frame(Command.PUBLISH, head + entry))
@@ -167,9 +167,9 @@ def connected(name: str, settings: RabbitmqStream) -> Iterator[Link]:
 
 def open_link(name: str, settings: RabbitmqStream) -> Link:
     """Return a link that is connected."""
-    what = f"destination {name!r}"
-    with errors(what, settings):
-        return Link(what, settings, Connection(settings))
+    destination = f"destination {name!r}"
+    with errors(destination, settings):
+        return Link(destination, settings, Connection(settings))
 
 
 @contextmanager
@@ -183,14 +183,14 @@ def errors(what: str, settings: RabbitmqStream) -> Iterator[None]:
 
 def translated(what: str, settings: RabbitmqStream, error: Exception) -> SafError:
     """Return saf's error for an error of a connection."""
-    said = settings.redact(str(error)) or type(error).__name__
+    reason = settings.redact(str(error)) or type(error).__name__
     if isinstance(error, StreamError):
         if error.code in LOGINS:
-            return Refused(what, said, "fix its login in saf.toml")
+            return Refused(what, reason, "fix its login in saf.toml")
         if error.code == DENIED:
-            return Refused(what, said, "let its user do what docs/destinations.md lists")
+            return Refused(what, reason, "let its user do what docs/destinations.md lists")
         if error.code == NOT_MET:
-            return unusable(what, said, "choose another topic in saf.toml, or fix that stream")
-    unavailable = Unavailable(what, f"{settings.server}: {said}")
+            return unusable(what, reason, "choose another topic in saf.toml, or fix that stream")
+    unavailable = Unavailable(what, f"{settings.server}: {reason}")
     unavailable.hangs = isinstance(error, TimeoutError)
     return unavailable

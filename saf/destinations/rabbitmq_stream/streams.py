@@ -114,24 +114,24 @@ class Streams:
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
-        identity, mine = self.identity(), dict(chunk.batch.epochs)
+        identity, own = self.identity(), dict(chunk.batch.epochs)
         with self._connected() as link:
             journal = link.journal(chunk.source, make=True)
             journal.follow()
             epochs, marks = journal.marks(guarded(chunk))
             verdict = judged(self.what, identity, chunk, epochs, marks, exactly_once=exactly_once)
-            given = self._numbered(link, chunk, verdict.rows, exactly_once=exactly_once)
+            numbered = self._numbered(link, chunk, verdict.rows, exactly_once=exactly_once)
             fail_point("mom_insert")
             stored = 0
-            if given is not None and not verdict.wrong:
-                link.make(given.what.topics)
-                noted = noting(replace(chunk, rows=verdict.rows), marks)
-                if noted:
-                    journal.move({place: (mine[place[1]], mark) for place, mark in noted.items()})
-                journal.begin(given.begun)
-                stored = self._publish(given)
+            if numbered is not None and not verdict.wrong:
+                link.make(numbered.what.topics)
+                notes = noting(replace(chunk, rows=verdict.rows), marks)
+                if notes:
+                    journal.move({place: (own[place[1]], mark) for place, mark in notes.items()})
+                journal.begin(numbered.begun)
+                stored = self._publish(numbered)
             marks |= verdict.moved
-            journal.move({place: (mine[place[1]], mark) for place, mark in marks.items()})
+            journal.move({place: (own[place[1]], mark) for place, mark in marks.items()})
         fail_point("mom_commit")
         if verdict.wrong:
             raise verdict.wrong
@@ -158,8 +158,8 @@ class Streams:
         """
         if not rows.num_rows:
             return None
-        what = self._mapped(rows, chunk.source)
-        bodies = amqp.messages(what)
+        messages = self._mapped(rows, chunk.source)
+        bodies = amqp.messages(messages)
         largest = (pc.max(pc.binary_length(bodies)).as_py() or 0) + Publishers.head
         if largest > link.connection.largest:
             raise Rejected(
@@ -174,25 +174,25 @@ class Streams:
         ids = rows["id"].to_numpy()
         if ids.max() >> ROW_BITS:
             raise unusable(self.what, f"a row's id, {ids.max():,}, has too many bits", "tell us")
-        parts = np.stack([place, batches >> BATCH_BITS, what.topic])
-        streams: dict[Place, set[str]] = {one: set() for one in places}
-        for at, topic in np.unique(parts[[0, 2]], axis=1).T.tolist():
-            streams[places[at]].add(what.topics[topic])
+        parts = np.stack([place, batches >> BATCH_BITS, messages.topic])
+        streams: dict[Place, set[str]] = {key: set() for key in places}
+        for index, topic in np.unique(parts[[0, 2]], axis=1).T.tolist():
+            streams[places[index]].add(messages.topics[topic])
         if not exactly_once:  # one publisher per topic, without a name
             parts[:2] = 0
-        codes, which = np.unique(parts, axis=1, return_inverse=True)
+        codes, indices = np.unique(parts, axis=1, return_inverse=True)
         publishers = [
             (
-                publisher(chunk.source, places[at], generation) if exactly_once else "",
-                what.topics[topic],
+                publisher(chunk.source, places[index], generation) if exactly_once else "",
+                messages.topics[topic],
             )
-            for at, generation, topic in codes.T.tolist()
+            for index, generation, topic in codes.T.tolist()
         ]
         return Numbered(
-            what=what,
+            what=messages,
             bodies=bodies,
             publishers=publishers,
-            which=which.reshape(-1),
+            which=indices.reshape(-1),
             ids=publishing_ids(batches, ids),
             begun=self._begun(chunk, rows, place, places, streams),
         )
@@ -209,8 +209,8 @@ class Streams:
         epochs = dict(chunk.batch.epochs)
         _, first = np.unique(place, return_index=True)
         parked = [name for name in ("batch", "opened_at") if name in rows.column_names]
-        begun = {}
-        for one, row in zip(
+        batches = {}
+        for key, row in zip(
             places, rows.select(["id", *parked]).take(first).to_pylist(), strict=True
         ):
             mark = Mark(
@@ -218,11 +218,13 @@ class Streams:
                 opened_at=row.get("opened_at", chunk.batch.opened_at),
                 acknowledged=chunk.prefix != ONCE,
             )
-            begun[one] = Begun(epoch=epochs[one[1]], mark=mark, streams=tuple(sorted(streams[one])))
-        return begun
+            batches[key] = Begun(
+                epoch=epochs[key[1]], mark=mark, streams=tuple(sorted(streams[key]))
+            )
+        return batches
 
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
-        what = mapped(
+        messages = mapped(
             self.what,
             rows,
             source,
@@ -230,16 +232,20 @@ class Streams:
             form=self.settings.format,
             prefix=amqp.EVENTS,
         )
-        for topic in what.topics:
+        for topic in messages.topics:
             if len(topic.encode()) > LONGEST:
                 raise Rejected(self.what, f"its stream's name has more than {LONGEST} bytes")
-        return what
+        return messages
 
-    def _publish(self, given: Numbered) -> int:
+    def _publish(self, numbered: Numbered) -> int:
         """Send messages, and wait until all are confirmed; return the number of new ones."""
         assert self._publishers is not None  # noqa: S101 - connected before
         return self._publishers.publish(
-            given.publishers, given.which, given.ids, given.bodies, self.settings.step_rows
+            numbered.publishers,
+            numbered.which,
+            numbered.ids,
+            numbered.bodies,
+            self.settings.step_rows,
         )
 
     @contextmanager

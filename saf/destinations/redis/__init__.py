@@ -73,8 +73,8 @@ class Redis(QueueSettings):
 
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
-        needed = "TLS: use rediss:// instead of redis://"
-        check_certificates(self, None if self.address.tls else needed)
+        condition = "TLS: use rediss:// instead of redis://"
+        check_certificates(self, None if self.address.tls else condition)
         return self
 
     @property

@@ -51,16 +51,16 @@ def parse(text: str) -> Address:
     scheme, _, rest = text.partition("://")
     if scheme == "unix":
         url = urlsplit(text)
-        (asked,) = parse_qs(url.query).get("db", ["0"])
-        return Address(path=unquote(url.path), database=_number(text, asked))
-    which, _, found_by = scheme.partition("+")
-    if which not in ("redis", "rediss") or found_by not in PORTS or scheme.endswith("+"):
+        (number,) = parse_qs(url.query).get("db", ["0"])
+        return Address(path=unquote(url.path), database=_number(text, number))
+    protocol, _, found_by = scheme.partition("+")
+    if protocol not in ("redis", "rediss") or found_by not in PORTS or scheme.endswith("+"):
         raise ValueError(
             f"{text!r} is not an address of a Redis server, such as redis://host:6379/0, "
             "rediss://…, unix:///path, redis+sentinel://host/name, redis+cluster://host"
         )
     places, _, path = rest.partition("/")
-    hosts = tuple(_host(text, one, PORTS[found_by]) for one in places.split(","))
+    hosts = tuple(_host(text, host, PORTS[found_by]) for host in places.split(","))
     parts = path.split("/") if path else []
     master = parts.pop(0) if found_by == "sentinel" and parts else ""
     if found_by == "sentinel" and not master:
@@ -71,19 +71,19 @@ def parse(text: str) -> Address:
     if parts or (database and found_by == "cluster"):
         raise ValueError(f"{text!r} has too much after its host")
     return Address(
-        hosts=hosts, found_by=found_by, master=master, database=database, tls=which == "rediss"
+        hosts=hosts, found_by=found_by, master=master, database=database, tls=protocol == "rediss"
     )
 
 
 def _host(text: str, place: str, port: int) -> tuple[str, int]:
     url = urlsplit(f"//{place}")
     try:
-        host, given = url.hostname, url.port
+        host, url_port = url.hostname, url.port
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
     if not host or url.query:
         raise ValueError(f"{text!r} lacks a host, or has something after it that is not a database")
-    return named_host(text, host), given or port
+    return named_host(text, host), url_port or port
 
 
 def _number(text: str, database: str) -> int:

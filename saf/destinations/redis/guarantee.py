@@ -25,32 +25,32 @@ def guarantee(link: Link) -> Guarantee:
     file = bool(info["aof_enabled"])
     sync = link.config("appendfsync") if file else None
     replicas = int(info["connected_slaves"])
-    wanted = link.settings.replicas
-    more: list[tuple[str, str]] = []
+    required = link.settings.replicas
+    findings: list[tuple[str, str]] = []
     if not file:
-        more.append((NOT_KEPT, "appendonly yes and appendfsync always in redis.conf"))
+        findings.append((NOT_KEPT, "appendonly yes and appendfsync always in redis.conf"))
     elif sync is None:
-        more.append((KEPT[sync], "ACL SETUSER with +config|get, for appendfsync"))
+        findings.append((KEPT[sync], "ACL SETUSER with +config|get, for appendfsync"))
     elif sync != "always":
-        more.append((KEPT[sync], "appendfsync always in redis.conf"))
-    if replicas and not wanted:
-        more.append(
+        findings.append((KEPT[sync], "appendfsync always in redis.conf"))
+    if replicas and not required:
+        findings.append(
             (
                 f"a failover to one of {_replicas(replicas)} may lose acknowledged messages, "
                 "because writes do not wait for it",
                 f"replicas = {replicas} in this destination of saf.toml, and min-replicas-to-write",
             )
         )
-    if wanted > replicas:
-        more.append(
+    if required > replicas:
+        findings.append(
             (
-                f"it has {replicas} of {_replicas(wanted)} that saf waits for: messages wait",
+                f"it has {replicas} of {_replicas(required)} that saf waits for: messages wait",
                 "start them, or lower replicas in saf.toml",
             )
         )
     failover = "no replica is waited for"
-    if wanted:
-        failover = f"a chunk counts as stored when {_replicas(wanted)} have it"
+    if required:
+        failover = f"a chunk counts as stored when {_replicas(required)} have it"
     kept = KEPT.get(sync, KEPT[None]) if file else NOT_KEPT
     name = "Valkey" if "valkey_version" in info else "Redis"
     version = info.get("valkey_version") or info["redis_version"]
@@ -58,7 +58,7 @@ def guarantee(link: Link) -> Guarantee:
         server=f"{name} {version}, {info['redis_mode']}, {link.settings.server}",
         promise=f"{link.settings.quality.replace('_', ' ')}; {kept}; {failover}; a loss is "
         "detected, and saf rebase sends the lost messages again",
-        more=tuple(more),
+        more=tuple(findings),
     )
 
 

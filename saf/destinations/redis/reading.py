@@ -52,25 +52,27 @@ class Moment:
     def __init__(self, name: str, link: Link, source: UUID) -> None:
         self._link = link
         self._source = source
-        marks, streams = (of(link.settings.hash_tag, source) for of in (keys.marks, keys.streams))
-        there: set[bytes] | None = None
-        found: list[Any] = []
-        while not found or found[1] != there:  # a stream was added
-            there = link.client.smembers(streams)
-            with link.client.pipeline(transaction=True) as asked:
-                asked.hgetall(marks)
-                asked.smembers(streams)
-                for key in sorted(there or ()):
-                    asked.xinfo_stream(key)
-                found = asked.execute(raise_on_error=False)
-        self.known = known_of(link.identity(), keys.texts(found[0]))
+        marks, streams = (
+            key_of(link.settings.hash_tag, source) for key_of in (keys.marks, keys.streams)
+        )
+        existing: set[bytes] | None = None
+        answers: list[Any] = []
+        while not answers or answers[1] != existing:  # a stream was added
+            existing = link.client.smembers(streams)
+            with link.client.pipeline(transaction=True) as pipeline:
+                pipeline.hgetall(marks)
+                pipeline.smembers(streams)
+                for key in sorted(existing or ()):
+                    pipeline.xinfo_stream(key)
+                answers = pipeline.execute(raise_on_error=False)
+        self.known = known_of(link.identity(), keys.texts(answers[0]))
         self._ends: dict[bytes, bytes] = {}
-        for key, info in zip(sorted(there or ()), found[2:], strict=True):
+        for key, info in zip(sorted(existing or ()), answers[2:], strict=True):
             if isinstance(info, Exception):
                 raise CannotReadBack(name, f"its stream {key.decode()} is gone")
-            if gone := info["entries-added"] - info["length"]:
+            if missing := info["entries-added"] - info["length"]:
                 raise CannotReadBack(
-                    name, f"{gone:,} entries of its stream {key.decode()} were removed"
+                    name, f"{missing:,} entries of its stream {key.decode()} were removed"
                 )
             self._ends[key] = info["last-generated-id"]
 
@@ -78,9 +80,9 @@ class Moment:
         """Return the columns required for each message. Python reads the messages one by one."""
         columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
         for key, end in self._ends.items():
-            for said in self._entries(key, end):
-                if source_of(said, EVENTS) == self._source:
-                    message = held_of(said, EVENTS)
+            for entry in self._entries(key, end):
+                if source_of(entry, EVENTS) == self._source:
+                    message = held_of(entry, EVENTS)
                     for name, values in columns.items():
                         values.append(message[name])
         return pa.table(columns, schema=HELD)
@@ -101,4 +103,4 @@ def _literally(text: str) -> str:
     >>> _literally("{a*}")
     '{a\\*}'
     """
-    return "".join(f"\\{one}" if one in "*?[]\\^" else one for one in text)
+    return "".join(f"\\{character}" if character in "*?[]\\^" else character for character in text)

@@ -63,9 +63,9 @@ class Link:
         A server without an identity gets one computed from its address. So a server that has lost
         everything is not taken for a new one: it is the same one, without its acknowledged data.
         """
-        said = self.client.get(keys.identity(self.settings.hash_tag))
-        if said is not None:
-            return UUID(said.decode())
+        value = self.client.get(keys.identity(self.settings.hash_tag))
+        if value is not None:
+            return UUID(value.decode())
         return uuid5(NAMESPACE_URL, f"{self.settings.server}#{self.settings.hash_tag}")
 
     def make_identity(self) -> UUID:
@@ -76,15 +76,15 @@ class Link:
 
     def read(self, source: UUID, places: Sequence[Place]) -> list[str]:
         """Return the values of places' fields."""
-        found = self.client.hmget(
+        values = self.client.hmget(
             keys.marks(self.settings.hash_tag, source), [keys.field(place) for place in places]
         )
-        return [ABSENT if value is None else value.decode() for value in found]
+        return [ABSENT if value is None else value.decode() for value in values]
 
     def known(self, source: UUID) -> Known:
         """Return all marks of a source."""
-        found = self.client.hgetall(keys.marks(self.settings.hash_tag, source))
-        return known_of(self.identity(), keys.texts(found))
+        marks = self.client.hgetall(keys.marks(self.settings.hash_tag, source))
+        return known_of(self.identity(), keys.texts(marks))
 
     def info(self) -> dict[str, Any]:
         """Return the server's INFO."""
@@ -93,10 +93,10 @@ class Link:
     def config(self, name: str) -> str | None:
         """Return a setting of the server; None if it is not set, or this user has no right to."""
         try:
-            said = self.client.config_get(name)
+            answer = self.client.config_get(name)
         except redis.ResponseError:
             return None
-        return next((_text(value) for value in said.values()), None)
+        return next((_text(value) for value in answer.values()), None)
 
     def look(self) -> Mapping[str, Any]:
         """Raise if messages must not be stored here; return the server's INFO.
@@ -139,11 +139,11 @@ def connected(name: str, settings: Redis) -> Iterator[Link]:
 
 def open_link(name: str, settings: Redis) -> Link:
     """Return a link that is connected."""
-    what = f"destination {name!r}"
-    with errors(what, settings):
+    destination = f"destination {name!r}"
+    with errors(destination, settings):
         client = _client(settings)
         client.ping()
-    return Link(what, settings, client)
+    return Link(destination, settings, client)
 
 
 @contextmanager
@@ -158,8 +158,8 @@ def errors(what: str, settings: Redis) -> Iterator[None]:
 def translated(what: str, settings: Redis, error: Exception) -> SafError:
     """Return saf's error for an error of the client."""
     error = _refusal(error)
-    said = settings.redact(str(error)) or type(error).__name__
-    code = said.split(" ")[0]
+    text = settings.redact(str(error)) or type(error).__name__
+    code = text.split(" ")[0]
     if isinstance(error, redis.AuthenticationError):
         code = code if code in TO_MEND else "WRONGPASS"
     elif isinstance(error, redis.exceptions.NoPermissionError):
@@ -168,11 +168,11 @@ def translated(what: str, settings: Redis, error: Exception) -> SafError:
         # in a cluster, the slot has moved: a new connection finds it
         code = "" if settings.address.found_by == "cluster" else "MOVED"
     if code in ("NOAUTH", "WRONGPASS", "NOPERM"):
-        return Refused(what, said, TO_MEND[code])
+        return Refused(what, text, TO_MEND[code])
     if code in TO_MEND:
-        reason = said.removeprefix(f"{NO_STREAM} ").removeprefix(f"{DENIED} ")
+        reason = text.removeprefix(f"{NO_STREAM} ").removeprefix(f"{DENIED} ")
         return unusable(what, reason, TO_MEND[code])
-    unavailable = Unavailable(what, f"{settings.server}: {said}")
+    unavailable = Unavailable(what, f"{settings.server}: {text}")
     unavailable.hangs = isinstance(error, redis.TimeoutError)
     return unavailable
 
@@ -190,7 +190,7 @@ def _refusal(error: Exception) -> Exception:
 def _client(settings: Redis) -> Any:
     """Return a client of the server that stores: the address's, the master, or a cluster's node."""
     address, bounds = settings.address, settings.bounds
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "username": settings.username,
         "password": settings.password and settings.password.get_secret_value(),
         "socket_connect_timeout": bounds.network_seconds,
@@ -200,40 +200,40 @@ def _client(settings: Redis) -> Any:
     }
     if not address.path:
         vanished = int(bounds.network_seconds * 1000)
-        given |= {
+        options |= {
             "socket_keepalive": True,
             "socket_keepalive_options": {socket.TCP_USER_TIMEOUT: vanished},
         }
     if address.tls:
-        given |= {
+        options |= {
             "ssl": True,
             "ssl_ca_certs": _path(settings.ca_file),
             "ssl_certfile": _path(settings.certificate_file),
             "ssl_keyfile": _path(settings.key_file),
         }
     if address.path:
-        return redis.Redis(unix_socket_path=address.path, db=address.database, **given)
+        return redis.Redis(unix_socket_path=address.path, db=address.database, **options)
     if address.found_by == "sentinel":
         # sentinels have their own logins, or none
-        asked = {
-            name: value for name, value in given.items() if name not in ("username", "password")
+        sentinel_options = {
+            name: value for name, value in options.items() if name not in ("username", "password")
         }
         sentinel: Any = Sentinel(  # type: ignore[no-untyped-call] # untyped
-            address.hosts, sentinel_kwargs=asked, db=address.database, **given
+            address.hosts, sentinel_kwargs=sentinel_options, db=address.database, **options
         )
         return sentinel.master_for(address.master)
     if address.found_by == "cluster":
         nodes = [ClusterNode(host, port) for host, port in address.hosts]  # type: ignore[no-untyped-call]
-        cluster: Any = RedisCluster(startup_nodes=nodes, **given)
+        cluster: Any = RedisCluster(startup_nodes=nodes, **options)
         try:
             node = cluster.get_node_from_key(keys.identity(settings.hash_tag))
         finally:
             cluster.close()
         if node is None:
             raise redis.ConnectionError("no node of the cluster has the slot of its keys")
-        return redis.Redis(host=node.host, port=node.port, **given)
+        return redis.Redis(host=node.host, port=node.port, **options)
     ((host, port),) = address.hosts
-    return redis.Redis(host=host, port=port, db=address.database, **given)
+    return redis.Redis(host=host, port=port, db=address.database, **options)
 
 
 def _path(file: object) -> str | None:

@@ -70,7 +70,7 @@ class Streams(Stepwise[Link]):
         return link.read(source, places)
 
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
-        what = mapped(
+        messages = mapped(
             self.what,
             rows,
             source,
@@ -79,14 +79,14 @@ class Streams(Stepwise[Link]):
             prefix=wire.EVENTS,
             reserved=[wire.BODY],
         )
-        largest = pc.max(pc.binary_length(what.body)).as_py() or 0
+        largest = pc.max(pc.binary_length(messages.body)).as_py() or 0
         if largest > self._largest:
             raise Rejected(
                 self.what, f"a body has more than proto-max-bulk-len ({self._largest:,}) bytes"
             )
-        if max(map(len, what.own), default=0) + len(HEADERS) > MOST_FIELDS:
+        if max(map(len, messages.own), default=0) + len(HEADERS) > MOST_FIELDS:
             raise Rejected(self.what, f"a message has some {MOST_FIELDS:,} headers or more")
-        return what
+        return messages
 
     def _cuts(self, chunk: Chunk, rows: pa.Table) -> Iterator[Cut]:
         places, at_once = guarded(chunk), self.settings.step_rows
@@ -133,7 +133,7 @@ class Streams(Stepwise[Link]):
             step.what,
         )
 
-    def _wait_for_replicas(self, connection: Any, what: str) -> None:
+    def _wait_for_replicas(self, connection: Any, content: str) -> None:
         """Wait until the replicas have all that the server had at the call.
 
         A server waits for the last write of the connection: since Redis 7.2, a command that writes
@@ -143,16 +143,16 @@ class Streams(Stepwise[Link]):
         Raises:
             Unavailable: too few replicas have it in time. A repeated chunk waits again.
         """
-        wanted = self.settings.replicas
-        if not wanted:
+        required = self.settings.replicas
+        if not required:
             return
         seconds = self.settings.bounds.lock_seconds
         written = ("SET", keys.waited(self.settings.hash_tag), "")
-        wait = ("WAIT", wanted, int(seconds * 1000))
+        wait = ("WAIT", required, int(seconds * 1000))
         connection.send_packed_command(connection.pack_commands([written, wait]))
         connection.read_response()
-        have = connection.read_response()
-        if have < wanted:
+        count = connection.read_response()
+        if count < required:
             raise Unavailable(
-                self.what, f"{have} of {wanted} replicas have {what} after {seconds:g} s"
+                self.what, f"{count} of {required} replicas have {content} after {seconds:g} s"
             )

@@ -41,17 +41,17 @@ def command(
         moved: new values of fields of marks.
         what: the messages, if any.
     """
-    before = [len(expected), *_flat(expected), len(moved), *_flat(moved)]
+    arguments = [len(expected), *_flat(expected), len(moved), *_flat(moved)]
     if what is None or not what.count:
-        words = ["EVALSHA", sha, len(keys), *keys, *before, 0]
+        words = ["EVALSHA", sha, len(keys), *keys, *arguments, 0]
         return [b"*%d\r\n" % len(words) + _bulks(words)]
     shapes, shape, fields, values = _shaped(what)
-    before.append(len(shapes))
+    arguments.append(len(shapes))
     for one in shapes:
-        before += [len(one), *(part for pair in one for part in pair)]
-    words = ["EVALSHA", sha, len(keys), *keys, *before]
+        arguments += [len(one), *(part for pair in one for part in pair)]
+    words = ["EVALSHA", sha, len(keys), *keys, *arguments]
     count = len(words) + int((2 + fields)[shape].sum())
-    joined = pc.binary_join_element_wise(
+    array = pc.binary_join_element_wise(
         _words(len(what.topics)).take(pa.array(what.topic)),
         _words(len(shapes)).take(pa.array(shape)),
         *values,
@@ -59,16 +59,16 @@ def command(
         null_handling="replace",
         null_replacement=b"",
     )
-    return [b"*%d\r\n" % count + _bulks(words), _content(joined)]
+    return [b"*%d\r\n" % count + _bulks(words), _content(array)]
 
 
 def _shaped(
-    what: Mapped,
+    messages: Mapped,
 ) -> tuple[list[list[tuple[str, str]]], npt.NDArray[np.int64], npt.NDArray[np.int64], list[Any]]:
     """Return the shapes, each message's shape, values per shape, and the columns of values."""
     constant: list[tuple[str, str]] = []
     own: list[tuple[str, pa.Array]] = []
-    for name, values in what.headers.items():
+    for name, values in messages.headers.items():
         if isinstance(values, str):
             constant.append((name, f"={values}"))
         elif (one := _one(values)) is not None:
@@ -76,22 +76,25 @@ def _shaped(
         else:
             own.append((name, values))
     forms: dict[tuple[str, ...], int] = {}
-    form = np.array([forms.setdefault(tuple(one), len(forms)) for one in what.own], np.int64)
-    code = form[what.which] if len(what.which) else what.which
+    form = np.array([forms.setdefault(tuple(one), len(forms)) for one in messages.own], np.int64)
+    code = form[messages.which] if len(messages.which) else messages.which
     for _, values in own:
         code = code * 2 + np.asarray(values.is_valid(), np.int64)
     codes, shape = np.unique(code, return_inverse=True)
-    named = [*forms]
+    forms_of_senders = [*forms]
     shapes, fields = [], []
     for one in codes.tolist():
-        there = [name for place, (name, _) in enumerate(reversed(own)) if one >> place & 1][::-1]
-        of_sender = named[one >> len(own)]
-        each = [*of_sender, *there, BODY]
+        names = [name for place, (name, _) in enumerate(reversed(own)) if one >> place & 1][::-1]
+        of_sender = forms_of_senders[one >> len(own)]
+        each = [*of_sender, *names, BODY]
         shapes.append([*constant, *((name, "?") for name in each)])
         fields.append(len(each))
-    given = pa.array([_bulks(one.values()) for one in what.own], BYTES)
-    columns = [given.take(pa.array(what.which)), *(_bulk(values) for _, values in own)]
-    return shapes, shape, np.array(fields, np.int64), [*columns, _bulk(what.body)]
+    values_of_senders = pa.array([_bulks(one.values()) for one in messages.own], BYTES)
+    columns = [
+        values_of_senders.take(pa.array(messages.which)),
+        *(_bulk(values) for _, values in own),
+    ]
+    return shapes, shape, np.array(fields, np.int64), [*columns, _bulk(messages.body)]
 
 
 def _one(values: pa.Array) -> str | None:
@@ -130,9 +133,9 @@ def _bulk(values: pa.Array) -> pa.Array:
     )
 
 
-def _content(joined: pa.Array) -> memoryview:
+def _content(array: pa.Array) -> memoryview:
     """Return the concatenated bytes of all values, without copying them."""
-    joined = joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined
-    offsets = np.frombuffer(joined.buffers()[1], np.int64)
-    first, last = offsets[joined.offset], offsets[joined.offset + len(joined)]
-    return memoryview(joined.buffers()[2])[first:last]
+    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    offsets = np.frombuffer(array.buffers()[1], np.int64)
+    first, last = offsets[array.offset], offsets[array.offset + len(array)]
+    return memoryview(array.buffers()[2])[first:last]

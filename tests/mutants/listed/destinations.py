@@ -226,7 +226,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "files of a commit that failed stay",
         f"{DELTA}/table.py",
-        "        opened.files.remove(one.path for one in added)\n",
+        "        opened.files.remove(file.path for file in added)\n",
         "",
         f"{LAKE}::test_a_new_owner_that_stores_before_the_commit_fences_it",
     ),
@@ -275,15 +275,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "marks count that were rolled back",
         f"{ICEBERG}/marks.py",
-        "if oldest.snapshot_id == which:",
+        "if oldest.snapshot_id == snapshot:",
         "if True:",
         f"{BERG}::test_a_table_that_was_rolled_back_is_refused_and_gets_again_what_it_has_lost",
     ),
     mutant(
         "marks that were rolled back count once others have committed",
         f"{ICEBERG}/table.py",
-        "others = put_right(table.metadata)",
-        "others: dict[str, str | None] = {}",
+        "repairs = put_right(table.metadata)",
+        "repairs: dict[str, str | None] = {}",
         f"{BERG}::test_marks_that_were_rolled_back_do_not_count_again_once_others_have_committed",
     ),
     mutant(
@@ -340,8 +340,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an older epoch is not refused",
         PLACES,
-        "if epoch > mine[shard]]",
-        "if epoch > mine[shard] + 1000]",
+        "if epoch > own[shard]]",
+        "if epoch > own[shard] + 1000]",
         "contract/test_5_fenced.py::"
         "test_a_zombie_cannot_write_at_the_destination_after_the_new_owner_did",
     ),
@@ -379,22 +379,22 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a chunk with an unknown service moves the position",
         INBOX,
-        "moved = {} if others or unknown else",
-        "moved = {} if others else",
+        "moved = {} if brokers or unknown else",
+        "moved = {} if brokers else",
         f"{ISOLATED}::test_messages_for_a_service_that_the_destination_does_not_know_wait_for_it",
     ),
     mutant(
         "a chunk with an unknown service is stored",
         INBOX,
-        "if rows.num_rows and not (others or unknown):",
-        "if rows.num_rows and not others:",
+        "if rows.num_rows and not (brokers or unknown):",
+        "if rows.num_rows and not brokers:",
         f"{ISOLATED}::test_messages_for_a_service_that_the_destination_does_not_know_wait_for_it",
     ),
     mutant(
         "a source that was set back is not noticed",
         PLACES,
-        "if differ.ahead:",
-        "if differ.ahead and not chunk.rows.num_rows:",
+        "if difference.ahead:",
+        "if difference.ahead and not chunk.rows.num_rows:",
         f"{HONEST}::"
         "test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_until_rebased",
     ),
@@ -477,9 +477,9 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a little cycle asks an inbox about its services by itself",
         INBOX,
-        "        services, found = self._contact(cursor, values)\n        if",
+        "        services, watermarks = self._contact(cursor, values)\n        if",
         "        cursor.ask(SCHEMA_REVISION)\n"
-        "        services, found = self._contact(cursor, values)\n        if",
+        "        services, watermarks = self._contact(cursor, values)\n        if",
         "contract/test_round_trips.py::test_a_little_cycle_takes_few_round_trips",
     ),
     mutant(
@@ -541,7 +541,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a mark is set whatever it was",
         "saf/destinations/nats/batches.py",
-        "headers = {wire.EXPECTED: was.sequence, STORED: stored, **link.kept()}",
+        "headers = {wire.EXPECTED: previous.sequence, STORED: stored, **link.kept()}",
         "headers = {STORED: stored, **link.kept()}",
         NATS,
     ),
@@ -555,8 +555,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "messages that were removed from a stream are taken for lost",
         "saf/destinations/nats/reading.py",
-        "if (gone := moment.stored - moment.found) > 0:",
-        "if (gone := 0) > 0:",
+        "if (missing := moment.stored - moment.found) > 0:",
+        "if (missing := 0) > 0:",
         f"{NATS}::test_marks_outlive_the_messages_that_the_stream_forgets_by_age",
     ),
     mutant(
@@ -576,7 +576,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "neighbours of a message that no queue takes are sent again",
         "saf/destinations/rabbitmq/queues.py",
-        "            self._there.update(row for row, id_ in there if id_ not in error.returned)\n",
+        "            self._there.update("
+        "row for row, id_ in confirmed if id_ not in error.returned)\n",
         "",
         f"{QUEUES}::test_what_no_queue_takes_is_a_dead_letter_and_its_neighbours_are_there_once",
     ),
@@ -621,14 +622,14 @@ MUTANTS: list[Mutant] = [
     mutant(
         "of two messages that say the same id, a full queue gets one",
         "saf/destinations/rabbitmq/queues.py",
-        "for one in chunk.rows[number].to_pylist()",
-        'for one in chunk.rows["message_id"].to_pylist()',
+        "for key in chunk.rows[number].to_pylist()",
+        'for key in chunk.rows["message_id"].to_pylist()',
         f"{QUEUES}::test_two_messages_that_say_the_same_id_both_come_although_the_queue_was_full",
     ),
     mutant(
         "what was confirmed before a connection broke is sent again",
         "saf/destinations/rabbitmq/server.py",
-        "there[left], returned = sending.taken, returned | sending.returned",
+        "confirmed[rest], returned = sending.taken, returned | sending.returned",
         "returned = returned | sending.returned",
         f"{QUEUES}::test_what_was_confirmed_before_the_connection_broke_is_not_sent_again",
     ),
@@ -687,14 +688,14 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a queue that refuses a message has it",
         "saf/destinations/rabbitmq/server.py",
-        "if said.INDEX == NACK:",
-        "if said.INDEX == -NACK:",
+        "if answer.INDEX == NACK:",
+        "if answer.INDEX == -NACK:",
         f"{QUEUES}::test_a_queue_that_is_full_lets_messages_wait_and_loses_none",
     ),
     mutant(
         "an owner before is not fenced",
         "saf/destinations/kafka/transactions.py",
-        "                link.producer(self._name(source, other))\n",
+        "                link.producer(self._name(source, rival))\n",
         "",
         f"{KAFKA}::test_a_transaction_of_the_owner_before_that_is_still_open_is_never_stored",
     ),
@@ -708,7 +709,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was stored before its owner was fenced is stored again",
         "saf/destinations/kafka/transactions.py",
-        "fine = self._is_there(link, source, step)",
+        "success = self._is_there(link, source, step)",
         "pass",
         f"{KAFKA}::test_what_was_stored_just_before_its_owner_was_fenced_is_not_stored_again",
     ),
@@ -757,14 +758,14 @@ MUTANTS: list[Mutant] = [
     mutant(
         "each owner has publishers of its own",
         f"{RABBITMQ_STREAM}/streams.py",
-        'publisher(chunk.source, places[at], generation) if exactly_once else "",',
-        "publisher(chunk.source, places[at], chunk.batch.epochs[0][1]),",
+        'publisher(chunk.source, places[index], generation) if exactly_once else "",',
+        "publisher(chunk.source, places[index], chunk.batch.epochs[0][1]),",
         f"{RABBITMQ}::test_of_two_that_come_first_at_the_same_time_both_are_there_once",
     ),
     mutant(
         "a batch is not said to be begun",
         f"{RABBITMQ_STREAM}/streams.py",
-        "                journal.begin(given.begun)\n",
+        "                journal.begin(numbered.begun)\n",
         "",
         f"{RABBITMQ}::"
         "test_a_batch_of_an_earlier_life_of_its_source_is_noticed_even_without_its_mark",
@@ -780,16 +781,16 @@ MUTANTS: list[Mutant] = [
         "a chunk has as many publishers as it has",
         f"{RABBITMQ_STREAM}/publishers.py",
         "        for first in range(0, len(publishers), MOST):\n"
-        "            some = publishers[first : first + MOST]",
+        "            batch = publishers[first : first + MOST]",
         "        for first in range(0, len(publishers), 1 << 20):\n"
-        "            some = publishers[first : first + (1 << 20)]",
+        "            batch = publishers[first : first + (1 << 20)]",
         f"{RABBITMQ}::test_there_may_be_more_lanes_than_a_connection_has_publishers",
     ),
     mutant(
         "messages that a limit has removed from a stream are taken for lost",
         f"{RABBITMQ_STREAM}/reading.py",
-        "            if gone := _read(link.connection, stream, columns):",
-        "            if (gone := _read(link.connection, stream, columns)) and False:",
+        "            if missing := _read(link.connection, stream, columns):",
+        "            if (missing := _read(link.connection, stream, columns)) and False:",
         f"{RABBITMQ}::test_what_the_stream_has_removed_is_not_taken_for_lost",
     ),
     mutant(
@@ -802,8 +803,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "replicas are not waited for",
         STREAMS,
-        "        if have < wanted:",
-        "        if have < 0:",
+        "        if count < required:",
+        "        if count < 0:",
         f"{REDIS}::test_nothing_is_stored_while_too_few_replicas_follow",
     ),
     mutant(
@@ -830,8 +831,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "entries that were removed are taken for lost",
         "saf/destinations/redis/reading.py",
-        'if gone := info["entries-added"] - info["length"]:',
-        "if gone := 0:",
+        'if missing := info["entries-added"] - info["length"]:',
+        "if missing := 0:",
         f"{REDIS}::test_what_was_trimmed_is_not_taken_for_lost",
     ),
     mutant(
@@ -844,7 +845,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a sender's header stands for saf's",
         "saf/destinations/mapping.py",
-        "taken = {*of.values(), *reserved}",
+        "taken = {*header.values(), *reserved}",
         "taken = {*reserved}",
         f"{ROUTED}::test_headers_of_the_sender_are_fields_and_what_cannot_be_one_is_a_dead_letter",
     ),
@@ -893,14 +894,14 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a probe stays where it was written",
         f"{DELTA}/probing.py",
-        "left = files.remove([*paths, *(",
-        "left = files.remove([*(",
+        "remaining = files.remove([*paths, *(",
+        "remaining = files.remove([*(",
         f"{CHECK}::test_it_tries_an_object_store_and_leaves_nothing_there",
     ),
     mutant(
         "what cannot be deleted is not mentioned",
         f"{DELTA}/files.py",
-        "                left.append(path)\n",
+        "                failed.append(path)\n",
         "                pass\n",
         f"{CHECK}::test_it_finds_what_an_object_store_does_not_keep",
     ),

@@ -101,8 +101,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a destination stores what is for another broker",
         "saf/destinations/places.py",
-        "    return sorted(map(str, named - {identity}))",
-        "    return sorted(map(str, named - named))",
+        "    return sorted(map(str, brokers - {identity}))",
+        "    return sorted(map(str, brokers - brokers))",
         "contract/test_to_broker.py::test_a_destination_refuses_what_is_for_another_broker_and_the_neighbours_go_on",
     ),
     mutant(
@@ -157,8 +157,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a store that was set back is not noticed",
         "saf/destinations/places.py",
-        "    if differ.behind:\n",
-        "    if differ.behind and differ.ahead:\n",
+        "    if difference.behind:\n",
+        "    if difference.behind and difference.ahead:\n",
         "contract/test_set_back.py::test_a_store_set_back_is_noticed_at_the_next_chunk_and_gets_what_it_lost_once",
     ),
     mutant(

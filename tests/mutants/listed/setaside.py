@@ -140,8 +140,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a source has forgotten all that is not the last that it had set aside",
         "saf/destinations/marks.py",
-        "at is None or at in known:",
-        "at is None or at in known[-1:]:",
+        "time is None or time in known:",
+        "time is None or time in known[-1:]:",
         f"{CRASH}::test_what_is_set_aside_after_an_answer_got_lost_is_not_taken_for_a_set_back",
     ),
     mutant(

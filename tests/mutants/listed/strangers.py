@@ -208,8 +208,8 @@ SURVIVORS: list[Mutant] = [
     mutant(
         "a source with all its memories knows only the times since the last",
         "saf/destinations/marks.py",
-        "return len(known) < TIMES or at > known[0]",
-        "return len(known) < TIMES or at > known[-1]",
+        "return len(known) < TIMES or time > known[0]",
+        "return len(known) < TIMES or time > known[-1]",
         "unit/test_doctests.py::"
         "test_the_examples_in_the_docstrings_are_true[saf.destinations.marks]",
     ),
@@ -351,8 +351,8 @@ OF_THEIR_KIND: list[Mutant] = [
     mutant(
         "a shard is reached by the newest of its marks",
         MARKS,
-        "before and opened_at and min(before, opened_at)",
-        "before and opened_at and max(before, opened_at)",
+        "oldest and opened_at and min(oldest, opened_at)",
+        "oldest and opened_at and max(oldest, opened_at)",
         f"{COMPARED}::test_a_shard_is_reached_by_the_oldest_of_its_marks",
     ),
     mutant(
@@ -365,22 +365,22 @@ OF_THEIR_KIND: list[Mutant] = [
     mutant(
         "the epoch of another shard lets an owner before store",
         PLACES,
-        "if epoch > mine[shard]]",
-        "if epoch > max(mine.values())]",
+        "if epoch > own[shard]]",
+        "if epoch > max(own.values())]",
         f"{COMPARED}::test_an_epoch_is_fenced_by_a_newer_one_of_its_shard_alone",
     ),
     mutant(
         "what the source remembers of another lane counts",
         PLACES,
-        "for place, mark in chunk.known.items() if place in needed}",
+        "for place, mark in chunk.known.items() if place in places}",
         "for place, mark in chunk.known.items()}",
         f"{COMPARED}::test_a_mark_of_another_lane_than_the_chunks_says_nothing_of_it",
     ),
     mutant(
         "a destination's mark of another lane counts",
         PLACES,
-        "there = {place: mark for place, mark in marks.items() if place in needed}",
-        "there = dict(marks)",
+        "stored = {place: mark for place, mark in marks.items() if place in places}",
+        "stored = dict(marks)",
         f"{COMPARED}::test_a_mark_of_another_lane_than_the_chunks_says_nothing_of_it",
     ),
     mutant(
@@ -393,7 +393,7 @@ OF_THEIR_KIND: list[Mutant] = [
     mutant(
         "a mark moves back",
         PLACES,
-        "if mark.number <= before.number:",
+        "if mark.number <= old.number:",
         "if False:",
         f"{COMPARED}::test_a_mark_moves_to_the_last_row_and_never_back",
     ),

@@ -129,7 +129,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "files that were written for nothing stay",
         TABLE,
-        "                self._files.remove(one.path for one in written)\n",
+        "                self._files.remove(file.path for file in written)\n",
         "",
         f"{LAKE}::test_of_two_drivers_with_the_same_one_the_second_finds_it_there",
     ),
