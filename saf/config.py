@@ -415,9 +415,9 @@ class Settings(_Sources):
     @pydantic.field_validator("destinations")
     @classmethod
     def _are_bounded_too(
-        cls, there: dict[str, DestinationSettings], info: pydantic.ValidationInfo
+        cls, destinations: dict[str, DestinationSettings], info: pydantic.ValidationInfo
     ) -> dict[str, DestinationSettings]:
-        return {name: one.bounded(_bounds(info)) for name, one in there.items()}
+        return {name: one.bounded(_bounds(info)) for name, one in destinations.items()}
 
     @pydantic.model_validator(mode="after")
     def _has_sources_with_names_of_their_own(self) -> Settings:

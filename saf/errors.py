@@ -492,9 +492,9 @@ class Unexpected(SafError):
     """An unknown failure. It concerns one broker only, and the others continue."""
 
     def __init__(self, what: str, error: BaseException) -> None:
-        said = " ".join(str(error).split()) or "no more is known"
+        text = " ".join(str(error).split()) or "no more is known"
         super().__init__(
-            f"{what}: {type(error).__name__}: {said}. Nothing was marked or lost; others continue"
+            f"{what}: {type(error).__name__}: {text}. Nothing was marked or lost; others continue"
         )
         self.what = what
 
@@ -619,7 +619,7 @@ class Unroutable(SafError):
         broker: str | None = None,
         elsewhere: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        there = "".join(f", destination {name!r} is {one}" for name, one in elsewhere.items())
+        known = "".join(f", destination {name!r} is {one}" for name, one in elsewhere.items())
         if broker is None:
             problem = (
                 f"no route for service {service!r}: run `saf route add`, or set "
@@ -628,7 +628,7 @@ class Unroutable(SafError):
         else:
             problem = (
                 f"no destination is known to be broker {broker}, which messages for service "
-                f"{service!r} are addressed to{there}: add that broker to saf.toml as a destination"
+                f"{service!r} are addressed to{known}: add that broker to saf.toml as a destination"
             )
         super().__init__(f"{problem}; its messages are parked until then")
         self.service = service

@@ -121,8 +121,8 @@ def _queried(
     except psycopg.OperationalError:
         raise
     except psycopg.Error as error:
-        said = error.diag.message_primary if (error.sqlstate or "").startswith(OF_THE_QUERY) else ""
-        reason = said or f"{type(error).__name__}, SQLSTATE {error.sqlstate}"
+        text = error.diag.message_primary if (error.sqlstate or "").startswith(OF_THE_QUERY) else ""
+        reason = text or f"{type(error).__name__}, SQLSTATE {error.sqlstate}"
         raise ConfigurationError(f"fleets.{name}.query fails: {reason}") from None
     if rows and len(rows[0]) != COLUMNS:
         raise ConfigurationError(

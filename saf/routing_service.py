@@ -200,15 +200,15 @@ class RoutingService(Loop):
 
     def _resolver(self, raw: psycopg.Connection[Any]) -> Resolver:
         """Return the resolver for this router, as it is configured now."""
-        there = configuration(raw, self.default_destination, self.declared)
-        router = router_that_forwards(there, self.subscription)
+        current = configuration(raw, self.default_destination, self.declared)
+        router = router_that_forwards(current, self.subscription)
         if router is None:
             raise ConfigurationError(
                 f"database {raw.info.dbname!r} has no router {self.subscription!r} that forwards, "
                 f"or it is disabled: run `saf router add {self.subscription} --mode forward`"
             )
         load(router)
-        routes = there.in_force
+        routes = current.in_force
         further = [one.service for one in routes.routers]
         return Resolver([router], Matcher(routes), InTransaction(connection=raw), further=further)
 

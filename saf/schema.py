@@ -184,8 +184,8 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         {"bounded": ACCEPTED},
     )
     for function in (EXAMINE, ACCEPT):
-        made = sa.DDL(function.replace("%", "%%"))  # type: ignore[no-untyped-call]
-        sa.event.listen(outbox, "before_create", made)
+        ddl = sa.DDL(function.replace("%", "%%"))  # type: ignore[no-untyped-call]
+        sa.event.listen(outbox, "before_create", ddl)
     _log(
         metadata,
         "inbox",

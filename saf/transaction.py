@@ -207,10 +207,10 @@ def _sender_refused(cause: BaseException) -> str | None:
     """Return the server's text if no rule of saf.sender allows a message; else None."""
     # SQLAlchemy wraps asyncpg's error in its own
     for error in (cause, cause.__cause__):
-        said: Any = getattr(error, "diag", error)
-        if getattr(said, "constraint_name", None) == SENDER_ALLOWED:
-            text = getattr(said, "message_primary", None) or getattr(said, "message", "")
-            hint = getattr(said, "message_hint", None) or getattr(said, "hint", None)
+        source: Any = getattr(error, "diag", error)
+        if getattr(source, "constraint_name", None) == SENDER_ALLOWED:
+            text = getattr(source, "message_primary", None) or getattr(source, "message", "")
+            hint = getattr(source, "message_hint", None) or getattr(source, "hint", None)
             return f"{text}. {hint or ''}".strip()
     return None
 

@@ -99,15 +99,15 @@ class SafForwardedSensor(BaseSensorOperator):
         if not self._judged(event["state"], event["said"]):
             raise AirflowFailException(f"the trigger has ended too early: {dict(event)}")
 
-    def _judged(self, state: str, said: str) -> bool:
+    def _judged(self, state: str, reason: str) -> bool:
         if state == BROKEN:
-            raise AirflowFailException(f"a person has to mend something: {said}")
+            raise AirflowFailException(f"a person has to mend something: {reason}")
         if state == DEAD and not self.allow_dead:
             raise AirflowFailException(
-                f"a dead letter will not be forwarded before a person has decided: {said}"
+                f"a dead letter will not be forwarded before a person has decided: {reason}"
             )
         if state == WAITS:
-            self.log.info("not yet: %s", said)
+            self.log.info("not yet: %s", reason)
         return state != WAITS
 
     def _question(self) -> list[str]:
@@ -157,9 +157,9 @@ class SafForwardedTrigger(BaseTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Run the command repeatedly until the wait is over."""
         while True:
-            state, said = await asked(self.saf, self.question)
+            state, reason = await asked(self.saf, self.question)
             if state != WAITS:
-                yield TriggerEvent({"state": state, "said": said})
+                yield TriggerEvent({"state": state, "said": reason})
                 return
             await asyncio.sleep(self.poll_seconds)
 
@@ -181,9 +181,9 @@ def answer(done: Done) -> tuple[str, str]:
         return FORWARDED, ""
     left = [f"{one['broker']}: {', '.join(one['left'])}" for one in brokers if one["left"]]
     errors = [f"{one['broker']}: {one['error']}" for one in done.said.get("errors", ())]
-    said = "; ".join([*left, *errors]) or done.errors
+    reason = "; ".join([*left, *errors]) or done.errors
     if done.code == MEND:
-        return BROKEN, said
+        return BROKEN, reason
     if done.code == 1 and brokers and not any(one["waits"] for one in brokers):
-        return DEAD, said
-    return WAITS, said
+        return DEAD, reason
+    return WAITS, reason

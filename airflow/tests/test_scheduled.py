@@ -62,10 +62,10 @@ class Running:
     def healthy(self) -> bool:
         """Return whether all components are healthy."""
         try:
-            said = self._json("/api/v2/monitor/health")
+            report = self._json("/api/v2/monitor/health")
         except (URLError, ConnectionError):
             return False
-        return all(said[name]["status"] == "healthy" for name in COMPONENTS)
+        return all(report[name]["status"] == "healthy" for name in COMPONENTS)
 
     def knows(self, dag: str) -> bool:
         """Return whether the file of a DAG has been read."""

@@ -109,14 +109,14 @@ def write(dsn: Dsn, writer: int, writers: int, limit: int | None = None) -> Iter
         # a writer whose parent was killed may still be in its last transaction
         session_lock.execute(sa.select(sa.func.pg_advisory_lock(writer)))
         written = set(session_lock.scalars(sa.select(Flight.number)))
-        mine = (
+        own = (
             (number, _facts(line))
             for number, line in islice(enumerate(read(), 1), limit)
             if number not in written and _writer_of(line, writers) == writer
         )
         for transaction in count(1):
             size = 1 if transaction <= SINGLE_TRANSACTIONS else FLIGHTS_PER_TRANSACTION
-            flights = list(islice(mine, size))
+            flights = list(islice(own, size))
             if not flights:
                 return
             if transaction % ROLLED_BACK_EVERY == 0:
@@ -180,8 +180,8 @@ def _row(number: int, facts: Facts) -> Facts:
 
 def _writer_of(line: dict[str, str], writers: int) -> int:
     tail = line["tailnum"]
-    whose = tail if tail != "NA" else line["carrier"] + line["flight"]
-    return zlib.crc32(whose.encode()) % writers
+    aircraft = tail if tail != "NA" else line["carrier"] + line["flight"]
+    return zlib.crc32(aircraft.encode()) % writers
 
 
 def main() -> None:

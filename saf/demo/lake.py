@@ -224,8 +224,8 @@ def delays(application: Dsn, folder: Path) -> tuple[int, int]:
 
     with application.connect(role="proof") as connection:
         ((sent,),) = connection.execute(DELAYS).fetchall()
-    there = DeltaTable(place(folder)).to_pyarrow_table(columns=["delay"])["delay"]
-    return int(sent), int(pc.sum(there).as_py() or 0)
+    column = DeltaTable(place(folder)).to_pyarrow_table(columns=["delay"])["delay"]
+    return int(sent), int(pc.sum(column).as_py() or 0)
 
 
 def draw(course: Course, file: Path) -> None:

@@ -67,8 +67,8 @@ def received(settings: Nats) -> Iterator[Received]:
             headers = {name: unquote(value) for name, value in one.headers().items()}
             if "saf-id" in headers:  # not a mark
                 number += 1
-                said = {n: value for n, value in headers.items() if not n.startswith("Nats-")}
-                yield received_of(number, said, one.body)
+                own = {n: value for n, value in headers.items() if not n.startswith("Nats-")}
+                yield received_of(number, own, one.body)
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
@@ -87,8 +87,8 @@ def _stop(folder: Path) -> None:
         return
     pid = noted.read_text().strip()
     asked = ["ps", "-o", "command=", "-p", pid]
-    said = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603
-    if str(folder) in said.stdout:
+    listing = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603
+    if str(folder) in listing.stdout:
         subprocess.run(["kill", pid], check=False)  # noqa: S603, S607
         while (
             str(folder)

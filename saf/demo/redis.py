@@ -70,8 +70,8 @@ def received(settings: Redis) -> Iterator[Received]:
                 for _, fields in entries:
                     number += 1
                     body = fields.pop(b"body")
-                    said = {name.decode(): value.decode() for name, value in fields.items()}
-                    yield received_of(number, said, body)
+                    headers = {name.decode(): value.decode() for name, value in fields.items()}
+                    yield received_of(number, headers, body)
                 first = f"({entries[-1][0].decode()}"
 
 

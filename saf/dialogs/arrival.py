@@ -301,10 +301,10 @@ def _checked(arrival: DialogArrival, reader: Reader, dialog: Dialog, message: Re
         )
     if is_fragment(message):
         return message
-    if said := whole(message):
+    if facts := whole(message):
         set_aside(arrival.raw, reader, arrival.not_copied)
         arrival.not_copied.clear()
-        message = Assembled(message, arrival.raw, *said)
+        message = Assembled(message, arrival.raw, *facts)
         if not message.is_there():
             raise ContractViolation(f"message {message.sequence}: fragments are missing")
         arrival.assembled.append(message)
@@ -340,8 +340,8 @@ def _in_sequence(messages: list[Received]) -> list[Received]:
         if message.from_initiator is not None and message.sequence is not None:
             places[end_of(message)].append(place)
     ordered = list(messages)
-    for mine in places.values():
-        some = sorted((messages[place] for place in mine), key=lambda one: one.sequence or 0)
-        for place, message in zip(mine, some, strict=True):
+    for indices in places.values():
+        in_order = sorted((messages[place] for place in indices), key=lambda one: one.sequence or 0)
+        for place, message in zip(indices, in_order, strict=True):
             ordered[place] = message
     return ordered

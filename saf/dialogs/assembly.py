@@ -72,8 +72,8 @@ def is_fragment(message: Received) -> bool:
 def whole(message: Received) -> tuple[int, int] | None:
     """Return the number of fragments and bytes if a message is the last fragment; else None."""
     try:
-        said = _headers(message)[WHOLE]
-        fragments, length = int(said["fragments"]), int(said["bytes"])
+        extent = _headers(message)[WHOLE]
+        fragments, length = int(extent["fragments"]), int(extent["bytes"])
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     return fragments, length

@@ -235,12 +235,12 @@ def create_contract(
         if sender not in SENDERS:
             raise UsageError(f"{one!r} is sent by {sender!r}: one of {', '.join(SENDERS)}")
     with connection.transaction():
-        made = bool(fetch(connection, CREATE_CONTRACT, {"name": name, "version": version}))
-        if not made:
-            (there,) = contracts(connection, [(name, version)])
-            if {one.name: one.sent_by for one in there.types.values()} != types or any(
+        created = bool(fetch(connection, CREATE_CONTRACT, {"name": name, "version": version}))
+        if not created:
+            (existing,) = contracts(connection, [(name, version)])
+            if {one.name: one.sent_by for one in existing.types.values()} != types or any(
                 one.version != type_versions.get(one.name, one.version)
-                for one in there.types.values()
+                for one in existing.types.values()
             ):
                 raise _changed("contract", name, version)
             return False

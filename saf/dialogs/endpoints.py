@@ -167,12 +167,12 @@ def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End,
     spoken = [message for message in messages if message.from_initiator is not None]
     ends = list(dict.fromkeys(map(end_of, spoken)))
     rows = _lock(raw, ends)
-    there = {(row[1], row[2]) for row in rows}
+    existing = {(row[1], row[2]) for row in rows}
     hellos = {
         end: (message, _introduction(message))
         for message in sorted(spoken, key=_begins)
         if (_begins(message) or _is_late(message)) and message.from_service
-        if (end := end_of(message)) not in there
+        if (end := end_of(message)) not in existing
     }
     wanted = {(row[7], row[8]) for row in rows}
     wanted |= {(hello.contract, hello.version) for _, hello in hellos.values()}
@@ -254,11 +254,11 @@ def _is_late(message: Received) -> bool:
 def _introduction(message: Received) -> Introduction:
     """Read the introduction from a first message; set ``problem`` if it cannot be read."""
     try:
-        said = message.headers.get(HELLO) or {}
-        seconds, broker = said.get("lifetime_seconds"), said.get("broker")
+        header = message.headers.get(HELLO) or {}
+        seconds, broker = header.get("lifetime_seconds"), header.get("broker")
         hello = Introduction(
-            contract=str(said["contract"]) if "contract" in said else None,
-            version=int(said["version"]) if "version" in said else None,
+            contract=str(header["contract"]) if "contract" in header else None,
+            version=int(header["version"]) if "version" in header else None,
             broker=UUID(broker) if broker else None,
             expires_at=message.created_at + timedelta(seconds=float(seconds)) if seconds else None,
         )

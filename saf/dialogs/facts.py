@@ -44,18 +44,18 @@ class Facts:
     def with_error(self, body: bytes) -> Facts:
         """Return the facts after an Error has been received."""
         try:
-            said = json.loads(body)
-            code, text = _code(said["code"]), kept(str(said["text"]))[:MAX_ERROR]
+            document = json.loads(body)
+            code, text = _code(document["code"]), kept(str(document["text"]))[:MAX_ERROR]
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             code, text = Code.VIOLATION, "an Error that cannot be read"
         return replace(self, error_code=code, error_text=text)
 
 
-def _code(said: Any) -> int:
+def _code(value: Any) -> int:
     """Return an Error's code for the column error_code; raise a ValueError if it does not fit."""
-    code = int(said)
+    code = int(value)
     if not -(2**31) <= code < 2**31:
-        raise ValueError(said)
+        raise ValueError(value)
     return code
 
 

@@ -238,12 +238,12 @@ def _strangers(raw: psycopg.Connection[Any], unknown: list[Received]) -> set[Rec
     if not unknown:
         return set()
     broker_id, number = of_broker(raw, WHO)
-    mine = [one for one in unknown if one.to_broker in (None, broker_id)]
-    lost = [one for one in mine if not one.from_initiator and one.message_type != ERROR]
+    local = [one for one in unknown if one.to_broker in (None, broker_id)]
+    lost = [one for one in local if not one.from_initiator and one.message_type != ERROR]
     error = {"code": Code.SET_BACK, "text": "one end was set back: the other end is gone"}
     answers = {one.conversation_id: _answer(one, 1, ERROR, error) for one in lost}
     if number > 1:
-        early = [one for one in mine if one.from_initiator and one.parked_id is None]
+        early = [one for one in local if one.from_initiator and one.parked_id is None]
         asked = {"received": 0, "answer": True}
         answers |= {
             one.conversation_id: _answer(one, 0, COMPARE, asked)
@@ -280,7 +280,7 @@ def _known_there(endpoint: Endpoint) -> int:
 def _standing(message: Received) -> tuple[int, bool]:
     """Return how much the sender has received, and whether it asks this end to compare too."""
     try:
-        said = json.loads(message.body)
-        return int(said["received"]), bool(said["answer"])
+        document = json.loads(message.body)
+        return int(document["received"]), bool(document["answer"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return 0, False

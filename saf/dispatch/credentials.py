@@ -39,10 +39,10 @@ def hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
     found = [(endpoint.url, endpoint.shown)] if endpoint.url != endpoint.shown else []
     found += [(one.get_secret_value(), HIDDEN) for one in secrets if one is not None]
     of_all = (authorization(endpoint), of_client(endpoint), of_proxy(endpoint))
-    said = [one.partition(" ")[2] for headers in of_all for one in headers.values()]
+    credentials = [one.partition(" ")[2] for headers in of_all for one in headers.values()]
     queries = [urlsplit(one).query for one in (endpoint.url, endpoint.token_url or "")]
     values = [value for query in queries for value in values_of(query)]
-    found += [(one, HIDDEN) for one in (*said, *queries, *values)]
+    found += [(one, HIDDEN) for one in (*credentials, *queries, *values)]
     return [(one, shown) for one, shown in found if len(one) >= SHORTEST]
 
 

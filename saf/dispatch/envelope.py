@@ -94,8 +94,8 @@ def request(message: Received, endpoint: Endpoint) -> Request:
     elif endpoint.mode == "structured":
         body, headers, content_type = event(message, endpoint), {}, STRUCTURED
     else:
-        said = attributes(message, endpoint, carried)
-        headers = {f"ce-{name}": encoded(value) for name, value in said.items()}
+        context = attributes(message, endpoint, carried)
+        headers = {f"ce-{name}": encoded(value) for name, value in context.items()}
     if content_type is not None:
         headers["Content-Type"] = encoded(content_type, NOT_IN_HEADERS)
     number = headers.get("ce-id") or str(message.message_id)
@@ -136,15 +136,15 @@ def _carried(message: Received) -> tuple[Mapping[str, Any], str | None]:
 
 @lru_cache(maxsize=256)
 def _decoded(text: str) -> tuple[Mapping[str, Any], str | None]:
-    said = json.loads(text)
-    return _with_type(Headers(said) if isinstance(said, dict) else said)
+    document = json.loads(text)
+    return _with_type(Headers(document) if isinstance(document, dict) else document)
 
 
 def _with_type(carried: object) -> tuple[Mapping[str, Any], str | None]:
     if not isinstance(carried, Mapping):
         return {}, None
-    said = carried.get(CONTENT_TYPE)
-    return carried, said if isinstance(said, str) and said else None
+    content_type = carried.get(CONTENT_TYPE)
+    return carried, content_type if isinstance(content_type, str) and content_type else None
 
 
 def attributes(message: Received, endpoint: Endpoint, carried: Mapping[str, Any]) -> dict[str, str]:

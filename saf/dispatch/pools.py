@@ -72,8 +72,8 @@ class Pools:
             "http2": True,
         }
         if endpoint.proxy is not None:
-            said = [("Proxy-Authorization", value) for value in of_proxy(endpoint).values()]
-            every |= {"proxy_headers": [*HEADERS.items(), *said]}
+            credentials = [("Proxy-Authorization", value) for value in of_proxy(endpoint).values()]
+            every |= {"proxy_headers": [*HEADERS.items(), *credentials]}
             return self._library.AsyncHTTPProxy(endpoint.proxy, **every)
         if endpoint.public_only:
             every |= {"network_backend": _guarded(self._library, endpoint.networks)}

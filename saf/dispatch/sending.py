@@ -117,9 +117,9 @@ class Sender:
         return message
 
     def _has_expired(self, message: Received) -> bool:
-        at = message.expires_at
-        there, then = self.clock  # this machine's clock may be set at any time
-        return at is not None and at <= there + timedelta(seconds=time.monotonic() - then)
+        expiry = message.expires_at
+        now, read_at = self.clock  # this machine's clock may be set at any time
+        return expiry is not None and expiry <= now + timedelta(seconds=time.monotonic() - read_at)
 
     def _others(self, message: Received) -> list[Received]:
         """Return further messages to send in one request with a message."""
@@ -273,13 +273,13 @@ class Sender:
         A message that cannot be sent is settled. Among several, it is first put back, to be sent
         alone; the messages after it follow it.
         """
-        made: dict[Received, Request | bytes] = {}
+        requests: dict[Received, Request | bytes] = {}
         for place, message in enumerate(messages):
             if self.endpoint.reply and message.from_service is None:
                 self.reject(message, replies.TO_NOBODY)
                 continue
             try:
-                made[message] = (
+                requests[message] = (
                     envelope.event(message, self.endpoint)
                     if self.endpoint.mode == "batch"
                     else self.made(message)
@@ -293,13 +293,15 @@ class Sender:
                         self.window.put_back(one)
                     break
                 self.reject(message, said(error))
-        if not made:
+        if not requests:
             return messages, None
-        first = next(iter(made.values()))
+        first = next(iter(requests.values()))
         if isinstance(first, Request):
-            return [*made], first
-        events = {one.message_id: event for one, event in made.items() if isinstance(event, bytes)}
-        return [*made], envelope.together(events)
+            return [*requests], first
+        events = {
+            one.message_id: event for one, event in requests.items() if isinstance(event, bytes)
+        }
+        return [*requests], envelope.together(events)
 
     def made(self, message: Received) -> Request:
         """Return the request for a message."""

@@ -154,8 +154,8 @@ def all_shards(connection: psycopg.Connection[Any]) -> int:
 
 def clock(connection: psycopg.Connection[Any]) -> tuple[datetime, float]:
     """Return the database's clock, and this machine's monotonic clock at the answer."""
-    ((there,),) = fetch(connection, CLOCK)
-    return there, time.monotonic()
+    ((now,),) = fetch(connection, CLOCK)
+    return now, time.monotonic()
 
 
 def owned(connection: psycopg.Connection[Any], reader: Reader) -> list[InHand]:

@@ -206,10 +206,10 @@ def _made(name: str, url: str, settings: Mapping[str, Any]) -> StoredEndpoint:
     try:
         return StoredEndpoint.model_validate({"url": url, **settings})
     except pydantic.ValidationError as error:
-        said = "; ".join(
+        reasons = "; ".join(
             ".".join([name, *map(str, one["loc"])])
             + ": "
             + one["msg"].removeprefix("Value error, ")
             for one in error.errors(include_input=False)
         )
-        raise ConfigurationError(f"endpoint {said}") from None
+        raise ConfigurationError(f"endpoint {reasons}") from None

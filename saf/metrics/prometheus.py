@@ -65,10 +65,10 @@ def registry(take: Take) -> CollectorRegistry:
 
 def page(take: Take) -> str:
     """Return the samples in the text format of Prometheus."""
-    there = registry(take)
+    collectors = registry(take)
     from prometheus_client import generate_latest
 
-    return generate_latest(there).decode()
+    return generate_latest(collectors).decode()
 
 
 def serve(take: Take, listen: str) -> Callable[[], None]:
@@ -80,11 +80,11 @@ def serve(take: Take, listen: str) -> Callable[[], None]:
         UsageError: the address is invalid or in use.
     """
     host, port = address(listen)
-    there = registry(take)
+    collectors = registry(take)
     from prometheus_client import start_http_server
 
     try:
-        server, thread = start_http_server(port, addr=host, registry=there)
+        server, thread = start_http_server(port, addr=host, registry=collectors)
     except OSError as error:
         raise UsageError(
             f"metrics cannot be served at {listen}: {error.strerror or error}; name another port"
@@ -116,11 +116,11 @@ def write(take: Take, file: Path) -> None:
     Raises:
         ConfigurationError: the file cannot be written.
     """
-    there = registry(take)
+    collectors = registry(take)
     from prometheus_client import write_to_textfile
 
     try:
-        write_to_textfile(str(file), there)
+        write_to_textfile(str(file), collectors)
     except OSError as error:
         raise ConfigurationError(
             f"metrics cannot be written to {file}: {error.strerror or error}; name a file in an "
@@ -158,14 +158,14 @@ def push(take: Take, gateway: str, job: str) -> None:
         Unavailable: the pushgateway does not answer.
     """
     check_gateway(gateway)
-    there = registry(take)
+    collectors = registry(take)
     from prometheus_client import push_to_gateway
 
     try:
-        push_to_gateway(gateway, job=job, registry=there, timeout=PUSH_SECONDS)
+        push_to_gateway(gateway, job=job, registry=collectors, timeout=PUSH_SECONDS)
     except (OSError, HTTPException) as error:
-        said = str(error) or type(error).__name__
-        raise Unavailable(f"pushgateway {gateway}", said) from None
+        reason = str(error) or type(error).__name__
+        raise Unavailable(f"pushgateway {gateway}", reason) from None
 
 
 def _family(metric: Metric, samples: Iterable[Sample]) -> Family:

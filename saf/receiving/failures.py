@@ -67,13 +67,13 @@ def exception(
     """Return the fields that show an exception, without the texts that `failure` hides."""
     with _without_parameters(error):
         text = "".join(traceback.format_exception(error))
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        summary = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     for secret in _secrets(error, raw, messages):
         if len(secret) >= SHORTEST:
-            text, said = (one.replace(secret, HIDDEN) for one in (text, said))
-    text, said = masked(text), masked(said)
+            text, summary = (one.replace(secret, HIDDEN) for one in (text, summary))
+    text, summary = masked(text), masked(summary)
     # structlog prints the field named stack on lines of its own, unchanged
-    return {"error": " ".join(said.split()), "stack": text}
+    return {"error": " ".join(summary.split()), "stack": text}
 
 
 def _secrets(

@@ -44,9 +44,9 @@ class Instances:
         lane = message.lane
         one = self._by_lane.get(lane)
         if one is None or one.epoch != epoch:
-            made = processor()
-            made.key = str(message.message_id) if message.key is None else message.key
-            one = Instance(processor=made, lane=lane, shard=message.shard, epoch=epoch)
+            created = processor()
+            created.key = str(message.message_id) if message.key is None else message.key
+            one = Instance(processor=created, lane=lane, shard=message.shard, epoch=epoch)
             self._by_lane[lane] = one
         self._by_lane.move_to_end(lane)
         one.used_at = time.monotonic()

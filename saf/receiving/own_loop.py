@@ -35,11 +35,11 @@ def own_loop() -> OwnLoop:
     """Return this process's own event loop; start one if none answers."""
     global _shared  # noqa: PLW0603 one for the process
     with _turn:
-        mine = None if _shared is None else _shared()
-        if mine is None or not mine.answers():
-            mine = OwnLoop()
-            _shared = weakref.ref(mine)
-        return mine
+        current = None if _shared is None else _shared()
+        if current is None or not current.answers():
+            current = OwnLoop()
+            _shared = weakref.ref(current)
+        return current
 
 
 class OwnLoop:

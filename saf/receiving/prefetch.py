@@ -226,9 +226,9 @@ class Prefetch:
         by_shard: dict[int, list[tuple[Any, ...]]] = {}
         for row in rows:
             by_shard.setdefault(row[SHARD], []).append(row)
-        for number, mine in by_shard.items():
+        for number, shard_rows in by_shard.items():
             plain = next(
-                (at for at, row in enumerate(mine) if row[FATE_AT] not in (NOW, SPOKEN)), None
+                (at for at, row in enumerate(shard_rows) if row[FATE_AT] not in (NOW, SPOKEN)), None
             )
             whole = plain is None and number in complete
             if number not in complete or hand.shards[number].cuts:
@@ -236,9 +236,9 @@ class Prefetch:
             self._read.append(
                 Prefetched(
                     shard=hand.shards[number],
-                    rows=mine[:plain],
+                    rows=shard_rows[:plain],
                     whole=whole,
-                    messages=len(mine),
+                    messages=len(shard_rows),
                 )
             )
         usable = sum(len(one.rows) for one in self._read)

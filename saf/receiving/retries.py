@@ -208,8 +208,8 @@ class Waiting:
 
 def troubled(connection: psycopg.Connection[Any], reader: Reader) -> bool:
     """Return whether there may be anything to try alone now."""
-    ((there,),) = fetch(connection, TROUBLED, params_of(reader))
-    return bool(there)
+    ((exists,),) = fetch(connection, TROUBLED, params_of(reader))
+    return bool(exists)
 
 
 def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | None:
@@ -271,8 +271,8 @@ def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str
 
 def move(connection: psycopg.Connection[Any], parked: Sequence[tuple[int, Lane]]) -> None:
     """Move parked messages, given by their ids in saf.parked, into lanes."""
-    ids, there = zip(*parked, strict=True)
-    connection.execute(MOVE_TO_KEYS, {"parked_ids": list(ids), **given(there)})
+    ids, places = zip(*parked, strict=True)
+    connection.execute(MOVE_TO_KEYS, {"parked_ids": list(ids), **given(places)})
 
 
 def time_late(connection: psycopg.Connection[Any], reader: Reader, shards: Sequence[int]) -> None:

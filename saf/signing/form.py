@@ -82,12 +82,12 @@ def read_headers(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        said = json.loads(text, parse_int=number, parse_float=number, parse_constant=no_number)
+        document = json.loads(text, parse_int=number, parse_float=number, parse_constant=no_number)
     except (ValueError, RecursionError, ArithmeticError) as error:
         raise NotSignable(f"the headers cannot be read: {error}") from None
-    if not isinstance(said, dict):
+    if not isinstance(document, dict):
         raise NotSignable("the headers are not a JSON object")
-    return said
+    return document
 
 
 def covered(headers: Mapping[str, Any]) -> dict[str, Any]:

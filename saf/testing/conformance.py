@@ -285,21 +285,21 @@ class DestinationConformance:
         if not settings.capabilities.exactly_once:
             return  # it has no marks
         rows = forwarder.messages(4, shard=0)
-        how = {"exactly_once": quality == MAIN}
+        options = {"exactly_once": quality == MAIN}
         forwarder.learn(_store(settings, forwarder.chunk(rows[:1])))
         forwarder.set_aside_at = {0: [CREATED_AT], 1: [CREATED_AT]}
-        _store(settings, forwarder.chunk(rows[1:2], lane=lane, prefix=quality), **how)
+        _store(settings, forwarder.chunk(rows[1:2], lane=lane, prefix=quality), **options)
         marks = settings.known("conformance", forwarder.source, role="test").marks
-        said = {place: mark.set_aside_at for place, mark in marks.items() if mark.set_aside_at}
-        assert said == {(MAIN, 0): CREATED_AT}
+        moments = {place: mark.set_aside_at for place, mark in marks.items() if mark.set_aside_at}
+        assert moments == {(MAIN, 0): CREATED_AT}
         later = CREATED_AT + timedelta(microseconds=1)
         for forgotten in ({}, {0: [later]}):
             forwarder.set_aside_at = forgotten
             with pytest.raises(Ahead):
-                _store(settings, forwarder.chunk(rows[2:3], lane=lane, prefix=quality), **how)
+                _store(settings, forwarder.chunk(rows[2:3], lane=lane, prefix=quality), **options)
         forwarder.set_aside_at = {0: [CREATED_AT, later]}
         for row in rows[2:]:  # also after the mark has the later time
-            _store(settings, forwarder.chunk([row], lane=lane, prefix=quality), **how)
+            _store(settings, forwarder.chunk([row], lane=lane, prefix=quality), **options)
         assert set(_ids(stored())) == set(_ids(rows))
 
     # Killed
@@ -382,12 +382,12 @@ class DestinationConformance:
         sent = [forwarder.message(**columns) for columns in hard]
         sent.append(forwarder.message(to_broker=own))
         _store(settings, forwarder.chunk(sent))
-        for row, there in zip(sent, stored(), strict=True):
+        for row, arrived in zip(sent, stored(), strict=True):
             for name in self.columns:
                 if name == "headers" and row[name] is not None:
-                    assert json.loads(there[name]) == json.loads(row[name])
+                    assert json.loads(arrived[name]) == json.loads(row[name])
                 else:
-                    assert there[name] == row[name], name
+                    assert arrived[name] == row[name], name
 
     def test_the_largest_body_arrives(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
@@ -395,8 +395,8 @@ class DestinationConformance:
         most = settings.capabilities.largest_body
         body = b"0123456789abcdef" * (min(most or DEFAULT_MAX_BYTES, DEFAULT_MAX_BYTES) // 16)
         _store(settings, forwarder.chunk([forwarder.message(body=body)]))
-        (there,) = stored()
-        assert there["body"] == body
+        (row,) = stored()
+        assert row["body"] == body
 
     # Refused
 

@@ -93,13 +93,13 @@ def carrier_of(headers: str | None) -> dict[str, str]:
     if not any(name in lowered for name in names):
         return {}
     try:
-        said = json.loads(headers)
+        given = json.loads(headers)
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(said, dict):
+    if not isinstance(given, dict):
         return {}
     return {
-        name.lower(): one for name, one in said.items() if name.lower() in names and _heeded(one)
+        name.lower(): one for name, one in given.items() if name.lower() in names and _heeded(one)
     }
 
 

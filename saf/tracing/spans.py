@@ -208,16 +208,16 @@ def _of_subscription(subscription: str, message: Received) -> dict[str, Attribut
 
 def _of(message: Received) -> dict[str, AttributeValue]:
     """Return a span's attributes for its only message: no key, and nothing of its content."""
-    said: dict[str, AttributeValue] = {
+    attributes: dict[str, AttributeValue] = {
         "messaging.message.id": str(message.message_id),
         "messaging.message.body.size": message.size,
         "saf.message.attempt": message.attempt,
     }
     if message.message_type is not None:
-        said["saf.message.type"] = message.message_type
+        attributes["saf.message.type"] = message.message_type
     if message.conversation_id is not None:
-        said["messaging.message.conversation_id"] = str(message.conversation_id)
-    return said
+        attributes["messaging.message.conversation_id"] = str(message.conversation_id)
+    return attributes
 
 
 def _carried(messages: Sequence[Received]) -> Iterator[Carried]:

@@ -105,9 +105,9 @@ class Access:
 
     def address(self, request: HTTPConnection) -> str:
         """Return the address of a client, as reported by a trusted proxy if there is one."""
-        said = request.headers.getlist("x-forwarded-for")
-        if said and self._from_proxy(request):
-            return said[-1].rpartition(",")[2].strip()  # what the nearest proxy has seen
+        forwarded = request.headers.getlist("x-forwarded-for")
+        if forwarded and self._from_proxy(request):
+            return forwarded[-1].rpartition(",")[2].strip()  # what the nearest proxy has seen
         return request.client.host if request.client is not None else "a unix socket"
 
     def login(self, token: str, name: str) -> str | None:
@@ -135,8 +135,8 @@ class Access:
     def secure(self, request: HTTPConnection) -> bool:
         """Return whether the browser uses https, as reported by a trusted proxy if there is one."""
         if self._from_proxy(request):
-            said = request.headers.get("x-forwarded-proto", request.url.scheme)
-            return said == "https"
+            scheme = request.headers.get("x-forwarded-proto", request.url.scheme)
+            return scheme == "https"
         return request.url.scheme in ("https", "wss")
 
     def right_csrf(self, visitor: Visitor, given: str) -> bool:

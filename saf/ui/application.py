@@ -77,14 +77,14 @@ def application(settings: Settings, *, write: bool) -> ASGIApp:
             Route(path, _endpoint(site, one.page, operates=one.operates), methods=methods)
         )
     known = settings.ui.user_header is not None
-    made = _Guarded(
+    app = _Guarded(
         routes=routes,
         middleware=[Middleware(KnownHosts, hosts=settings.ui.hosts)] if known else [],
         lifespan=lifespan,
         exception_handlers={404: _not_found(site)},
     )
-    made.state.site = site
-    return made
+    app.state.site = site
+    return app
 
 
 class _Guarded(Starlette):
@@ -206,9 +206,9 @@ def _login(site: Site) -> Endpoint:
             wait = attempts.wait_seconds(address, time.monotonic())
             if wait > 0:
                 log.warning("login_not_listened_to", address=shown(address))
-                said = f"too many wrong tokens: try again in {math.ceil(wait)} s"
+                text = f"too many wrong tokens: try again in {math.ceil(wait)} s"
                 again = {"Retry-After": str(math.ceil(wait))}
-                return PlainTextResponse(said, status_code=429, headers=again)
+                return PlainTextResponse(text, status_code=429, headers=again)
             wanted = form.get("next", [""])[-1]
             token, name = form.get("token", [""])[-1], form.get("name", [""])[-1]
             site.access.logout(request)

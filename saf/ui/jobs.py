@@ -141,8 +141,8 @@ class Jobs:
                     self._at(job, decision, name, broker)
                 except Exception as error:
                     known = error if isinstance(error, SafError) else Unexpected(name, error)
-                    job.errors[name] = said = redaction.error(known)
-                    log.warning("job_failed", job=job.number, broker=name, error=said)
+                    job.errors[name] = text = redaction.error(known)
+                    log.warning("job_failed", job=job.number, broker=name, error=text)
             stopped = job.stopping.is_set() and job.messages < job.expected
             job.state = "failed" if job.errors else "cancelled" if stopped else "done"
             job.ended = time.time()

@@ -165,5 +165,5 @@ class Visit:
 
     def part(self, template: str, **shown: object) -> HTMLResponse:
         """Render a part of a page."""
-        made = self.site.environment.get_template(template)
-        return HTMLResponse(made.render(path=self.path, here=self.given("here"), **shown))
+        compiled = self.site.environment.get_template(template)
+        return HTMLResponse(compiled.render(path=self.path, here=self.given("here"), **shown))

@@ -34,8 +34,8 @@ async def body_of(scope: Scope, receive: Receive, *, most: int, seconds: float) 
         TooLarge: it has more than ``most`` bytes, or its content-length says so in advance.
         Gone: it has not arrived within ``seconds``.
     """
-    said = headers_of(scope).get("content-length", "")
-    if said.isdecimal() and int(said) > most:
+    length = headers_of(scope).get("content-length", "")
+    if length.isdecimal() and int(length) > most:
         raise TooLarge
     body, more = bytearray(), True
     try:

@@ -104,8 +104,8 @@ def _attributes(headers: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str | None]:
     try:
-        said = members(body.decode(json.detect_encoding(body)))
-        whole = {name: json.loads(text) for name, text in said.items() if name != "data"}
+        fields = members(body.decode(json.detect_encoding(body)))
+        whole = {name: json.loads(text) for name, text in fields.items() if name != "data"}
     except NoEvent:
         raise
     except (ValueError, RecursionError):
@@ -117,9 +117,9 @@ def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str | None]:
             return whole, base64.b64decode(whole["data_base64"], validate=True), content_type
         except (binascii.Error, TypeError, ValueError):
             raise NoEvent("data_base64 is not base64") from None
-    if "data" not in said:
+    if "data" not in fields:
         return whole, b"", content_type
-    data = said["data"]
+    data = fields["data"]
     text = (content_type or "application/json").partition(";")[0].strip().lower()
     if data.startswith('"') and not text.endswith(("/json", "+json")):
         return whole, json.loads(data).encode(errors="replace"), content_type

@@ -49,10 +49,10 @@ def _own(text: str, source: UUID) -> str:
     '{"n": 1.50, "saf-verified-from": {"broker": "00000000-0000-0000-0000-000000000001"}}'
     """
     try:
-        said = STRICT.decode(text)
-        if not isinstance(said, dict) or VERIFIED_FROM not in said:
+        document = STRICT.decode(text)
+        if not isinstance(document, dict) or VERIFIED_FROM not in document:
             return text
-        match said[VERIFIED_FROM]:
+        match document[VERIFIED_FROM]:
             case {"broker": str(broker)} if broker == str(source):
                 return text
         whole = members(text)

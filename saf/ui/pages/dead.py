@@ -63,13 +63,13 @@ def letters(visit: Visit) -> Response:
 def confirm(visit: Visit) -> Response:
     """Count the dead letters that a decision covers, and ask for the reason."""
     action, to = _action(visit), visit.given("to")
-    there = to if action == "redirect" else None
+    target = to if action == "redirect" else None
 
-    def count(which: Filter, connection: psycopg.Connection[Any]) -> Counted:
-        return dead.count(connection, which, MOST, to=there)
+    def count(selection: Filter, connection: psycopg.Connection[Any]) -> Counted:
+        return dead.count(connection, selection, MOST, to=target)
 
     answers = visit.site.brokers.ask_each(
-        {name: partial(count, which) for name, which in _chosen(visit).items()}
+        {name: partial(count, selection) for name, selection in _chosen(visit).items()}
     )
     counts = answers.found
     return visit.page(

@@ -58,8 +58,8 @@ def begin(site: Site) -> Examination:
         try:
             one.findings = examine(site.settings)
         except Exception as error:
-            said = error if isinstance(error, SafError) else Unexpected("the doctor", error)
-            one.problem = str(said)
+            known = error if isinstance(error, SafError) else Unexpected("the doctor", error)
+            one.problem = str(known)
         one.ended = time.time()
 
     threading.Thread(target=run, name="saf-doctor", daemon=True).start()

@@ -86,11 +86,11 @@ def message(visit: Visit) -> Response:
 
 def _body(redaction: Redaction, found: Iterable[tuple[Stay, bytes | None]]) -> str | None:
     """Return the body for display; None if no log has it."""
-    for there, body in found:
-        if body is not None and (one := there.sent or there.stored) is not None:
+    for stay, body in found:
+        if body is not None and (one := stay.sent or stay.stored) is not None:
             return redaction.body(body, one.headers)
-        if there.size is not None and there.size > LARGEST_BYTES:
-            return f"{there.size:,} bytes: more than are shown"
+        if stay.size is not None and stay.size > LARGEST_BYTES:
+            return f"{stay.size:,} bytes: more than are shown"
     return None
 
 
@@ -105,9 +105,9 @@ def _further(
     if about is None and sent_at is not None:
         return {"at": sent_at}
     ends = {
-        name: {log: one.place for log, one in there.unfinished.items()}
-        for name, there in stays.items()
-        if there.unfinished
+        name: {log: one.place for log, one in stay.unfinished.items()}
+        for name, stay in stays.items()
+        if stay.unfinished
     }
     return {"at": about, "from": json.dumps(ends)}
 
@@ -123,8 +123,8 @@ def _places(text: str | None) -> Mapping[str, Mapping[str, str]]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not all(
-        isinstance(there, dict) and all(isinstance(one, str) for one in there.values())
-        for there in found.values()
+        isinstance(positions, dict) and all(isinstance(one, str) for one in positions.values())
+        for positions in found.values()
     ):
         raise UsageError(f"{text!r} is not a place where a search ended")
     return found

@@ -68,13 +68,13 @@ def overview(visit: Visit) -> Response:
     """Show all brokers, destinations and endpoints at a glance."""
     beat = visit.beat
     brokers = rows(beat)
-    there = destinations(beat)
+    targets = destinations(beat)
     return visit.page(
         "overview.html",
         title="Overview",
         live=LIVE,
         brokers=brokers,
-        destinations=there,
+        destinations=targets,
         endpoints=endpoints(beat),
         flows=drawn(beat),
         curves={name: [*values] for name, values in visit.site.pulse.curves.items()},
@@ -126,10 +126,10 @@ STATES = ("down", "waiting", "up")
 
 def destinations(beat: Beat) -> list[DestinationRow]:
     """Return the destinations, each with the worst state that a source reports."""
-    said: dict[str, list[str]] = defaultdict(list)
+    states_of: dict[str, list[str]] = defaultdict(list)
     for (_, name, state), is_so in beat.of(m.DESTINATIONS):
         if is_so:
-            said[name].append(state)
+            states_of[name].append(state)
     pending: dict[str, float] = defaultdict(float)
     for (_, name, _), value in beat.of(m.PENDING):
         pending[name] += value
@@ -144,7 +144,7 @@ def destinations(beat: Beat) -> list[DestinationRow]:
             parked=parked[name],
             sources=len(states),
         )
-        for name, states in sorted(said.items())
+        for name, states in sorted(states_of.items())
     ]
 
 

@@ -25,7 +25,7 @@ def lanes(visit: Visit) -> Response:
     """Show the waiting lanes."""
     found, errors = _found(visit)
     broker = visit.given("broker")
-    there = found.get(broker or "")
+    page = found.get(broker or "")
     return visit.page(
         "parked.html",
         title="Parked",
@@ -36,7 +36,7 @@ def lanes(visit: Visit) -> Response:
         most=MOST,
         wanted=_wanted(visit),
         broker=broker,
-        after=there.next if there else None,
+        after=page.next if page else None,
     )
 
 

@@ -95,8 +95,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a clock that is set makes messages expire",
         SENDING,
-        "there, then = self.clock  #",
-        "there, then = datetime.now(UTC), time.monotonic()  #",
+        "now, read_at = self.clock  #",
+        "now, read_at = datetime.now(UTC), time.monotonic()  #",
         f"{BOUNDS}::test_a_clock_that_is_set_makes_no_message_expire",
     ),
     mutant(
@@ -273,8 +273,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a value of a query is kept",
         "saf/dispatch/credentials.py",
-        "(*said, *queries, *values)",
-        "(*said, *queries)",
+        "(*credentials, *queries, *values)",
+        "(*credentials, *queries)",
         f"{HOSTILE}::test_an_answer_that_repeats_one_value_of_the_query_is_kept_without_it",
     ),
     mutant(
@@ -518,8 +518,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a value may begin a new line of the headers",
         "saf/dispatch/envelope.py",
-        "encoded(value) for name, value in said",
-        "value for name, value in said",
+        "encoded(value) for name, value in context",
+        "value for name, value in context",
         f"{DISPATCH}::test_the_sdk_of_cloudevents_reads_what_is_sent",
     ),
     mutant(

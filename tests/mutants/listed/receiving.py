@@ -145,8 +145,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a worker that runs again meets a pool of another event loop",
         OWN_LOOP,
-        "        mine = None if _shared is None else _shared()\n",
-        "        mine = None\n",
+        "        current = None if _shared is None else _shared()\n",
+        "        current = None\n",
         f"{ASYNC}::test_workers_of_a_process_run_again_and_again_with_connections_of_one_pool",
     ),
     mutant(
@@ -174,7 +174,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a worker runs in an event loop that a handler blocks",
         OWN_LOOP,
-        " or not mine.answers():",
+        " or not current.answers():",
         ":",
         f"{ASYNC}::test_a_worker_runs_again_though_a_handler_blocks_its_event_loop",
     ),
@@ -272,8 +272,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is behind a delayed message is read ahead as if it were next to the one before",
         PREFETCH,
-        "rows=mine[:plain],",
-        "rows=mine,",
+        "rows=shard_rows[:plain],",
+        "rows=shard_rows,",
         f"{PREFETCHED}::test_what_is_delayed_among_what_is_read_ahead_comes_in_its_time",
     ),
     mutant(
