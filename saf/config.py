@@ -551,8 +551,8 @@ def load_signer(path: Path | None = None) -> Signer:
         ConfigurationError: names the file, the setting and the value at fault, but no secret.
         MissingExtra: Ed25519 needs a package that is not installed.
     """
-    others = {"keys", "redirected_from"}
-    return _anew(lambda: _read_signing(_file(path), Signing.signer, others))
+    ignored = {"keys", "redirected_from"}
+    return _anew(lambda: _read_signing(_file(path), Signing.signer, ignored))
 
 
 def load_keys(path: Path | None = None) -> Keys:
@@ -562,8 +562,8 @@ def load_keys(path: Path | None = None) -> Keys:
         ConfigurationError: names the file, the setting and the value at fault, but no secret.
         MissingExtra: Ed25519 needs a package that is not installed.
     """
-    others = {"key_id", "algorithm", "secret", "secret_file"}
-    return _anew(lambda: _read_signing(_file(path), Signing.known, others))
+    ignored = {"key_id", "algorithm", "secret", "secret_file"}
+    return _anew(lambda: _read_signing(_file(path), Signing.known, ignored))
 
 
 def _file(path: Path | None) -> Path:
@@ -625,14 +625,14 @@ def _read(path: Path, *, delivers: bool) -> Settings:
     return _checked(path, tables, lambda: Settings(**_expand(rest, ()), **signing))
 
 
-def _read_signing(path: Path, make: Callable[[Signing], S], others: Collection[str]) -> S:
+def _read_signing(path: Path, make: Callable[[Signing], S], ignored: Collection[str]) -> S:
     """Make an object from [signing], ignoring the settings in ``others``."""
     tables = _tables(path)
     table = tables.get("signing", {})
     if isinstance(table, dict):
-        table = {name: one for name, one in table.items() if name not in others}
-    where = ("signing",)
-    only = _checked(path, tables, lambda: _OnlySigning(signing=_expand(table, where)))
+        table = {name: one for name, one in table.items() if name not in ignored}
+    location = ("signing",)
+    only = _checked(path, tables, lambda: _OnlySigning(signing=_expand(table, location)))
     try:
         return make(only.signing)
     except MissingExtra:
@@ -655,12 +655,12 @@ def _checked(path: Path, tables: Mapping[str, Any], make: Callable[[], S]) -> S:
         raise ConfigurationError(f"{path}: {error}") from None
 
 
-def _expand(value: Any, where: tuple[str, ...]) -> Any:
+def _expand(value: Any, location: tuple[str, ...]) -> Any:
     """Return ``value`` with every ``${NAME}`` replaced from the environment."""
     if isinstance(value, dict):
-        return {key: _expand(item, (*where, key)) for key, item in value.items()}
+        return {key: _expand(item, (*location, key)) for key, item in value.items()}
     if isinstance(value, list):
-        return [_expand(item, where) for item in value]
+        return [_expand(item, location) for item in value]
     if not isinstance(value, str):
         return value
 
@@ -668,14 +668,14 @@ def _expand(value: Any, where: tuple[str, ...]) -> Any:
         name = match[1]
         if name not in os.environ:
             raise ConfigurationError(
-                f"{'.'.join(where)} needs the environment variable {name}, which is not set"
+                f"{'.'.join(location)} needs the environment variable {name}, which is not set"
             )
         return os.environ[name]
 
     def replaced(text: str) -> str:
         return re.sub(r"\$\{(\w+)\}", replacement, text)
 
-    if where[-1] != "dsn" or value.startswith("${"):
+    if location[-1] != "dsn" or value.startswith("${"):
         return replaced(value)
     value = without_driver(value)
     refuse_unescaped(value)
@@ -687,15 +687,15 @@ def _expand(value: Any, where: tuple[str, ...]) -> Any:
 
 
 def _explain(problem: Any, tables: Mapping[str, Any] = MappingProxyType({})) -> str:
-    where = [str(part) for part in problem["loc"]]
+    location = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
-        *table, name = where
+        *table, name = location
         known = [one for one in _known(table, tables) if one != name]  # a variable set the kind
-        return f"unknown setting {'.'.join(where)}{did_you_mean(name, known)}"
+        return f"unknown setting {'.'.join(location)}{did_you_mean(name, known)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
-    if problem["type"].startswith(("int", "float", "literal", "bool")) and where[-1] != "dsn":
+    if problem["type"].startswith(("int", "float", "literal", "bool")) and location[-1] != "dsn":
         message += f", and not {problem['input']!r}"[:LONGEST]
-    return f"{'.'.join(where)}: {message}" if where else message
+    return f"{'.'.join(location)}: {message}" if location else message
 
 
 def _known(table: list[str], tables: Mapping[str, Any]) -> list[str]:

@@ -61,9 +61,9 @@ _MESSAGE_ID, _KEY, _HEADERS, _BODY = (
 )
 
 
-def _field(column: str, what: str) -> Any:
+def _field(column: str, description: str) -> Any:
     place = _AT[column]
-    return property(lambda self: self._row[place], doc=what)
+    return property(lambda self: self._row[place], doc=description)
 
 
 class Headers(dict[str, Any]):

@@ -114,8 +114,8 @@ def _log(
         *message_columns(),
         *extra,
         *(
-            sa.CheckConstraint(check, name=f"{name}_{what}", comment=COMMENTS.get(what))
-            for what, check in checks.items()
+            sa.CheckConstraint(check, name=f"{name}_{suffix}", comment=COMMENTS.get(suffix))
+            for suffix, check in checks.items()
         ),
         sa.Index(f"{name}_shard_txid", "shard", "txid"),
         # % is doubled, because SQLAlchemy passes this part to the driver unchanged

@@ -195,10 +195,10 @@ class Entrance:
         if refused := _sender_refused(cause):
             raise ConfigurationError(refused) from error
         user = transaction.user
-        who = "this role" if user is None else f"role {user!r}"
+        role = "this role" if user is None else f"role {user!r}"
         reason = " ".join(str(cause).split())
         raise ConfigurationError(
-            f"{who} may not do this: {reason}. Let the owner of its schema saf run "
+            f"{role} may not do this: {reason}. Let the owner of its schema saf run "
             f"`saf grant --role {self.duty} {'ROLE' if user is None else shlex.quote(user)}`"
         ) from error
 

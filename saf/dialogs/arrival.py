@@ -141,8 +141,8 @@ def arrive(
         for known in endpoints.values():
             known.dialog = replace(known.dialog, signer=reader.signer)
     recognised = recognise(raw, endpoints, messages)
-    for one, why in recognised.forgotten:
-        (arrival.refused if end_of(one) in endpoints else arrival.stray).append((one, why))
+    for one, reason in recognised.forgotten:
+        (arrival.refused if end_of(one) in endpoints else arrival.stray).append((one, reason))
     arrival.done += recognised.done
     last: dict[End, int] = {}
     for message in recognised.messages:
@@ -281,8 +281,8 @@ def _meet(arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: R
         endpoint.asks |= bool(endpoint.lineage) and fresh
         arrival.ahead.append(message)
     elif verdict is Verdict.DROP:
-        why = why_dropped(before, message, ended_here=endpoint.ended_here, over=endpoint.over)
-        arrival.dropped.append((message, why))
+        reason = why_dropped(before, message, ended_here=endpoint.ended_here, over=endpoint.over)
+        arrival.dropped.append((message, reason))
     elif fragment:
         arrival.fragments.append((len(arrival.messages), message))
         arrival.not_copied.append(message)

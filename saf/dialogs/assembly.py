@@ -147,16 +147,16 @@ class Assembled(Received):
         }
 
     def _pieces(self) -> Iterator[bytes]:
-        others = self._others
-        for sequence in range(others["first"], others["last"] + 1):
-            yield self._piece(others | {"first": sequence, "last": sequence})
+        params = self._others
+        for sequence in range(params["first"], params["last"] + 1):
+            yield self._piece(params | {"first": sequence, "last": sequence})
         yield super().body
 
-    def _piece(self, where: dict[str, Any]) -> bytes:
+    def _piece(self, params: dict[str, Any]) -> bytes:
         found = None
         if not self._raw.closed:
             with psycopg.Cursor(self._raw, row_factory=tuple_row) as cursor:
-                found = cursor.execute(READ, where, binary=True).fetchone()
+                found = cursor.execute(READ, params, binary=True).fetchone()
         if found is None:
             raise UsageError(
                 f"the body of message {self.message_id} is not here any more: read it in the block "

@@ -278,17 +278,17 @@ def contracts(
     return [Contract.from_row(*row) for row in fetch(connection, CONTRACTS, params)]
 
 
-def _check_name(what: str, name: str, version: int) -> None:
+def _check_name(kind: str, name: str, version: int) -> None:
     if not name or not fits(name, MAX_NAME) or not name.isprintable():
         raise UsageError(
-            f"{what} {name!r}: a name has 1 to {MAX_NAME} bytes of printable characters"
+            f"{kind} {name!r}: a name has 1 to {MAX_NAME} bytes of printable characters"
         )
     if version < 1:
-        raise UsageError(f"{what} {name!r}: version {version} is less than 1")
+        raise UsageError(f"{kind} {name!r}: version {version} is less than 1")
 
 
-def _changed(what: str, name: str, version: int) -> ConfigurationError:
+def _changed(kind: str, name: str, version: int) -> ConfigurationError:
     return ConfigurationError(
-        f"{what} {name!r} version {version} exists with another content: dialogs "
+        f"{kind} {name!r} version {version} exists with another content: dialogs "
         f"rely on it. Create version {version + 1} instead"
     )

@@ -149,24 +149,24 @@ def subscribers_set_back(
         may_lack: returns whether the destination may have lost messages of such a monolog when it
             has none of its messages.
     """
-    told: list[tuple[UUID, str, str, int, str, str, str]] = []
-    heard = {one.conversation_id: one for one in received}
-    for number, one in heard.items():
+    losses: list[tuple[UUID, str, str, int, str, str, str]] = []
+    by_number = {one.conversation_id: one for one in received}
+    for number, one in by_number.items():
         if not is_behind(number):
             continue
         address = number, one.from_service, one.to_service
         known = sent.get(number)
         if known is not None and not known.failed:
-            told.append((*address, known.sequence, one.numbers, known.under_way, LOST))
+            losses.append((*address, known.sequence, one.numbers, known.under_way, LOST))
         elif number not in sent and one.goes_on:
-            told.append((*address, one.sequence + 1, one.numbers, "{}", FORGOTTEN))
+            losses.append((*address, one.sequence + 1, one.numbers, "{}", FORGOTTEN))
     for number, known in sent.items():
-        if known is None or known.failed or number in heard or not is_behind(number):
+        if known is None or known.failed or number in by_number or not is_behind(number):
             continue
         if may_lack(number, known):
             address = number, known.from_service, known.to_service
-            told.append((*address, known.sequence, "{}", known.under_way, NOTHING_LEFT))
+            losses.append((*address, known.sequence, "{}", known.under_way, NOTHING_LEFT))
     names = ("conversation_id", "from_service", "to_service", "sent", "received", "under_way")
-    columns = zip(*told, strict=True) if told else [()] * (len(names) + 1)
+    columns = zip(*losses, strict=True) if losses else [()] * (len(names) + 1)
     params = dict(zip((*names, "why"), map(list, columns), strict=True))
     connection.execute(TELL_OF_LOSS, params | {"broker": broker})

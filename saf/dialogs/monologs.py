@@ -165,6 +165,6 @@ def publisher_set_back(
 
 
 def _columns(known: Iterable[ReceivedMonolog]) -> dict[str, list[Any]]:
-    ones = [*known]
+    monologs = [*known]
     names = ("conversation_id", "from_service", "to_service", "sequence")
-    return {name: [getattr(one, name) for one in ones] for name in names}
+    return {name: [getattr(one, name) for one in monologs] for name in names}

@@ -104,14 +104,14 @@ def recognise(
 ) -> Recognised:
     """Find the sending incarnations, and the messages for ends that do not exist here."""
     recognised = Recognised()
-    others = of_others(raw, endpoints, messages)
-    for message in others:
+    rivals = of_others(raw, endpoints, messages)
+    for message in rivals:
         if message.message_type in (COMPARE, ERROR):
             recognised.done.append(message)
         else:
             text = f"conversation {message.conversation_id} continues with another target"
             recognised.forgotten.append((message, text))
-    messages = [one for one in messages if one not in others]
+    messages = [one for one in messages if one not in rivals]
     lineages = {
         one: _lineage(one)
         for one in messages

@@ -104,10 +104,10 @@ class Dispatcher:
                 if drain:
                     with unavailable_if_lost(self._what):
                         raise
-                told = exception(error)
+                fields = exception(error)
                 if isinstance(error, (SafError, psycopg.Error)):
-                    del told["stack"]
-                log.warning("session_failed", endpoint=self.name, **told)
+                    del fields["stack"]
+                log.warning("session_failed", endpoint=self.name, **fields)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RECONNECT_SECONDS):
                         await stopping.wait()

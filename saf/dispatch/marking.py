@@ -98,8 +98,8 @@ def mark(
             _lock(connection, reader, marks.cursors)
             # messages are read relative to the cursors' positions before the move
             batches = {one.shard: one.batch for one in marks.cursors}
-            some = talking.settle(connection, reader, batches, marks.talked, one_reply)
-            parked, buried = parked + some[0], buried + some[1]
+            counts = talking.settle(connection, reader, batches, marks.talked, one_reply)
+            parked, buried = parked + counts[0], buried + counts[1]
         _move(connection, reader, marks.cursors)
         refused = replies.send(connection, outbox, marks.replies)
         marks.bury += [(one, "failed", error) for one, error in refused]

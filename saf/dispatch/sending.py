@@ -64,7 +64,7 @@ class Sender:
         """The database's clock, by which messages expire, and the monotonic clock at that time."""
         self.bucket = Bucket(per_second=per_second(endpoint.rate)) if endpoint.rate else None
         self._apart = (
-            Apart(seconds=1 / per_second(each)) if (each := endpoint.rate_per_key) else None
+            Apart(seconds=1 / per_second(rate)) if (rate := endpoint.rate_per_key) else None
         )
         self._timers: dict[str, asyncio.TimerHandle] = {}
         """Timers that wake resting lanes."""
@@ -123,12 +123,12 @@ class Sender:
 
     def _others(self, message: Received) -> list[Received]:
         """Return further messages to send in one request with a message."""
-        others: list[Received] = []
+        further: list[Received] = []
         if self.endpoint.messages == 1 or not self._may_be_together(message):
-            return others
+            return further
         size = message.size
         most = self.endpoint.messages
-        while len(others) + 1 < most and size < BATCH_BYTES and self._has_room:
+        while len(further) + 1 < most and size < BATCH_BYTES and self._has_room:
             of_key = self.endpoint.batch_of == "key"
             one = self.window.next_of(message) if of_key else self._next()
             if one is None:
@@ -139,9 +139,9 @@ class Sender:
             if apart or not self._may_be_together(one) or not self._within_rate():
                 self.window.put_back(one)
                 break
-            others.append(one)
+            further.append(one)
             size += one.size
-        return others
+        return further
 
     def _may_be_together(self, message: Received) -> bool:
         return message.message_id not in self._judge.alone and not self._judge.is_spoken(message)
@@ -177,13 +177,13 @@ class Sender:
         self._throttled = None
         self.start()
 
-    def _take(self, message: Received, *others: Received) -> None:
+    def _take(self, message: Received, *further: Received) -> None:
         """Process messages that are in flight from now on."""
         if self._apart is not None:
-            for one in (message, *others):
+            for one in (message, *further):
                 self._apart.sent(one.lane, asyncio.get_running_loop().time())
         if not self._judge.is_spoken(message):
-            self._send([message, *others])
+            self._send([message, *further])
         elif self.endpoint.reply:
             self.talks.append(message)
             self._tell()
@@ -247,8 +247,8 @@ class Sender:
                 self._judge.probed(messages[0], answer)
             else:
                 self._judge.answered(messages[0], answer)
-        if (this := asyncio.current_task()) is not None:
-            self.requests.discard(this)  # this request has ended, and the next one gets its place
+        if (task := asyncio.current_task()) is not None:
+            self.requests.discard(task)  # this request has ended, and the next one gets its place
         self.start()
         self._tell()
 

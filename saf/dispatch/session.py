@@ -185,8 +185,8 @@ class Session:
             )
         )
         for message in messages:
-            if (what := found.get(message.message_id)) is not None:
-                self.sender.talk(message, what)
+            if (content := found.get(message.message_id)) is not None:
+                self.sender.talk(message, content)
         for message, error in bad:
             self.sender.reject(message, error)
 
@@ -285,7 +285,7 @@ class Session:
             await self._write()
         await self._write()
 
-    async def _ask(self, what: Callable[[psycopg.Connection[Any]], T]) -> T:
+    async def _ask(self, query: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Call the database in its own thread."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, what, self._connection)
+        return await loop.run_in_executor(self._thread, query, self._connection)

@@ -162,13 +162,13 @@ class Endpoint(BaseModel):
 
     @pydantic.field_validator("secrets")
     @classmethod
-    def _are_secrets(cls, some: tuple[pydantic.SecretStr, ...]) -> tuple[pydantic.SecretStr, ...]:
-        for one in some:
+    def _are_secrets(cls, values: tuple[pydantic.SecretStr, ...]) -> tuple[pydantic.SecretStr, ...]:
+        for one in values:
             try:
                 key_of(one.get_secret_value())
             except UsageError as error:
                 raise ValueError(str(error)) from None
-        return some
+        return values
 
     @pydantic.model_validator(mode="after")
     def _is_one_caller(self) -> Endpoint:

@@ -231,7 +231,7 @@ def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
     """
     if lane.name in window.lanes or lane.shard not in window.shards:
         return
-    width, some = len(READ), []
+    width, pending = len(READ), []
     for number, row in enumerate(lane.rows):
         attempts = lane.attempts if number == 0 else 0
         message, fate = Received(row, row[width + 1], attempts + 1), row[width]
@@ -240,8 +240,8 @@ def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
         if attempts >= max_attempts:
             window.bury(message, "failed", lane.error)
         else:
-            some.append(message)
-    window.add_parked(lane.name, lane.shard, some)
+            pending.append(message)
+    window.add_parked(lane.name, lane.shard, pending)
 
 
 def take_late(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:

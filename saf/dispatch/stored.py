@@ -108,9 +108,9 @@ def put(
     check(name, url, settings)
     found = services.subscription(connection, subscription)
     params = {"name": name, "url": url, "subscription_id": found.subscription_id}
-    others = [one for (one,) in fetch(connection, OTHER, params) if one != name]
+    rivals = [one for (one,) in fetch(connection, OTHER, params) if one != name]
     changed: list[tuple[int]] = []
-    if not others:
+    if not rivals:
         with connection.transaction():
             changed = fetch(connection, CHANGE, params | {"settings": Jsonb(dict(settings))})
             for (before,) in changed:

@@ -127,10 +127,10 @@ class Window:
         """Take the first messages of a due lane; an empty lane is done."""
         if lane in self.lanes or lane in self._stopped or shard not in self.shards:
             return
-        some = list(messages)
-        for message in some:
+        first = list(messages)
+        for message in first:
             self._queue(message, parked=True)
-        if not some:
+        if not first:
             self._new.succeeded.append(lane)
             self._touch(shard)
 

@@ -282,8 +282,8 @@ def _hand(
     }
     closed = [shard for shard in shards.values() if shard.open is None]
     deep = _deep(locked, limit)
-    if some := [shard for shard in closed if shard.shard in deep]:
-        find_cuts(connection, reader, some, now, max(limit, batch))
+    if uncut := [shard for shard in closed if shard.shard in deep]:
+        find_cuts(connection, reader, uncut, now, max(limit, batch))
     for shard in closed:
         shard.open_at(now)
     return Hand(

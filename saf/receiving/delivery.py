@@ -291,9 +291,9 @@ class Delivery(Sequence[Received], Generic[C]):
             if one.lane not in self._stopped:
                 self._stop(one, WHY, attempts=one.attempt - 1, wait=0)
 
-    def _read(self, some: list[Received]) -> list[Received]:
+    def _read(self, messages: list[Received]) -> list[Received]:
         """Return the messages that will not be read again."""
-        return [one for one in some if not self._back.stays(one)] if self._back else some
+        return [one for one in messages if not self._back.stays(one)] if self._back else messages
 
     def _ends_before(self, message: Received) -> bool:
         """Return whether the receiver was told to stop before this message was given.

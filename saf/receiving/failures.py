@@ -46,8 +46,8 @@ def failure(
         fields["next_attempt"] = PERMANENT if permanent else LAST
     else:
         seconds = policy.wait_seconds(message.attempt)
-        at = datetime.now(UTC) + timedelta(seconds=seconds)
-        fields["next_attempt"] = f"in {seconds:g} s, at {at.isoformat(timespec='seconds')}"
+        moment = datetime.now(UTC) + timedelta(seconds=seconds)
+        fields["next_attempt"] = f"in {seconds:g} s, at {moment.isoformat(timespec='seconds')}"
     return {**fields, **exception(error, raw, message)}
 
 

@@ -127,7 +127,7 @@ class Hand:
     @property
     def all(self) -> list[Received]:
         """All messages that were read."""
-        return [*self.messages, *(one for some in self.aside.values() for one in some)]
+        return [*self.messages, *(one for messages in self.aside.values() for one in messages)]
 
     def take(self, message: Received, fate: int) -> None:
         """Add a message to the list of its fate."""

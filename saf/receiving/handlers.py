@@ -44,10 +44,10 @@ class Handlers(dict[str | None, Registered]):
         Raises:
             UsageError: the handler has the wrong form, or conflicts with the other handlers.
         """
-        what, waits = described(message_type), is_async(call)
+        label, waits = described(message_type), is_async(call)
         if message_type in self:
-            raise UsageError(f"{what} has a handler already: {named(self[message_type].call)}")
-        check_handler(call, what, "messages" if batch else "message", "connection", may_wait=True)
+            raise UsageError(f"{label} has a handler already: {named(self[message_type].call)}")
+        check_handler(call, label, "messages" if batch else "message", "connection", may_wait=True)
         for other in self.values():
             if other.waits != waits:
                 raise UsageError(

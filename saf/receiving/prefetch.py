@@ -320,16 +320,16 @@ class Prefetch:
             self._delivered = 0
 
 
-def _take(raw: psycopg.Connection[Any], reader: Reader, some: list[Next]) -> dict[int, str]:
+def _take(raw: psycopg.Connection[Any], reader: Reader, batch: list[Next]) -> dict[int, str]:
     """Move the cursors past messages; return the moved shards with the transaction's id."""
     names = ("shard", "batch", "epoch", "was", "position", "expires_at")
     params: dict[str, Any] = {"subscription_id": reader.subscription_id, "owner": reader.owner}
-    if len(some) == 1:
-        params |= zip(names, some[0].params, strict=True)
+    if len(batch) == 1:
+        params |= zip(names, batch[0].params, strict=True)
     else:
-        columns = zip(*(one.params for one in some), strict=True)
+        columns = zip(*(one.params for one in batch), strict=True)
         params |= {name: list(column) for name, column in zip(names, columns, strict=True)}
     with psycopg.Cursor(raw, row_factory=tuple_row) as cursor:
-        query = TAKE_ONE if len(some) == 1 else TAKE_SOME
+        query = TAKE_ONE if len(batch) == 1 else TAKE_SOME
         found = cursor.execute(query, params, prepare=True).fetchall()
     return {shard: transaction for shard, transaction, _ in found}

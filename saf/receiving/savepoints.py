@@ -95,11 +95,11 @@ class Savepoints:
         except Exception as error:
             if self.raw.broken:
                 raise
-            others, self._done = self._done, []
+            neighbours, self._done = self._done, []
             self._undo()
-            for one in (*others, piece):
+            for one in (*neighbours, piece):
                 one.undone()
-            self._do_again(others)
+            self._do_again(neighbours)
             piece.failed(error)
             return False
         self._done.append(piece)

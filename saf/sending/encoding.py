@@ -96,10 +96,10 @@ class Encoder:
         except (TypeError, ValueError, RecursionError) as error:
             raise self._refused(body, "neither bytes, str nor JSON", str(error)) from None
 
-    def _refused(self, body: object, what: str, why: str) -> InvalidMessage:
+    def _refused(self, body: object, claim: str, reason: str) -> InvalidMessage:
         path, problem = self.fault(body)
-        where = "" if path == "body" else f" at {path}"
-        return InvalidMessage("body", f"{what}{where}: {problem or why}", path=path)
+        place = "" if path == "body" else f" at {path}"
+        return InvalidMessage("body", f"{claim}{place}: {problem or reason}", path=path)
 
     def fault(self, body: object) -> tuple[str, str]:
         """Return the path of the first value that cannot be encoded, and the problem.

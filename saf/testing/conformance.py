@@ -361,9 +361,9 @@ class DestinationConformance:
         rows: list[Row] = []
         with closing(settings.open("conformance")) as destination:
             for _ in range(5):
-                rows += (some := forwarder.messages(20))
+                rows += (batch := forwarder.messages(20))
                 once = settings.capabilities.exactly_once
-                forwarder.learn(destination.store(forwarder.chunk(some), exactly_once=once))
+                forwarder.learn(destination.store(forwarder.chunk(batch), exactly_once=once))
                 forwarder.next_batch()
         arrived = _ids(stored())
         for key in {row["key"] for row in rows}:
@@ -447,8 +447,8 @@ class DestinationConformance:
         with pytest.raises(Rejected):
             _store(settings, forwarder.chunk(rows))
         assert _ids(stored()) == []
-        for some in (rows[:2], rows[3:]):
-            _store(settings, forwarder.chunk(some))
+        for batch in (rows[:2], rows[3:]):
+            _store(settings, forwarder.chunk(batch))
         assert _ids(stored()) == _ids([*rows[:2], *rows[3:]])
 
     def test_a_login_that_is_refused_says_so_without_its_secrets(
@@ -508,14 +508,14 @@ class DestinationConformance:
             with pytest.raises(CannotReadBack, match="conformance"):
                 settings.reading("conformance").__enter__()
             return
-        what = Compared(
+        question = Compared(
             source=forwarder.source, shards=SHARDS, since=CREATED_AT, until=None, topics=["a topic"]
         )
         with settings.reading("conformance") as reading:
             assert reading.name == "conformance"
             assert reading.identity() == settings.identity("conformance")
-            figures = {one.shard: one for one in reading.figures(what)}
-            held = [entry[0] for entry in reading.stored(what, [0])]
+            figures = {one.shard: one for one in reading.figures(question)}
+            held = [entry[0] for entry in reading.stored(question, [0])]
             begun = dict(reading.begun(forwarder.source, ["a topic"]))
         assert sum(one.stored for one in figures.values()) == 9
         assert sum(one.plain for one in figures.values()) == 8

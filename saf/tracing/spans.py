@@ -137,18 +137,18 @@ def _about(
     messages: Sequence[Received],
     operation: str,
     kind: str,
-    where: str,
+    destination: str,
     more: Mapping[str, AttributeValue],
 ) -> Iterator[Span]:
     """Open a consumer's span: in the trace of its only message, or with links to several."""
     if len(messages) == 1:
         (one,) = messages
         parent = context_of(one.headers_text)
-        with _span(operation, kind, "CONSUMER", where, parent, {**more, **_of(one)}) as span:
+        with _span(operation, kind, "CONSUMER", destination, parent, {**more, **_of(one)}) as span:
             yield span
         return
     several = {**more, "messaging.batch.message_count": len(messages)}
-    with _span(operation, kind, "CONSUMER", where, None, several) as span:
+    with _span(operation, kind, "CONSUMER", destination, None, several) as span:
         if span.is_recording():
             _link(span, _carried(messages))
         yield span
@@ -159,7 +159,7 @@ def _span(  # noqa: PLR0917 - all are different
     operation: str,
     type_: str,
     kind: str,
-    where: str,
+    destination: str,
     parent: Context | None,
     more: Mapping[str, AttributeValue],
 ) -> Iterator[Span]:
@@ -169,13 +169,13 @@ def _span(  # noqa: PLR0917 - all are different
         "messaging.system": "saf",
         "messaging.operation.name": operation,
         "messaging.operation.type": type_,
-        "messaging.destination.name": where,
+        "messaging.destination.name": destination,
         **more,
     }
     token = None if parent is None else context.attach(parent)
     try:
         with trace.get_tracer("saf", _version(), schema_url=SCHEMA).start_as_current_span(
-            f"{operation} {where}",
+            f"{operation} {destination}",
             kind=trace.SpanKind[kind],
             attributes=attributes,
             # their texts may contain data that must stay hidden
@@ -233,12 +233,12 @@ def _sampled(rows: Any) -> Iterator[Carried]:
     if not names:
         return
     step = -(-len(rows) // MOST_LOOKED_AT) or 1
-    some = rows.select(["message_id", "headers"]).take(pa.array(range(0, len(rows), step)))
+    sample = rows.select(["message_id", "headers"]).take(pa.array(range(0, len(rows), step)))
     found = pa.scalar(False)
     for name in names:
-        found = pc.or_kleene(found, pc.match_substring(some["headers"], name))
-    some = some.filter(found).slice(0, MOST_LINKS)
-    yield from zip(*(column.to_pylist() for column in some.columns), strict=True)
+        found = pc.or_kleene(found, pc.match_substring(sample["headers"], name))
+    sample = sample.filter(found).slice(0, MOST_LINKS)
+    yield from zip(*(column.to_pylist() for column in sample.columns), strict=True)
 
 
 def _link(span: Span, messages: Iterator[Carried]) -> None:

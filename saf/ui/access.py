@@ -146,8 +146,8 @@ class Access:
     def _role(self, *, operates: bool) -> Role:
         return Role.OPERATE if operates and self._write else Role.VIEW
 
-    def _csrf(self, of: str) -> str:
-        return hmac.new(self._key, of.encode(), hashlib.sha256).hexdigest()
+    def _csrf(self, session: str) -> str:
+        return hmac.new(self._key, session.encode(), hashlib.sha256).hexdigest()
 
     def _named_by_proxy(self, request: HTTPConnection) -> str | None:
         if self._ui.user_header is None or not self._from_proxy(request):

@@ -123,9 +123,9 @@ def _endpoint(site: Site, page: Page, *, operates: bool) -> Endpoint:
     return endpoint
 
 
-async def _problem(visit: Visit, status: int, why: str) -> Response:
+async def _problem(visit: Visit, status: int, reason: str) -> Response:
     return await run_in_threadpool(
-        lambda: visit.page("problem.html", status=status, number=status, why=why)
+        lambda: visit.page("problem.html", status=status, number=status, why=reason)
     )
 
 
@@ -154,8 +154,8 @@ def _check(
 
 def _check_role(site: Site, visitor: Visitor) -> None:
     if not visitor.operates:
-        why = "this login may view, and not operate"
-        raise Refused(403, why if site.write else "`saf ui` was started without --write")
+        reason = "this login may view, and not operate"
+        raise Refused(403, reason if site.write else "`saf ui` was started without --write")
 
 
 def _check_origin(request: Request) -> None:

@@ -119,7 +119,7 @@ class Brokers:
         """Stop all queries, and close connections."""
         self._questions.close()
         with self._lock:
-            kept = [one for some in self._idle.values() for one, _ in some]
+            kept = [one for group in self._idle.values() for one, _ in group]
             self._idle.clear()
         for connection in kept:
             connection.close()

@@ -67,10 +67,10 @@ def begin(
         name, _, number = text.rpartition(":")
         through[name] = number_of(number) or 0
     counted = {}
-    for name, which in chosen.items():
+    for name, selection in chosen.items():
         broker = visit.site.brokers.place(name)
         if broker is not None and name in through:
-            counted[name] = broker, replace(which, through=through[name])
+            counted[name] = broker, replace(selection, through=through[name])
     if not counted:
         raise UsageError(f"nothing was chosen: choose {about}, or all that match a filter")
     job = visit.site.jobs.begin(

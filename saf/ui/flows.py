@@ -61,10 +61,10 @@ def drawn(beat: Beat) -> Drawing | None:
     for (broker, subscription, destination, _), value in beat.of(m.PARKED):
         if subscription == "forwarder":
             parked[broker, destination] += value
-    up = {name: bool(value) for (name,), value in beat.of(m.UP)}
+    reachable = {name: bool(value) for (name,), value in beat.of(m.UP)}
     senders = sorted(
-        {broker for broker, _ in states} | {name for name, is_up in up.items() if not is_up},
-        key=lambda one: (up.get(one, False), -_of(pending, one) - _of(parked, one), one),
+        {broker for broker, _ in states} | {name for name, is_up in reachable.items() if not is_up},
+        key=lambda one: (reachable.get(one, False), -_of(pending, one) - _of(parked, one), one),
     )
     targets = sorted({name for _, name in states})
     if not senders or not targets:
@@ -99,8 +99,8 @@ def drawn(beat: Beat) -> Drawing | None:
             Node(
                 name=name,
                 y=at_left[name],
-                colour="good" if up.get(name) else "bad",
-                said=f"{_of(pending, name):,.0f} pending" if up.get(name) else "down",
+                colour="good" if reachable.get(name) else "bad",
+                said=f"{_of(pending, name):,.0f} pending" if reachable.get(name) else "down",
             )
             for name in left
         ),

@@ -63,9 +63,9 @@ async def answer(send: Send, status: int, headers: Mapping[str, str], body: byte
 async def live(receive: Receive, send: Send, at_end: Callable[[], None] = lambda: None) -> None:
     """Answer lifespan events; call ``at_end`` at shutdown."""
     while True:
-        what = (await receive())["type"]
-        if what == "lifespan.shutdown":
+        event = (await receive())["type"]
+        if event == "lifespan.shutdown":
             at_end()
-        await send({"type": f"{what}.complete"})
-        if what == "lifespan.shutdown":
+        await send({"type": f"{event}.complete"})
+        if event == "lifespan.shutdown":
             return

@@ -139,17 +139,17 @@ def members(text: str) -> dict[str, str]:
     if not isinstance(STRICT.decode(text), dict):
         raise NoEvent("the event is not a JSON object")
     found: dict[str, str] = {}
-    at = text.index("{") + 1
-    while text[at := _to_next(text, at)] != "}":
-        name, at = STRICT.raw_decode(text, at)
-        begins = _to_next(text, at)
-        _, at = STRICT.raw_decode(text, begins)
-        found[name] = text[begins:at]
+    position = text.index("{") + 1
+    while text[position := _to_next(text, position)] != "}":
+        name, position = STRICT.raw_decode(text, position)
+        begins = _to_next(text, position)
+        _, position = STRICT.raw_decode(text, begins)
+        found[name] = text[begins:position]
     return found
 
 
-def _to_next(text: str, at: int) -> int:
+def _to_next(text: str, position: int) -> int:
     """Return the position of the next name or value in a JSON object, or of the object's end."""
-    while text[at] in " \t\r\n,:":
-        at += 1
-    return at
+    while text[position] in " \t\r\n,:":
+        position += 1
+    return position

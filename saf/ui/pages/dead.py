@@ -95,10 +95,10 @@ def decide_(visit: Visit) -> Response:
     action, to = _action(visit), visit.given("to")
     decision: Decision[Filter]
     if action == "redirect":
-        decision, what = partial(decide.redirect, to=to or ""), f"redirect to {to}"
+        decision, title = partial(decide.redirect, to=to or ""), f"redirect to {to}"
     else:
-        decision, what = {"retry": decide.retry, "discard": decide.discard}[action], action
-    return begin(visit, decision, _chosen(visit), what=what, about="dead letters")
+        decision, title = {"retry": decide.retry, "discard": decide.discard}[action], action
+    return begin(visit, decision, _chosen(visit), what=title, about="dead letters")
 
 
 def _action(visit: Visit) -> str:

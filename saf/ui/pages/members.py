@@ -55,11 +55,11 @@ def colours(one: Membership) -> Mapping[str, int]:
 
 def cells(one: Membership) -> list[Cell]:
     """Return the shards for the drawing."""
-    of = colours(one)
+    colour_of = colours(one)
     return [
         Cell(
             shard=shard,
-            colour=None if shard.owner is None else of[shard.owner],
+            colour=None if shard.owner is None else colour_of[shard.owner],
             left=round(one.backlog.by_shard[shard.shard].messages),
         )
         for shard in one.backlog.shards

@@ -97,14 +97,14 @@ def nav(visit: Visit) -> Response:
 def rows(beat: Beat) -> list[BrokerRow]:
     """Return the brokers; those that need attention come first."""
     found = []
-    for (name,), up in beat.of(m.UP):
-        members = sum(v for (log, who), v in beat.of(m.MEMBERS, name) if who == "forwarder")
-        unowned = sum(v for (log, who), v in beat.of(m.UNOWNED, name) if who == "forwarder")
+    for (name,), reachable in beat.of(m.UP):
+        members = sum(v for (log, role), v in beat.of(m.MEMBERS, name) if role == "forwarder")
+        unowned = sum(v for (log, role), v in beat.of(m.UNOWNED, name) if role == "forwarder")
         slots = [value for _, value in beat.of(m.SLOTS, name)]
         found.append(
             BrokerRow(
                 name=name,
-                up=bool(up),
+                up=bool(reachable),
                 why=beat.down.get(name, ""),
                 pending=beat.total(m.PENDING, name),
                 oldest_seconds=beat.most(m.OLDEST_PENDING, name),

@@ -57,10 +57,10 @@ def confirm(visit: Visit) -> Response:
 
 def retry(visit: Visit) -> Response:
     """Let the next run retry lanes."""
-    wanted, why, person = _wanted(visit), visit.given("why") or "", visit.visitor.name
+    wanted, reason, person = _wanted(visit), visit.given("why") or "", visit.visitor.name
 
     def act(connection: psycopg.Connection[Any]) -> int:
-        return retry_now(connection, lanes=wanted, why=why, person=person)
+        return retry_now(connection, lanes=wanted, why=reason, person=person)
 
     answers = visit.site.brokers.ask(act, _brokers(visit), seconds=10.0)
     return visit.page(

@@ -66,11 +66,11 @@ def confirm(visit: Visit) -> Response:
     """Count the messages that a decision covers, and ask for the reason."""
     action, to = _action(visit)
 
-    def count(which: ParkedFilter, connection: psycopg.Connection[Any]) -> Counted:
-        return parked_messages.count(connection, which, MOST, to=to)
+    def count(selection: ParkedFilter, connection: psycopg.Connection[Any]) -> Counted:
+        return parked_messages.count(connection, selection, MOST, to=to)
 
     answers = visit.site.brokers.ask_each(
-        {name: partial(count, which) for name, which in _chosen(visit).items()}
+        {name: partial(count, selection) for name, selection in _chosen(visit).items()}
     )
     counts = answers.found
     matching = visit.given("matching")
@@ -96,8 +96,8 @@ def decide(visit: Visit) -> Response:
     decision: Decision[ParkedFilter] = decide_parked.discard
     if to is not None:
         decision = partial(decide_parked.redirect, to=to)
-    what = action if to is None else f"redirect to {to}"
-    return begin(visit, decision, _chosen(visit), what=what, about="parked messages")
+    title = action if to is None else f"redirect to {to}"
+    return begin(visit, decision, _chosen(visit), what=title, about="parked messages")
 
 
 def _action(visit: Visit) -> tuple[str, str | None]:

@@ -46,7 +46,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a stop waits until brokers have said which endpoints there are",
         "saf/dispatch/running.py",
-        "await asyncio.wait({told, look}, return_when=asyncio.FIRST_COMPLETED)",
+        "await asyncio.wait({stop_request, look}, return_when=asyncio.FIRST_COMPLETED)",
         "await look",
         f"{RUNNING}::test_a_stop_waits_for_no_broker_that_is_asked_for_endpoints",
     ),
@@ -152,8 +152,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an endpoint that is removed and added again waits for a minute",
         "saf/dispatch/running.py",
-        "if waited or isinstance(why, EndpointRemoved):",
-        "if waited:",
+        "if is_due or isinstance(failure, EndpointRemoved):",
+        "if is_due:",
         f"{STORED}::test_a_loop_goes_on_at_once_with_an_endpoint_that_is_removed_and_added_again",
     ),
     mutant(
@@ -364,8 +364,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an endpoint that could not go on is never tried again",
         "saf/dispatch/running.py",
-        "waited = time.monotonic() - failed_at > AGAIN_SECONDS",
-        "waited = False",
+        "is_due = time.monotonic() - failed_at > AGAIN_SECONDS",
+        "is_due = False",
         "contract/test_dispatch.py::test_an_endpoint_that_could_not_go_on_is_tried_again",
     ),
     mutant(
@@ -581,8 +581,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a message of a dialog is sent before its turn",
         "saf/dispatch/talking.py",
-        "found: Found = {one.message_id: Outcome() for one in some}",
-        "found: Found = {one.message_id: _made(one, make) for one in some}",
+        "found: Found = {one.message_id: Outcome() for one in candidates}",
+        "found: Found = {one.message_id: _made(one, make) for one in candidates}",
         f"{REPLIES}::test_a_message_of_a_dialog_waits_for_an_earlier_one_and_a_repeated_one_is_dropped",
     ),
     mutant(

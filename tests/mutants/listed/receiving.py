@@ -314,7 +314,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what shares a savepoint with a failed handler is not done again",
         SAVEPOINTS,
-        "            self._do_again(others)\n",
+        "            self._do_again(neighbours)\n",
         "",
         f"{SHARED}::test_when_one_of_many_fails_the_work_of_the_others_is_there_once",
     ),
@@ -605,8 +605,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an instance of a shard that was lost is passivated",
         PROCESSORS,
-        "if (one.shard, one.epoch) not in held",
-        "if one.shard < 0",
+        "if (instance.shard, instance.epoch) not in held",
+        "if instance.shard < 0",
         f"{OF_PROCESSORS}::"
         "test_one_who_does_not_know_yet_that_it_was_taken_over_calls_nothing_on_its_instances",
     ),

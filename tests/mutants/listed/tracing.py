@@ -53,8 +53,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a chunk links to as many messages as carry a context",
         SPANS,
-        "some.filter(found).slice(0, MOST_LINKS)",
-        "some.filter(found)",
+        "sample.filter(found).slice(0, MOST_LINKS)",
+        "sample.filter(found)",
         f"{TRACING}::test_links_are_bounded",
     ),
     mutant(
