@@ -70,8 +70,8 @@ def ask(name: str, fleet: Fleet) -> Listing:
         connection.execute("SET TRANSACTION READ ONLY")
         if fleet.databases is not None:
             databases = fetch(connection, DATABASES)
-            open_ones = [database for database, is_open in databases if is_open]
-            listing = _listing(name, fleet, _matching(fleet, open_ones), Candidate)
+            connectable = [database for database, is_open in databases if is_open]
+            listing = _listing(name, fleet, _matching(fleet, connectable), Candidate)
             listing.closed = {
                 f"{name}/{database}" for database, is_open in databases if not is_open
             }

@@ -160,22 +160,22 @@ class RoutingService(Loop):
         raw, begins = work.raw, [one for one in delivery if _begins(one)]
         errors = {one.id: self._too_far for one in begins if _hops(one) > MAX_HOPS}
         found = self._resolve(raw, [one for one in begins if one.id not in errors], errors)
-        alone = []
+        plain = []
         for message in delivery:
             if message.id in errors:
                 self._refuse(delivery, work, message, errors[message.id])
             elif message.dialog is None:
-                alone.append(message)
+                plain.append(message)
             else:
                 call = partial(_go_on, raw, delivery, message, found.get(message.id))
                 self._one(delivery, work, message, call)
         try:
             with work.piece():
-                self._send_on(raw, alone, found)
+                self._send_on(raw, plain, found)
         except Exception:
             if raw.broken:
                 raise
-            for message in delivery.still(alone):
+            for message in delivery.still(plain):
                 call = partial(self._send_on, raw, [message], found)
                 self._one(delivery, work, message, call)
 

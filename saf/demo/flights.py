@@ -193,8 +193,8 @@ def main() -> None:
     options.add_argument("--writer", type=int, default=0)
     options.add_argument("--writers", type=int, default=1)
     options.add_argument("--limit", type=int, help="only the first flights of the data")
-    asked = options.parse_args()
-    for recorded in write(Dsn(os.environ["SAF_DSN"]), asked.writer, asked.writers, asked.limit):
+    args = options.parse_args()
+    for recorded in write(Dsn(os.environ["SAF_DSN"]), args.writer, args.writers, args.limit):
         # one write per line, because all writers may share one pipe
         print(f"{recorded}\n", end="", flush=True)
 

@@ -188,10 +188,10 @@ def _wait_for(settings: Kafka, process: subprocess.Popen[bytes]) -> None:
 
 def _stop(folder: Path) -> None:
     """Stop a broker that a killed demo has left in this folder."""
-    noted = folder / "pid"
-    if not noted.exists():
+    pid_file = folder / "pid"
+    if not pid_file.exists():
         return
-    pid = noted.read_text().strip()
+    pid = pid_file.read_text().strip()
     if str(folder) in _command_of(pid):
         subprocess.run(["kill", pid], check=False)  # noqa: S603, S607
         while str(folder) in _command_of(pid):
@@ -199,5 +199,5 @@ def _stop(folder: Path) -> None:
 
 
 def _command_of(pid: str) -> str:
-    asked: Sequence[str] = ["ps", "-o", "command=", "-p", pid]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout  # noqa: S603
+    command: Sequence[str] = ["ps", "-o", "command=", "-p", pid]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout  # noqa: S603

@@ -140,10 +140,10 @@ def follow(
     """
     total = min(limit or FLIGHTS, FLIGHTS)
     stream = Stream(application, folder, max(1, total // MICRO_BATCHES))
-    course, begun, table = Course(), time.monotonic(), Table(folder)
+    course, start, table = Course(), time.monotonic(), Table(folder)
 
     def look(written: Written, *, now: bool = False) -> Sample:
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - start
         last = course.samples[-1] if course.samples else None
         if last and not now and seconds - last.seconds < LOOK_SECONDS:
             return last

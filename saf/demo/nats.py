@@ -82,18 +82,18 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 
 def _stop(folder: Path) -> None:
     """Stop a server that a killed demo has left in this folder."""
-    noted = folder / "pid"
-    if not noted.exists():
+    pid_file = folder / "pid"
+    if not pid_file.exists():
         return
-    pid = noted.read_text().strip()
-    asked = ["ps", "-o", "command=", "-p", pid]
-    listing = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603
+    pid = pid_file.read_text().strip()
+    command = ["ps", "-o", "command=", "-p", pid]
+    listing = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if str(folder) in listing.stdout:
         subprocess.run(["kill", pid], check=False)  # noqa: S603, S607
         while (
             str(folder)
             in subprocess.run(  # noqa: S603
-                asked, capture_output=True, text=True, check=False
+                command, capture_output=True, text=True, check=False
             ).stdout
         ):
             time.sleep(0.05)

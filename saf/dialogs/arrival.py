@@ -100,8 +100,8 @@ class DialogArrival(Arrival):
         useless.
         """
         known: dict[UUID, Endpoint] = {}
-        unheard = [one for one, _ in self.dropped if one.message_type == ERROR]
-        for message in (*messages, *unheard):
+        errors = [one for one, _ in self.dropped if one.message_type == ERROR]
+        for message in (*messages, *errors):
             if message in self.before:
                 endpoint, facts = self.before[message]
                 if endpoint.dialog.handle not in known:

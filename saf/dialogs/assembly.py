@@ -211,22 +211,22 @@ def hashes(
     """Return the SHA-256 of the bodies of fragments that were read without their bodies."""
     if not reader.converses:
         return {}
-    without = [one for one in messages if not one.body and one.may_say(FRAGMENT)]
-    without = [one for one in without if is_fragment(one)]
-    if not without:
+    bodiless = [one for one in messages if not one.body and one.may_say(FRAGMENT)]
+    bodiless = [one for one in bodiless if is_fragment(one)]
+    if not bodiless:
         return {}
     rows = fetch(
         raw,
         HASHES,
         {
             "subscription_id": reader.subscription_id,
-            "shards": sorted({one.shard for one in without}),
-            "ids": [one.id for one in without if one.parked_id is None],
-            "parked_ids": [one.parked_id for one in without if one.parked_id is not None],
+            "shards": sorted({one.shard for one in bodiless}),
+            "ids": [one.id for one in bodiless if one.parked_id is None],
+            "parked_ids": [one.parked_id for one in bodiless if one.parked_id is not None],
         },
     )
     found = {(id_, parked_id): sha256 for id_, parked_id, sha256 in rows}
     places = {
-        one: (one.id, None) if one.parked_id is None else (None, one.parked_id) for one in without
+        one: (one.id, None) if one.parked_id is None else (None, one.parked_id) for one in bodiless
     }
     return {one: found[place] for one, place in places.items() if place in found}

@@ -456,9 +456,9 @@ def _begin(
             f"{LONGEST_SECONDS:,}"
         )
     transaction = enter(conn)
-    asked = {"service": from_service, "contract": contract, "related": related}
+    question = {"service": from_service, "contract": contract, "related": related}
     broker_id, database, version, definition, lives_here, group_id = _of_broker(
-        transaction, WHAT_IS_KNOWN, asked
+        transaction, WHAT_IS_KNOWN, question
     )
     if not lives_here and not monolog:
         raise NoSuchService(from_service, database)

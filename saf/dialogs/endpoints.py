@@ -179,8 +179,8 @@ def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End,
     wanted.discard((None, None))
     known = {(one.name, one.version): one for one in contracts(raw, [*wanted])} if wanted else {}
     if hellos:
-        begun = [_begun(message, hello, known) for message, hello in hellos.values()]
-        raw.execute(CREATE, columns((*BEGUN, "late"), begun))
+        new = [_begun(message, hello, known) for message, hello in hellos.values()]
+        raw.execute(CREATE, columns((*BEGUN, "late"), new))
         rows = _lock(raw, ends)
     if answers := _answers_of_others(spoken, rows):
         raw.execute(

@@ -43,8 +43,8 @@ def read(said: object) -> Lineage:
                 lineage.append((number, after))
             case _:
                 return ()
-    rises = all(one < other for (_, one), (_, other) in pairwise(lineage))
-    return tuple(lineage) if rises else ()
+    is_ascending = all(one < other for (_, one), (_, other) in pairwise(lineage))
+    return tuple(lineage) if is_ascending else ()
 
 
 def incarnation(lineage: Lineage) -> int:

@@ -169,10 +169,10 @@ def compare(endpoint: Endpoint, message: Received) -> None:
 def answer(raw: psycopg.Connection[Any], endpoints: Iterable[Endpoint]) -> None:
     """Make ends compare that were asked to; make ends ask that miss messages."""
     ends = [one for one in endpoints if not one.failure]
-    asking = {one.dialog.handle for one in ends if one.asks}
-    say_these(raw, asking, answer=True)
+    askers = {one.dialog.handle for one in ends if one.asks}
+    say_these(raw, askers, answer=True)
     answering = {one.dialog.handle for one in ends if one.answers}
-    say_these(raw, answering - asking, answer=False)
+    say_these(raw, answering - askers, answer=False)
 
 
 def fail(raw: psycopg.Connection[Any], endpoint: Endpoint, text: str) -> None:
@@ -195,7 +195,7 @@ def _note_lineages(
     lineages: dict[Received, Lineage],
 ) -> None:
     """Note the newest incarnation that sends to each end."""
-    noted: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for message, lineage in sorted(lineages.items(), key=lambda one: incarnation(one[1])):
         endpoint = endpoints.get(end_of(message))
         if endpoint is None or incarnation(lineage) <= incarnation(endpoint.far_lineage):
@@ -210,7 +210,7 @@ def _note_lineages(
                 " messages that it has sent since under these numbers are not received"
             )
             endpoint.failure = Code.SET_BACK, text
-        noted.append(
+        entries.append(
             {
                 "handle": endpoint.dialog.handle,
                 "lineage": json.dumps(lineage),
@@ -220,9 +220,9 @@ def _note_lineages(
                 "after": max(after, received),
             }
         )
-    if noted:
+    if entries:
         names = ("handle", "lineage", "conversation_id", "from_initiator", "after")
-        raw.execute(NOTE_LINEAGES, columns(names, noted))
+        raw.execute(NOTE_LINEAGES, columns(names, entries))
 
 
 def _is_forgotten(message: Received, lineage: Lineage, endpoint: Endpoint) -> bool:
@@ -244,9 +244,9 @@ def _strangers(raw: psycopg.Connection[Any], unknown: list[Received]) -> set[Rec
     answers = {one.conversation_id: _answer(one, 1, ERROR, error) for one in lost}
     if number > 1:
         early = [one for one in local if one.from_initiator and one.parked_id is None]
-        asked = {"received": 0, "answer": True}
+        question = {"received": 0, "answer": True}
         answers |= {
-            one.conversation_id: _answer(one, 0, COMPARE, asked)
+            one.conversation_id: _answer(one, 0, COMPARE, question)
             for one in early
             if one.message_type not in (COMPARE, ERROR)
         }

@@ -38,8 +38,8 @@ def hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
     secrets += [endpoint.client_secret, endpoint.proxy_password]
     found = [(endpoint.url, endpoint.shown)] if endpoint.url != endpoint.shown else []
     found += [(one.get_secret_value(), HIDDEN) for one in secrets if one is not None]
-    of_all = (authorization(endpoint), of_client(endpoint), of_proxy(endpoint))
-    credentials = [one.partition(" ")[2] for headers in of_all for one in headers.values()]
+    header_sets = (authorization(endpoint), of_client(endpoint), of_proxy(endpoint))
+    credentials = [one.partition(" ")[2] for headers in header_sets for one in headers.values()]
     queries = [urlsplit(one).query for one in (endpoint.url, endpoint.token_url or "")]
     values = [value for query in queries for value in values_of(query)]
     found += [(one, HIDDEN) for one in (*credentials, *queries, *values)]

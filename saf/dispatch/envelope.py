@@ -176,7 +176,7 @@ def structured(event: Mapping[str, str], content_type: str | None, body: bytes) 
     b'{"id": "1", "datacontenttype": "text/plain", "data": "hello"}'
     """
     given = content_type or "application/octet-stream"
-    begun = json.dumps({**event, "datacontenttype": given})[:-1].encode()
+    beginning = json.dumps({**event, "datacontenttype": given})[:-1].encode()
     kind = given.partition(";")[0].strip().lower()
     data = b'"data_base64": "%b"' % base64.b64encode(body)
     # a body that does not match its type is sent unchanged
@@ -186,7 +186,7 @@ def structured(event: Mapping[str, str], content_type: str | None, body: bytes) 
             data = b'"data": ' + body
         elif kind.startswith("text/"):
             data = b'"data": ' + json.dumps(body.decode()).encode()
-    return b"%b, %b}" % (begun, data)
+    return b"%b, %b}" % (beginning, data)
 
 
 def plain(carried: Mapping[str, Any]) -> dict[str, str]:

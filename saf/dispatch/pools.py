@@ -65,7 +65,7 @@ class Pools:
     def _new(self) -> httpcore2.AsyncConnectionPool:
         endpoint = self._endpoint
         context = tls(endpoint)
-        every: dict[str, Any] = {
+        options: dict[str, Any] = {
             "ssl_context": context if isinstance(context, ssl.SSLContext) else None,
             "max_connections": endpoint.max_in_flight,
             "keepalive_expiry": IDLE_SECONDS,
@@ -73,11 +73,11 @@ class Pools:
         }
         if endpoint.proxy is not None:
             credentials = [("Proxy-Authorization", value) for value in of_proxy(endpoint).values()]
-            every |= {"proxy_headers": [*HEADERS.items(), *credentials]}
-            return self._library.AsyncHTTPProxy(endpoint.proxy, **every)
+            options |= {"proxy_headers": [*HEADERS.items(), *credentials]}
+            return self._library.AsyncHTTPProxy(endpoint.proxy, **options)
         if endpoint.public_only:
-            every |= {"network_backend": _guarded(self._library, endpoint.networks)}
-        return self._library.AsyncConnectionPool(**every)
+            options |= {"network_backend": _guarded(self._library, endpoint.networks)}
+        return self._library.AsyncConnectionPool(**options)
 
 
 def _guarded(library: Any, networks: Iterable[str]) -> httpcore2.AsyncNetworkBackend:

@@ -89,15 +89,15 @@ class _Running:
             find_at = time.monotonic() + FIND_SECONDS
             while not self._told.is_set() and (self._follows or self._busy()):
                 left = None if self._drain else max(0.0, find_at - time.monotonic())
-                waited = {stop_request, *self._busy()}
-                await asyncio.wait(waited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                waiting_for = {stop_request, *self._busy()}
+                await asyncio.wait(waiting_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if not self._drain and time.monotonic() >= find_at:
-                    look = asyncio.create_task(self._look(self._find))
-                    await asyncio.wait({stop_request, look}, return_when=asyncio.FIRST_COMPLETED)
-                    if look.done():
-                        look.result()
+                    search = asyncio.create_task(self._look(self._find))
+                    await asyncio.wait({stop_request, search}, return_when=asyncio.FIRST_COMPLETED)
+                    if search.done():
+                        search.result()
                     else:
-                        look.cancel()
+                        search.cancel()
                     find_at = time.monotonic() + FIND_SECONDS
             problems = [] if self._told.is_set() else [error for _, error in self._failed.values()]
             stop_request.cancel()
@@ -144,8 +144,8 @@ class _Running:
     async def _look(self, find: Find) -> None:
         """Begin new endpoints, and end removed ones."""
         try:
-            asked = asyncio.wrap_future(self._finding.submit(find))
-            found = {one.name: one for one in await asked}
+            future = asyncio.wrap_future(self._finding.submit(find))
+            found = {one.name: one for one in await future}
         except KNOWN as error:
             if str(error) != self._problem:
                 log.warning("endpoints_not_read", detail=str(error))

@@ -137,13 +137,13 @@ class Session:
         if talks:
             # earlier results of their dialogs are written by now
             await self._talk(talks)
-        looks = time.monotonic() >= self._look_at
-        if looks:
+        is_due = time.monotonic() >= self._look_at
+        if is_due:
             await self._look()
             self._look_at = time.monotonic() + LOOK_SECONDS
         if self._ahead.hungry:
             await self._ahead.fill()
-        if looks:
+        if is_due:
             # a drain's first turn has no probe to send before it has read
             await self._probe()
         self.sender.start()
@@ -210,8 +210,8 @@ class Session:
             return
         seconds = self.endpoint.timeout_seconds + PROBE_SECONDS
         self.judge.condition = replace(condition, probe_in=seconds)  # taken, by this or another one
-        taken = await self._ask(lambda connection: self._book.probe(connection, seconds))
-        if taken is not None:
+        claim = await self._ask(lambda connection: self._book.probe(connection, seconds))
+        if claim is not None:
             sender.send_probe()
 
     async def _balance(self) -> None:

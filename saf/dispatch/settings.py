@@ -237,10 +237,10 @@ class Endpoint(BaseModel):
         >>> [one.wait_seconds(failures) for failures in (0, 1, 2, 9)]
         [5, 5, 300, 36000]
         """
-        nth = max(1, failures)
+        attempt = max(1, failures)
         if self.schedule == "webhook":
-            return WEBHOOK_SECONDS[min(nth, len(WEBHOOK_SECONDS)) - 1]
-        return parking.wait_seconds(nth)
+            return WEBHOOK_SECONDS[min(attempt, len(WEBHOOK_SECONDS)) - 1]
+        return parking.wait_seconds(attempt)
 
 
 class StoredEndpoint(Endpoint):

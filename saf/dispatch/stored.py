@@ -184,10 +184,10 @@ def _with_secrets(name: str, broker: str, settings: Mapping[str, Any]) -> dict[s
 def remove(connection: psycopg.Connection[Any], name: str) -> bool:
     """Remove an endpoint and its condition; its messages wait. Return whether it existed."""
     with connection.transaction():
-        gone = fetch(connection, REMOVE, {"name": name})
-        for (number,) in gone:
+        removed = fetch(connection, REMOVE, {"name": name})
+        for (number,) in removed:
             _begin_anew(connection, name, number)
-    return bool(gone)
+    return bool(removed)
 
 
 def _begin_anew(connection: psycopg.Connection[Any], name: str, *numbers: int) -> None:

@@ -81,10 +81,10 @@ def look(
             return {}, [(candidates[0], said(error))]
     else:
         return found, []
-    alone = [look(connection, reader, batches, [one], make) for one in candidates]
+    results = [look(connection, reader, batches, [one], make) for one in candidates]
     return (
-        {key: value for found, _ in alone for key, value in found.items()},
-        [one for _, bad in alone for one in bad],
+        {key: value for found, _ in results for key, value in found.items()},
+        [one for _, bad in results for one in bad],
     )
 
 

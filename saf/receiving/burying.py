@@ -20,8 +20,8 @@ def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> No
 
     Its conversation ends with an error, and its shard moves past it.
     """
-    gone = bury_as_stored(raw, hand.reader, [(one, said(error)) for one in hand.all])
-    parking.unpark(raw, [number for number in gone if number])
+    buried = bury_as_stored(raw, hand.reader, [(one, said(error)) for one in hand.all])
+    parking.unpark(raw, [number for number in buried if number])
     fail_unseen(raw, hand.reader, hand.all)
     claim.move(raw, hand)
 

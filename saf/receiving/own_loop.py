@@ -60,11 +60,11 @@ class OwnLoop:
 
     def answers(self) -> bool:
         """Return whether the thread lives, which it does not in a fork, and nothing blocks it."""
-        answered = threading.Event()
+        answer = threading.Event()
         if not self._thread.is_alive():
             return False
-        self.loop.call_soon_threadsafe(answered.set)
-        return answered.wait(END_SECONDS)
+        self.loop.call_soon_threadsafe(answer.set)
+        return answer.wait(END_SECONDS)
 
 
 class Detached(ThreadPoolExecutor):

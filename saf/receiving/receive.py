@@ -214,7 +214,7 @@ class Receiver(Trying):
         stopping = stopping or Event()
         until = time.monotonic() + wait_seconds
         # half of the time, begin with earlier failures: so neither kind delays the other
-        careful_first, vain = _toss(), False
+        careful_first, fruitless = _toss(), False
         begun = False
         if self.listens:
             notify.forget(self.link.raw)
@@ -230,7 +230,7 @@ class Receiver(Trying):
                     with self.link.planned_once() if claims else nullcontext():
                         if looks:
                             troubled = self._look()
-                        careful = troubled and careful_first and not vain
+                        careful = troubled and careful_first and not fruitless
                         again = not careful and self._prefetch.goes_on
                         hand = None if careful else self._next()
                     found = self._handed(hand)
@@ -255,8 +255,8 @@ class Receiver(Trying):
                         if delivery:
                             self._pauses.end()
                             return
-                    vain = suspect is None
-                elif found is None and troubled and not vain:
+                    fruitless = suspect is None
+                elif found is None and troubled and not fruitless:
                     careful_first = True
                 elif found is None:
                     if not troubled:
@@ -265,7 +265,7 @@ class Receiver(Trying):
                         with self.link.transaction():
                             yield self._delivery(None)
                         return
-                    vain = False
+                    fruitless = False
             except BaseException as error:
                 # rolled back: the messages in hand are delivered again, more carefully
                 careful_first, self._look_at = True, 0.0

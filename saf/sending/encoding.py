@@ -113,7 +113,7 @@ class Encoder:
             return "body", "it is nested too deeply"
 
     def _faults(self, value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-        inside = (*above, id(value))
+        ancestors = (*above, id(value))
         if id(value) in above:
             yield path, "it contains itself"
         elif isinstance(value, str):
@@ -125,17 +125,17 @@ class Encoder:
                 if not isinstance(key, NAMES):
                     yield path, f"{_described(key)} is the name of a member: {WAY_OUT}"
                 yield from _of_text(str(key), path)
-                yield from self._faults(one, f"{path}{_step(key)}", inside)
+                yield from self._faults(one, f"{path}{_step(key)}", ancestors)
         elif isinstance(value, (list, tuple)):
             for number, one in enumerate(value):
-                yield from self._faults(one, f"{path}[{number}]", inside)
+                yield from self._faults(one, f"{path}[{number}]", ancestors)
         elif not isinstance(value, NAMES):
             try:
                 instead = self._form(value)
             except TypeError as error:
                 yield path, f"{error}: {WAY_OUT}"
             else:
-                yield from self._faults(instead, path, inside)
+                yield from self._faults(instead, path, ancestors)
 
 
 def _first(encoder: Form) -> Form:

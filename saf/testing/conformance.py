@@ -422,11 +422,11 @@ class DestinationConformance:
     def test_what_is_addressed_to_another_broker_is_refused(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
     ) -> None:
-        away = uuid4()
-        rows = [forwarder.message(), forwarder.message(to_broker=away)]
+        stranger = uuid4()
+        rows = [forwarder.message(), forwarder.message(to_broker=stranger)]
         with pytest.raises(AnotherBroker) as caught:
             _store(settings, forwarder.chunk(rows))
-        assert caught.value.others == [str(away)]
+        assert caught.value.others == [str(stranger)]
         assert _ids(stored()) == []
         _store(settings, forwarder.chunk(rows[:1]))
         assert _ids(stored()) == _ids(rows[:1])
@@ -488,9 +488,9 @@ class DestinationConformance:
         self, settings: DestinationSettings, destination: Destination
     ) -> None:
         identity = destination.identity()
-        elsewhere = pickle.loads(pickle.dumps(settings))  # noqa: S301 - our own  # nosec B301
-        assert elsewhere.identity("conformance") == identity
-        with closing(elsewhere.open("conformance")) as another:
+        copy = pickle.loads(pickle.dumps(settings))  # noqa: S301 - our own  # nosec B301
+        assert copy.identity("conformance") == identity
+        with closing(copy.open("conformance")) as another:
             assert another.identity() == identity
         if (broker := settings.broker()) is not None:
             assert isinstance(broker, Dsn)
@@ -516,7 +516,7 @@ class DestinationConformance:
             assert reading.identity() == settings.identity("conformance")
             figures = {one.shard: one for one in reading.figures(question)}
             held = [entry[0] for entry in reading.stored(question, [0])]
-            begun = dict(reading.begun(forwarder.source, ["a topic"]))
+            beginnings = dict(reading.begun(forwarder.source, ["a topic"]))
         assert sum(one.stored for one in figures.values()) == 9
         assert sum(one.plain for one in figures.values()) == 8
         wanted = [r["message_id"].bytes for r in rows if r["to_service"] == "a topic"]
@@ -524,7 +524,7 @@ class DestinationConformance:
             wanted += [r["message_id"].bytes for r in rows[:8] if r["shard"] == 0]
             assert sorted(held) == held
         assert set(wanted) <= set(held)
-        assert begun == {"a topic": CREATED_AT}
+        assert beginnings == {"a topic": CREATED_AT}
 
 
 def _store(

@@ -51,11 +51,11 @@ def with_context(headers: str, given: Mapping[str, Any] | None) -> str:
 
     if not context.get_current() or len(headers) > LARGE:
         return headers
-    taken = {name.lower() for name in given or ()}
-    if taken & (fields() - {BAGGAGE}):
+    known = {name.lower() for name in given or ()}
+    if known & (fields() - {BAGGAGE}):
         # they belong to a trace that the application has chosen, unrelated to the current one
-        taken |= fields() - {BAGGAGE}
-    new = {name: one for name, one in current().items() if name.lower() not in taken}
+        known |= fields() - {BAGGAGE}
+    new = {name: one for name, one in current().items() if name.lower() not in known}
     return f"{headers[:-1]}, {json.dumps(new)[1:]}" if new else headers
 
 

@@ -75,8 +75,8 @@ class Brokers:
         self, action: Action[T], names: Iterable[str] | None = None, *, seconds: float | None = None
     ) -> Answers[T]:
         """Query some brokers, by default all; ``seconds`` is the longest wait. Raises nothing."""
-        asked = self._places() if names is None else names
-        return self.ask_each(dict.fromkeys(asked, action), seconds=seconds)
+        brokers = self._places() if names is None else names
+        return self.ask_each(dict.fromkeys(brokers, action), seconds=seconds)
 
     def ask_each(
         self, actions: Mapping[str, Action[T]], *, seconds: float | None = None

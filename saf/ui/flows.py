@@ -50,8 +50,8 @@ def drawn(beat: Beat) -> Drawing | None:
     """Return the drawing; None if it would be empty."""
     states: dict[tuple[str, str], str] = {
         (broker, destination): state
-        for (broker, destination, state), is_so in beat.of(m.DESTINATIONS)
-        if is_so
+        for (broker, destination, state), flag in beat.of(m.DESTINATIONS)
+        if flag
     }
     pending: dict[tuple[str, str], float] = defaultdict(float)
     for (broker, destination, _), value in beat.of(m.PENDING):

@@ -98,8 +98,8 @@ def arrows_of(found: list[Exchange]) -> list[Arrow]:
         for spoken in part.messages:
             logs = sent if spoken.log == "outbox" else stored
             logs.setdefault(spoken.message_id, spoken)
-    every = {**stored, **sent}
-    order = sorted(every.values(), key=lambda message: message.at)
+    known = {**stored, **sent}
+    order = sorted(known.values(), key=lambda message: message.at)
     first = max(0, len(order) - MOST)
     return [
         Arrow(

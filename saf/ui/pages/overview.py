@@ -127,8 +127,8 @@ STATES = ("down", "waiting", "up")
 def destinations(beat: Beat) -> list[DestinationRow]:
     """Return the destinations, each with the worst state that a source reports."""
     states_of: dict[str, list[str]] = defaultdict(list)
-    for (_, name, state), is_so in beat.of(m.DESTINATIONS):
-        if is_so:
+    for (_, name, state), flag in beat.of(m.DESTINATIONS):
+        if flag:
             states_of[name].append(state)
     pending: dict[str, float] = defaultdict(float)
     for (_, name, _), value in beat.of(m.PENDING):
@@ -150,7 +150,7 @@ def destinations(beat: Beat) -> list[DestinationRow]:
 
 def endpoints(beat: Beat) -> Mapping[tuple[str, str], str]:
     """Return the state of each endpoint, by broker and name."""
-    return {(broker, name): state for (broker, name, state), is_so in beat.of(m.ENDPOINTS) if is_so}
+    return {(broker, name): state for (broker, name, state), flag in beat.of(m.ENDPOINTS) if flag}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -323,7 +323,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "nobody is told of a dead letter that came with an error",
         ARRIVAL,
-        "        for message in (*messages, *unheard):\n",
+        "        for message in (*messages, *errors):\n",
         "        for message in messages:\n",
         f"{ERRORS}::test_both_ends_are_told_of_a_dead_letter_that_came_with_an_error_of_its_dialog",
     ),

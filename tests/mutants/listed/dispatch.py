@@ -46,8 +46,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a stop waits until brokers have said which endpoints there are",
         "saf/dispatch/running.py",
-        "await asyncio.wait({stop_request, look}, return_when=asyncio.FIRST_COMPLETED)",
-        "await look",
+        "await asyncio.wait({stop_request, search}, return_when=asyncio.FIRST_COMPLETED)",
+        "await search",
         f"{RUNNING}::test_a_stop_waits_for_no_broker_that_is_asked_for_endpoints",
     ),
     mutant(
@@ -294,7 +294,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an endpoint that is removed leaves its condition behind",
         "saf/dispatch/stored.py",
-        "        for (number,) in gone:\n            _begin_anew(connection, name, number)\n",
+        "        for (number,) in removed:\n            _begin_anew(connection, name, number)\n",
         "",
         f"{COMMANDS}::test_an_endpoint_that_is_added_again_begins_anew",
     ),

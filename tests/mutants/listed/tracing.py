@@ -18,7 +18,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a trace that the application has chosen gets the state of another",
         CARRIED,
-        "taken |= fields() - {BAGGAGE}",
+        "known |= fields() - {BAGGAGE}",
         "pass",
         f"{TRACING}::test_headers_that_the_application_gives_win",
     ),

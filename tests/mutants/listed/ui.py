@@ -49,7 +49,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what dies after the count is decided about too",
         "saf/ui/choosing.py",
-        "counted[name] = broker, replace(selection, through=through[name])",
+        "counted[name] = broker, replace(selection, through=last_ids[name])",
         "counted[name] = broker, selection",
         f"{PAGES}::test_what_dies_between_the_count_and_the_decision_is_left_alone",
     ),
