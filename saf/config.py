@@ -395,8 +395,8 @@ class Settings(_Sources):
     @pydantic.field_validator("routes", mode="before")
     @classmethod
     def _are_not_local(cls, given: object) -> object:
-        for one in given if isinstance(given, list) else ():
-            if isinstance(one, dict) and "local" in one:
+        for item in given if isinstance(given, list) else ():
+            if isinstance(item, dict) and "local" in item:
                 raise ValueError(
                     "a local route is a row of its broker, because senders do not read saf.toml: "
                     "saf route add DESTINATION --service NAME --local, or saf apply"
@@ -417,7 +417,7 @@ class Settings(_Sources):
     def _are_bounded_too(
         cls, destinations: dict[str, DestinationSettings], info: pydantic.ValidationInfo
     ) -> dict[str, DestinationSettings]:
-        return {name: one.bounded(_bounds(info)) for name, one in destinations.items()}
+        return {name: settings.bounded(_bounds(info)) for name, settings in destinations.items()}
 
     @pydantic.model_validator(mode="after")
     def _has_sources_with_names_of_their_own(self) -> Settings:
@@ -477,13 +477,13 @@ class Settings(_Sources):
     @pydantic.model_validator(mode="after")
     def _a_service_has_one_transform(self) -> Settings:
         seen: dict[str, int] = {}
-        for number, one in enumerate(self.transforms):
-            if one.service in seen:
+        for number, transform in enumerate(self.transforms):
+            if transform.service in seen:
                 raise ValueError(
-                    f"transforms.{number} is for {one.service!r}, as is "
-                    f"transforms.{seen[one.service]}: a service has one transform"
+                    f"transforms.{number} is for {transform.service!r}, as is "
+                    f"transforms.{seen[transform.service]}: a service has one transform"
                 )
-            seen[one.service] = number
+            seen[transform.service] = number
         return self
 
     @pydantic.model_validator(mode="after")
@@ -507,7 +507,7 @@ class Settings(_Sources):
         places = (
             (self.destinations[endpoint.broker],) if endpoint.broker else self.destinations.values()
         )
-        return next(dsn for one in places if (dsn := one.broker()) is not None)
+        return next(dsn for place in places if (dsn := place.broker()) is not None)
 
     @property
     def declared(self) -> Declared:
@@ -515,7 +515,7 @@ class Settings(_Sources):
         return Declared(
             routes=tuple(route.as_configured() for route in self.routes),
             topics=frozenset(self.topics),
-            routers=tuple(one.as_configured(name) for name, one in self.routers.items()),
+            routers=tuple(router.as_configured(name) for name, router in self.routers.items()),
         )
 
 
@@ -630,7 +630,7 @@ def _read_signing(path: Path, make: Callable[[Signing], S], ignored: Collection[
     tables = _tables(path)
     table = tables.get("signing", {})
     if isinstance(table, dict):
-        table = {name: one for name, one in table.items() if name not in ignored}
+        table = {name: value for name, value in table.items() if name not in ignored}
     location = ("signing",)
     only = _checked(path, tables, lambda: _OnlySigning(signing=_expand(table, location)))
     try:

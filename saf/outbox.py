@@ -215,8 +215,8 @@ class Outbox:
         transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)
         refuse_in_parts(transaction, params)
         try:
-            for one in params:
-                transaction.execute(statement, one)
+            for row in params:
+                transaction.execute(statement, row)
         except Exception as error:
             self._enter.refuse_without_right(error, transaction)
             raise

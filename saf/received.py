@@ -91,7 +91,7 @@ class Headers(dict[str, Any]):
         """Return the name as it is written here."""
         if not isinstance(name, str) or dict.__contains__(self, name):
             return name
-        return next((one for one in self if one.lower() == name.lower()), name)
+        return next((header for header in self if header.lower() == name.lower()), name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -209,7 +209,7 @@ class RoutingService(Loop):
             )
         load(router)
         routes = current.in_force
-        further = [one.service for one in routes.routers]
+        further = [entry.service for entry in routes.routers]
         return Resolver([router], Matcher(routes), InTransaction(connection=raw), further=further)
 
     def _refuse(
@@ -226,15 +226,15 @@ class RoutingService(Loop):
     ) -> None:
         """Send messages without dialog, in their order, to the services they were resolved to."""
         rows = [
-            one.stored()
+            message.stored()
             | {
-                "message_id": uuid5(one.message_id, self.subscription),
-                "to_service": found[one.id].service,
-                "to_broker": found[one.id].broker,
-                "key": found[one.id].key,
-                "headers": as_json({**_without_signature(one), HOPS: _hops(one)}),
+                "message_id": uuid5(message.message_id, self.subscription),
+                "to_service": found[message.id].service,
+                "to_broker": found[message.id].broker,
+                "key": found[message.id].key,
+                "headers": as_json({**_without_signature(message), HOPS: _hops(message)}),
             }
-            for one in messages
+            for message in messages
         ]
         if self.signer is not None:
             rows = [row | _signed(self.signer, row) for row in rows]
@@ -248,7 +248,7 @@ class RoutingService(Loop):
 
 def _without_signature(message: Received) -> dict[str, Any]:
     """Return the headers to send on, without the signature, because the new id differs."""
-    return {name: one for name, one in message.exact_headers.items() if name != SIGNATURE}
+    return {name: value for name, value in message.exact_headers.items() if name != SIGNATURE}
 
 
 def _signed(signer: Signer, row: Mapping[str, Any]) -> dict[str, Any]:

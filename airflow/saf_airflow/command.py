@@ -118,7 +118,7 @@ class Saf:
         )
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: one for name, one in os.environ.items() if name not in NOT_FOR_SAF}
+        kept = {name: value for name, value in os.environ.items() if name not in NOT_FOR_SAF}
         return {**kept, **self.environment}
 
 

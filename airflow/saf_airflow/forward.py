@@ -171,7 +171,7 @@ class SafForwardOperator(BaseOperator):
 def reasons(done: Done) -> str:
     """Return errors and reasons for waiting, each once; from the JSON, or else from the log."""
     problems = [*done.said.get("problems", ()), *done.said.get("waiting", ())]
-    return "; ".join(dict.fromkeys(str(one["error"]) for one in problems)) or done.errors
+    return "; ".join(dict.fromkeys(str(problem["error"]) for problem in problems)) or done.errors
 
 
 def found(saf: Saf | None, connection_id: str | None) -> Saf:

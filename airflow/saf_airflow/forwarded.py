@@ -179,11 +179,11 @@ def answer(done: Done) -> tuple[str, str]:
     brokers = done.said.get("brokers", [])
     if done.code == 0 and brokers:
         return FORWARDED, ""
-    left = [f"{one['broker']}: {', '.join(one['left'])}" for one in brokers if one["left"]]
-    errors = [f"{one['broker']}: {one['error']}" for one in done.said.get("errors", ())]
+    left = [f"{entry['broker']}: {', '.join(entry['left'])}" for entry in brokers if entry["left"]]
+    errors = [f"{entry['broker']}: {entry['error']}" for entry in done.said.get("errors", ())]
     reason = "; ".join([*left, *errors]) or done.errors
     if done.code == MEND:
         return BROKEN, reason
-    if done.code == 1 and brokers and not any(one["waits"] for one in brokers):
+    if done.code == 1 and brokers and not any(entry["waits"] for entry in brokers):
         return DEAD, reason
     return WAITS, reason

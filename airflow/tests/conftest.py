@@ -38,7 +38,7 @@ def until(condition: Callable[[], Any], seconds: float = 120) -> None:
 
 def saf(*words: object) -> None:
     """Run the command; fail if it fails."""
-    command = [str(one) for one in (SAF, *words)]
+    command = [str(word) for word in (SAF, *words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

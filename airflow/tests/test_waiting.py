@@ -98,13 +98,13 @@ def test_a_command_that_does_not_end_is_asked_again_and_one_that_is_missing_is_n
 @pytest.mark.parametrize("kind", [SafPendingTrigger, SafForwardedTrigger])
 def test_a_trigger_is_the_same_elsewhere(kind: type) -> None:
     more = {"question": ["outbox"]} if kind is SafForwardedTrigger else {}
-    one = kind(
+    trigger = kind(
         command="/opt/saf/bin/saf", config="x", environment={"A": "b"}, poll_seconds=7, **more
     )
-    path, arguments = one.serialize()
+    path, arguments = trigger.serialize()
     assert path.rpartition(".")[2] == kind.__name__
     assert json.loads(json.dumps(arguments)) == arguments
-    assert kind(**arguments).serialize() == one.serialize()
+    assert kind(**arguments).serialize() == trigger.serialize()
 
 
 def test_an_asset_that_the_trigger_watches_starts_a_dag(site: Site) -> None:

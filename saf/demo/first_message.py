@@ -64,7 +64,7 @@ def send_first(settings: Settings, source: str, store: str) -> float:
         with destination.connect(role="init", autocommit=True) as connection:
             remove_subscription(connection, reader, discard=True)
     if sent not in arrived:
-        errors = [one["error"] for one in (*summary.problems, *summary.waiting)]
+        errors = [problem["error"] for problem in (*summary.problems, *summary.waiting)]
         raise SafError(
             f"the first message did not arrive: {'; '.join(errors) or 'for an unknown reason'}"
         )

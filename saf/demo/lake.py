@@ -68,7 +68,7 @@ class Course:
     @property
     def largest_lag(self) -> int:
         """The largest lag of all samples."""
-        return max(one.lag for one in self.samples)
+        return max(sample.lag for sample in self.samples)
 
     @property
     def streamed(self) -> int:
@@ -234,8 +234,8 @@ def draw(course: Course, file: Path) -> None:
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.add_subplot(title="Flights that are sent and not in the Delta table yet")
-    seconds = [one.seconds for one in course.samples]
-    lags = [one.lag for one in course.samples]
+    seconds = [sample.seconds for sample in course.samples]
+    lags = [sample.lag for sample in course.samples]
     axes.plot(seconds, lags, color="#2f81f7")
     axes.fill_between(seconds, lags, color="#2f81f7", alpha=0.15)
     for second in course.killed:
@@ -262,7 +262,7 @@ def _commits(table: Path) -> Iterator[pa.Table]:
 
     for version in sorted((table / "_delta_log").glob("*.json")):
         actions = [json.loads(line) for line in version.read_text().splitlines()]
-        added = [one["add"]["path"] for one in actions if "add" in one]
+        added = [action["add"]["path"] for action in actions if "add" in action]
         files = [pq.ParquetFile(table / path).read(["id", *COLUMNS]) for path in added]
         if files:
             yield pa.concat_tables(files)

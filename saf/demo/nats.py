@@ -63,12 +63,12 @@ def received(settings: Nats) -> Iterator[Received]:
     """Yield all messages of the stream, in order."""
     with connected("nats", settings) as link:
         number = 0
-        for one in Questions("nats", link).messages(sys.maxsize):
-            headers = {name: unquote(value) for name, value in one.headers().items()}
+        for message in Questions("nats", link).messages(sys.maxsize):
+            headers = {name: unquote(value) for name, value in message.headers().items()}
             if "saf-id" in headers:  # not a mark
                 number += 1
                 own = {n: value for n, value in headers.items() if not n.startswith("Nats-")}
-                yield received_of(number, own, one.body)
+                yield received_of(number, own, message.body)
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:

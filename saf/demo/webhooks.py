@@ -91,7 +91,7 @@ async def _until_nothing_is_left(dispatcher: Dispatcher, mom: Dsn) -> None:
 def left(mom: Dsn) -> int:
     """Return the number of messages that are not received yet."""
     with mom.connect(role="demo", autocommit=True) as connection:
-        return sum(one.unread + one.parked for one in inbox_status(connection))
+        return sum(row.unread + row.parked for row in inbox_status(connection))
 
 
 def received(folder: Path) -> Iterator[Received]:

@@ -181,7 +181,7 @@ def page(
     return page_of(
         lambda most: conversations(conn, service=service, states=states, limit=most, after=after),
         limit,
-        lambda one: f"{one.created_at.isoformat()} {one.handle}",
+        lambda row: f"{row.created_at.isoformat()} {row.handle}",
     )
 
 

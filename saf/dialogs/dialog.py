@@ -340,10 +340,10 @@ class Dialog:
         try:
             for piece, more in split(file, fragment_bytes, max_bytes):
                 message_id = uuid4() if FRAGMENT in more else row.message_id
-                one = row._replace(
+                fragment = row._replace(
                     message_id=message_id, headers=as_json(headers | more), body=piece
                 )
-                self._say(transaction, SEND, one)
+                self._say(transaction, SEND, fragment)
         except BaseException:
             # if the connection has failed there is nothing to undo, and the caller must see that
             # error

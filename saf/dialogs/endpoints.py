@@ -294,7 +294,7 @@ def _begun(
 
 def write(raw: psycopg.Connection[Any], statement: str, endpoints: Iterable[Endpoint]) -> None:
     """Write endpoints' facts, by the statement `RECEIVE` or `TAKE_BACK`."""
-    if rows := [one.row for one in endpoints]:
+    if rows := [endpoint.row for endpoint in endpoints]:
         raw.execute(statement, columns(RECEIVED, rows))
 
 

@@ -107,7 +107,7 @@ def pass_on(
             other.fail(enter(conn), code, prefixed, ending=True, original=original)
         else:
             own = (HELLO, WHOLE, LINEAGE, SIGNATURE)
-            kept = {n: one for n, one in message.exact_headers.items() if n not in own}
+            kept = {n: value for n, value in message.exact_headers.items() if n not in own}
             large = message.size > FRAGMENT_BYTES
             body = message.open() if large else message.body
             all_headers = Exact({**kept, **headers})

@@ -168,10 +168,10 @@ def compare(endpoint: Endpoint, message: Received) -> None:
 
 def answer(raw: psycopg.Connection[Any], endpoints: Iterable[Endpoint]) -> None:
     """Make ends compare that were asked to; make ends ask that miss messages."""
-    ends = [one for one in endpoints if not one.failure]
-    askers = {one.dialog.handle for one in ends if one.asks}
+    ends = [endpoint for endpoint in endpoints if not endpoint.failure]
+    askers = {endpoint.dialog.handle for endpoint in ends if endpoint.asks}
     say_these(raw, askers, answer=True)
-    answering = {one.dialog.handle for one in ends if one.answers}
+    answering = {endpoint.dialog.handle for endpoint in ends if endpoint.answers}
     say_these(raw, answering - askers, answer=False)
 
 
@@ -196,7 +196,7 @@ def _note_lineages(
 ) -> None:
     """Note the newest incarnation that sends to each end."""
     entries: list[dict[str, Any]] = []
-    for message, lineage in sorted(lineages.items(), key=lambda one: incarnation(one[1])):
+    for message, lineage in sorted(lineages.items(), key=lambda entry: incarnation(entry[1])):
         endpoint = endpoints.get(end_of(message))
         if endpoint is None or incarnation(lineage) <= incarnation(endpoint.far_lineage):
             continue

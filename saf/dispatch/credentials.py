@@ -27,7 +27,7 @@ def tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
             context.load_cert_chain(endpoint.client_certificate, endpoint.client_key)
     except (OSError, ssl.SSLError) as error:
         files = (endpoint.ca_file, endpoint.client_certificate, endpoint.client_key)
-        named = ", ".join(str(one) for one in files if one)
+        named = ", ".join(str(file) for file in files if file)
         raise ConfigurationError(f"cannot use {named}: {error.strerror or error}") from None
     return context
 
@@ -52,7 +52,7 @@ def values_of(query: str) -> list[str]:
     >>> values_of("key=a%2Fb&page=2&flag")
     ['a%2Fb', '2', 'a/b', '2']
     """
-    written = [value for one in query.split("&") if (value := one.partition("=")[2])]
+    written = [value for pair in query.split("&") if (value := pair.partition("=")[2])]
     return [*written, *(value for _, value in parse_qsl(query))]
 
 

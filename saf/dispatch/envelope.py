@@ -219,7 +219,7 @@ def encoded(value: str, what: re.Pattern[str] = NOT_IN_ATTRIBUTES) -> str:
 
 
 def _percent(found: re.Match[str]) -> str:
-    return "".join(f"%{one:02X}" for one in found[0].encode(errors="replace"))
+    return "".join(f"%{byte:02X}" for byte in found[0].encode(errors="replace"))
 
 
 def scalar(value: object) -> bool:

@@ -131,7 +131,7 @@ class Client:
 
     def _without_secrets(self, text: str) -> str:
         """Return a text without secrets; the longest first, as one may be part of another."""
-        for secret, shown in sorted(self._hidden, key=lambda one: len(one[0]), reverse=True):
+        for secret, shown in sorted(self._hidden, key=lambda pair: len(pair[0]), reverse=True):
             text = text.replace(secret, shown)
         return text
 

@@ -184,10 +184,10 @@ def _set_aside(connection: psycopg.Connection[Any], reader: Reader, marks: Marks
 
 
 def _asides(marks: Marks) -> Iterable[tuple[Kind, str, Received]]:
-    for one in marks.park:
-        yield Kind.KEY, one.lane, one
-    for one in marks.late:
-        yield Kind.LATER, str(one.shard), one
+    for message in marks.park:
+        yield Kind.KEY, message.lane, message
+    for message in marks.late:
+        yield Kind.LATER, str(message.shard), message
 
 
 def _noted(reader: Reader, attempts: Iterable[tuple[Received, Answer]]) -> dict[str, Any]:

@@ -108,4 +108,4 @@ async def _addresses(host: str, port: int) -> list[str]:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise httpcore2.ConnectError(error.strerror) from error
-    return list(dict.fromkeys(str(one[4][0]) for one in found))
+    return list(dict.fromkeys(str(info[4][0]) for info in found))

@@ -83,7 +83,7 @@ def send(
             raise
         if len(replies) == 1:
             return [(replies[0][0], f"its reply is refused: {said(error)}")]
-        return [refused for one in replies for refused in send(connection, outbox, [one])]
+        return [refused for entry in replies for refused in send(connection, outbox, [entry])]
     return []
 
 

@@ -105,7 +105,7 @@ class _Running:
             for name in [*self._at_work]:
                 self._end(name)
             ended = await asyncio.gather(*self._ending, return_exceptions=True)
-        errors = [*(one for one in ended if one is not None), *problems]
+        errors = [*(result for result in ended if result is not None), *problems]
         if errors:
             raise errors[0]
 

@@ -180,8 +180,8 @@ class Sender:
     def _take(self, message: Received, *further: Received) -> None:
         """Process messages that are in flight from now on."""
         if self._apart is not None:
-            for one in (message, *further):
-                self._apart.sent(one.lane, asyncio.get_running_loop().time())
+            for item in (message, *further):
+                self._apart.sent(item.lane, asyncio.get_running_loop().time())
         if not self._judge.is_spoken(message):
             self._send([message, *further])
         elif self.endpoint.reply:

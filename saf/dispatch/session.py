@@ -167,7 +167,7 @@ class Session:
             marks.succeeded
             or marks.waiting
             or marks.talked
-            or any(one.closed for one in marks.cursors)
+            or any(cursor.closed for cursor in marks.cursors)
         ):
             # there may be more messages in these lanes, or since the batches were opened
             self._ahead.look_again()
@@ -220,7 +220,7 @@ class Session:
         surplus = max(0, -await self._ask(self._member.lacks))
         busy = window.busy()
         by_ease = sorted(
-            window.shards, key=lambda one: (one not in window.leaving, one in busy, one)
+            window.shards, key=lambda shard: (shard not in window.leaving, shard in busy, shard)
         )
         window.leaving = frozenset(by_ease[:surplus])
         keep = set(window.shards) - (window.leaving - busy)

@@ -108,7 +108,7 @@ def put(
     check(name, url, settings)
     found = services.subscription(connection, subscription)
     params = {"name": name, "url": url, "subscription_id": found.subscription_id}
-    rivals = [one for (one,) in fetch(connection, OTHER, params) if one != name]
+    rivals = [rival for (rival,) in fetch(connection, OTHER, params) if rival != name]
     changed: list[tuple[int]] = []
     if not rivals:
         with connection.transaction():
@@ -207,9 +207,9 @@ def _made(name: str, url: str, settings: Mapping[str, Any]) -> StoredEndpoint:
         return StoredEndpoint.model_validate({"url": url, **settings})
     except pydantic.ValidationError as error:
         reasons = "; ".join(
-            ".".join([name, *map(str, one["loc"])])
+            ".".join([name, *map(str, problem["loc"])])
             + ": "
-            + one["msg"].removeprefix("Value error, ")
-            for one in error.errors(include_input=False)
+            + problem["msg"].removeprefix("Value error, ")
+            for problem in error.errors(include_input=False)
         )
         raise ConfigurationError(f"endpoint {reasons}") from None

@@ -156,14 +156,14 @@ def _delivery(
     messages: list[Received],
 ) -> Delivery[psycopg.Connection[Any]]:
     """Return a delivery of messages in memory, which does not write the cursors of their shards."""
-    numbers = {one.shard for one in messages}
+    numbers = {message.shard for message in messages}
     hand = Hand(
         reader=reader,
         transaction=fetch(connection, TRANSACTION)[0][0],
         shards={number: _shard(number, batches[number]) for number in numbers},
         written=dict.fromkeys(numbers, 0),
         # a message that already waits is given up where it waits
-        late=sorted({one.shard for one in messages if one.parked_id is not None}),
+        late=sorted({message.shard for message in messages if message.parked_id is not None}),
         messages=messages,
         spoken=True,
     )

@@ -82,7 +82,7 @@ class Window:
     @property
     def ids(self) -> set[UUID]:
         """Ids of the messages in memory."""
-        return {one.message_id for lane in self.lanes.values() for one in lane.queue}
+        return {message.message_id for lane in self.lanes.values() for message in lane.queue}
 
     @property
     def anything_ready(self) -> bool:
@@ -242,11 +242,11 @@ class Window:
 
     def count(self, lanes: Iterable[Waiting]) -> None:
         """Set the attempts of lanes that already wait."""
-        for one in lanes:
-            owned = one.shard in self.shards and one.shard not in self.leaving
-            if owned and one.lane not in self.lanes:
-                self._new.waiting[one.lane] = one
-                self._touch(one.shard)
+        for lane in lanes:
+            owned = lane.shard in self.shards and lane.shard not in self.leaving
+            if owned and lane.lane not in self.lanes:
+                self._new.waiting[lane.lane] = lane
+                self._touch(lane.shard)
 
     def _landed(self, message: Received) -> Lane:
         lane = self.lanes[message.lane]
@@ -286,7 +286,7 @@ class Window:
 
     def _let_go(self, messages: Collection[Received]) -> None:
         self.held -= len(messages)
-        self.bytes -= sum(one.size for one in messages)
+        self.bytes -= sum(message.size for message in messages)
 
     def _move(self, message: Received) -> None:
         assert message.parked_id is not None  # noqa: S101 - it waits already

@@ -183,7 +183,7 @@ def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
         if isinstance(sample.value, Tally):
             counts = accumulate(sample.value.counts)
             names = [*map(_bound, sample.value.bounds), "+Inf"]
-            buckets = [list(one) for one in zip(names, counts, strict=True)]
+            buckets = [list(bucket) for bucket in zip(names, counts, strict=True)]
             family.add_metric(sample.labels, buckets=buckets, sum_value=sample.value.sum)
         else:
             family.add_metric(sample.labels, sample.value)

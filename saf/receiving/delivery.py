@@ -68,12 +68,12 @@ class Delivery(Sequence[Received], Generic[C]):
         self._refused: Refused = {}
         if hand and verifier:
             self._refused = refused(raw, hand, verifier)
-            self._messages = [one for one in self._messages if one not in self._refused]
+            self._messages = [message for message in self._messages if message not in self._refused]
         self._behind: list[Received] = []
         waiting = hand.waiting if hand else frozenset()
         if waiting and (tried is None or tried.lane is None):
-            self._behind = [one for one in self._messages if one.lane in waiting]
-            self._messages = [one for one in self._messages if one.lane not in waiting]
+            self._behind = [message for message in self._messages if message.lane in waiting]
+            self._messages = [message for message in self._messages if message.lane not in waiting]
         self._arrival = Arrival(raw=raw)
         if hand and hand.spoken and hand.reader.converses:
             self._arrival = hook().arrive(raw, hand.reader, self._messages, self._behind)
@@ -133,9 +133,9 @@ class Delivery(Sequence[Received], Generic[C]):
         if not self._stopped and not self._dead:
             return len(self._messages) - len(self._back)
         return sum(
-            place not in self._dead and not self._is_past(one, place)
-            for place, one in enumerate(self._messages)
-            if one not in self._back
+            place not in self._dead and not self._is_past(message, place)
+            for place, message in enumerate(self._messages)
+            if message not in self._back
         )
 
     def is_behind(self, message: Received) -> bool:
@@ -266,30 +266,30 @@ class Delivery(Sequence[Received], Generic[C]):
         assert self._hand is not None  # noqa: S101 - there are messages
         if not (self._stopped or self._failed or self._hand.late or self._tried):
             return not_received
-        for place, one in enumerate(self._messages):
-            if self._back.stays(one):
-                if one.parked_id is not None:
-                    not_received.append(one)
-            elif place in self._dead or not self._is_past(one, place):
-                gone.append(one.parked_id)
-            elif self._has_failed(one, place):
-                gone.append(one.parked_id)
-                self._arrival.dropped.append((one, Reason.ENDED))
+        for place, message in enumerate(self._messages):
+            if self._back.stays(message):
+                if message.parked_id is not None:
+                    not_received.append(message)
+            elif place in self._dead or not self._is_past(message, place):
+                gone.append(message.parked_id)
+            elif self._has_failed(message, place):
+                gone.append(message.parked_id)
+                self._arrival.dropped.append((message, Reason.ENDED))
             else:
-                keep.append((one, _lane(Kind.KEY, one.lane)))
-                not_received.append(one)
+                keep.append((message, _lane(Kind.KEY, message.lane)))
+                not_received.append(message)
         return not_received
 
     def _put_back(self, hand: Hand) -> None:
         """Put back the messages that were not given; use lanes where shards cannot go back."""
         complete = [
-            one
-            for place, one in enumerate(self._messages)
-            if one not in self._back and not self._waits(one, place)
+            message
+            for place, message in enumerate(self._messages)
+            if message not in self._back and not self._waits(message, place)
         ]
-        for one in self._back.reopen(hand, self._messages, complete):
-            if one.lane not in self._stopped:
-                self._stop(one, WHY, attempts=one.attempt - 1, wait=0)
+        for message in self._back.reopen(hand, self._messages, complete):
+            if message.lane not in self._stopped:
+                self._stop(message, WHY, attempts=message.attempt - 1, wait=0)
 
     def _read(self, messages: list[Received]) -> list[Received]:
         """Return the messages that will not be read again."""
@@ -306,7 +306,7 @@ class Delivery(Sequence[Received], Generic[C]):
 
     def _count(self, messages: Sequence[tuple[Received, Reason]]) -> None:
         assert self._hand is not None  # noqa: S101 - there are messages, or settle found it
-        counted = [(one.shard, reason, one.message_id) for one, reason in messages]
+        counted = [(message.shard, reason, message.message_id) for message, reason in messages]
         dropped.count(self._raw, self._hand.reader.subscription_id, counted)
 
     def _set_aside(
@@ -395,8 +395,8 @@ class Delivery(Sequence[Received], Generic[C]):
         return place > self._stopped.get(message.lane, place)
 
     def _place(self, message: Received) -> int:
-        for place, one in enumerate(self._messages):
-            if one is message:
+        for place, candidate in enumerate(self._messages):
+            if candidate is message:
                 return place
         raise ValueError(f"{message} is not a message of this delivery")
 

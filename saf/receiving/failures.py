@@ -70,7 +70,7 @@ def exception(
         summary = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     for secret in _secrets(error, raw, messages):
         if len(secret) >= SHORTEST:
-            text, summary = (one.replace(secret, HIDDEN) for one in (text, summary))
+            text, summary = (part.replace(secret, HIDDEN) for part in (text, summary))
     text, summary = masked(text), masked(summary)
     # structlog prints the field named stack on lines of its own, unchanged
     return {"error": " ".join(summary.split()), "stack": text}
@@ -79,10 +79,10 @@ def exception(
 def _secrets(
     error: BaseException, raw: psycopg.Connection[Any] | None, messages: tuple[Received, ...]
 ) -> Iterator[str]:
-    for one in _chain(error):
-        if isinstance(one, psycopg.Error):
+    for cause in _chain(error):
+        if isinstance(cause, psycopg.Error):
             # they quote rows
-            yield from filter(None, (one.diag.message_detail, one.diag.context))
+            yield from filter(None, (cause.diag.message_detail, cause.diag.context))
     for message in messages:
         if message.size > LONGEST:
             continue
@@ -113,8 +113,8 @@ def _without_parameters(error: BaseException) -> Iterator[None]:
     import sqlalchemy as sa
 
     with ExitStack() as stack:
-        for one in _chain(error):
-            if isinstance(one, sa.exc.StatementError):
-                stack.callback(setattr, one, "hide_parameters", one.hide_parameters)
-                one.hide_parameters = True
+        for cause in _chain(error):
+            if isinstance(cause, sa.exc.StatementError):
+                stack.callback(setattr, cause, "hide_parameters", cause.hide_parameters)
+                cause.hide_parameters = True
         yield

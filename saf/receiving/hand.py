@@ -119,9 +119,9 @@ class Hand:
     def unwritten(self) -> list[Shard]:
         """The shards whose stored cursors differ from these."""
         return [
-            one
-            for number, one in self.shards.items()
-            if one.closed is not None or self.written.get(number) != one.position
+            shard
+            for number, shard in self.shards.items()
+            if shard.closed is not None or self.written.get(number) != shard.position
         ]
 
     @property

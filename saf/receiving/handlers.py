@@ -32,7 +32,7 @@ class Handlers(dict[str | None, Registered]):
     @property
     def are_async(self) -> bool:
         """True if the handlers are async; either all are or none."""
-        return any(one.waits for one in self.values())
+        return any(handler.waits for handler in self.values())
 
     def of(self, message: Received) -> Registered | None:
         """Return the handler for a message, if any."""

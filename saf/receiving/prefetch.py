@@ -262,9 +262,9 @@ class Prefetch:
         chosen: list[Next] = []
         room = self.limit
         while room and self._shards and self._shards[0].rows:
-            one = self._shards.popleft().next(room)
-            room -= len(one.rows)
-            chosen.append(one)
+            part = self._shards.popleft().next(room)
+            room -= len(part.rows)
+            chosen.append(part)
         marked = claim.is_marked(raw)
         found = _take(raw, reader, chosen)
         if len(found) < len(chosen):
@@ -273,17 +273,17 @@ class Prefetch:
             self._stay = None
         if not found:
             return None
-        self._taken = [one for one in chosen if one.prefetched.shard.shard in found]
+        self._taken = [part for part in chosen if part.prefetched.shard.shard in found]
         hand = Hand(
             reader=reader,
             transaction=next(iter(found.values())),
             marked=not marked and claim.is_marked(raw),
-            shards={one.prefetched.shard.shard: one.prefetched.shard for one in self._taken},
-            written={one.prefetched.shard.shard: one.position for one in self._taken},
+            shards={part.prefetched.shard.shard: part.prefetched.shard for part in self._taken},
+            written={part.prefetched.shard.shard: part.position for part in self._taken},
         )
-        for one in self._taken:
-            hand.messages += map(Received, one.rows)
-            hand.spoken = hand.spoken or any(row[FATE_AT] == SPOKEN for row in one.rows)
+        for part in self._taken:
+            hand.messages += map(Received, part.rows)
+            hand.spoken = hand.spoken or any(row[FATE_AT] == SPOKEN for row in part.rows)
         if len(self._taken) > 1:
             hand.messages.sort(key=lambda message: message.id)
         return hand
@@ -307,7 +307,7 @@ class Prefetch:
             self._read.clear()
             self._delivered = 0
         elif self._taken:
-            rest = [one.prefetched for one in self._taken if one.goes_on]
+            rest = [part.prefetched for part in self._taken if part.goes_on]
             self._shards.extendleft(reversed(rest))
             self._taken.clear()
         elif self._claimed:
@@ -327,7 +327,7 @@ def _take(raw: psycopg.Connection[Any], reader: Reader, batch: list[Next]) -> di
     if len(batch) == 1:
         params |= zip(names, batch[0].params, strict=True)
     else:
-        columns = zip(*(one.params for one in batch), strict=True)
+        columns = zip(*(part.params for part in batch), strict=True)
         params |= {name: list(column) for name, column in zip(names, columns, strict=True)}
     with psycopg.Cursor(raw, row_factory=tuple_row) as cursor:
         query = TAKE_ONE if len(batch) == 1 else TAKE_SOME

@@ -220,13 +220,13 @@ class Processors(Loop):
             self._one(delivery, work, message, watched(call, self.subscription, [message]))
 
     def _call(self, handler: Handler, message: Received, epoch: int, connection: Any) -> None:
-        one = self._live.use(message, epoch, self.processor)
-        if not one.active:
-            one.processor.activate(connection)
-            one.active = True
-        handler(one.processor, message, connection)
+        instance = self._live.use(message, epoch, self.processor)
+        if not instance.active:
+            instance.processor.activate(connection)
+            instance.active = True
+        handler(instance.processor, message, connection)
         if message.key is None:
-            one.processor.passivate(connection)
+            instance.processor.passivate(connection)
             self._live.forget(message.lane)
 
     def _undone(self, message: Received) -> None:
@@ -265,11 +265,11 @@ class Processors(Loop):
         """Passivate the instances of leaving shards, in the transaction that frees the shards."""
         link.raw.execute(PATIENTLY)
         leaving = set(shards)
-        instances = [one for one in self._live if one.shard in leaving]
+        instances = [instance for instance in self._live if instance.shard in leaving]
         self._live.throw_away(instances)
         with Savepoints(link.raw, link.own) as work:
-            for one in instances:
-                self._try(work, link.connection, one, "passivate")
+            for instance in instances:
+                self._try(work, link.connection, instance, "passivate")
 
     def _passivate(self, receiver: Receiver, instances: Sequence[Instance]) -> None:
         self._live.throw_away(instances)

@@ -123,15 +123,15 @@ class Savepoints:
             if self.raw.broken:
                 raise
             self._undo()
-            for one in pieces:
-                one.undone()
+            for piece in pieces:
+                piece.undone()
             failed(error)
             self._do_again(pieces)
 
     def _do_again(self, pieces: Sequence[Piece]) -> None:
-        for one in pieces:
-            if one.may_go_on():
-                self.do(one, alone=True)
+        for piece in pieces:
+            if piece.may_go_on():
+                self.do(piece, alone=True)
 
     def _begin(self, *, alone: bool) -> None:
         if self._clean:

@@ -88,7 +88,7 @@ class Stopping:
 
     def _given_up(self) -> StopTimeout:
         """Cut the connections; the server rolls back as soon as it notices."""
-        in_hand = [str(one) for group in list(self.in_hand.values()) for one in group]
+        in_hand = [str(message) for group in list(self.in_hand.values()) for message in group]
         error = StopTimeout(self.seconds, in_hand)
         cut = list(self._open)
         for connection in cut:

@@ -52,7 +52,7 @@ def form(value: Any) -> object:
     if isinstance(value, (datetime, date, time)):
         return value.isoformat()
     if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: getattr(value, one.name) for one in fields(value)}
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     if hasattr(type(value), "__pydantic_serializer__"):
         return value.model_dump(mode="json")
     raise TypeError(f"{_described(value)} has no form in JSON")
@@ -121,14 +121,14 @@ class Encoder:
         elif isinstance(value, float) and not math.isfinite(value):
             yield path, f"{value} is not a number in JSON"
         elif isinstance(value, dict):
-            for key, one in value.items():
+            for key, item in value.items():
                 if not isinstance(key, NAMES):
                     yield path, f"{_described(key)} is the name of a member: {WAY_OUT}"
                 yield from _of_text(str(key), path)
-                yield from self._faults(one, f"{path}{_step(key)}", ancestors)
+                yield from self._faults(item, f"{path}{_step(key)}", ancestors)
         elif isinstance(value, (list, tuple)):
-            for number, one in enumerate(value):
-                yield from self._faults(one, f"{path}[{number}]", ancestors)
+            for number, item in enumerate(value):
+                yield from self._faults(item, f"{path}[{number}]", ancestors)
         elif not isinstance(value, NAMES):
             try:
                 instead = self._form(value)

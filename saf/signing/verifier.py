@@ -207,7 +207,7 @@ def _signature(headers: Mapping[str, Any]) -> dict[str, Any]:
             raise _Unproven(UNSIGNED, "it is not signed")
         # a Number is also a str
         case {"version": Number(), "key": str(key), "to": str(to), "value": str(value)} if not any(
-            isinstance(one, Number) for one in (key, to, value)
+            isinstance(part, Number) for part in (key, to, value)
         ):
             if signature["version"] != str(VERSION):
                 known = f"only version {VERSION} is known"

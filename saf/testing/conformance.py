@@ -514,11 +514,11 @@ class DestinationConformance:
         with settings.reading("conformance") as reading:
             assert reading.name == "conformance"
             assert reading.identity() == settings.identity("conformance")
-            figures = {one.shard: one for one in reading.figures(question)}
+            figures = {figure.shard: figure for figure in reading.figures(question)}
             held = [entry[0] for entry in reading.stored(question, [0])]
             beginnings = dict(reading.begun(forwarder.source, ["a topic"]))
-        assert sum(one.stored for one in figures.values()) == 9
-        assert sum(one.plain for one in figures.values()) == 8
+        assert sum(figure.stored for figure in figures.values()) == 9
+        assert sum(figure.plain for figure in figures.values()) == 8
         wanted = [r["message_id"].bytes for r in rows if r["to_service"] == "a topic"]
         if set(figures) == set(range(SHARDS)):
             wanted += [r["message_id"].bytes for r in rows[:8] if r["shard"] == 0]

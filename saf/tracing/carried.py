@@ -55,7 +55,7 @@ def with_context(headers: str, given: Mapping[str, Any] | None) -> str:
     if known & (fields() - {BAGGAGE}):
         # they belong to a trace that the application has chosen, unrelated to the current one
         known |= fields() - {BAGGAGE}
-    new = {name: one for name, one in current().items() if name.lower() not in known}
+    new = {name: value for name, value in current().items() if name.lower() not in known}
     return f"{headers[:-1]}, {json.dumps(new)[1:]}" if new else headers
 
 
@@ -66,7 +66,7 @@ def current() -> dict[str, str]:
     carrier: dict[str, str] = {}
     with harmless():
         propagate.inject(carrier)
-    return {name: one for name, one in carrier.items() if _heeded(one)}
+    return {name: value for name, value in carrier.items() if _heeded(value)}
 
 
 def context_of(headers: str | None) -> Context | None:

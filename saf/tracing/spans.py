@@ -109,7 +109,7 @@ class Dispatched:
             return headers
         carrier = current()
         names = {name.lower() for name in carrier}
-        kept = {name: one for name, one in headers.items() if name.lower() not in names}
+        kept = {name: value for name, value in headers.items() if name.lower() not in names}
         return {**kept, **carrier}
 
     def answered(self, status: int | None, problem: str | None) -> None:
@@ -221,7 +221,7 @@ def _of(message: Received) -> dict[str, AttributeValue]:
 
 
 def _carried(messages: Sequence[Received]) -> Iterator[Carried]:
-    return ((one.message_id, one.headers_text) for one in messages[:MOST_LINKS])
+    return ((message.message_id, message.headers_text) for message in messages[:MOST_LINKS])
 
 
 def _sampled(rows: Any) -> Iterator[Carried]:

@@ -74,7 +74,7 @@ class Access:
     def __init__(self, ui: Ui, *, write: bool) -> None:
         self._ui = ui
         self._write = write
-        self._proxies = [ipaddress.ip_network(one) for one in ui.proxies]
+        self._proxies = [ipaddress.ip_network(network) for network in ui.proxies]
         self._key = secrets.token_bytes(32)
         self._sessions: dict[str, Session] = {}
         self._lock = Lock()
@@ -120,7 +120,7 @@ class Access:
         number = secrets.token_urlsafe(32)
         with self._lock:
             now = time.monotonic()
-            kept = {n: one for n, one in self._sessions.items() if one.until > now}
+            kept = {n: session for n, session in self._sessions.items() if session.until > now}
             while len(kept) >= MOST_SESSIONS:
                 kept.pop(next(iter(kept)))
             known_as = " ".join(name.split())[:LONGEST_NAME] or "somebody with the token"

@@ -71,10 +71,10 @@ def application(settings: Settings, *, write: bool) -> ASGIApp:
         Route("/live", live.endpoint(site), methods=["GET"]),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
-    for path, one in PAGES.items():
-        methods = ["POST"] if one.changes else ["GET"]
+    for path, endpoint in PAGES.items():
+        methods = ["POST"] if endpoint.changes else ["GET"]
         routes.append(
-            Route(path, _endpoint(site, one.page, operates=one.operates), methods=methods)
+            Route(path, _endpoint(site, endpoint.page, operates=endpoint.operates), methods=methods)
         )
     known = settings.ui.user_header is not None
     app = _Guarded(

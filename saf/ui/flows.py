@@ -119,7 +119,7 @@ def drawn(beat: Beat) -> Drawing | None:
 
 
 def _of(values: dict[tuple[str, str], float], broker: str) -> float:
-    return sum(value for (one, _), value in values.items() if one == broker)
+    return sum(value for (key, _), value in values.items() if key == broker)
 
 
 def _places(names: list[str], height: float) -> dict[str, float]:

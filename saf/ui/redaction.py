@@ -146,7 +146,7 @@ def _is_something_else(headers: str | None) -> bool:
     if not isinstance(known, dict) or FRAGMENT in known or WHOLE in known:
         return False
     types = [str(value).lower() for name, value in known.items() if name.lower() == CONTENT_TYPE]
-    return bool(types) and not any(JSON in one for one in types)
+    return bool(types) and not any(JSON in type_ for type_ in types)
 
 
 def _too_deep(body: bytes) -> str:

@@ -82,7 +82,7 @@ def broker(
     try:
         store = _Store(
             dsn if isinstance(dsn, Dsn) else Dsn(dsn),
-            sources=None if sources is None else frozenset(UUID(str(one)) for one in sources),
+            sources=None if sources is None else frozenset(UUID(str(source)) for source in sources),
             services=None if services is None else frozenset(services),
             max_bytes=max_bytes,
         )

@@ -42,7 +42,7 @@ def letters(visit: Visit) -> Response:
         lambda connection: dead.page(connection, wanted, rows), [broker] if broker else None
     )
     pages = answers.found
-    shown = [(name, one) for name, page in pages.items() for one in page.shown]
+    shown = [(name, letter) for name, page in pages.items() for letter in page.shown]
     if broker is None:
         shown.sort(key=lambda row: row[1].dead_letter_at)
     return visit.page(

@@ -33,7 +33,7 @@ def list_(visit: Visit) -> Response:
         [broker] if broker else None,
     )
     found = answers.found
-    shown = [(name, one) for name, listing in found.items() for one in listing.shown]
+    shown = [(name, endpoint) for name, listing in found.items() for endpoint in listing.shown]
     shown.sort(key=lambda row: row[1].created_at)
     more = sorted(name for name, listing in found.items() if listing.next)
     return visit.page(

@@ -52,15 +52,15 @@ def examine_(visit: Visit) -> Response:
 
 def begin(site: Site) -> Examination:
     """Run all checks in a thread. Only reads."""
-    one = site.examination = Examination()
+    examination = site.examination = Examination()
 
     def run() -> None:
         try:
-            one.findings = examine(site.settings)
+            examination.findings = examine(site.settings)
         except Exception as error:
             known = error if isinstance(error, SafError) else Unexpected("the doctor", error)
-            one.problem = str(known)
-        one.ended = time.time()
+            examination.problem = str(known)
+        examination.ended = time.time()
 
     threading.Thread(target=run, name="saf-doctor", daemon=True).start()
-    return one
+    return examination

@@ -87,8 +87,8 @@ def message(visit: Visit) -> Response:
 def _body(redaction: Redaction, found: Iterable[tuple[Stay, bytes | None]]) -> str | None:
     """Return the body for display; None if no log has it."""
     for stay, body in found:
-        if body is not None and (one := stay.sent or stay.stored) is not None:
-            return redaction.body(body, one.headers)
+        if body is not None and (copy := stay.sent or stay.stored) is not None:
+            return redaction.body(body, copy.headers)
         if stay.size is not None and stay.size > LARGEST_BYTES:
             return f"{stay.size:,} bytes: more than are shown"
     return None
@@ -105,7 +105,7 @@ def _further(
     if about is None and sent_at is not None:
         return {"at": sent_at}
     ends = {
-        name: {log: one.place for log, one in stay.unfinished.items()}
+        name: {log: search.place for log, search in stay.unfinished.items()}
         for name, stay in stays.items()
         if stay.unfinished
     }
@@ -123,7 +123,7 @@ def _places(text: str | None) -> Mapping[str, Mapping[str, str]]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not all(
-        isinstance(positions, dict) and all(isinstance(one, str) for one in positions.values())
+        isinstance(positions, dict) and all(isinstance(place, str) for place in positions.values())
         for positions in found.values()
     ):
         raise UsageError(f"{text!r} is not a place where a search ended")

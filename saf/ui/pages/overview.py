@@ -118,7 +118,7 @@ def rows(beat: Beat) -> list[BrokerRow]:
                 transaction_seconds=beat.most(m.OLDEST_TRANSACTION, name),
             )
         )
-    return sorted(found, key=lambda one: (one.up, -one.dead, -one.parked, -one.pending, one.name))
+    return sorted(found, key=lambda row: (row.up, -row.dead, -row.parked, -row.pending, row.name))
 
 
 STATES = ("down", "waiting", "up")

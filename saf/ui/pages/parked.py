@@ -76,7 +76,7 @@ def _found(visit: Visit) -> tuple[dict[str, Waiting], Any]:
         lambda connection: parked(connection, most, lanes=wanted, after=after, most=MOST),
         brokers,
     )
-    return {name: one for name, one in answers.found.items() if one.lanes}, answers.errors
+    return {name: page for name, page in answers.found.items() if page.lanes}, answers.errors
 
 
 def _brokers(visit: Visit) -> list[str] | None:

@@ -315,8 +315,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a success ends a session that passes shards on",
         WINDOW,
-        "one.shard in self.shards and one.shard not in self.leaving",
-        "one.shard in self.shards",
+        "lane.shard in self.shards and lane.shard not in self.leaving",
+        "lane.shard in self.shards",
         f"{DISPATCH}::test_a_success_while_shards_leave_counts_no_attempt_in_them",
     ),
     mutant(

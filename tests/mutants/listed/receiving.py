@@ -82,8 +82,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "of handlers that ran at the same time, the work of all is there twice after one failed",
         SAVEPOINTS,
-        "            self._undo()\n            for one in pieces:",
-        "            for one in pieces:",
+        "            self._undo()\n            for piece in pieces:",
+        "            for piece in pieces:",
         f"{ASYNC}::test_what_handlers_had_done_when_another_one_failed_is_there_once",
     ),
     mutant(
@@ -335,8 +335,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is behind a message that fails as it is done again is done before it",
         SAVEPOINTS,
-        "            if one.may_go_on():\n",
-        "            if one.may_go_on:\n",
+        "            if piece.may_go_on():\n",
+        "            if piece.may_go_on:\n",
         f"{SHARED}::test_what_was_done_behind_one_that_fails_as_it_is_done_again_is_not_done_again",
     ),
     mutant(
@@ -427,7 +427,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a key overtakes its messages that wait",
         DELIVERY,
-        "self._messages = [one for one in self._messages if one.lane not in waiting]",
+        "self._messages = [message for message in self._messages if message.lane not in waiting]",
         "self._messages = list(self._messages)",
         f"{WORKER}::test_a_message_that_fails_waits_with_its_key_and_others_go_on",
     ),
@@ -448,7 +448,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is handled counts though it was set aside",
         DELIVERY,
-        "place not in self._dead and not self._is_past(one, place)\n",
+        "place not in self._dead and not self._is_past(message, place)\n",
         "place not in self._dead\n",
         f"{RECEIVED}::test_neither_what_is_set_aside_nor_what_is_behind_it_counts_as_handled",
     ),
@@ -555,8 +555,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the parameters of a statement are logged",
         "saf/receiving/failures.py",
-        "one.hide_parameters = True",
-        "one.hide_parameters = one.hide_parameters",
+        "cause.hide_parameters = True",
+        "cause.hide_parameters = cause.hide_parameters",
         f"{LOGGED}::test_sqlalchemys_parameters_are_not_logged",
     ),
     mutant(
