@@ -166,14 +166,14 @@ class Route(_Table):
 
     def as_configured(self) -> Configured:
         """Return this route as `saf.routing.routes` describes it."""
-        leads = Leads(
+        route = Leads(
             service=self.service,
             broker=str(self.broker) if self.broker else None,
             destination=self.destination,
             quality=self.quality,
         )
         return Configured(
-            route=leads, origin="saf.toml", expires_at=self.expires_at, comment=self.comment
+            route=route, origin="saf.toml", expires_at=self.expires_at, comment=self.comment
         )
 
 
@@ -488,7 +488,7 @@ class Settings(_Sources):
 
     @pydantic.model_validator(mode="after")
     def _endpoints_have_an_inbox(self) -> Settings:
-        brokers = [name for name, one in self.destinations.items() if one.broker() is not None]
+        brokers = [name for name, place in self.destinations.items() if place.broker() is not None]
         for name, endpoint in self.endpoints.items():
             if endpoint.broker is None and len(brokers) != 1:
                 raise ValueError(
@@ -690,7 +690,7 @@ def _explain(problem: Any, tables: Mapping[str, Any] = MappingProxyType({})) -> 
     location = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
         *table, name = location
-        known = [one for one in _known(table, tables) if one != name]  # a variable set the kind
+        known = [item for item in _known(table, tables) if item != name]  # a variable set the kind
         return f"unknown setting {'.'.join(location)}{did_you_mean(name, known)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"].startswith(("int", "float", "literal", "bool")) and location[-1] != "dsn":

@@ -681,9 +681,9 @@ class Ahead(SafError):
     def __init__(
         self, where: str, shards: Sequence[int], marks: Mapping[Any, Any] | None = None
     ) -> None:
-        more = "has stored more of" if marks else "knows of more that was set aside of"
+        claim = "has stored more of" if marks else "knows of more that was set aside of"
         super().__init__(
-            f"{where} {more} {in_words(shards)} than the source knows: the source seems to be "
+            f"{where} {claim} {in_words(shards)} than the source knows: the source seems to be "
             "restored from a backup. Nothing was written; run `saf rebase`"
         )
         self.where = where

@@ -112,8 +112,8 @@ class SafForwardedSensor(BaseSensorOperator):
 
     def _question(self) -> list[str]:
         words = ["outbox", "forwarded", "--json", "--until", str(self.until)]
-        more = {"--since": self.since, "--service": self.service, "--broker": self.broker}
-        for name, value in more.items():
+        filters = {"--since": self.since, "--service": self.service, "--broker": self.broker}
+        for name, value in filters.items():
             if value is not None:
                 words += [name, str(value)]
         return words

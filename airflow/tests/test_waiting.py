@@ -97,9 +97,9 @@ def test_a_command_that_does_not_end_is_asked_again_and_one_that_is_missing_is_n
 
 @pytest.mark.parametrize("kind", [SafPendingTrigger, SafForwardedTrigger])
 def test_a_trigger_is_the_same_elsewhere(kind: type) -> None:
-    more = {"question": ["outbox"]} if kind is SafForwardedTrigger else {}
+    extra = {"question": ["outbox"]} if kind is SafForwardedTrigger else {}
     trigger = kind(
-        command="/opt/saf/bin/saf", config="x", environment={"A": "b"}, poll_seconds=7, **more
+        command="/opt/saf/bin/saf", config="x", environment={"A": "b"}, poll_seconds=7, **extra
     )
     path, arguments = trigger.serialize()
     assert path.rpartition(".")[2] == kind.__name__

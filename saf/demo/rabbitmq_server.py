@@ -98,8 +98,8 @@ def wait_for(port: int, process: subprocess.Popen[bytes] | None = None) -> None:
     Raises:
         UsageError: the server does not start.
     """
-    until = time.monotonic() + START_SECONDS
-    while (process is None or process.poll() is None) and time.monotonic() < until:
+    deadline = time.monotonic() + START_SECONDS
+    while (process is None or process.poll() is None) and time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.1)

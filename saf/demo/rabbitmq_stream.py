@@ -40,13 +40,13 @@ def received(settings: RabbitmqStream) -> Iterator[Received]:
 
 def _wait_for(stream: RabbitmqStream) -> None:
     """Wait until a new server has its streams."""
-    until = time.monotonic() + rabbitmq_server.START_SECONDS
+    deadline = time.monotonic() + rabbitmq_server.START_SECONDS
     while True:
         try:
             with connected("rabbitmq_stream", stream) as link:
                 link.connection.replicas([STREAM, stream.marks])
                 return
         except Unavailable:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)

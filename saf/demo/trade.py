@@ -136,8 +136,8 @@ class Trade:
         def receipt(message: saf.Received, _: psycopg.Connection[Any]) -> None:
             talk = self._talk(message)
             talk.told = message.json()["sha256"]
-            same = "the same" if talk.told == talk.expected else "another"
-            self._hear(SHOP, message, f"a digest: {same} as ours")
+            comparison = "the same" if talk.told == talk.expected else "another"
+            self._hear(SHOP, message, f"a digest: {comparison} as ours")
 
         self._until_the_end(worker, SHOP)
         return worker

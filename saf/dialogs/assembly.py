@@ -191,9 +191,9 @@ def set_aside(raw: psycopg.Connection[Any], reader: Reader, messages: Iterable[R
     """Copy the bodies of fragments that were read from the inbox in this transaction."""
     messages = list(messages)
     fresh = [one for one in messages if one.parked_id is None]
-    again = [one.parked_id for one in messages if one.parked_id is not None and one.body]
-    if again:
-        raw.execute(SET_ASIDE_AGAIN, {"parked_ids": again})
+    parked_ids = [one.parked_id for one in messages if one.parked_id is not None and one.body]
+    if parked_ids:
+        raw.execute(SET_ASIDE_AGAIN, {"parked_ids": parked_ids})
     if fresh:
         raw.execute(
             SET_ASIDE,

@@ -223,7 +223,7 @@ def _answers_of_others(spoken: list[Received], rows: list[tuple[Any, ...]]) -> l
 
 
 def _endpoint(row: tuple[Any, ...], known: dict[tuple[str, int], Contract]) -> Endpoint:
-    *fields, broker_id, contract, version, _, ended_here, over = row[:12]
+    *fields, broker_id, contract, version, _, ended_here, is_over = row[:12]
     dialog = Dialog(
         **dict(zip(FIELDS.split(", "), fields, strict=True)),
         broker_id=broker_id,
@@ -233,7 +233,7 @@ def _endpoint(row: tuple[Any, ...], known: dict[tuple[str, int], Contract]) -> E
     *known_facts, sent, lineage, far_lineage = row[12:]
     facts = Facts(**dict(zip(names, known_facts, strict=True)))
     return Endpoint(
-        dialog=dialog, ended_here=ended_here, over=over, stored=facts, facts=facts, sent=sent,
+        dialog=dialog, ended_here=ended_here, over=is_over, stored=facts, facts=facts, sent=sent,
         lineage=read(lineage), far_lineage=read(far_lineage),
     )  # fmt: skip
 

@@ -88,7 +88,7 @@ def _from_oneself(facts: Facts, message: Received, *, ended_here: bool) -> tuple
             return Verdict.DROP, facts
         return wanted, replace(facts, timer=None)
     failed = facts.with_error(message.body)
-    again = facts.error_code == Code.UNRESOLVED  # sent for each message that cannot be resolved
-    if again or facts.error_code not in (None, failed.error_code):
+    is_repeat = facts.error_code == Code.UNRESOLVED  # sent for each message that cannot be resolved
+    if is_repeat or facts.error_code not in (None, failed.error_code):
         return Verdict.DROP, facts
     return wanted, failed

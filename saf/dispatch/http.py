@@ -193,9 +193,9 @@ def redirected(url: str, status: int, headers: Mapping[str, str]) -> str | None:
         before, after = urlsplit(url), urlsplit(to)
     except ValueError:  # not a URL
         return None
-    same = before.netloc == after.netloc and before.scheme == after.scheme
+    same_origin = before.netloc == after.netloc and before.scheme == after.scheme
     now_by_tls = before.hostname == after.hostname and after.scheme == "https"
-    return to if same or now_by_tls else None
+    return to if same_origin or now_by_tls else None
 
 
 def _call(endpoint: Endpoint) -> Call | None:

@@ -85,12 +85,12 @@ def _guarded(library: Any, networks: Iterable[str]) -> httpcore2.AsyncNetworkBac
     check = address_check(networks)
 
     class Guarded(library.AnyIOBackend):  # type: ignore[misc]
-        async def connect_tcp(self, host: str, port: int, *rest: Any, **more: Any) -> Any:
+        async def connect_tcp(self, host: str, port: int, *rest: Any, **options: Any) -> Any:
             problem: Exception = library.ConnectError(f"{host} has no address")
             for address in await _addresses(host, port):
                 try:
                     check(address)
-                    return await super().connect_tcp(address, port, *rest, **more)
+                    return await super().connect_tcp(address, port, *rest, **options)
                 except PermissionError as error:
                     problem = library.ConnectError(error.strerror)
                 except (library.ConnectError, library.ConnectTimeout) as error:

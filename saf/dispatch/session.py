@@ -223,8 +223,8 @@ class Session:
             window.shards, key=lambda shard: (shard not in window.leaving, shard in busy, shard)
         )
         window.leaving = frozenset(by_ease[:surplus])
-        keep = set(window.shards) - (window.leaving - busy)
-        await self._ask(lambda connection: self._member.balance(connection, keep=keep))
+        kept = set(window.shards) - (window.leaving - busy)
+        await self._ask(lambda connection: self._member.balance(connection, keep=kept))
         window.own(await self._ask(lambda connection: source.owned(connection, self.reader)))
         if self.sender.bucket is not None:
             shards = await self._ask(source.all_shards)
@@ -239,12 +239,12 @@ class Session:
             await asyncio.sleep(0)
             return
         ahead = self._ahead
-        hungry = ahead.hungry
-        until = min(self._look_at, ahead.poll_at) if hungry else self._look_at
-        seconds = until - time.monotonic()
-        if seconds > 0 and not (hungry and ahead.unread()):
+        has_room = ahead.hungry
+        deadline = min(self._look_at, ahead.poll_at) if has_room else self._look_at
+        seconds = deadline - time.monotonic()
+        if seconds > 0 and not (has_room and ahead.unread()):
             self._news.clear()
-            with suppress(TimeoutError), self._listening(hungry):
+            with suppress(TimeoutError), self._listening(has_room):
                 async with asyncio.timeout(seconds):
                     await self._news.wait()
 
@@ -275,11 +275,11 @@ class Session:
         """Wait up to ``stop_seconds`` for requests in flight; mark their results."""
         requests = self.sender.requests
         self.sender.stopping = True
-        until = time.monotonic() + stop_seconds
-        while requests and time.monotonic() < until:
+        deadline = time.monotonic() + stop_seconds
+        while requests and time.monotonic() < deadline:
             await asyncio.wait(
                 requests,
-                timeout=until - time.monotonic(),
+                timeout=deadline - time.monotonic(),
                 return_when=asyncio.FIRST_COMPLETED,
             )
             await self._write()

@@ -198,8 +198,8 @@ def _begin_anew(connection: psycopg.Connection[Any], name: str, *numbers: int) -
 
 def _variables(settings: Mapping[str, Any]) -> list[Any]:
     secrets = settings.get("secrets", [])
-    several = secrets if isinstance(secrets, (list, tuple)) else [secrets]
-    return [*several, *(settings[key] for key in ("bearer", "password") if key in settings)]
+    names = secrets if isinstance(secrets, (list, tuple)) else [secrets]
+    return [*names, *(settings[key] for key in ("bearer", "password") if key in settings)]
 
 
 def _made(name: str, url: str, settings: Mapping[str, Any]) -> StoredEndpoint:

@@ -242,11 +242,11 @@ class Window:
 
     def count(self, lanes: Iterable[Waiting]) -> None:
         """Set the attempts of lanes that already wait."""
-        for lane in lanes:
-            owned = lane.shard in self.shards and lane.shard not in self.leaving
-            if owned and lane.lane not in self.lanes:
-                self._new.waiting[lane.lane] = lane
-                self._touch(lane.shard)
+        for waiting in lanes:
+            owned = waiting.shard in self.shards and waiting.shard not in self.leaving
+            if owned and waiting.lane not in self.lanes:
+                self._new.waiting[waiting.lane] = waiting
+                self._touch(waiting.shard)
 
     def _landed(self, message: Received) -> Lane:
         lane = self.lanes[message.lane]

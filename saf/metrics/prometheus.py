@@ -139,11 +139,11 @@ def check_gateway(gateway: str) -> None:
     """
     try:
         parts = urlsplit(gateway if "://" in gateway else f"http://{gateway}")
-        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         (parts.hostname or "").encode("idna")  # as before a name lookup
     except ValueError:
-        is_one = False
-    if not is_one or not gateway.isascii() or not gateway.isprintable() or " " in gateway:
+        is_url = False
+    if not is_url or not gateway.isascii() or not gateway.isprintable() or " " in gateway:
         raise UsageError(
             f"metrics to {gateway!r}: expected HOST:PORT or a URL, such as "
             "http://pushgateway.example.com:9091"

@@ -206,9 +206,9 @@ class Delivery(Sequence[Received], Generic[C]):
         if self._back:
             self._put_back(hand)
         late, expired, unread = (self._read(hand.aside[fate]) for fate in (LATE, EXPIRED, UNREAD))
-        keep = [(one, _lane(Kind.KEY, one.lane)) for one in self._read(self._behind)]
-        keep += [(one, _lane(Kind.LATER, one.shard)) for one in late]
-        keep += [(one, _lane(Kind.AHEAD, one.conversation_id)) for one in self._arrival.ahead]
+        kept = [(one, _lane(Kind.KEY, one.lane)) for one in self._read(self._behind)]
+        kept += [(one, _lane(Kind.LATER, one.shard)) for one in late]
+        kept += [(one, _lane(Kind.AHEAD, one.conversation_id)) for one in self._arrival.ahead]
         bury = [(one, "expired", "expires_at has passed") for one in expired]
         bury += [(one, "no_dialog", error) for one, error in self._arrival.stray]
         bury += self._dead.values()
@@ -220,15 +220,15 @@ class Delivery(Sequence[Received], Generic[C]):
         not_taken = self._read([*self._refused])
         gone += bury_refused(self._raw, hand, {one: self._refused[one] for one in not_taken})
         gone += [one.parked_id for one, *_ in bury]
-        not_received = self._part(keep, gone)
+        not_received = self._part(kept, gone)
         behind = [one for place, one in self._arrival.fragments if self._waits(one, place)]
-        keep += [(one, _lane(Kind.KEY, one.lane)) for one in behind]
+        kept += [(one, _lane(Kind.KEY, one.lane)) for one in behind]
         gone += [one.parked_id for _, one in self._arrival.fragments if one not in behind]
         self._arrival.take_back(not_received)
         for one, *_ in self._dead.values():
             self._arrival.give_up(one)
-        if keep or bury or self._waiting or any(gone):
-            self._set_aside(hand, keep, bury, [number for number in gone if number])
+        if kept or bury or self._waiting or any(gone):
+            self._set_aside(hand, kept, bury, [number for number in gone if number])
         touched = {one.shard for one in late}
         touched.update(hand.late)
         retries.time_late(self._raw, reader, sorted(touched))
@@ -239,7 +239,7 @@ class Delivery(Sequence[Received], Generic[C]):
         claim.move(self._raw, hand)
         self.parked = sum(
             lane.kind == Kind.KEY and one.parked_id is None and one not in self._back
-            for one, lane in keep
+            for one, lane in kept
         )
         self.buried = len(bury) + len(self._arrival.refused) + len(unread) + len(not_taken)
 
@@ -257,7 +257,7 @@ class Delivery(Sequence[Received], Generic[C]):
             or any(hand.aside.values())
         )
 
-    def _part(self, keep: list[tuple[Received, Lane]], gone: list[int | None]) -> list[Received]:
+    def _part(self, kept: list[tuple[Received, Lane]], gone: list[int | None]) -> list[Received]:
         """Add each message of the delivery to ``keep`` or ``gone``.
 
         Return those that count as not received.
@@ -276,7 +276,7 @@ class Delivery(Sequence[Received], Generic[C]):
                 gone.append(message.parked_id)
                 self._arrival.dropped.append((message, Reason.ENDED))
             else:
-                keep.append((message, _lane(Kind.KEY, message.lane)))
+                kept.append((message, _lane(Kind.KEY, message.lane)))
                 not_received.append(message)
         return not_received
 
@@ -312,7 +312,7 @@ class Delivery(Sequence[Received], Generic[C]):
     def _set_aside(
         self,
         hand: Hand,
-        keep: list[tuple[Received, Lane]],
+        kept: list[tuple[Received, Lane]],
         bury: list[tuple[Received, str, str]],
         gone: list[int],
     ) -> None:
@@ -331,12 +331,12 @@ class Delivery(Sequence[Received], Generic[C]):
                 "position": one.id,
                 "opened_at": None,
             }
-            for one, lane in keep
+            for one, lane in kept
             if one.parked_id is None
         ]
         if fresh:
             parking.copy_in(self._raw, fresh)
-        parked = [(one.parked_id, lane) for one, lane in keep if one.parked_id is not None]
+        parked = [(one.parked_id, lane) for one, lane in kept if one.parked_id is not None]
         if parked:
             retries.move(self._raw, parked)
         if gone:

@@ -73,7 +73,7 @@ def forget(connection: psycopg.Connection[Any]) -> None:
 
 def wait(connection: psycopg.Connection[Any], seconds: float, stopping: Event) -> None:
     """Wait outside a transaction for a notification, for ``seconds`` or until told to stop."""
-    until = time.monotonic() + seconds
-    while not stopping.is_set() and (left := until - time.monotonic()) > 0:
+    deadline = time.monotonic() + seconds
+    while not stopping.is_set() and (left := deadline - time.monotonic()) > 0:
         if list(connection.notifies(timeout=min(left, TICK_SECONDS), stop_after=1)):
             return

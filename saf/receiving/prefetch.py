@@ -188,8 +188,8 @@ class Prefetch:
 
     def stay_with(self, hand: Hand) -> None:
         """Continue with the messages that a claim has left in its shards."""
-        more = [number for number, shard in hand.shards.items() if shard.open is not None]
-        self._begin_to_stay(more[0] if more else None)
+        shards = [number for number, shard in hand.shards.items() if shard.open is not None]
+        self._begin_to_stay(shards[0] if shards else None)
 
     def _begin_to_stay(self, shard: int | None) -> None:
         self._stay, self._until = shard, time.monotonic() + STAY_SECONDS

@@ -74,5 +74,5 @@ class PutBack:
         """Return whether a message stays where it was read from, and will be read again."""
         if one.parked_id is not None:
             return one in self._messages and one not in self._in_lanes
-        again = self._again.get(one.shard)
-        return again is not None and one.id >= again
+        first_id = self._again.get(one.shard)
+        return first_id is not None and one.id >= first_id

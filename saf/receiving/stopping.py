@@ -50,8 +50,8 @@ class Stopping:
 
     def hurry(self, seconds: float) -> None:
         """Limit the time for the messages in hand to ``seconds`` from now."""
-        until = time.monotonic() + seconds
-        self._until = until if self._until is None else min(self._until, until)
+        deadline = time.monotonic() + seconds
+        self._until = deadline if self._until is None else min(self._until, deadline)
 
     def begin_anew(self) -> None:
         """Forget the stop request."""
@@ -95,8 +95,8 @@ class Stopping:
             with suppress(psycopg.Error, OSError):
                 shut([connection.fileno()])
         # no commit can follow; a statement still running would hold its locks to its end
-        until = time.monotonic() + CANCEL_SECONDS
+        deadline = time.monotonic() + CANCEL_SECONDS
         for connection in cut:
             with suppress(psycopg.Error, OSError):
-                connection.cancel_safe(timeout=max(0.1, until - time.monotonic()))
+                connection.cancel_safe(timeout=max(0.1, deadline - time.monotonic()))
         return error

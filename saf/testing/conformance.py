@@ -142,9 +142,9 @@ class DestinationConformance:
         first = _store(settings, forwarder.chunk(rows))
         if learnt:
             forwarder.learn(first)
-        again = _store(settings, forwarder.chunk(rows))
+        repeat = _store(settings, forwarder.chunk(rows))
         if settings.capabilities.exactly_once:
-            assert (again.messages, again.dropped) == (0, 10)
+            assert (repeat.messages, repeat.dropped) == (0, 10)
             assert _ids(stored()) == _ids(rows)
         else:
             assert set(_ids(stored())) == set(_ids(rows))
@@ -261,15 +261,15 @@ class DestinationConformance:
         assert set(marks) == {("", shard) for shard in range(SHARDS)}
         assert settings.known("conformance", forwarder.source, role="test").marks == marks
         forwarder.next_batch()
-        more = forwarder.messages(4)
+        later = forwarder.messages(4)
         ahead = {p: replace(mark, position=mark.position + 100) for p, mark in marks.items()}
         with pytest.raises(Behind):
-            _store(settings, forwarder.chunk(more, known=ahead))
+            _store(settings, forwarder.chunk(later, known=ahead))
         with pytest.raises(Ahead):
-            _store(settings, forwarder.chunk(more, known=before))
+            _store(settings, forwarder.chunk(later, known=before))
         assert _ids(stored()) == _ids(rows)
-        _store(settings, forwarder.chunk(more))
-        assert _ids(stored()) == _ids([*rows, *more])
+        _store(settings, forwarder.chunk(later))
+        assert _ids(stored()) == _ids([*rows, *later])
 
     @pytest.mark.parametrize("lane", [None, Kind.RETRY])
     @pytest.mark.parametrize("quality", [MAIN, AGAIN])
@@ -377,8 +377,8 @@ class DestinationConformance:
         forwarder: Forwarder,
         stored: Read,
     ) -> None:
-        own, can = destination.identity(), settings.capabilities
-        hard = [one for name, one in HARD.items() if can.takes_dialogs or name != DIALOG]
+        own, capabilities = destination.identity(), settings.capabilities
+        hard = [one for name, one in HARD.items() if capabilities.takes_dialogs or name != DIALOG]
         sent = [forwarder.message(**columns) for columns in hard]
         sent.append(forwarder.message(to_broker=own))
         _store(settings, forwarder.chunk(sent))

@@ -49,8 +49,8 @@ def forwarding(destination: str, rows: Any) -> Iterator[None]:
     if not on():
         yield
         return
-    several = {"messaging.batch.message_count": len(rows)}
-    with _span("send", "send", "CLIENT", destination, None, several) as span:
+    batch = {"messaging.batch.message_count": len(rows)}
+    with _span("send", "send", "CLIENT", destination, None, batch) as span:
         if span.is_recording():
             _link(span, _sampled(rows))
         yield
@@ -62,9 +62,9 @@ def receiving(subscription: str, messages: Sequence[Received]) -> Iterator[None]
     if not on() or not messages:
         yield
         return
-    several = {"messaging.batch.message_count": len(messages)}
-    more = {**_of_subscription(subscription, messages[0]), **several}
-    with _span("receive", "receive", "CLIENT", subscription, None, more) as span:
+    batch = {"messaging.batch.message_count": len(messages)}
+    attributes = {**_of_subscription(subscription, messages[0]), **batch}
+    with _span("receive", "receive", "CLIENT", subscription, None, attributes) as span:
         if span.is_recording():
             _link(span, _carried(messages))
         yield
@@ -76,8 +76,8 @@ def processing(subscription: str, messages: Sequence[Received]) -> Iterator[None
     if not on() or not messages:
         yield
         return
-    more = _of_subscription(subscription, messages[0])
-    with _about(messages, "process", "process", subscription, more):
+    attributes = _of_subscription(subscription, messages[0])
+    with _about(messages, "process", "process", subscription, attributes):
         yield
 
 
@@ -138,17 +138,17 @@ def _about(
     operation: str,
     kind: str,
     destination: str,
-    more: Mapping[str, AttributeValue],
+    extra: Mapping[str, AttributeValue],
 ) -> Iterator[Span]:
     """Open a consumer's span: in the trace of its only message, or with links to several."""
     if len(messages) == 1:
         (one,) = messages
         parent = context_of(one.headers_text)
-        with _span(operation, kind, "CONSUMER", destination, parent, {**more, **_of(one)}) as span:
+        with _span(operation, kind, "CONSUMER", destination, parent, {**extra, **_of(one)}) as span:
             yield span
         return
-    several = {**more, "messaging.batch.message_count": len(messages)}
-    with _span(operation, kind, "CONSUMER", destination, None, several) as span:
+    batch = {**extra, "messaging.batch.message_count": len(messages)}
+    with _span(operation, kind, "CONSUMER", destination, None, batch) as span:
         if span.is_recording():
             _link(span, _carried(messages))
         yield span
@@ -161,7 +161,7 @@ def _span(  # noqa: PLR0917 - all are different
     kind: str,
     destination: str,
     parent: Context | None,
-    more: Mapping[str, AttributeValue],
+    extra: Mapping[str, AttributeValue],
 ) -> Iterator[Span]:
     from opentelemetry import context, trace
 
@@ -170,7 +170,7 @@ def _span(  # noqa: PLR0917 - all are different
         "messaging.operation.name": operation,
         "messaging.operation.type": type_,
         "messaging.destination.name": destination,
-        **more,
+        **extra,
     }
     token = None if parent is None else context.attach(parent)
     try:

@@ -116,7 +116,7 @@ class Access:
         if not (_same(token, self._ui.token) | operates):
             return None
         role = self._role(operates=operates)
-        until = time.monotonic() + self._ui.session_seconds
+        end = time.monotonic() + self._ui.session_seconds
         number = secrets.token_urlsafe(32)
         with self._lock:
             now = time.monotonic()
@@ -124,7 +124,7 @@ class Access:
             while len(kept) >= MOST_SESSIONS:
                 kept.pop(next(iter(kept)))
             known_as = " ".join(name.split())[:LONGEST_NAME] or "somebody with the token"
-            self._sessions = {**kept, number: Session(name=known_as, role=role, until=until)}
+            self._sessions = {**kept, number: Session(name=known_as, role=role, until=end)}
         return number
 
     def logout(self, request: HTTPConnection) -> None:

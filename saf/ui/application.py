@@ -207,8 +207,8 @@ def _login(site: Site) -> Endpoint:
             if wait > 0:
                 log.warning("login_not_listened_to", address=shown(address))
                 text = f"too many wrong tokens: try again in {math.ceil(wait)} s"
-                again = {"Retry-After": str(math.ceil(wait))}
-                return PlainTextResponse(text, status_code=429, headers=again)
+                headers = {"Retry-After": str(math.ceil(wait))}
+                return PlainTextResponse(text, status_code=429, headers=headers)
             wanted = form.get("next", [""])[-1]
             token, name = form.get("token", [""])[-1], form.get("name", [""])[-1]
             site.access.logout(request)

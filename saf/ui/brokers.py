@@ -169,8 +169,8 @@ class Brokers:
 
     def _resting(self, name: str) -> SafError | None:
         with self._lock:
-            error, until = self._down.get(name, (None, 0.0))
-        return error if time.monotonic() < until else None
+            error, end = self._down.get(name, (None, 0.0))
+        return error if time.monotonic() < end else None
 
     def _rest(self, name: str, error: SafError) -> None:
         with self._lock:

@@ -254,12 +254,12 @@ def _store(
             answer_within(STORE_SECONDS + GRACE_SECONDS, lambda: shut([descriptor])),
             replace(link, always=bounds).transaction(claims=False),
         ):
-            ((lives,),) = fetch(link.raw, STORE, params)
+            ((is_local,),) = fetch(link.raw, STORE, params)
             # nothing was written if the id belongs to another event
-            if lives and not fetch(link.raw, REMEMBERED, params)[0][0]:
+            if is_local and not fetch(link.raw, REMEMBERED, params)[0][0]:
                 raise _Taken
             link.raw.execute(FORGET, params)
-    return bool(lives)
+    return bool(is_local)
 
 
 def _digest(*parts: str) -> bytes:

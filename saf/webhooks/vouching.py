@@ -29,8 +29,8 @@ def vouched_by(rows: pa.Table, source: UUID) -> pa.Table:
         Rejected: headers may contain such a claim, and cannot be read.
     """
     headers = rows["headers"]
-    may = pc.or_(pc.match_substring(headers, VERIFIED_FROM), pc.match_substring(headers, ESCAPED))
-    suspects = headers.filter(may).unique().to_pylist()  # most messages of a source share them
+    mask = pc.or_(pc.match_substring(headers, VERIFIED_FROM), pc.match_substring(headers, ESCAPED))
+    suspects = headers.filter(mask).unique().to_pylist()  # most messages of a source share them
     renamed = {text: other for text in suspects if (other := _own(text, source)) != text}
     if not renamed:
         return rows

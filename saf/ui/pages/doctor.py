@@ -30,13 +30,13 @@ def findings(visit: Visit) -> Response:
     last: Examination | None = visit.site.examination
     if last is None:
         last = begin(visit.site)
-    shown = sorted(last.findings, key=lambda one: (ORDER.index(one.severity), one.where))
+    shown = sorted(last.findings, key=lambda row: (ORDER.index(row.severity), row.where))
     return visit.page(
         "doctor.html",
         title="Doctor",
         live="every 1s" if last.ended is None else "",
         last=last,
-        findings=[one for one in shown if one.severity != "ok"],
+        findings=[row for row in shown if row.severity != "ok"],
         checks=len(shown),
         now=time.time(),
     )

@@ -34,14 +34,14 @@ def members(visit: Visit) -> Response:
     broker = visit.given("broker") or (names or [""])[0]
     answers = visit.site.brokers.ask(partial(memberships, look=LOOK), [broker])
     found = sorted(
-        answers.found.get(broker, []), key=lambda one: not (one.members or one.backlog.messages)
+        answers.found.get(broker, []), key=lambda row: not (row.members or row.backlog.messages)
     )
     return visit.page(
         "members.html",
         title="Members and shards",
         live=LIVE,
         broker=broker,
-        found=[(one, colours(one), cells(one)) for one in found],
+        found=[(row, colours(row), cells(row)) for row in found],
         errors=answers.errors,
         lease=visit.site.settings.forwarder.lease_seconds,
     )

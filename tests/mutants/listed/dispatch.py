@@ -182,8 +182,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a dispatcher without a shard asks for more all the time",
         SESSION,
-        "hungry = ahead.hungry\n",
-        "hungry = ahead.hungry or not self.window.shards\n",
+        "has_room = ahead.hungry\n",
+        "has_room = ahead.hungry or not self.window.shards\n",
         f"{OWNERS}::test_a_dispatcher_without_a_shard_rests",
     ),
     mutant(
@@ -315,8 +315,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a success ends a session that passes shards on",
         WINDOW,
-        "lane.shard in self.shards and lane.shard not in self.leaving",
-        "lane.shard in self.shards",
+        "waiting.shard in self.shards and waiting.shard not in self.leaving",
+        "waiting.shard in self.shards",
         f"{DISPATCH}::test_a_success_while_shards_leave_counts_no_attempt_in_them",
     ),
     mutant(
@@ -546,7 +546,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a redirect leads anywhere",
         "saf/dispatch/http.py",
-        "    return to if same or now_by_tls else None",
+        "    return to if same_origin or now_by_tls else None",
         "    return to",
         f"{HOSTILE}::test_a_redirect_is_followed_to_the_same_host_only_where_one_says_so",
     ),

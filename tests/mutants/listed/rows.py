@@ -518,7 +518,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "each message that no router resolves fails its dialog again",
         FACTS,
-        "if again or facts.error_code",
+        "if is_repeat or facts.error_code",
         "if facts.error_code",
         "unit/test_facts.py::test_an_error_to_oneself_is_taken_if_nothing_else_has_failed_before",
     ),
