@@ -133,8 +133,8 @@ class SafForwardOperator(BaseOperator):
         if done.code == TRY_AGAIN and self.succeed_in_part and arrived:
             self.log.warning("%s, and only in part%s", outcome, suffix)
         elif done.code != 0:
-            comfort = "a database does not answer, and nothing is lost" * (done.code == TRY_AGAIN)
-            raise AirflowException(f"{outcome}{comfort and ': ' + comfort}{suffix}")
+            hint = "a database does not answer, and nothing is lost" * (done.code == TRY_AGAIN)
+            raise AirflowException(f"{outcome}{hint and ': ' + hint}{suffix}")
         if arrived is None:
             raise AirflowException(f"{outcome}, and has not said what has arrived{suffix}")
         if waiting := done.said.get("waiting_lanes"):
