@@ -44,13 +44,13 @@ def message(visit: Visit) -> Response:
     places = _places(visit.given("from"))
 
     def ask(
-        there: Mapping[str, str], connection: psycopg.Connection[Any]
+        local: Mapping[str, str], connection: psycopg.Connection[Any]
     ) -> tuple[Stay, bytes | None]:
         found = journey.stay(
             connection,
             wanted,
             about=about,
-            places=there,
+            places=local,
             seconds=SECONDS,
             look_seconds=LOOK_SECONDS,
         )
@@ -61,8 +61,8 @@ def message(visit: Visit) -> Response:
     answers = visit.site.brokers.ask_each(
         {name: partial(ask, places.get(name, {})) for name in visit.site.brokers.names()}
     )
-    stays = {name: there for name, (there, _) in answers.found.items()}
-    known = {name: there for name, there in stays.items() if not there.nothing}
+    stays = {name: local for name, (local, _) in answers.found.items()}
+    known = {name: local for name, local in stays.items() if not local.nothing}
     first = next((one.sent or one.stored for one in known.values() if one.sent or one.stored), None)
     redaction = visit.site.redaction
     headers = redaction.headers(first.headers) if first is not None else {}
@@ -73,7 +73,7 @@ def message(visit: Visit) -> Response:
         wanted=wanted,
         about=about,
         known=dict(sorted(known.items(), key=lambda one: one[1].sent is None)),
-        unfinished={name: there.unfinished for name, there in stays.items() if there.unfinished},
+        unfinished={name: local.unfinished for name, local in stays.items() if local.unfinished},
         further=_further(stays, about, created),
         headers=headers,
         trace=trace_of(headers, visit.site.settings.ui.trace_url),
