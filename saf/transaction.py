@@ -343,9 +343,9 @@ def _only_connection(session: Session) -> sa.Connection:
     transaction = session.get_transaction()
     if transaction is not None and not session.twophase:
         _watch_sessions()
-        for one, *_ in transaction._connections.values():
-            if one is not connection:
-                raise _two_connections(connection, one)
+        for core, *_ in transaction._connections.values():
+            if core is not connection:
+                raise _two_connections(connection, core)
         _sent_on[transaction] = connection
     return connection
 

@@ -166,7 +166,7 @@ def conversations(
     )
     names = (*FIELDS, "ahead")
     found = [dict(zip(names, row, strict=True)) for row in rows]
-    return [Conversation(**{**one, "state": State(one["state"])}) for one in found]
+    return [Conversation(**{**fields, "state": State(fields["state"])}) for fields in found]
 
 
 def page(

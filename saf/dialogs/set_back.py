@@ -111,18 +111,18 @@ def recognise(
         else:
             text = f"conversation {message.conversation_id} continues with another target"
             recognised.forgotten.append((message, text))
-    messages = [one for one in messages if one not in rivals]
+    messages = [item for item in messages if item not in rivals]
     lineages = {
-        one: _lineage(one)
-        for one in messages
-        if one.from_initiator is not None and one.sequence is not None
+        item: _lineage(item)
+        for item in messages
+        if item.from_initiator is not None and item.sequence is not None
     }
-    known = all(end_of(one) in endpoints for one in lineages)
-    if known and not any((*lineages.values(), *(one.far_lineage for one in endpoints.values()))):
+    known = all(end_of(item) in endpoints for item in lineages)
+    if known and not any((*lineages.values(), *(item.far_lineage for item in endpoints.values()))):
         recognised.messages = messages
         return recognised
     _note_lineages(raw, endpoints, lineages)
-    strangers = _strangers(raw, [one for one in lineages if end_of(one) not in endpoints])
+    strangers = _strangers(raw, [item for item in lineages if end_of(item) not in endpoints])
     for message in messages:
         endpoint = endpoints.get(end_of(message)) if message in lineages else None
         if message in strangers and message.message_type != COMPARE:

@@ -37,13 +37,13 @@ def hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
     secrets = [*endpoint.secrets, endpoint.bearer, endpoint.password]
     secrets += [endpoint.client_secret, endpoint.proxy_password]
     found = [(endpoint.url, endpoint.shown)] if endpoint.url != endpoint.shown else []
-    found += [(one.get_secret_value(), HIDDEN) for one in secrets if one is not None]
+    found += [(text.get_secret_value(), HIDDEN) for text in secrets if text is not None]
     header_sets = (authorization(endpoint), of_client(endpoint), of_proxy(endpoint))
-    credentials = [one.partition(" ")[2] for headers in header_sets for one in headers.values()]
-    queries = [urlsplit(one).query for one in (endpoint.url, endpoint.token_url or "")]
+    credentials = [text.partition(" ")[2] for headers in header_sets for text in headers.values()]
+    queries = [urlsplit(text).query for text in (endpoint.url, endpoint.token_url or "")]
     values = [value for query in queries for value in values_of(query)]
-    found += [(one, HIDDEN) for one in (*credentials, *queries, *values)]
-    return [(one, shown) for one, shown in found if len(one) >= SHORTEST]
+    found += [(text, HIDDEN) for text in (*credentials, *queries, *values)]
+    return [(text, shown) for text, shown in found if len(text) >= SHORTEST]
 
 
 def values_of(query: str) -> list[str]:

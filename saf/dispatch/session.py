@@ -178,7 +178,7 @@ class Session:
 
     async def _talk(self, messages: list[Received]) -> None:
         """Send the dialog messages whose turn it is, and settle the others."""
-        batches = {one.shard: self.window.shards[one.shard].batch for one in messages}
+        batches = {entry.shard: self.window.shards[entry.shard].batch for entry in messages}
         found, bad = await self._ask(
             lambda connection: talking.look(
                 connection, self.reader, batches, messages, self.sender.made

@@ -188,11 +188,11 @@ def read(
     """
     params = {
         **_of(reader),
-        "shards": [one.shard for one in shards],
-        "done": [one.done for one in shards],
-        "open": [one.open for one in shards],
-        "read": [one.read for one in shards],
-        "ids": [one.known for one in shards],
+        "shards": [position.shard for position in shards],
+        "done": [position.done for position in shards],
+        "open": [position.open for position in shards],
+        "read": [position.read for position in shards],
+        "ids": [position.known for position in shards],
         "each": each,
         "limit": limit,
         "bytes": max_bytes,
@@ -207,9 +207,9 @@ def read(
             last = place
     counts = Counter(row[SHARD] for row in rows)
     return rows, {
-        one.shard
-        for place, one in enumerate(shards, start=1)
-        if place < last and counts[one.shard] < each
+        position.shard
+        for place, position in enumerate(shards, start=1)
+        if place < last and counts[position.shard] < each
     }
 
 

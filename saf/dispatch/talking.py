@@ -68,7 +68,7 @@ def look(
     Return both, and the messages that cannot arrive, each with its error.
     """
     candidates = list(messages)
-    found: Found = {one.message_id: Outcome() for one in candidates}
+    found: Found = {entry.message_id: Outcome() for entry in candidates}
     try:
         with connection.transaction(force_rollback=True):
             for message in _delivery(connection, reader, batches, candidates):
@@ -81,10 +81,10 @@ def look(
             return {}, [(candidates[0], said(error))]
     else:
         return found, []
-    results = [look(connection, reader, batches, [one], make) for one in candidates]
+    results = [look(connection, reader, batches, [entry], make) for entry in candidates]
     return (
         {key: value for found, _ in results for key, value in found.items()},
-        [one for _, bad in results for one in bad],
+        [entry for _, bad in results for entry in bad],
     )
 
 

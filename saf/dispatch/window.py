@@ -223,12 +223,12 @@ class Window:
         """Make a message wait in its key's lane, and the key's other messages behind it."""
         lane = self._landed(message)
         hand = self.shards[message.shard]
-        for one in lane.queue:
-            if one.parked_id is None:
-                self._new.park.append(one)
-                self._complete(one, hand)
+        for queued in lane.queue:
+            if queued.parked_id is None:
+                self._new.park.append(queued)
+                self._complete(queued, hand)
             else:
-                self._move(one)
+                self._move(queued)
         self._let_go(lane.queue)
         self._touch(message.shard)
         self._new.waiting[lane.name] = waiting

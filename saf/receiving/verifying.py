@@ -55,6 +55,6 @@ def bury_refused(raw: psycopg.Connection[Any], hand: Hand, some: Refused) -> lis
             detail=f"{refusal.error}: it is a dead letter",
         )
     for reason in sorted({refusal.reason for refusal in some.values()}):
-        errors = [(one, cause.error) for one, cause in some.items() if cause.reason == reason]
+        errors = [(entry, cause.error) for entry, cause in some.items() if cause.reason == reason]
         buried += bury_as_stored(raw, hand.reader, errors, reason=reason)
     return buried

@@ -211,7 +211,7 @@ class Worker(Loop):
         return None if None in self._handlers else tuple(self._handlers)
 
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
-        if not any(one.batch for one in self._handlers.values()):
+        if not any(registered.batch for registered in self._handlers.values()):
             self._singles(delivery, work, delivery)
             return
         for handler, messages in runs(delivery, self._handlers.of):

@@ -368,7 +368,7 @@ class DestinationConformance:
         arrived = _ids(stored())
         for key in {row["key"] for row in rows}:
             sent = [row["message_id"] for row in rows if row["key"] == key]
-            assert [one for one in arrived if one in sent] == sent
+            assert [item for item in arrived if item in sent] == sent
 
     def test_every_column_arrives_as_it_was_sent(
         self,

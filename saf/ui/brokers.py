@@ -119,7 +119,7 @@ class Brokers:
         """Stop all queries, and close connections."""
         self._questions.close()
         with self._lock:
-            kept = [one for group in self._idle.values() for one, _ in group]
+            kept = [idle for group in self._idle.values() for idle, _ in group]
             self._idle.clear()
         for connection in kept:
             connection.close()
@@ -164,8 +164,8 @@ class Brokers:
                 self._idle[name].append((connection, now))
             else:
                 old.append(connection)
-        for one in old:
-            one.close()
+        for expired in old:
+            expired.close()
 
     def _resting(self, name: str) -> SafError | None:
         with self._lock:

@@ -108,7 +108,7 @@ class Jobs:
         )
         with self._lock:
             self._jobs[job.number] = job
-            ended = [number for number, one in self._jobs.items() if one.over]
+            ended = [number for number, known in self._jobs.items() if known.over]
             for number in ended[: max(0, len(self._jobs) - KEPT)]:
                 del self._jobs[number]
         places = {name: broker for name, (broker, _) in about.items()}

@@ -77,16 +77,16 @@ def confirm(visit: Visit) -> Response:
         title=action.capitalize(),
         action=action,
         to=to,
-        counts={name: one for name, one in counts.items() if one.messages},
-        stays=staying.in_words(one.stays for one in counts.values()),
+        counts={name: counted for name, counted in counts.items() if counted.messages},
+        stays=staying.in_words(counted.stays for counted in counts.values()),
         errors=answers.errors,
         wanted=_wanted(visit),
         before=visit.given("before"),
         broker=visit.given("broker"),
         ids=visit.form.get("id", []) if not visit.given("matching") else [],
         matching=visit.given("matching"),
-        messages=sum(one.messages for one in counts.values()),
-        more=any(one.more for one in counts.values()),
+        messages=sum(counted.messages for counted in counts.values()),
+        more=any(counted.more for counted in counts.values()),
     )
 
 

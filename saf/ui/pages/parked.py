@@ -47,8 +47,8 @@ def confirm(visit: Visit) -> Response:
     return visit.page(
         "parked_confirm.html",
         title="Retry now",
-        found={name: one.tried for name, one in answers.found.items() if one.tried},
-        others=sum(one.others for one in answers.found.values()),
+        found={name: counted.tried for name, counted in answers.found.items() if counted.tried},
+        others=sum(counted.others for counted in answers.found.values()),
         errors=answers.errors,
         wanted=wanted,
         broker=visit.given("broker"),

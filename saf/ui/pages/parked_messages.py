@@ -44,7 +44,7 @@ def messages(visit: Visit) -> Response:
         [broker] if broker else None,
     )
     pages = answers.found
-    shown = [(name, one) for name, page in pages.items() for one in page.shown]
+    shown = [(name, entry) for name, page in pages.items() for entry in page.shown]
     if broker is None:
         shown.sort(key=lambda row: row[1].parked_at)
     return visit.page(
@@ -79,14 +79,14 @@ def confirm(visit: Visit) -> Response:
         title=action.capitalize(),
         action=action,
         to=to,
-        counts={name: one for name, one in counts.items() if one.messages},
-        stays=staying.in_words(one.stays for one in counts.values()),
+        counts={name: counted for name, counted in counts.items() if counted.messages},
+        stays=staying.in_words(counted.stays for counted in counts.values()),
         errors=answers.errors,
         fields=_fields(visit),
         ids=[] if matching else visit.form.get("id", []),
         matching=matching,
-        messages=sum(one.messages for one in counts.values()),
-        more=any(one.more for one in counts.values()),
+        messages=sum(counted.messages for counted in counts.values()),
+        more=any(counted.more for counted in counts.values()),
     )
 
 

@@ -567,7 +567,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a reply that is refused is forgotten",
         MARKING,
-        '        marks.bury += [(one, "failed", error) for one, error in refused]\n',
+        '        marks.bury += [(entry, "failed", error) for entry, error in refused]\n',
         "",
         f"{REPLIES}::test_a_reply_that_the_database_refuses_makes_a_dead_letter_and_others_go_on",
     ),
@@ -581,8 +581,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a message of a dialog is sent before its turn",
         "saf/dispatch/talking.py",
-        "found: Found = {one.message_id: Outcome() for one in candidates}",
-        "found: Found = {one.message_id: _made(one, make) for one in candidates}",
+        "found: Found = {entry.message_id: Outcome() for entry in candidates}",
+        "found: Found = {entry.message_id: _made(entry, make) for entry in candidates}",
         f"{REPLIES}::test_a_message_of_a_dialog_waits_for_an_earlier_one_and_a_repeated_one_is_dropped",
     ),
     mutant(
