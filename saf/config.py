@@ -166,14 +166,14 @@ class Route(_Table):
 
     def as_configured(self) -> Configured:
         """Return this route as `saf.routing.routes` describes it."""
-        leads = Leads(
+        route = Leads(
             service=self.service,
             broker=str(self.broker) if self.broker else None,
             destination=self.destination,
             quality=self.quality,
         )
         return Configured(
-            route=leads, origin="saf.toml", expires_at=self.expires_at, comment=self.comment
+            route=route, origin="saf.toml", expires_at=self.expires_at, comment=self.comment
         )
 
 
@@ -395,8 +395,8 @@ class Settings(_Sources):
     @pydantic.field_validator("routes", mode="before")
     @classmethod
     def _are_not_local(cls, given: object) -> object:
-        for one in given if isinstance(given, list) else ():
-            if isinstance(one, dict) and "local" in one:
+        for item in given if isinstance(given, list) else ():
+            if isinstance(item, dict) and "local" in item:
                 raise ValueError(
                     "a local route is a row of its broker, because senders do not read saf.toml: "
                     "saf route add DESTINATION --service NAME --local, or saf apply"
@@ -415,9 +415,9 @@ class Settings(_Sources):
     @pydantic.field_validator("destinations")
     @classmethod
     def _are_bounded_too(
-        cls, there: dict[str, DestinationSettings], info: pydantic.ValidationInfo
+        cls, destinations: dict[str, DestinationSettings], info: pydantic.ValidationInfo
     ) -> dict[str, DestinationSettings]:
-        return {name: one.bounded(_bounds(info)) for name, one in there.items()}
+        return {name: settings.bounded(_bounds(info)) for name, settings in destinations.items()}
 
     @pydantic.model_validator(mode="after")
     def _has_sources_with_names_of_their_own(self) -> Settings:
@@ -477,18 +477,18 @@ class Settings(_Sources):
     @pydantic.model_validator(mode="after")
     def _a_service_has_one_transform(self) -> Settings:
         seen: dict[str, int] = {}
-        for number, one in enumerate(self.transforms):
-            if one.service in seen:
+        for number, transform in enumerate(self.transforms):
+            if transform.service in seen:
                 raise ValueError(
-                    f"transforms.{number} is for {one.service!r}, as is "
-                    f"transforms.{seen[one.service]}: a service has one transform"
+                    f"transforms.{number} is for {transform.service!r}, as is "
+                    f"transforms.{seen[transform.service]}: a service has one transform"
                 )
-            seen[one.service] = number
+            seen[transform.service] = number
         return self
 
     @pydantic.model_validator(mode="after")
     def _endpoints_have_an_inbox(self) -> Settings:
-        brokers = [name for name, one in self.destinations.items() if one.broker() is not None]
+        brokers = [name for name, place in self.destinations.items() if place.broker() is not None]
         for name, endpoint in self.endpoints.items():
             if endpoint.broker is None and len(brokers) != 1:
                 raise ValueError(
@@ -507,7 +507,7 @@ class Settings(_Sources):
         places = (
             (self.destinations[endpoint.broker],) if endpoint.broker else self.destinations.values()
         )
-        return next(dsn for one in places if (dsn := one.broker()) is not None)
+        return next(dsn for place in places if (dsn := place.broker()) is not None)
 
     @property
     def declared(self) -> Declared:
@@ -515,7 +515,7 @@ class Settings(_Sources):
         return Declared(
             routes=tuple(route.as_configured() for route in self.routes),
             topics=frozenset(self.topics),
-            routers=tuple(one.as_configured(name) for name, one in self.routers.items()),
+            routers=tuple(router.as_configured(name) for name, router in self.routers.items()),
         )
 
 
@@ -551,8 +551,8 @@ def load_signer(path: Path | None = None) -> Signer:
         ConfigurationError: names the file, the setting and the value at fault, but no secret.
         MissingExtra: Ed25519 needs a package that is not installed.
     """
-    others = {"keys", "redirected_from"}
-    return _anew(lambda: _read_signing(_file(path), Signing.signer, others))
+    ignored = {"keys", "redirected_from"}
+    return _anew(lambda: _read_signing(_file(path), Signing.signer, ignored))
 
 
 def load_keys(path: Path | None = None) -> Keys:
@@ -562,8 +562,8 @@ def load_keys(path: Path | None = None) -> Keys:
         ConfigurationError: names the file, the setting and the value at fault, but no secret.
         MissingExtra: Ed25519 needs a package that is not installed.
     """
-    others = {"key_id", "algorithm", "secret", "secret_file"}
-    return _anew(lambda: _read_signing(_file(path), Signing.known, others))
+    ignored = {"key_id", "algorithm", "secret", "secret_file"}
+    return _anew(lambda: _read_signing(_file(path), Signing.known, ignored))
 
 
 def _file(path: Path | None) -> Path:
@@ -625,14 +625,14 @@ def _read(path: Path, *, delivers: bool) -> Settings:
     return _checked(path, tables, lambda: Settings(**_expand(rest, ()), **signing))
 
 
-def _read_signing(path: Path, make: Callable[[Signing], S], others: Collection[str]) -> S:
+def _read_signing(path: Path, make: Callable[[Signing], S], ignored: Collection[str]) -> S:
     """Make an object from [signing], ignoring the settings in ``others``."""
     tables = _tables(path)
     table = tables.get("signing", {})
     if isinstance(table, dict):
-        table = {name: one for name, one in table.items() if name not in others}
-    where = ("signing",)
-    only = _checked(path, tables, lambda: _OnlySigning(signing=_expand(table, where)))
+        table = {name: value for name, value in table.items() if name not in ignored}
+    location = ("signing",)
+    only = _checked(path, tables, lambda: _OnlySigning(signing=_expand(table, location)))
     try:
         return make(only.signing)
     except MissingExtra:
@@ -655,12 +655,12 @@ def _checked(path: Path, tables: Mapping[str, Any], make: Callable[[], S]) -> S:
         raise ConfigurationError(f"{path}: {error}") from None
 
 
-def _expand(value: Any, where: tuple[str, ...]) -> Any:
+def _expand(value: Any, location: tuple[str, ...]) -> Any:
     """Return ``value`` with every ``${NAME}`` replaced from the environment."""
     if isinstance(value, dict):
-        return {key: _expand(item, (*where, key)) for key, item in value.items()}
+        return {key: _expand(item, (*location, key)) for key, item in value.items()}
     if isinstance(value, list):
-        return [_expand(item, where) for item in value]
+        return [_expand(item, location) for item in value]
     if not isinstance(value, str):
         return value
 
@@ -668,14 +668,14 @@ def _expand(value: Any, where: tuple[str, ...]) -> Any:
         name = match[1]
         if name not in os.environ:
             raise ConfigurationError(
-                f"{'.'.join(where)} needs the environment variable {name}, which is not set"
+                f"{'.'.join(location)} needs the environment variable {name}, which is not set"
             )
         return os.environ[name]
 
     def replaced(text: str) -> str:
         return re.sub(r"\$\{(\w+)\}", replacement, text)
 
-    if where[-1] != "dsn" or value.startswith("${"):
+    if location[-1] != "dsn" or value.startswith("${"):
         return replaced(value)
     value = without_driver(value)
     refuse_unescaped(value)
@@ -687,15 +687,15 @@ def _expand(value: Any, where: tuple[str, ...]) -> Any:
 
 
 def _explain(problem: Any, tables: Mapping[str, Any] = MappingProxyType({})) -> str:
-    where = [str(part) for part in problem["loc"]]
+    location = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
-        *table, name = where
-        known = [one for one in _known(table, tables) if one != name]  # a variable set the kind
-        return f"unknown setting {'.'.join(where)}{did_you_mean(name, known)}"
+        *table, name = location
+        known = [item for item in _known(table, tables) if item != name]  # a variable set the kind
+        return f"unknown setting {'.'.join(location)}{did_you_mean(name, known)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
-    if problem["type"].startswith(("int", "float", "literal", "bool")) and where[-1] != "dsn":
+    if problem["type"].startswith(("int", "float", "literal", "bool")) and location[-1] != "dsn":
         message += f", and not {problem['input']!r}"[:LONGEST]
-    return f"{'.'.join(where)}: {message}" if where else message
+    return f"{'.'.join(location)}: {message}" if location else message
 
 
 def _known(table: list[str], tables: Mapping[str, Any]) -> list[str]:

@@ -227,14 +227,14 @@ class MemberMissing(UsageError):
     """A member of a fleet was forwarded before, and its fleet no longer lists it."""
 
     def __init__(self, fleet: str, member: str, *, closed: bool) -> None:
-        why = (
+        reason = (
             "its database allows no connections"
             if closed
             else f"fleet {fleet!r} no longer lists it: it was dropped, renamed or taken out"
         )
         super().__init__(
-            f"{member!r} was forwarded before, and is missing: {why}. Its pending messages are not "
-            f"forwarded; if it is gone for good, run `saf fleet forget {shlex.quote(member)}`"
+            f"{member!r} was forwarded before, and is missing: {reason}. Its pending messages are "
+            f"not forwarded; if it is gone for good, run `saf fleet forget {shlex.quote(member)}`"
         )
         self.fleet = fleet
         self.member = member
@@ -259,9 +259,9 @@ class NoSuchContract(DialogError):
     """The contract is not known at this broker."""
 
     def __init__(self, contract: str, version: int | None, database: str) -> None:
-        which = f"contract {contract!r}" + (f" version {version}" if version is not None else "")
+        name = f"contract {contract!r}" + (f" version {version}" if version is not None else "")
         super().__init__(
-            f"{which} is not known in database {database!r}: create it with "
+            f"{name} is not known in database {database!r}: create it with "
             f"`saf contract create` or saf.create_contract, the same at both ends"
         )
         self.contract = contract
@@ -294,13 +294,13 @@ class DialogEnded(DialogError):
     """Nothing more can be sent on the dialog. ``state`` is the state of this end."""
 
     def __init__(self, handle: UUID, state: str, error: str | None) -> None:
-        why = {
+        reason = {
             "disconnected_outbound": "this end has ended it",
             "disconnected_inbound": "the other end has ended it: end it here too",
             "error": f"it has failed ({error}): end it",
             "closed": "it is closed",
         }[state]
-        super().__init__(f"nothing can be sent on conversation {handle} any more: {why}")
+        super().__init__(f"nothing can be sent on conversation {handle} any more: {reason}")
         self.handle = handle
         self.state = state
 
@@ -414,10 +414,10 @@ class StopTimeout(SafError):
     exit_code = 75
 
     def __init__(self, seconds: float, in_hand: Sequence[str] = ()) -> None:
-        what = "; ".join(in_hand) or "the work in hand"
+        work = "; ".join(in_hand) or "the work in hand"
         super().__init__(
             f"stopped, with work in hand that took longer than stop_timeout ({seconds:g} s): "
-            f"{what}. It is rolled back and comes again, which counts as an attempt. Make the "
+            f"{work}. It is rolled back and comes again, which counts as an attempt. Make the "
             "handler faster, or raise stop_timeout and the time after which the supervisor kills "
             "the process"
         )
@@ -492,9 +492,9 @@ class Unexpected(SafError):
     """An unknown failure. It concerns one broker only, and the others continue."""
 
     def __init__(self, what: str, error: BaseException) -> None:
-        said = " ".join(str(error).split()) or "no more is known"
+        text = " ".join(str(error).split()) or "no more is known"
         super().__init__(
-            f"{what}: {type(error).__name__}: {said}. Nothing was marked or lost; others continue"
+            f"{what}: {type(error).__name__}: {text}. Nothing was marked or lost; others continue"
         )
         self.what = what
 
@@ -532,14 +532,14 @@ class SparkGone(SafError):
     exit_code = 75
 
     def __init__(self, reason: str, *, stopping: bool = False) -> None:
-        why = (
+        advice = (
             "the forwarder was told to stop, and the signal may have ended Spark's JVM as well: "
             "send it to the forwarder's process alone"
             if stopping
             else "was its JVM killed, for want of memory perhaps?"
         )
         super().__init__(
-            f"Spark has ended: {reason}. Nothing is lost: start the forwarder again; {why}"
+            f"Spark has ended: {reason}. Nothing is lost: start the forwarder again; {advice}"
         )
         self.reason = reason
 
@@ -619,7 +619,7 @@ class Unroutable(SafError):
         broker: str | None = None,
         elsewhere: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        there = "".join(f", destination {name!r} is {one}" for name, one in elsewhere.items())
+        known = "".join(f", destination {name!r} is {one}" for name, one in elsewhere.items())
         if broker is None:
             problem = (
                 f"no route for service {service!r}: run `saf route add`, or set "
@@ -628,7 +628,7 @@ class Unroutable(SafError):
         else:
             problem = (
                 f"no destination is known to be broker {broker}, which messages for service "
-                f"{service!r} are addressed to{there}: add that broker to saf.toml as a destination"
+                f"{service!r} are addressed to{known}: add that broker to saf.toml as a destination"
             )
         super().__init__(f"{problem}; its messages are parked until then")
         self.service = service
@@ -681,9 +681,9 @@ class Ahead(SafError):
     def __init__(
         self, where: str, shards: Sequence[int], marks: Mapping[Any, Any] | None = None
     ) -> None:
-        more = "has stored more of" if marks else "knows of more that was set aside of"
+        claim = "has stored more of" if marks else "knows of more that was set aside of"
         super().__init__(
-            f"{where} {more} {in_words(shards)} than the source knows: the source seems to be "
+            f"{where} {claim} {in_words(shards)} than the source knows: the source seems to be "
             "restored from a backup. Nothing was written; run `saf rebase`"
         )
         self.where = where
@@ -705,10 +705,10 @@ class Behind(SafError):
         lower: object = None,
     ) -> None:
         last = f"since a batch of {since.isoformat()}" if since else "or never had any"
-        such_as = f", such as: {lower}" if lower else ""
+        example = f", such as: {lower}" if lower else ""
         super().__init__(
             f"{where} has lost messages that it acknowledged of {in_words(shards)}, "
-            f"{last}{such_as}. It seems to be restored from a backup. Nothing was written. "
+            f"{last}{example}. It seems to be restored from a backup. Nothing was written. "
             "`saf reconcile` names the missing messages, and `saf rebase` sends them again"
         )
         self.where = where

@@ -70,8 +70,8 @@ def ask(name: str, fleet: Fleet) -> Listing:
         connection.execute("SET TRANSACTION READ ONLY")
         if fleet.databases is not None:
             databases = fetch(connection, DATABASES)
-            open_ones = [database for database, is_open in databases if is_open]
-            listing = _listing(name, fleet, _matching(fleet, open_ones), Candidate)
+            connectable = [database for database, is_open in databases if is_open]
+            listing = _listing(name, fleet, _matching(fleet, connectable), Candidate)
             listing.closed = {
                 f"{name}/{database}" for database, is_open in databases if not is_open
             }
@@ -121,8 +121,8 @@ def _queried(
     except psycopg.OperationalError:
         raise
     except psycopg.Error as error:
-        said = error.diag.message_primary if (error.sqlstate or "").startswith(OF_THE_QUERY) else ""
-        reason = said or f"{type(error).__name__}, SQLSTATE {error.sqlstate}"
+        text = error.diag.message_primary if (error.sqlstate or "").startswith(OF_THE_QUERY) else ""
+        reason = text or f"{type(error).__name__}, SQLSTATE {error.sqlstate}"
         raise ConfigurationError(f"fleets.{name}.query fails: {reason}") from None
     if rows and len(rows[0]) != COLUMNS:
         raise ConfigurationError(

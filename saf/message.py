@@ -87,7 +87,7 @@ def as_json(value: Any, text: Callable[[str], str] = json.dumps) -> str:
         case dict():
             return f"{{{', '.join(f'{text(n)}: {as_json(v, text)}' for n, v in value.items())}}}"
         case list():
-            return f"[{', '.join(as_json(one, text) for one in value)}]"
+            return f"[{', '.join(as_json(item, text) for item in value)}]"
         case str():
             return text(value)
         case _:

@@ -179,8 +179,8 @@ class Outbox:
             if rows and not copied(transaction, rows):
                 statements = in_statements(rows)
                 refuse_in_parts(transaction, statements)
-                for some in statements:
-                    transaction.execute(INSERT_MANY, _columns(some))
+                for group in statements:
+                    transaction.execute(INSERT_MANY, _columns(group))
         except Exception as error:
             self._enter.refuse_without_right(error, transaction)
             raise
@@ -215,8 +215,8 @@ class Outbox:
         transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)
         refuse_in_parts(transaction, params)
         try:
-            for one in params:
-                transaction.execute(statement, one)
+            for row in params:
+                transaction.execute(statement, row)
         except Exception as error:
             self._enter.refuse_without_right(error, transaction)
             raise

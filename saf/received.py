@@ -61,9 +61,9 @@ _MESSAGE_ID, _KEY, _HEADERS, _BODY = (
 )
 
 
-def _field(column: str, what: str) -> Any:
+def _field(column: str, description: str) -> Any:
     place = _AT[column]
-    return property(lambda self: self._row[place], doc=what)
+    return property(lambda self: self._row[place], doc=description)
 
 
 class Headers(dict[str, Any]):
@@ -91,7 +91,7 @@ class Headers(dict[str, Any]):
         """Return the name as it is written here."""
         if not isinstance(name, str) or dict.__contains__(self, name):
             return name
-        return next((one for one in self if one.lower() == name.lower()), name)
+        return next((header for header in self if header.lower() == name.lower()), name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +174,8 @@ class Received:
         Raises:
             UnreadableHeaders: nested too deeply for Python, or with too long a number.
         """
-        said = self._read(json.loads)
-        return Headers(said) if isinstance(said, dict) else said
+        document = self._read(json.loads)
+        return Headers(document) if isinstance(document, dict) else document
 
     @property
     def exact_headers(self) -> Exact:
@@ -184,10 +184,10 @@ class Received:
         Raises:
             UnreadableHeaders: nested too deeply for Python, or not a JSON object.
         """
-        said = self._read(STRICT.decode)
-        if not isinstance(said, dict):
+        document = self._read(STRICT.decode)
+        if not isinstance(document, dict):
             raise UnreadableHeaders(self.message_id, "they are not a JSON object")
-        return Exact(said)
+        return Exact(document)
 
     def _read(self, decode: Callable[[str], Any]) -> Any:
         headers = self._row[_HEADERS]
@@ -238,10 +238,10 @@ class Received:
     def content_type(self) -> str | None:
         """The content type that the headers give for the body."""
         try:
-            said = self.headers[CONTENT_TYPE]
+            value = self.headers[CONTENT_TYPE]
         except (UnreadableHeaders, LookupError, TypeError):
             return None
-        return said if isinstance(said, str) else None
+        return value if isinstance(value, str) else None
 
     def text(self) -> str:
         """Return the body as text.

@@ -160,22 +160,22 @@ class RoutingService(Loop):
         raw, begins = work.raw, [one for one in delivery if _begins(one)]
         errors = {one.id: self._too_far for one in begins if _hops(one) > MAX_HOPS}
         found = self._resolve(raw, [one for one in begins if one.id not in errors], errors)
-        alone = []
+        plain = []
         for message in delivery:
             if message.id in errors:
                 self._refuse(delivery, work, message, errors[message.id])
             elif message.dialog is None:
-                alone.append(message)
+                plain.append(message)
             else:
                 call = partial(_go_on, raw, delivery, message, found.get(message.id))
                 self._one(delivery, work, message, call)
         try:
             with work.piece():
-                self._send_on(raw, alone, found)
+                self._send_on(raw, plain, found)
         except Exception:
             if raw.broken:
                 raise
-            for message in delivery.still(alone):
+            for message in delivery.still(plain):
                 call = partial(self._send_on, raw, [message], found)
                 self._one(delivery, work, message, call)
 
@@ -200,16 +200,16 @@ class RoutingService(Loop):
 
     def _resolver(self, raw: psycopg.Connection[Any]) -> Resolver:
         """Return the resolver for this router, as it is configured now."""
-        there = configuration(raw, self.default_destination, self.declared)
-        router = router_that_forwards(there, self.subscription)
+        current = configuration(raw, self.default_destination, self.declared)
+        router = router_that_forwards(current, self.subscription)
         if router is None:
             raise ConfigurationError(
                 f"database {raw.info.dbname!r} has no router {self.subscription!r} that forwards, "
                 f"or it is disabled: run `saf router add {self.subscription} --mode forward`"
             )
         load(router)
-        routes = there.in_force
-        further = [one.service for one in routes.routers]
+        routes = current.in_force
+        further = [entry.service for entry in routes.routers]
         return Resolver([router], Matcher(routes), InTransaction(connection=raw), further=further)
 
     def _refuse(
@@ -226,15 +226,15 @@ class RoutingService(Loop):
     ) -> None:
         """Send messages without dialog, in their order, to the services they were resolved to."""
         rows = [
-            one.stored()
+            message.stored()
             | {
-                "message_id": uuid5(one.message_id, self.subscription),
-                "to_service": found[one.id].service,
-                "to_broker": found[one.id].broker,
-                "key": found[one.id].key,
-                "headers": as_json({**_without_signature(one), HOPS: _hops(one)}),
+                "message_id": uuid5(message.message_id, self.subscription),
+                "to_service": found[message.id].service,
+                "to_broker": found[message.id].broker,
+                "key": found[message.id].key,
+                "headers": as_json({**_without_signature(message), HOPS: _hops(message)}),
             }
-            for one in messages
+            for message in messages
         ]
         if self.signer is not None:
             rows = [row | _signed(self.signer, row) for row in rows]
@@ -248,7 +248,7 @@ class RoutingService(Loop):
 
 def _without_signature(message: Received) -> dict[str, Any]:
     """Return the headers to send on, without the signature, because the new id differs."""
-    return {name: one for name, one in message.exact_headers.items() if name != SIGNATURE}
+    return {name: value for name, value in message.exact_headers.items() if name != SIGNATURE}
 
 
 def _signed(signer: Signer, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,8 +114,8 @@ def _log(
         *message_columns(),
         *extra,
         *(
-            sa.CheckConstraint(check, name=f"{name}_{what}", comment=COMMENTS.get(what))
-            for what, check in checks.items()
+            sa.CheckConstraint(check, name=f"{name}_{suffix}", comment=COMMENTS.get(suffix))
+            for suffix, check in checks.items()
         ),
         sa.Index(f"{name}_shard_txid", "shard", "txid"),
         # % is doubled, because SQLAlchemy passes this part to the driver unchanged
@@ -184,8 +184,8 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         {"bounded": ACCEPTED},
     )
     for function in (EXAMINE, ACCEPT):
-        made = sa.DDL(function.replace("%", "%%"))  # type: ignore[no-untyped-call]
-        sa.event.listen(outbox, "before_create", made)
+        ddl = sa.DDL(function.replace("%", "%%"))  # type: ignore[no-untyped-call]
+        sa.event.listen(outbox, "before_create", ddl)
     _log(
         metadata,
         "inbox",

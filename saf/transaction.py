@@ -195,10 +195,10 @@ class Entrance:
         if refused := _sender_refused(cause):
             raise ConfigurationError(refused) from error
         user = transaction.user
-        who = "this role" if user is None else f"role {user!r}"
+        role = "this role" if user is None else f"role {user!r}"
         reason = " ".join(str(cause).split())
         raise ConfigurationError(
-            f"{who} may not do this: {reason}. Let the owner of its schema saf run "
+            f"{role} may not do this: {reason}. Let the owner of its schema saf run "
             f"`saf grant --role {self.duty} {'ROLE' if user is None else shlex.quote(user)}`"
         ) from error
 
@@ -207,10 +207,10 @@ def _sender_refused(cause: BaseException) -> str | None:
     """Return the server's text if no rule of saf.sender allows a message; else None."""
     # SQLAlchemy wraps asyncpg's error in its own
     for error in (cause, cause.__cause__):
-        said: Any = getattr(error, "diag", error)
-        if getattr(said, "constraint_name", None) == SENDER_ALLOWED:
-            text = getattr(said, "message_primary", None) or getattr(said, "message", "")
-            hint = getattr(said, "message_hint", None) or getattr(said, "hint", None)
+        source: Any = getattr(error, "diag", error)
+        if getattr(source, "constraint_name", None) == SENDER_ALLOWED:
+            text = getattr(source, "message_primary", None) or getattr(source, "message", "")
+            hint = getattr(source, "message_hint", None) or getattr(source, "hint", None)
             return f"{text}. {hint or ''}".strip()
     return None
 
@@ -343,9 +343,9 @@ def _only_connection(session: Session) -> sa.Connection:
     transaction = session.get_transaction()
     if transaction is not None and not session.twophase:
         _watch_sessions()
-        for one, *_ in transaction._connections.values():
-            if one is not connection:
-                raise _two_connections(connection, one)
+        for core, *_ in transaction._connections.values():
+            if core is not connection:
+                raise _two_connections(connection, core)
         _sent_on[transaction] = connection
     return connection
 

@@ -118,7 +118,7 @@ class Saf:
         )
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: one for name, one in os.environ.items() if name not in NOT_FOR_SAF}
+        kept = {name: value for name, value in os.environ.items() if name not in NOT_FOR_SAF}
         return {**kept, **self.environment}
 
 
@@ -144,14 +144,14 @@ def finish(process: subprocess.Popen[str], say: Callable[[str], None]) -> Done:
 
 def done(code: int, out: str, errors: str) -> Done:
     """Return the result of a command from its output."""
-    said: Any = {}
+    document: Any = {}
     if out.strip():
         try:
-            said = json.loads(out.strip().splitlines()[-1])
+            document = json.loads(out.strip().splitlines()[-1])
         except ValueError:
-            said = {}
+            document = {}
     last = "\n".join(errors.splitlines()[-LAST_LINES:])
-    return Done(code=code, said=said if isinstance(said, dict) else {}, errors=last)
+    return Done(code=code, said=document if isinstance(document, dict) else {}, errors=last)
 
 
 def end(pid: int, how: signal.Signals) -> None:

@@ -125,20 +125,20 @@ class SafForwardOperator(BaseOperator):
         end(process.pid, signal.SIGKILL)
 
     def _judge(self, done: Done) -> None:
-        what = f"saf forward has ended with exit code {done.code}"
-        said = f": {why}" if (why := reasons(done)) else ""
+        outcome = f"saf forward has ended with exit code {done.code}"
+        suffix = f": {cause}" if (cause := reasons(done)) else ""
         if done.code == MEND:
-            raise AirflowFailException(f"{what}: a person has to mend something{said}")
+            raise AirflowFailException(f"{outcome}: a person has to mend something{suffix}")
         arrived = done.said.get("by_service")
         if done.code == TRY_AGAIN and self.succeed_in_part and arrived:
-            self.log.warning("%s, and only in part%s", what, said)
+            self.log.warning("%s, and only in part%s", outcome, suffix)
         elif done.code != 0:
-            again = "a database does not answer, and nothing is lost" * (done.code == TRY_AGAIN)
-            raise AirflowException(f"{what}{again and ': ' + again}{said}")
+            hint = "a database does not answer, and nothing is lost" * (done.code == TRY_AGAIN)
+            raise AirflowException(f"{outcome}{hint and ': ' + hint}{suffix}")
         if arrived is None:
-            raise AirflowException(f"{what}, and has not said what has arrived{said}")
+            raise AirflowException(f"{outcome}, and has not said what has arrived{suffix}")
         if waiting := done.said.get("waiting_lanes"):
-            self.log.warning("messages wait in %d lanes%s", waiting, said)
+            self.log.warning("messages wait in %d lanes%s", waiting, suffix)
         if done.said.get("idle"):
             raise AirflowSkipException("other forwarders hold all shards: there is nothing to do")
         if done.said.get("stopped"):
@@ -170,8 +170,8 @@ class SafForwardOperator(BaseOperator):
 
 def reasons(done: Done) -> str:
     """Return errors and reasons for waiting, each once; from the JSON, or else from the log."""
-    said = [*done.said.get("problems", ()), *done.said.get("waiting", ())]
-    return "; ".join(dict.fromkeys(str(one["error"]) for one in said)) or done.errors
+    problems = [*done.said.get("problems", ()), *done.said.get("waiting", ())]
+    return "; ".join(dict.fromkeys(str(problem["error"]) for problem in problems)) or done.errors
 
 
 def found(saf: Saf | None, connection_id: str | None) -> Saf:

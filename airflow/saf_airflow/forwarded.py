@@ -99,21 +99,21 @@ class SafForwardedSensor(BaseSensorOperator):
         if not self._judged(event["state"], event["said"]):
             raise AirflowFailException(f"the trigger has ended too early: {dict(event)}")
 
-    def _judged(self, state: str, said: str) -> bool:
+    def _judged(self, state: str, reason: str) -> bool:
         if state == BROKEN:
-            raise AirflowFailException(f"a person has to mend something: {said}")
+            raise AirflowFailException(f"a person has to mend something: {reason}")
         if state == DEAD and not self.allow_dead:
             raise AirflowFailException(
-                f"a dead letter will not be forwarded before a person has decided: {said}"
+                f"a dead letter will not be forwarded before a person has decided: {reason}"
             )
         if state == WAITS:
-            self.log.info("not yet: %s", said)
+            self.log.info("not yet: %s", reason)
         return state != WAITS
 
     def _question(self) -> list[str]:
         words = ["outbox", "forwarded", "--json", "--until", str(self.until)]
-        more = {"--since": self.since, "--service": self.service, "--broker": self.broker}
-        for name, value in more.items():
+        filters = {"--since": self.since, "--service": self.service, "--broker": self.broker}
+        for name, value in filters.items():
             if value is not None:
                 words += [name, str(value)]
         return words
@@ -157,9 +157,9 @@ class SafForwardedTrigger(BaseTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Run the command repeatedly until the wait is over."""
         while True:
-            state, said = await asked(self.saf, self.question)
+            state, reason = await asked(self.saf, self.question)
             if state != WAITS:
-                yield TriggerEvent({"state": state, "said": said})
+                yield TriggerEvent({"state": state, "said": reason})
                 return
             await asyncio.sleep(self.poll_seconds)
 
@@ -179,11 +179,11 @@ def answer(done: Done) -> tuple[str, str]:
     brokers = done.said.get("brokers", [])
     if done.code == 0 and brokers:
         return FORWARDED, ""
-    left = [f"{one['broker']}: {', '.join(one['left'])}" for one in brokers if one["left"]]
-    errors = [f"{one['broker']}: {one['error']}" for one in done.said.get("errors", ())]
-    said = "; ".join([*left, *errors]) or done.errors
+    left = [f"{entry['broker']}: {', '.join(entry['left'])}" for entry in brokers if entry["left"]]
+    errors = [f"{entry['broker']}: {entry['error']}" for entry in done.said.get("errors", ())]
+    reason = "; ".join([*left, *errors]) or done.errors
     if done.code == MEND:
-        return BROKEN, said
-    if done.code == 1 and brokers and not any(one["waits"] for one in brokers):
-        return DEAD, said
-    return WAITS, said
+        return BROKEN, reason
+    if done.code == 1 and brokers and not any(entry["waits"] for entry in brokers):
+        return DEAD, reason
+    return WAITS, reason

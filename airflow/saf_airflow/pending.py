@@ -86,12 +86,12 @@ class SafPendingTrigger(BaseEventTrigger):
                 return {}
             if done.code:
                 self.log.warning("saf outbox list: exit code %d: %s", done.code, _said(done))
-            brokers = {one["broker"] for one in done.said.get("messages", ())}
+            brokers = {row["broker"] for row in done.said.get("messages", ())}
             if brokers:
                 found[state] = sorted(brokers)
         return found
 
 
 def _said(done: Done) -> str:
-    errors = [f"{one['broker']}: {one['error']}" for one in done.said.get("errors", ())]
+    errors = [f"{row['broker']}: {row['error']}" for row in done.said.get("errors", ())]
     return "; ".join(errors) or done.errors

@@ -38,7 +38,7 @@ def until(condition: Callable[[], Any], seconds: float = 120) -> None:
 
 def saf(*words: object) -> None:
     """Run the command; fail if it fails."""
-    command = [str(one) for one in (SAF, *words)]
+    command = [str(word) for word in (SAF, *words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -47,8 +47,8 @@ def saf(*words: object) -> None:
 def server() -> Iterator[dict[str, str]]:
     """Run a PostgreSQL server; yield the environment for its clients."""
     # not in pytest's folder, which is private to one user: as root, the server runs as another user
-    with tempfile.TemporaryDirectory(prefix="saf-airflow-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="saf-airflow-") as name:
+        folder = Path(name)
         folder.chmod(0o755)
         yield from serving(folder)
 
@@ -252,14 +252,14 @@ def new_site(server: Mapping[str, str], airflow_database: Path, folder: Path) ->
     (folder / "airflow").mkdir()
     (folder / "airflow" / "airflow.db").write_bytes(airflow_database.read_bytes())
     config = folder / "saf.toml"
-    made = Site(folder=folder, config=config, shop=server["SHOP_DSN"], mom=server["MOM_DSN"])
-    for dsn in (made.shop, made.mom):
-        made.sql(dsn, "DROP SCHEMA IF EXISTS saf CASCADE")
+    created = Site(folder=folder, config=config, shop=server["SHOP_DSN"], mom=server["MOM_DSN"])
+    for dsn in (created.shop, created.mom):
+        created.sql(dsn, "DROP SCHEMA IF EXISTS saf CASCADE")
         saf("migrate", "--dsn", dsn)
     config.write_text(
-        f"[brokers.shop]\ndsn = {json.dumps(made.shop)}\n"
-        f"[destinations.mom]\ndsn = {json.dumps(made.mom)}\n"
+        f"[brokers.shop]\ndsn = {json.dumps(created.shop)}\n"
+        f"[destinations.mom]\ndsn = {json.dumps(created.mom)}\n"
         '[forwarder]\ndefault_destination = "mom"\n'
     )
     saf("service", "create", "billing", "--config", config)
-    return made
+    return created

@@ -28,8 +28,8 @@ def forward(more: str = "") -> str:
 def test_what_is_pending_is_forwarded_and_the_next_task_gets_the_json(site: Site) -> None:
     site.send(3)
     site.dag("ok", SHOW.format(forward=forward()))
-    said = site.test("ok")
-    assert "SAID 3 {'mom': {'billing': 3}}" in said
+    output = site.test("ok")
+    assert "SAID 3 {'mom': {'billing': 3}}" in output
     assert site.stored() == 3
     assert {state for state, _ in site.states("ok").values()} == {"success"}
     assert site.asset_events() == [
@@ -69,10 +69,10 @@ def test_a_destination_that_is_down_is_tried_again(site: Site) -> None:
     text = site.config.read_text().replace(json.dumps(site.mom), '"host=/nonexistent dbname=gone"')
     site.config.write_text(text)
     site.dag("down", forward())
-    said = site.test("down")
-    assert "exit code 75: a database does not answer, and nothing is lost" in said
+    output = site.test("down")
+    assert "exit code 75: a database does not answer, and nothing is lost" in output
     assert site.states("down")["forward"] == ("failed", 2)
-    assert "/nonexistent" in said
+    assert "/nonexistent" in output
 
 
 def test_what_has_arrived_although_another_destination_is_down_has_its_events_if_you_say_so(
@@ -87,8 +87,8 @@ def test_what_has_arrived_although_another_destination_is_down_has_its_events_if
     site.send()
     site.send(service="lost")
     site.dag("part", forward("succeed_in_part=True"))
-    said = site.test("part")
-    assert "exit code 75, and only in part: " in said
+    output = site.test("part")
+    assert "exit code 75, and only in part: " in output
     assert site.states("part")["forward"] == ("success", 1)
     assert site.asset_events() == [
         ("saf://mom/", {"messages": 1}),
@@ -101,8 +101,8 @@ def test_what_has_arrived_although_another_destination_is_down_has_its_events_if
 def test_a_broken_configuration_fails_at_once(site: Site) -> None:
     site.config.write_text("[brokers.shop]\nhost = 7\n")
     site.dag("broken", forward())
-    said = site.test("broken")
-    assert "exit code 2: a person has to mend something" in said
+    output = site.test("broken")
+    assert "exit code 2: a person has to mend something" in output
     assert site.states("broken")["forward"] == ("failed", 1)
 
 
@@ -175,7 +175,7 @@ def test_a_try_whose_command_is_stopped_before_its_end_is_tried_again(site: Site
         for pid in site.forwarders():
             os.kill(pid, signal.SIGTERM)
         until(lambda: site.sql(site.shop, "SELECT 1 FROM saf.member WHERE stopping"))
-    said, _ = process.communicate(timeout=300)
-    assert "saf was stopped before its end; what is left waits" in said
-    assert site.states("stopped")["forward"] == ("success", 2), said
+    output, _ = process.communicate(timeout=300)
+    assert "saf was stopped before its end; what is left waits" in output
+    assert site.states("stopped")["forward"] == ("success", 2), output
     assert site.stored() == 5

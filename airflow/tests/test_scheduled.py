@@ -62,10 +62,10 @@ class Running:
     def healthy(self) -> bool:
         """Return whether all components are healthy."""
         try:
-            said = self._json("/api/v2/monitor/health")
+            report = self._json("/api/v2/monitor/health")
         except (URLError, ConnectionError):
             return False
-        return all(said[name]["status"] == "healthy" for name in COMPONENTS)
+        return all(report[name]["status"] == "healthy" for name in COMPONENTS)
 
     def knows(self, dag: str) -> bool:
         """Return whether the file of a DAG has been read."""
@@ -189,7 +189,7 @@ def test_what_is_pending_starts_a_dag_and_a_sensor_goes_on_where_the_triggerer_h
 
 def events(airflow: Running) -> list[tuple[str, Any]]:
     found = airflow.ask("assets/events")["asset_events"]
-    return [(one["uri"], one["extra"]) for one in found]
+    return [(event["uri"], event["extra"]) for event in found]
 
 
 def test_a_task_that_a_person_marks_as_failed_ends_the_command(airflow: Running) -> None:

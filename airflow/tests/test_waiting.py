@@ -27,14 +27,14 @@ def test_the_sensor_waits_until_what_was_sent_before_the_run_is_forwarded(
     site.dag("sensor", SENSOR.format(deferrable=deferrable))
     with site.start("sensor") as process:
         assert process.stdout is not None
-        said = ""
+        output = ""
         for line in process.stdout:
-            said += line
+            output += line
             if "not yet: shop: pending" in line:
                 break
         asyncio.run(_forward(site))
-        said += process.communicate(timeout=200)[0]
-    assert {state for state, _ in site.states("sensor").values()} == {"success"}, said
+        output += process.communicate(timeout=200)[0]
+    assert {state for state, _ in site.states("sensor").values()} == {"success"}, output
 
 
 async def _forward(site: Site) -> None:
@@ -50,8 +50,8 @@ def test_a_dead_letter_fails_the_sensor_at_once(site: Site) -> None:
         " FROM saf.subscription WHERE name = 'forwarder'",
     )
     site.dag("dead", SENSOR.format(deferrable=False))
-    said = site.test("dead")
-    assert "a dead letter will not be forwarded before a person has decided: shop: dead" in said
+    output = site.test("dead")
+    assert "a dead letter will not be forwarded before a person has decided: shop: dead" in output
     assert site.states("dead")["wait"] == ("failed", 1)
 
 
@@ -78,8 +78,8 @@ def test_the_trigger_goes_on_while_a_source_is_down_and_without_a_command(site: 
     text = site.config.read_text()
     site.config.write_text(text + '[brokers.gone]\ndsn = "host=/nonexistent dbname=gone"\n')
     site.send()
-    up = SafPendingTrigger(command=str(SAF), config=str(site.config))
-    assert asyncio.run(up._found()) == {"pending": ["shop"]}
+    trigger = SafPendingTrigger(command=str(SAF), config=str(site.config))
+    assert asyncio.run(trigger._found()) == {"pending": ["shop"]}
     assert asyncio.run(SafPendingTrigger(command="/opt/nowhere/saf")._found()) == {}
 
 
@@ -89,22 +89,22 @@ def test_a_command_that_does_not_end_is_asked_again_and_one_that_is_missing_is_n
     slow = tmp_path / "saf"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
-    state, said = asyncio.run(asked(Saf(command=str(slow)), ["outbox"], seconds=0.2))
-    assert (state, said) == (WAITS, f"{slow} does not answer: it has not ended within 0.2 s")
-    state, said = asyncio.run(asked(Saf(command="/opt/nowhere/saf"), ["outbox"]))
-    assert (state, "cannot be started" in said) == (BROKEN, True)
+    state, reason = asyncio.run(asked(Saf(command=str(slow)), ["outbox"], seconds=0.2))
+    assert (state, reason) == (WAITS, f"{slow} does not answer: it has not ended within 0.2 s")
+    state, reason = asyncio.run(asked(Saf(command="/opt/nowhere/saf"), ["outbox"]))
+    assert (state, "cannot be started" in reason) == (BROKEN, True)
 
 
 @pytest.mark.parametrize("kind", [SafPendingTrigger, SafForwardedTrigger])
 def test_a_trigger_is_the_same_elsewhere(kind: type) -> None:
-    more = {"question": ["outbox"]} if kind is SafForwardedTrigger else {}
-    one = kind(
-        command="/opt/saf/bin/saf", config="x", environment={"A": "b"}, poll_seconds=7, **more
+    extra = {"question": ["outbox"]} if kind is SafForwardedTrigger else {}
+    trigger = kind(
+        command="/opt/saf/bin/saf", config="x", environment={"A": "b"}, poll_seconds=7, **extra
     )
-    path, arguments = one.serialize()
+    path, arguments = trigger.serialize()
     assert path.rpartition(".")[2] == kind.__name__
     assert json.loads(json.dumps(arguments)) == arguments
-    assert kind(**arguments).serialize() == one.serialize()
+    assert kind(**arguments).serialize() == trigger.serialize()
 
 
 def test_an_asset_that_the_trigger_watches_starts_a_dag(site: Site) -> None:
@@ -119,5 +119,5 @@ def test_an_asset_that_the_trigger_watches_starts_a_dag(site: Site) -> None:
         f"config={str(site.config)!r}))\n"
     )
     site.send(2)
-    said = site.test("watched")
-    assert site.stored() == 2, said
+    output = site.test("watched")
+    assert site.stored() == 2, output

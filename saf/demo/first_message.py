@@ -49,24 +49,24 @@ def send_first(settings: Settings, source: str, store: str) -> float:
     from saf.forwarding.runner import InProcess
     from saf.receiving.receive import receive
 
-    there = _store(settings, store)
+    destination = _store(settings, store)
     reader = f"{SERVICE}/{uuid4()}"
     started = time.monotonic()
-    with there.connect(role="init", autocommit=True) as connection:
+    with destination.connect(role="init", autocommit=True) as connection:
         create_subscription(connection, reader, service=None, start="now")
     try:
         with settings.brokers[source].dsn.connect(role="init") as connection:
             sent = Outbox().send(connection, SERVICE, "the first message")
         summary = Forwarder(settings, InProcess()).drain()
-        with receive(there, reader) as delivery:
+        with receive(destination, reader) as delivery:
             arrived = [message.message_id for message in delivery]
     finally:
-        with there.connect(role="init", autocommit=True) as connection:
+        with destination.connect(role="init", autocommit=True) as connection:
             remove_subscription(connection, reader, discard=True)
     if sent not in arrived:
-        why = [one["error"] for one in (*summary.problems, *summary.waiting)]
+        errors = [problem["error"] for problem in (*summary.problems, *summary.waiting)]
         raise SafError(
-            f"the first message did not arrive: {'; '.join(why) or 'for an unknown reason'}"
+            f"the first message did not arrive: {'; '.join(errors) or 'for an unknown reason'}"
         )
     return time.monotonic() - started
 

@@ -109,14 +109,14 @@ def write(dsn: Dsn, writer: int, writers: int, limit: int | None = None) -> Iter
         # a writer whose parent was killed may still be in its last transaction
         session_lock.execute(sa.select(sa.func.pg_advisory_lock(writer)))
         written = set(session_lock.scalars(sa.select(Flight.number)))
-        mine = (
+        own = (
             (number, _facts(line))
             for number, line in islice(enumerate(read(), 1), limit)
             if number not in written and _writer_of(line, writers) == writer
         )
         for transaction in count(1):
             size = 1 if transaction <= SINGLE_TRANSACTIONS else FLIGHTS_PER_TRANSACTION
-            flights = list(islice(mine, size))
+            flights = list(islice(own, size))
             if not flights:
                 return
             if transaction % ROLLED_BACK_EVERY == 0:
@@ -180,8 +180,8 @@ def _row(number: int, facts: Facts) -> Facts:
 
 def _writer_of(line: dict[str, str], writers: int) -> int:
     tail = line["tailnum"]
-    whose = tail if tail != "NA" else line["carrier"] + line["flight"]
-    return zlib.crc32(whose.encode()) % writers
+    aircraft = tail if tail != "NA" else line["carrier"] + line["flight"]
+    return zlib.crc32(aircraft.encode()) % writers
 
 
 def main() -> None:
@@ -193,8 +193,8 @@ def main() -> None:
     options.add_argument("--writer", type=int, default=0)
     options.add_argument("--writers", type=int, default=1)
     options.add_argument("--limit", type=int, help="only the first flights of the data")
-    asked = options.parse_args()
-    for recorded in write(Dsn(os.environ["SAF_DSN"]), asked.writer, asked.writers, asked.limit):
+    args = options.parse_args()
+    for recorded in write(Dsn(os.environ["SAF_DSN"]), args.writer, args.writers, args.limit):
         # one write per line, because all writers may share one pipe
         print(f"{recorded}\n", end="", flush=True)
 

@@ -64,13 +64,13 @@ def java(folder: Path, program: str, *arguments: object) -> list[str]:
     """
     home = os.environ.get("JAVA_HOME")
     found = shutil.which("java", path=f"{home}/bin" if home else None)
-    there = jars()
-    if found is None or there is None:
+    libraries = jars()
+    if found is None or libraries is None:
         raise UsageError(MISSING)
     quiet = folder / "log4j2.yaml"
     quiet.write_text("Configuration:\n  Loggers:\n    Root:\n      level: error\n")
     log = f"-Dlog4j2.configurationFile={quiet}"
-    return [found, *SMALL, log, "-cp", f"{there}/*", program, *map(str, arguments)]
+    return [found, *SMALL, log, "-cp", f"{libraries}/*", program, *map(str, arguments)]
 
 
 def broker(folder: Path, port: int, more: Mapping[str, str] | None = None) -> list[str]:
@@ -97,8 +97,8 @@ def broker(folder: Path, port: int, more: Mapping[str, str] | None = None) -> li
     file = folder / "server.properties"
     file.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
     if not (folder / "data" / "meta.properties").exists():
-        made = java(folder, "kafka.tools.StorageTool", "format", "-t", CLUSTER_ID, "-c", file)
-        subprocess.run(made, check=True, capture_output=True)  # noqa: S603 - found on this machine
+        command = java(folder, "kafka.tools.StorageTool", "format", "-t", CLUSTER_ID, "-c", file)
+        subprocess.run(command, check=True, capture_output=True)  # noqa: S603 - found on this machine
     return java(folder, "kafka.Kafka", file)
 
 
@@ -164,8 +164,8 @@ def _of_partition(consumer: Consumer, place: object, *, first: int) -> Iterator[
             if one.error() is not None:
                 return  # end of the partition
             number += 1
-            said = {str(pair[0]): _text(pair[1]) for pair in one.headers() or ()}
-            yield received_of(number, said, one.value() or b"")
+            headers = {str(pair[0]): _text(pair[1]) for pair in one.headers() or ()}
+            yield received_of(number, headers, one.value() or b"")
 
 
 def _text(value: object) -> str:
@@ -188,10 +188,10 @@ def _wait_for(settings: Kafka, process: subprocess.Popen[bytes]) -> None:
 
 def _stop(folder: Path) -> None:
     """Stop a broker that a killed demo has left in this folder."""
-    noted = folder / "pid"
-    if not noted.exists():
+    pid_file = folder / "pid"
+    if not pid_file.exists():
         return
-    pid = noted.read_text().strip()
+    pid = pid_file.read_text().strip()
     if str(folder) in _command_of(pid):
         subprocess.run(["kill", pid], check=False)  # noqa: S603, S607
         while str(folder) in _command_of(pid):
@@ -199,5 +199,5 @@ def _stop(folder: Path) -> None:
 
 
 def _command_of(pid: str) -> str:
-    asked: Sequence[str] = ["ps", "-o", "command=", "-p", pid]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout  # noqa: S603
+    command: Sequence[str] = ["ps", "-o", "command=", "-p", pid]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout  # noqa: S603

@@ -68,7 +68,7 @@ class Course:
     @property
     def largest_lag(self) -> int:
         """The largest lag of all samples."""
-        return max(one.lag for one in self.samples)
+        return max(sample.lag for sample in self.samples)
 
     @property
     def streamed(self) -> int:
@@ -140,10 +140,10 @@ def follow(
     """
     total = min(limit or FLIGHTS, FLIGHTS)
     stream = Stream(application, folder, max(1, total // MICRO_BATCHES))
-    course, begun, table = Course(), time.monotonic(), Table(folder)
+    course, start, table = Course(), time.monotonic(), Table(folder)
 
     def look(written: Written, *, now: bool = False) -> Sample:
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - start
         last = course.samples[-1] if course.samples else None
         if last and not now and seconds - last.seconds < LOOK_SECONDS:
             return last
@@ -224,8 +224,8 @@ def delays(application: Dsn, folder: Path) -> tuple[int, int]:
 
     with application.connect(role="proof") as connection:
         ((sent,),) = connection.execute(DELAYS).fetchall()
-    there = DeltaTable(place(folder)).to_pyarrow_table(columns=["delay"])["delay"]
-    return int(sent), int(pc.sum(there).as_py() or 0)
+    column = DeltaTable(place(folder)).to_pyarrow_table(columns=["delay"])["delay"]
+    return int(sent), int(pc.sum(column).as_py() or 0)
 
 
 def draw(course: Course, file: Path) -> None:
@@ -234,8 +234,8 @@ def draw(course: Course, file: Path) -> None:
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.add_subplot(title="Flights that are sent and not in the Delta table yet")
-    seconds = [one.seconds for one in course.samples]
-    lags = [one.lag for one in course.samples]
+    seconds = [sample.seconds for sample in course.samples]
+    lags = [sample.lag for sample in course.samples]
     axes.plot(seconds, lags, color="#2f81f7")
     axes.fill_between(seconds, lags, color="#2f81f7", alpha=0.15)
     for second in course.killed:
@@ -262,7 +262,7 @@ def _commits(table: Path) -> Iterator[pa.Table]:
 
     for version in sorted((table / "_delta_log").glob("*.json")):
         actions = [json.loads(line) for line in version.read_text().splitlines()]
-        added = [one["add"]["path"] for one in actions if "add" in one]
+        added = [action["add"]["path"] for action in actions if "add" in action]
         files = [pq.ParquetFile(table / path).read(["id", *COLUMNS]) for path in added]
         if files:
             yield pa.concat_tables(files)

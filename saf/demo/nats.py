@@ -63,17 +63,17 @@ def received(settings: Nats) -> Iterator[Received]:
     """Yield all messages of the stream, in order."""
     with connected("nats", settings) as link:
         number = 0
-        for one in Questions("nats", link).messages(sys.maxsize):
-            headers = {name: unquote(value) for name, value in one.headers().items()}
+        for message in Questions("nats", link).messages(sys.maxsize):
+            headers = {name: unquote(value) for name, value in message.headers().items()}
             if "saf-id" in headers:  # not a mark
                 number += 1
-                said = {n: value for n, value in headers.items() if not n.startswith("Nats-")}
-                yield received_of(number, said, one.body)
+                own = {n: value for n, value in headers.items() if not n.startswith("Nats-")}
+                yield received_of(number, own, message.body)
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + START_SECONDS
-    while process.poll() is None and time.monotonic() < until:
+    deadline = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.05)
@@ -82,18 +82,18 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 
 def _stop(folder: Path) -> None:
     """Stop a server that a killed demo has left in this folder."""
-    noted = folder / "pid"
-    if not noted.exists():
+    pid_file = folder / "pid"
+    if not pid_file.exists():
         return
-    pid = noted.read_text().strip()
-    asked = ["ps", "-o", "command=", "-p", pid]
-    said = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603
-    if str(folder) in said.stdout:
+    pid = pid_file.read_text().strip()
+    command = ["ps", "-o", "command=", "-p", pid]
+    listing = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if str(folder) in listing.stdout:
         subprocess.run(["kill", pid], check=False)  # noqa: S603, S607
         while (
             str(folder)
             in subprocess.run(  # noqa: S603
-                asked, capture_output=True, text=True, check=False
+                command, capture_output=True, text=True, check=False
             ).stdout
         ):
             time.sleep(0.05)

@@ -98,8 +98,8 @@ def wait_for(port: int, process: subprocess.Popen[bytes] | None = None) -> None:
     Raises:
         UsageError: the server does not start.
     """
-    until = time.monotonic() + START_SECONDS
-    while (process is None or process.poll() is None) and time.monotonic() < until:
+    deadline = time.monotonic() + START_SECONDS
+    while (process is None or process.poll() is None) and time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.1)
@@ -108,10 +108,10 @@ def wait_for(port: int, process: subprocess.Popen[bytes] | None = None) -> None:
 
 def _stop(folder: Path) -> None:
     """Stop a server that a killed demo has left in this folder."""
-    noted = folder / "pid"
-    if not noted.exists():
+    pid_file = folder / "pid"
+    if not pid_file.exists():
         return
-    command = Path("/proc") / noted.read_text().strip() / "cmdline"
+    command = Path("/proc") / pid_file.read_text().strip() / "cmdline"
 
     def runs() -> bool:
         with suppress(OSError):
@@ -119,6 +119,6 @@ def _stop(folder: Path) -> None:
         return False
 
     if runs():
-        os.kill(int(noted.read_text()), signal.SIGTERM)
+        os.kill(int(pid_file.read_text()), signal.SIGTERM)
     while runs():
         time.sleep(0.1)

@@ -26,9 +26,9 @@ def serve(folder: Path) -> Iterator[RabbitmqStream]:
         UsageError: this machine has no rabbitmq-server.
     """
     with rabbitmq_server.serve(folder) as ports:
-        there = RabbitmqStream(server=f"rabbitmq-stream://127.0.0.1:{ports.streams}", topic=STREAM)
-        _wait_for(there)
-        yield there
+        stream = RabbitmqStream(server=f"rabbitmq-stream://127.0.0.1:{ports.streams}", topic=STREAM)
+        _wait_for(stream)
+        yield stream
 
 
 def received(settings: RabbitmqStream) -> Iterator[Received]:
@@ -38,15 +38,15 @@ def received(settings: RabbitmqStream) -> Iterator[Received]:
             yield received_of(number, *amqp.read(message))
 
 
-def _wait_for(there: RabbitmqStream) -> None:
+def _wait_for(stream: RabbitmqStream) -> None:
     """Wait until a new server has its streams."""
-    until = time.monotonic() + rabbitmq_server.START_SECONDS
+    deadline = time.monotonic() + rabbitmq_server.START_SECONDS
     while True:
         try:
-            with connected("rabbitmq_stream", there) as link:
-                link.connection.replicas([STREAM, there.marks])
+            with connected("rabbitmq_stream", stream) as link:
+                link.connection.replicas([STREAM, stream.marks])
                 return
         except Unavailable:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)

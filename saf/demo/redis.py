@@ -36,11 +36,11 @@ def serve(folder: Path) -> Iterator[Redis]:
         raise MissingExtra("redis", "a demo to Redis") from None
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    noted = folder / "port"
-    if noted.exists():
-        _stop(redis.Redis(port=int(noted.read_text())), folder)
+    port_file = folder / "port"
+    if port_file.exists():
+        _stop(redis.Redis(port=int(port_file.read_text())), folder)
     port = free_port()
-    noted.write_text(str(port))
+    port_file.write_text(str(port))
     given = {**DURABLE, "port": str(port), "dir": str(folder)}
     with (folder / "log").open("ab") as log:
         process = subprocess.Popen(  # noqa: S603 - found on this machine
@@ -70,8 +70,8 @@ def received(settings: Redis) -> Iterator[Received]:
                 for _, fields in entries:
                     number += 1
                     body = fields.pop(b"body")
-                    said = {name.decode(): value.decode() for name, value in fields.items()}
-                    yield received_of(number, said, body)
+                    headers = {name.decode(): value.decode() for name, value in fields.items()}
+                    yield received_of(number, headers, body)
                 first = f"({entries[-1][0].decode()}"
 
 
@@ -81,14 +81,14 @@ def _wait_for(client: Any, process: subprocess.Popen[bytes]) -> None:
     from redis.retry import Retry
 
     errors = (redis.ConnectionError, redis.BusyLoadingError)
-    patient = Retry(ConstantBackoff(0.05), int(START_SECONDS / 0.05), supported_errors=errors)
+    retry = Retry(ConstantBackoff(0.05), int(START_SECONDS / 0.05), supported_errors=errors)
 
     def ask() -> None:
         if process.poll() is not None:
             raise UsageError(f"{PROGRAM} does not start: its log is in the demo's folder")
         client.ping()
 
-    patient.call_with_retry(ask, lambda _: None)
+    retry.call_with_retry(ask, lambda _: None)
 
 
 def _stop(client: Any, folder: Path) -> None:

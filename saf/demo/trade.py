@@ -136,8 +136,8 @@ class Trade:
         def receipt(message: saf.Received, _: psycopg.Connection[Any]) -> None:
             talk = self._talk(message)
             talk.told = message.json()["sha256"]
-            same = "the same" if talk.told == talk.expected else "another"
-            self._hear(SHOP, message, f"a digest: {same} as ours")
+            comparison = "the same" if talk.told == talk.expected else "another"
+            self._hear(SHOP, message, f"a digest: {comparison} as ours")
 
         self._until_the_end(worker, SHOP)
         return worker
@@ -151,8 +151,8 @@ class Trade:
 
         @worker.handler(ERROR)
         def error(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
-            what = message.json()
-            self._hear(service, message, f"error {what['code']}: {what['text']}")
+            content = message.json()
+            self._hear(service, message, f"error {content['code']}: {content['text']}")
             _of(message).end(connection)
 
     def _deliver(self, message: saf.Received, connection: psycopg.Connection[Any]) -> None:
@@ -199,11 +199,11 @@ class Trade:
         known = (t for t in self.talks.values() if conversation_id in t.conversations.values())
         return next(known, Talk(name="earlier"))
 
-    def _hear(self, service: str, message: saf.Received, what: str) -> None:
-        self.say(service, self._talk(message).name, f"  ← {what}")
+    def _hear(self, service: str, message: saf.Received, text: str) -> None:
+        self.say(service, self._talk(message).name, f"  ← {text}")
 
-    def _tell(self, service: str, message: saf.Received, what: str) -> None:
-        self.say(service, self._talk(message).name, what)
+    def _tell(self, service: str, message: saf.Received, text: str) -> None:
+        self.say(service, self._talk(message).name, text)
 
 
 def prepare(dsn: Dsn, service: str) -> None:

@@ -91,17 +91,17 @@ async def _until_nothing_is_left(dispatcher: Dispatcher, mom: Dsn) -> None:
 def left(mom: Dsn) -> int:
     """Return the number of messages that are not received yet."""
     with mom.connect(role="demo", autocommit=True) as connection:
-        return sum(one.unread + one.parked for one in inbox_status(connection))
+        return sum(row.unread + row.parked for row in inbox_status(connection))
 
 
 def received(folder: Path) -> Iterator[Received]:
     """Yield all messages that the receiver has accepted, in the order in which they came."""
     with _file(folder).open() as lines:
         for number, line in enumerate(lines, start=1):
-            got: dict[str, Any] = json.loads(line)
+            entry: dict[str, Any] = json.loads(line)
             yield (
-                *(number, got["id"], got["from"], SERVICE, got["key"], None),
-                *(json.dumps({CONTENT_TYPE: got["type"]}), got["body"].encode()),
+                *(number, entry["id"], entry["from"], SERVICE, entry["key"], None),
+                *(json.dumps({CONTENT_TYPE: entry["type"]}), entry["body"].encode()),
             )
 
 
@@ -154,14 +154,14 @@ class Receiver:
         except NotVerified:
             return 401
         if number not in self._seen:
-            got = {
+            entry = {
                 "id": number,
                 "from": unquote(headers["ce-source"].rpartition("/")[2]),
                 "key": unquote(headers["ce-subject"]) if "ce-subject" in headers else None,
                 "type": headers["content-type"],
                 "body": body.decode(),
             }
-            self._lines.write(json.dumps(got) + "\n")
+            self._lines.write(json.dumps(entry) + "\n")
             self._lines.flush()
             self._seen.add(number)
         return 204

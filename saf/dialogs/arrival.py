@@ -100,8 +100,8 @@ class DialogArrival(Arrival):
         useless.
         """
         known: dict[UUID, Endpoint] = {}
-        unheard = [one for one, _ in self.dropped if one.message_type == ERROR]
-        for message in (*messages, *unheard):
+        errors = [one for one, _ in self.dropped if one.message_type == ERROR]
+        for message in (*messages, *errors):
             if message in self.before:
                 endpoint, facts = self.before[message]
                 if endpoint.dialog.handle not in known:
@@ -141,8 +141,8 @@ def arrive(
         for known in endpoints.values():
             known.dialog = replace(known.dialog, signer=reader.signer)
     recognised = recognise(raw, endpoints, messages)
-    for one, why in recognised.forgotten:
-        (arrival.refused if end_of(one) in endpoints else arrival.stray).append((one, why))
+    for one, reason in recognised.forgotten:
+        (arrival.refused if end_of(one) in endpoints else arrival.stray).append((one, reason))
     arrival.done += recognised.done
     last: dict[End, int] = {}
     for message in recognised.messages:
@@ -281,8 +281,8 @@ def _meet(arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: R
         endpoint.asks |= bool(endpoint.lineage) and fresh
         arrival.ahead.append(message)
     elif verdict is Verdict.DROP:
-        why = why_dropped(before, message, ended_here=endpoint.ended_here, over=endpoint.over)
-        arrival.dropped.append((message, why))
+        reason = why_dropped(before, message, ended_here=endpoint.ended_here, over=endpoint.over)
+        arrival.dropped.append((message, reason))
     elif fragment:
         arrival.fragments.append((len(arrival.messages), message))
         arrival.not_copied.append(message)
@@ -301,10 +301,10 @@ def _checked(arrival: DialogArrival, reader: Reader, dialog: Dialog, message: Re
         )
     if is_fragment(message):
         return message
-    if said := whole(message):
+    if facts := whole(message):
         set_aside(arrival.raw, reader, arrival.not_copied)
         arrival.not_copied.clear()
-        message = Assembled(message, arrival.raw, *said)
+        message = Assembled(message, arrival.raw, *facts)
         if not message.is_there():
             raise ContractViolation(f"message {message.sequence}: fragments are missing")
         arrival.assembled.append(message)
@@ -340,8 +340,8 @@ def _in_sequence(messages: list[Received]) -> list[Received]:
         if message.from_initiator is not None and message.sequence is not None:
             places[end_of(message)].append(place)
     ordered = list(messages)
-    for mine in places.values():
-        some = sorted((messages[place] for place in mine), key=lambda one: one.sequence or 0)
-        for place, message in zip(mine, some, strict=True):
+    for indices in places.values():
+        in_order = sorted((messages[place] for place in indices), key=lambda one: one.sequence or 0)
+        for place, message in zip(indices, in_order, strict=True):
             ordered[place] = message
     return ordered

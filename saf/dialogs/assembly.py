@@ -72,8 +72,8 @@ def is_fragment(message: Received) -> bool:
 def whole(message: Received) -> tuple[int, int] | None:
     """Return the number of fragments and bytes if a message is the last fragment; else None."""
     try:
-        said = _headers(message)[WHOLE]
-        fragments, length = int(said["fragments"]), int(said["bytes"])
+        extent = _headers(message)[WHOLE]
+        fragments, length = int(extent["fragments"]), int(extent["bytes"])
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     return fragments, length
@@ -147,16 +147,16 @@ class Assembled(Received):
         }
 
     def _pieces(self) -> Iterator[bytes]:
-        others = self._others
-        for sequence in range(others["first"], others["last"] + 1):
-            yield self._piece(others | {"first": sequence, "last": sequence})
+        params = self._others
+        for sequence in range(params["first"], params["last"] + 1):
+            yield self._piece(params | {"first": sequence, "last": sequence})
         yield super().body
 
-    def _piece(self, where: dict[str, Any]) -> bytes:
+    def _piece(self, params: dict[str, Any]) -> bytes:
         found = None
         if not self._raw.closed:
             with psycopg.Cursor(self._raw, row_factory=tuple_row) as cursor:
-                found = cursor.execute(READ, where, binary=True).fetchone()
+                found = cursor.execute(READ, params, binary=True).fetchone()
         if found is None:
             raise UsageError(
                 f"the body of message {self.message_id} is not here any more: read it in the block "
@@ -191,9 +191,9 @@ def set_aside(raw: psycopg.Connection[Any], reader: Reader, messages: Iterable[R
     """Copy the bodies of fragments that were read from the inbox in this transaction."""
     messages = list(messages)
     fresh = [one for one in messages if one.parked_id is None]
-    again = [one.parked_id for one in messages if one.parked_id is not None and one.body]
-    if again:
-        raw.execute(SET_ASIDE_AGAIN, {"parked_ids": again})
+    parked_ids = [one.parked_id for one in messages if one.parked_id is not None and one.body]
+    if parked_ids:
+        raw.execute(SET_ASIDE_AGAIN, {"parked_ids": parked_ids})
     if fresh:
         raw.execute(
             SET_ASIDE,
@@ -211,22 +211,22 @@ def hashes(
     """Return the SHA-256 of the bodies of fragments that were read without their bodies."""
     if not reader.converses:
         return {}
-    without = [one for one in messages if not one.body and one.may_say(FRAGMENT)]
-    without = [one for one in without if is_fragment(one)]
-    if not without:
+    bodiless = [one for one in messages if not one.body and one.may_say(FRAGMENT)]
+    bodiless = [one for one in bodiless if is_fragment(one)]
+    if not bodiless:
         return {}
     rows = fetch(
         raw,
         HASHES,
         {
             "subscription_id": reader.subscription_id,
-            "shards": sorted({one.shard for one in without}),
-            "ids": [one.id for one in without if one.parked_id is None],
-            "parked_ids": [one.parked_id for one in without if one.parked_id is not None],
+            "shards": sorted({one.shard for one in bodiless}),
+            "ids": [one.id for one in bodiless if one.parked_id is None],
+            "parked_ids": [one.parked_id for one in bodiless if one.parked_id is not None],
         },
     )
     found = {(id_, parked_id): sha256 for id_, parked_id, sha256 in rows}
     places = {
-        one: (one.id, None) if one.parked_id is None else (None, one.parked_id) for one in without
+        one: (one.id, None) if one.parked_id is None else (None, one.parked_id) for one in bodiless
     }
     return {one: found[place] for one, place in places.items() if place in found}

@@ -139,8 +139,8 @@ class Contract:
             name=name,
             version=version,
             types={
-                one: MessageType(
-                    name=one,
+                type_: MessageType(
+                    name=type_,
                     **{
                         **fields,
                         "schema": json.dumps(fields["schema"])
@@ -148,7 +148,7 @@ class Contract:
                         else None,
                     },
                 )
-                for one, fields in types.items()
+                for type_, fields in types.items()
             },
         )
 
@@ -231,36 +231,36 @@ def create_contract(
         UsageError: the definition is invalid.
     """
     _check_name("contract", name, version)
-    for one, sender in types.items():
+    for type_, sender in types.items():
         if sender not in SENDERS:
-            raise UsageError(f"{one!r} is sent by {sender!r}: one of {', '.join(SENDERS)}")
+            raise UsageError(f"{type_!r} is sent by {sender!r}: one of {', '.join(SENDERS)}")
     with connection.transaction():
-        made = bool(fetch(connection, CREATE_CONTRACT, {"name": name, "version": version}))
-        if not made:
-            (there,) = contracts(connection, [(name, version)])
-            if {one.name: one.sent_by for one in there.types.values()} != types or any(
-                one.version != type_versions.get(one.name, one.version)
-                for one in there.types.values()
+        created = bool(fetch(connection, CREATE_CONTRACT, {"name": name, "version": version}))
+        if not created:
+            (existing,) = contracts(connection, [(name, version)])
+            if {type_.name: type_.sent_by for type_ in existing.types.values()} != types or any(
+                type_.version != type_versions.get(type_.name, type_.version)
+                for type_ in existing.types.values()
             ):
                 raise _changed("contract", name, version)
             return False
         newest = dict(fetch(connection, NEWEST_TYPES, {"names": list(types)}))
-        for one, wanted in type_versions.items():
-            if not fetch(connection, KNOWS_TYPE, {"name": one, "version": wanted}):
+        for type_, wanted in type_versions.items():
+            if not fetch(connection, KNOWS_TYPE, {"name": type_, "version": wanted}):
                 raise ConfigurationError(
-                    f"contract {name!r}: no message type {one!r} version {wanted} here"
+                    f"contract {name!r}: no message type {type_!r} version {wanted} here"
                 )
-        newest |= {one: wanted for one, wanted in type_versions.items() if one in types}
-        for one in types:
-            if one not in newest:
-                create_message_type(connection, one)
+        newest |= {type_: wanted for type_, wanted in type_versions.items() if type_ in types}
+        for type_ in types:
+            if type_ not in newest:
+                create_message_type(connection, type_)
         connection.execute(
             CREATE_MESSAGE,
             {
                 "name": name,
                 "version": version,
                 "types": list(types),
-                "versions": [newest.get(one, 1) for one in types],
+                "versions": [newest.get(type_, 1) for type_ in types],
                 "senders": list(types.values()),
             },
         )
@@ -278,17 +278,17 @@ def contracts(
     return [Contract.from_row(*row) for row in fetch(connection, CONTRACTS, params)]
 
 
-def _check_name(what: str, name: str, version: int) -> None:
+def _check_name(kind: str, name: str, version: int) -> None:
     if not name or not fits(name, MAX_NAME) or not name.isprintable():
         raise UsageError(
-            f"{what} {name!r}: a name has 1 to {MAX_NAME} bytes of printable characters"
+            f"{kind} {name!r}: a name has 1 to {MAX_NAME} bytes of printable characters"
         )
     if version < 1:
-        raise UsageError(f"{what} {name!r}: version {version} is less than 1")
+        raise UsageError(f"{kind} {name!r}: version {version} is less than 1")
 
 
-def _changed(what: str, name: str, version: int) -> ConfigurationError:
+def _changed(kind: str, name: str, version: int) -> ConfigurationError:
     return ConfigurationError(
-        f"{what} {name!r} version {version} exists with another content: dialogs "
+        f"{kind} {name!r} version {version} exists with another content: dialogs "
         f"rely on it. Create version {version + 1} instead"
     )

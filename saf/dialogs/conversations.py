@@ -166,7 +166,7 @@ def conversations(
     )
     names = (*FIELDS, "ahead")
     found = [dict(zip(names, row, strict=True)) for row in rows]
-    return [Conversation(**{**one, "state": State(one["state"])}) for one in found]
+    return [Conversation(**{**fields, "state": State(fields["state"])}) for fields in found]
 
 
 def page(
@@ -181,7 +181,7 @@ def page(
     return page_of(
         lambda most: conversations(conn, service=service, states=states, limit=most, after=after),
         limit,
-        lambda one: f"{one.created_at.isoformat()} {one.handle}",
+        lambda row: f"{row.created_at.isoformat()} {row.handle}",
     )
 
 

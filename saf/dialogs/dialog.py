@@ -338,12 +338,12 @@ class Dialog:
         headers = STRICT.decode(row.headers)
         transaction.execute(SAVEPOINT)
         try:
-            for piece, more in split(file, fragment_bytes, max_bytes):
-                message_id = uuid4() if FRAGMENT in more else row.message_id
-                one = row._replace(
-                    message_id=message_id, headers=as_json(headers | more), body=piece
+            for piece, extra in split(file, fragment_bytes, max_bytes):
+                message_id = uuid4() if FRAGMENT in extra else row.message_id
+                fragment = row._replace(
+                    message_id=message_id, headers=as_json(headers | extra), body=piece
                 )
-                self._say(transaction, SEND, one)
+                self._say(transaction, SEND, fragment)
         except BaseException:
             # if the connection has failed there is nothing to undo, and the caller must see that
             # error
@@ -354,14 +354,14 @@ class Dialog:
         return row.message_id
 
     def _why_not(self, transaction: Transaction) -> DialogError:
-        broker_id, database, state, code, text, expires_at, over = _of_broker(
+        broker_id, database, state, code, text, expires_at, is_over = _of_broker(
             transaction, WHY_NOT, {"handle": self.handle}
         )
         if broker_id != self.broker_id:
             return DialogElsewhere(self.handle, str(self.broker_id), database)
         if state is None:
             return DialogNotFound(self.handle, database)
-        expired = over if code is None else code == Code.EXPIRED
+        expired = is_over if code is None else code == Code.EXPIRED
         if expired and state not in (State.CLOSED, State.DISCONNECTED_OUTBOUND):
             return DialogExpired(self.handle, expires_at)
         return DialogEnded(self.handle, state, text and f"{code}: {text}")
@@ -456,11 +456,11 @@ def _begin(
             f"{LONGEST_SECONDS:,}"
         )
     transaction = enter(conn)
-    asked = {"service": from_service, "contract": contract, "related": related}
-    broker_id, database, version, definition, lives_here, group_id = _of_broker(
-        transaction, WHAT_IS_KNOWN, asked
+    question = {"service": from_service, "contract": contract, "related": related}
+    broker_id, database, version, definition, is_local, group_id = _of_broker(
+        transaction, WHAT_IS_KNOWN, question
     )
-    if not lives_here and not monolog:
+    if not is_local and not monolog:
         raise NoSuchService(from_service, database)
     if contract is not None and version is None:
         raise NoSuchContract(contract, None, database)

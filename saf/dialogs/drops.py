@@ -24,9 +24,9 @@ def why_dropped(facts: Facts, message: Received, *, ended_here: bool, over: bool
 def no_end(message: Received) -> str:
     """Return the error for a message that answers a dialog not begun here."""
     broker = message.to_broker
-    there = "" if broker is None else f" It is addressed to broker {broker}."
+    address = "" if broker is None else f" It is addressed to broker {broker}."
     return (
         f"this broker has no end of conversation {message.conversation_id}: the dialog was "
         f"begun elsewhere, or ended long ago and is forgotten."
-        f"{there}"
+        f"{address}"
     )

@@ -167,20 +167,20 @@ def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End,
     spoken = [message for message in messages if message.from_initiator is not None]
     ends = list(dict.fromkeys(map(end_of, spoken)))
     rows = _lock(raw, ends)
-    there = {(row[1], row[2]) for row in rows}
+    existing = {(row[1], row[2]) for row in rows}
     hellos = {
         end: (message, _introduction(message))
         for message in sorted(spoken, key=_begins)
         if (_begins(message) or _is_late(message)) and message.from_service
-        if (end := end_of(message)) not in there
+        if (end := end_of(message)) not in existing
     }
     wanted = {(row[7], row[8]) for row in rows}
     wanted |= {(hello.contract, hello.version) for _, hello in hellos.values()}
     wanted.discard((None, None))
     known = {(one.name, one.version): one for one in contracts(raw, [*wanted])} if wanted else {}
     if hellos:
-        begun = [_begun(message, hello, known) for message, hello in hellos.values()]
-        raw.execute(CREATE, columns((*BEGUN, "late"), begun))
+        new = [_begun(message, hello, known) for message, hello in hellos.values()]
+        raw.execute(CREATE, columns((*BEGUN, "late"), new))
         rows = _lock(raw, ends)
     if answers := _answers_of_others(spoken, rows):
         raw.execute(
@@ -223,7 +223,7 @@ def _answers_of_others(spoken: list[Received], rows: list[tuple[Any, ...]]) -> l
 
 
 def _endpoint(row: tuple[Any, ...], known: dict[tuple[str, int], Contract]) -> Endpoint:
-    *fields, broker_id, contract, version, _, ended_here, over = row[:12]
+    *fields, broker_id, contract, version, _, ended_here, is_over = row[:12]
     dialog = Dialog(
         **dict(zip(FIELDS.split(", "), fields, strict=True)),
         broker_id=broker_id,
@@ -233,7 +233,7 @@ def _endpoint(row: tuple[Any, ...], known: dict[tuple[str, int], Contract]) -> E
     *known_facts, sent, lineage, far_lineage = row[12:]
     facts = Facts(**dict(zip(names, known_facts, strict=True)))
     return Endpoint(
-        dialog=dialog, ended_here=ended_here, over=over, stored=facts, facts=facts, sent=sent,
+        dialog=dialog, ended_here=ended_here, over=is_over, stored=facts, facts=facts, sent=sent,
         lineage=read(lineage), far_lineage=read(far_lineage),
     )  # fmt: skip
 
@@ -254,11 +254,11 @@ def _is_late(message: Received) -> bool:
 def _introduction(message: Received) -> Introduction:
     """Read the introduction from a first message; set ``problem`` if it cannot be read."""
     try:
-        said = message.headers.get(HELLO) or {}
-        seconds, broker = said.get("lifetime_seconds"), said.get("broker")
+        header = message.headers.get(HELLO) or {}
+        seconds, broker = header.get("lifetime_seconds"), header.get("broker")
         hello = Introduction(
-            contract=str(said["contract"]) if "contract" in said else None,
-            version=int(said["version"]) if "version" in said else None,
+            contract=str(header["contract"]) if "contract" in header else None,
+            version=int(header["version"]) if "version" in header else None,
             broker=UUID(broker) if broker else None,
             expires_at=message.created_at + timedelta(seconds=float(seconds)) if seconds else None,
         )
@@ -294,7 +294,7 @@ def _begun(
 
 def write(raw: psycopg.Connection[Any], statement: str, endpoints: Iterable[Endpoint]) -> None:
     """Write endpoints' facts, by the statement `RECEIVE` or `TAKE_BACK`."""
-    if rows := [one.row for one in endpoints]:
+    if rows := [endpoint.row for endpoint in endpoints]:
         raw.execute(statement, columns(RECEIVED, rows))
 
 

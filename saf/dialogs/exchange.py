@@ -68,10 +68,10 @@ class Exchange:
     def as_dict(self) -> dict[str, Any]:
         """Return the exchange as a dict for JSON."""
         return {
-            "ends": [one.as_dict() for one in self.ends],
+            "ends": [entry.as_dict() for entry in self.ends],
             "messages": [
-                {**asdict(one), "message_id": str(one.message_id), "at": one.at.isoformat()}
-                for one in self.messages
+                {**asdict(entry), "message_id": str(entry.message_id), "at": entry.at.isoformat()}
+                for entry in self.messages
             ],
         }
 
@@ -82,11 +82,11 @@ def exchange(
     """Return a broker's knowledge of a conversation, with up to ``limit`` messages. Only reads."""
     params = {"conversation_id": conversation_id}
     handles = [handle for (handle,) in fetch(connection, HANDLES, params)]
-    ends = [one for handle in handles for one in conversations(connection, handle=handle)]
+    ends = [entry for handle in handles for entry in conversations(connection, handle=handle)]
     (shards,) = of_broker(connection, SHARDS)
     shard = shard_of(str(conversation_id), shards)
     with connection.transaction():
         connection.execute(BY_INDEX)
         with psycopg.Cursor(connection, row_factory=class_row(Spoken)) as cursor:
             found = cursor.execute(SPOKEN, {**params, "shard": shard, "limit": limit}).fetchall()
-    return Exchange(ends=tuple(ends), messages=tuple(sorted(found, key=lambda one: one.at)))
+    return Exchange(ends=tuple(ends), messages=tuple(sorted(found, key=lambda entry: entry.at)))

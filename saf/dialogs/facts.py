@@ -44,18 +44,18 @@ class Facts:
     def with_error(self, body: bytes) -> Facts:
         """Return the facts after an Error has been received."""
         try:
-            said = json.loads(body)
-            code, text = _code(said["code"]), kept(str(said["text"]))[:MAX_ERROR]
+            document = json.loads(body)
+            code, text = _code(document["code"]), kept(str(document["text"]))[:MAX_ERROR]
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             code, text = Code.VIOLATION, "an Error that cannot be read"
         return replace(self, error_code=code, error_text=text)
 
 
-def _code(said: Any) -> int:
+def _code(value: Any) -> int:
     """Return an Error's code for the column error_code; raise a ValueError if it does not fit."""
-    code = int(said)
+    code = int(value)
     if not -(2**31) <= code < 2**31:
-        raise ValueError(said)
+        raise ValueError(value)
     return code
 
 
@@ -88,7 +88,7 @@ def _from_oneself(facts: Facts, message: Received, *, ended_here: bool) -> tuple
             return Verdict.DROP, facts
         return wanted, replace(facts, timer=None)
     failed = facts.with_error(message.body)
-    again = facts.error_code == Code.UNRESOLVED  # sent for each message that cannot be resolved
-    if again or facts.error_code not in (None, failed.error_code):
+    is_repeat = facts.error_code == Code.UNRESOLVED  # sent for each message that cannot be resolved
+    if is_repeat or facts.error_code not in (None, failed.error_code):
         return Verdict.DROP, facts
     return wanted, failed

@@ -85,9 +85,9 @@ def move_dialog(conn: Conn, dialog: Dialog, related: Dialog | None) -> None:
         "related": related and related.handle,
         "group_id": None if related else uuid4(),
     }
-    for one in filter(None, (dialog, related)):
-        if not transaction.fetch(EXISTS, {"handle": one.handle}):
-            raise _not_found(transaction, one.handle)
+    for member in filter(None, (dialog, related)):
+        if not transaction.fetch(EXISTS, {"handle": member.handle}):
+            raise _not_found(transaction, member.handle)
     transaction.fetch(GROUPS, params)
     if related is None:
         transaction.execute(NEW_GROUP, params)

@@ -43,8 +43,8 @@ def read(said: object) -> Lineage:
                 lineage.append((number, after))
             case _:
                 return ()
-    rises = all(one < other for (_, one), (_, other) in pairwise(lineage))
-    return tuple(lineage) if rises else ()
+    is_ascending = all(one < other for (_, one), (_, other) in pairwise(lineage))
+    return tuple(lineage) if is_ascending else ()
 
 
 def incarnation(lineage: Lineage) -> int:
@@ -62,7 +62,7 @@ def said_by(lineage: Lineage, number: int) -> int:
     >>> [said_by(((17, 3), (21, 8)), number) for number in (3, 4, 8, 9)]
     [0, 17, 17, 21]
     """
-    return next((one for one, after in reversed(lineage) if after < number), 0)
+    return next((broker for broker, after in reversed(lineage) if after < number), 0)
 
 
 def fork(one: Lineage, other: Lineage) -> int | None:

@@ -113,7 +113,7 @@ Sent = Mapping[UUID, SentMonolog | None]
 def sent_monologs(connection: psycopg.Connection[Any], destination: str) -> Sent:
     """Return a broker's monologs, with the messages on their way. Reads the outbox."""
     return {
-        one: None
+        conversation_id: None
         if publisher is None
         else SentMonolog(
             from_service=publisher,
@@ -123,7 +123,7 @@ def sent_monologs(connection: psycopg.Connection[Any], destination: str) -> Sent
             failed=failed,
             under_way=under_way,
         )
-        for one, publisher, topic, sequence, changed_at, failed, under_way in fetch(
+        for conversation_id, publisher, topic, sequence, changed_at, failed, under_way in fetch(
             connection, SENT_MONOLOGS, {"destination": destination}
         )
     }
@@ -149,24 +149,24 @@ def subscribers_set_back(
         may_lack: returns whether the destination may have lost messages of such a monolog when it
             has none of its messages.
     """
-    told: list[tuple[UUID, str, str, int, str, str, str]] = []
-    heard = {one.conversation_id: one for one in received}
-    for number, one in heard.items():
+    losses: list[tuple[UUID, str, str, int, str, str, str]] = []
+    by_number = {monolog.conversation_id: monolog for monolog in received}
+    for number, monolog in by_number.items():
         if not is_behind(number):
             continue
-        address = number, one.from_service, one.to_service
+        address = number, monolog.from_service, monolog.to_service
         known = sent.get(number)
         if known is not None and not known.failed:
-            told.append((*address, known.sequence, one.numbers, known.under_way, LOST))
-        elif number not in sent and one.goes_on:
-            told.append((*address, one.sequence + 1, one.numbers, "{}", FORGOTTEN))
+            losses.append((*address, known.sequence, monolog.numbers, known.under_way, LOST))
+        elif number not in sent and monolog.goes_on:
+            losses.append((*address, monolog.sequence + 1, monolog.numbers, "{}", FORGOTTEN))
     for number, known in sent.items():
-        if known is None or known.failed or number in heard or not is_behind(number):
+        if known is None or known.failed or number in by_number or not is_behind(number):
             continue
         if may_lack(number, known):
             address = number, known.from_service, known.to_service
-            told.append((*address, known.sequence, "{}", known.under_way, NOTHING_LEFT))
+            losses.append((*address, known.sequence, "{}", known.under_way, NOTHING_LEFT))
     names = ("conversation_id", "from_service", "to_service", "sent", "received", "under_way")
-    columns = zip(*told, strict=True) if told else [()] * (len(names) + 1)
+    columns = zip(*losses, strict=True) if losses else [()] * (len(names) + 1)
     params = dict(zip((*names, "why"), map(list, columns), strict=True))
     connection.execute(TELL_OF_LOSS, params | {"broker": broker})

@@ -134,7 +134,7 @@ def received_monologs(connection: psycopg.Connection[Any], source: UUID) -> list
     }
     return [
         ReceivedMonolog(
-            conversation_id=one,
+            conversation_id=conversation_id,
             from_service=publisher,
             to_service=topic,
             sequence=sequence,
@@ -142,7 +142,7 @@ def received_monologs(connection: psycopg.Connection[Any], source: UUID) -> list
             ended=ended,
             failed=failed,
         )
-        for one, publisher, topic, sequence, numbers, ended, failed in fetch(
+        for conversation_id, publisher, topic, sequence, numbers, ended, failed in fetch(
             connection, RECEIVED_MONOLOGS, params
         )
     ]
@@ -159,12 +159,12 @@ def publisher_set_back(
             received than sent.
         known: the progress of the destinations in them.
     """
-    params = _columns(one for one in known if one.goes_on)
+    params = _columns(monolog for monolog in known if monolog.goes_on)
     connection.execute(FAIL, params | {"every": since is not None})
     connection.execute(FAIL_FORGOTTEN, params)
 
 
 def _columns(known: Iterable[ReceivedMonolog]) -> dict[str, list[Any]]:
-    ones = [*known]
+    monologs = [*known]
     names = ("conversation_id", "from_service", "to_service", "sequence")
-    return {name: [getattr(one, name) for one in ones] for name in names}
+    return {name: [getattr(monolog, name) for monolog in monologs] for name in names}

@@ -116,16 +116,16 @@ def settle(connection: psycopg.Connection[Any], targets: Iterable[Target]) -> in
         return 0
     names = ("conversation_id", "service", "broker", "destination")
     columns = map(list, zip(*rows, strict=True))
-    others = fetch(connection, SETTLE, dict(zip(names, columns, strict=True)))
-    _tell(connection, others)
-    return len(others)
+    rivals = fetch(connection, SETTLE, dict(zip(names, columns, strict=True)))
+    _tell(connection, rivals)
+    return len(rivals)
 
 
 def of_others(
     raw: psycopg.Connection[Any], endpoints: dict[End, Endpoint], messages: list[Received]
 ) -> set[Received]:
     """Note which brokers answer initiators; return answers of other targets, which get an Error."""
-    others = {}
+    rivals = {}
     for message in messages:
         if message.source is None or message.sequence is None or message.from_initiator:
             continue
@@ -135,12 +135,12 @@ def of_others(
         if endpoint.facts.answered_by is None:
             endpoint.facts = replace(endpoint.facts, answered_by=message.source)
         elif endpoint.facts.answered_by != message.source:
-            others[message] = endpoint.dialog.handle, message.source
-    _tell(raw, {told for one, told in others.items() if one.message_type != ERROR})
-    return {*others}
+            rivals[message] = endpoint.dialog.handle, message.source
+    _tell(raw, {rival for one, rival in rivals.items() if one.message_type != ERROR})
+    return {*rivals}
 
 
-def _tell(raw: psycopg.Connection[Any], others: Iterable[tuple[Any, ...]]) -> None:
-    if rows := [*others]:
+def _tell(raw: psycopg.Connection[Any], rivals: Iterable[tuple[Any, ...]]) -> None:
+    if rows := [*rivals]:
         handles, brokers = map(list, zip(*rows, strict=True))
         raw.execute(TELL, {"handles": handles, "brokers": brokers})

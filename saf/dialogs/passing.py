@@ -97,28 +97,28 @@ def pass_on(
     """
     if message.message_type == TIMER:
         return True
-    said = message.message_type in (END, ERROR)  # both ends have ended after an End or an Error
+    passed = message.message_type in (END, ERROR)  # both ends have ended after an End or an Error
     with suppress(DialogEnded, DialogExpired):
         if message.message_type == END:
             other.end(conn)
         elif message.message_type == ERROR:
             code, text, original = _error(message)
-            told = f"router {dialog.service!r}: {text}"
-            other.fail(enter(conn), code, told, ending=True, original=original)
+            prefixed = f"router {dialog.service!r}: {text}"
+            other.fail(enter(conn), code, prefixed, ending=True, original=original)
         else:
             own = (HELLO, WHOLE, LINEAGE, SIGNATURE)
-            kept = {n: one for n, one in message.exact_headers.items() if n not in own}
+            kept = {n: value for n, value in message.exact_headers.items() if n not in own}
             large = message.size > FRAGMENT_BYTES
             body = message.open() if large else message.body
             all_headers = Exact({**kept, **headers})
             other.say(conn, body, message_type=message.message_type, headers=all_headers)
-            said = True
+            passed = True
     if message.message_type in (END, ERROR):
         with suppress(DialogEnded):
             dialog.end(conn)
         keys = {"one": dialog.conversation_id, "other": other.conversation_id}
         enter(conn).execute(PART, {"router": dialog.service, **keys})
-    return said
+    return passed
 
 
 def _error(message: Received) -> tuple[int, str, dict[str, Any]]:

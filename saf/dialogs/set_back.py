@@ -104,25 +104,25 @@ def recognise(
 ) -> Recognised:
     """Find the sending incarnations, and the messages for ends that do not exist here."""
     recognised = Recognised()
-    others = of_others(raw, endpoints, messages)
-    for message in others:
+    rivals = of_others(raw, endpoints, messages)
+    for message in rivals:
         if message.message_type in (COMPARE, ERROR):
             recognised.done.append(message)
         else:
             text = f"conversation {message.conversation_id} continues with another target"
             recognised.forgotten.append((message, text))
-    messages = [one for one in messages if one not in others]
+    messages = [item for item in messages if item not in rivals]
     lineages = {
-        one: _lineage(one)
-        for one in messages
-        if one.from_initiator is not None and one.sequence is not None
+        item: _lineage(item)
+        for item in messages
+        if item.from_initiator is not None and item.sequence is not None
     }
-    known = all(end_of(one) in endpoints for one in lineages)
-    if known and not any((*lineages.values(), *(one.far_lineage for one in endpoints.values()))):
+    known = all(end_of(item) in endpoints for item in lineages)
+    if known and not any((*lineages.values(), *(item.far_lineage for item in endpoints.values()))):
         recognised.messages = messages
         return recognised
     _note_lineages(raw, endpoints, lineages)
-    strangers = _strangers(raw, [one for one in lineages if end_of(one) not in endpoints])
+    strangers = _strangers(raw, [item for item in lineages if end_of(item) not in endpoints])
     for message in messages:
         endpoint = endpoints.get(end_of(message)) if message in lineages else None
         if message in strangers and message.message_type != COMPARE:
@@ -168,11 +168,11 @@ def compare(endpoint: Endpoint, message: Received) -> None:
 
 def answer(raw: psycopg.Connection[Any], endpoints: Iterable[Endpoint]) -> None:
     """Make ends compare that were asked to; make ends ask that miss messages."""
-    ends = [one for one in endpoints if not one.failure]
-    asking = {one.dialog.handle for one in ends if one.asks}
-    say_these(raw, asking, answer=True)
-    answering = {one.dialog.handle for one in ends if one.answers}
-    say_these(raw, answering - asking, answer=False)
+    ends = [endpoint for endpoint in endpoints if not endpoint.failure]
+    askers = {endpoint.dialog.handle for endpoint in ends if endpoint.asks}
+    say_these(raw, askers, answer=True)
+    answering = {endpoint.dialog.handle for endpoint in ends if endpoint.answers}
+    say_these(raw, answering - askers, answer=False)
 
 
 def fail(raw: psycopg.Connection[Any], endpoint: Endpoint, text: str) -> None:
@@ -195,8 +195,8 @@ def _note_lineages(
     lineages: dict[Received, Lineage],
 ) -> None:
     """Note the newest incarnation that sends to each end."""
-    noted: list[dict[str, Any]] = []
-    for message, lineage in sorted(lineages.items(), key=lambda one: incarnation(one[1])):
+    entries: list[dict[str, Any]] = []
+    for message, lineage in sorted(lineages.items(), key=lambda entry: incarnation(entry[1])):
         endpoint = endpoints.get(end_of(message))
         if endpoint is None or incarnation(lineage) <= incarnation(endpoint.far_lineage):
             continue
@@ -210,7 +210,7 @@ def _note_lineages(
                 " messages that it has sent since under these numbers are not received"
             )
             endpoint.failure = Code.SET_BACK, text
-        noted.append(
+        entries.append(
             {
                 "handle": endpoint.dialog.handle,
                 "lineage": json.dumps(lineage),
@@ -220,9 +220,9 @@ def _note_lineages(
                 "after": max(after, received),
             }
         )
-    if noted:
+    if entries:
         names = ("handle", "lineage", "conversation_id", "from_initiator", "after")
-        raw.execute(NOTE_LINEAGES, columns(names, noted))
+        raw.execute(NOTE_LINEAGES, columns(names, entries))
 
 
 def _is_forgotten(message: Received, lineage: Lineage, endpoint: Endpoint) -> bool:
@@ -238,15 +238,15 @@ def _strangers(raw: psycopg.Connection[Any], unknown: list[Received]) -> set[Rec
     if not unknown:
         return set()
     broker_id, number = of_broker(raw, WHO)
-    mine = [one for one in unknown if one.to_broker in (None, broker_id)]
-    lost = [one for one in mine if not one.from_initiator and one.message_type != ERROR]
+    local = [one for one in unknown if one.to_broker in (None, broker_id)]
+    lost = [one for one in local if not one.from_initiator and one.message_type != ERROR]
     error = {"code": Code.SET_BACK, "text": "one end was set back: the other end is gone"}
     answers = {one.conversation_id: _answer(one, 1, ERROR, error) for one in lost}
     if number > 1:
-        early = [one for one in mine if one.from_initiator and one.parked_id is None]
-        asked = {"received": 0, "answer": True}
+        early = [one for one in local if one.from_initiator and one.parked_id is None]
+        question = {"received": 0, "answer": True}
         answers |= {
-            one.conversation_id: _answer(one, 0, COMPARE, asked)
+            one.conversation_id: _answer(one, 0, COMPARE, question)
             for one in early
             if one.message_type not in (COMPARE, ERROR)
         }
@@ -280,7 +280,7 @@ def _known_there(endpoint: Endpoint) -> int:
 def _standing(message: Received) -> tuple[int, bool]:
     """Return how much the sender has received, and whether it asks this end to compare too."""
     try:
-        said = json.loads(message.body)
-        return int(said["received"]), bool(said["answer"])
+        document = json.loads(message.body)
+        return int(document["received"]), bool(document["answer"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return 0, False

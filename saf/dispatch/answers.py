@@ -86,13 +86,13 @@ def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> floa
     >>> print(retry_after({"Retry-After": "Sat, 31 Jan 2026 12:00:30 +99999999999999999999"}))
     None
     """
-    said = headers.get("Retry-After", "").strip()
-    if not said:
+    value = headers.get("Retry-After", "").strip()
+    if not value:
         return None
-    if said.isascii() and said.isdigit():
-        return min(float(said[:10]), LONGEST_RETRY_AFTER)
+    if value.isascii() and value.isdigit():
+        return min(float(value[:10]), LONGEST_RETRY_AFTER)
     try:
-        moment = parsedate_to_datetime(said)
+        moment = parsedate_to_datetime(value)
     except (ValueError, OverflowError):  # OverflowError for an offset of many digits
         return None
     if moment.tzinfo is None:

@@ -27,7 +27,7 @@ def tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
             context.load_cert_chain(endpoint.client_certificate, endpoint.client_key)
     except (OSError, ssl.SSLError) as error:
         files = (endpoint.ca_file, endpoint.client_certificate, endpoint.client_key)
-        named = ", ".join(str(one) for one in files if one)
+        named = ", ".join(str(file) for file in files if file)
         raise ConfigurationError(f"cannot use {named}: {error.strerror or error}") from None
     return context
 
@@ -37,13 +37,13 @@ def hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
     secrets = [*endpoint.secrets, endpoint.bearer, endpoint.password]
     secrets += [endpoint.client_secret, endpoint.proxy_password]
     found = [(endpoint.url, endpoint.shown)] if endpoint.url != endpoint.shown else []
-    found += [(one.get_secret_value(), HIDDEN) for one in secrets if one is not None]
-    of_all = (authorization(endpoint), of_client(endpoint), of_proxy(endpoint))
-    said = [one.partition(" ")[2] for headers in of_all for one in headers.values()]
-    queries = [urlsplit(one).query for one in (endpoint.url, endpoint.token_url or "")]
+    found += [(text.get_secret_value(), HIDDEN) for text in secrets if text is not None]
+    header_sets = (authorization(endpoint), of_client(endpoint), of_proxy(endpoint))
+    credentials = [text.partition(" ")[2] for headers in header_sets for text in headers.values()]
+    queries = [urlsplit(text).query for text in (endpoint.url, endpoint.token_url or "")]
     values = [value for query in queries for value in values_of(query)]
-    found += [(one, HIDDEN) for one in (*said, *queries, *values)]
-    return [(one, shown) for one, shown in found if len(one) >= SHORTEST]
+    found += [(text, HIDDEN) for text in (*credentials, *queries, *values)]
+    return [(text, shown) for text, shown in found if len(text) >= SHORTEST]
 
 
 def values_of(query: str) -> list[str]:
@@ -52,7 +52,7 @@ def values_of(query: str) -> list[str]:
     >>> values_of("key=a%2Fb&page=2&flag")
     ['a%2Fb', '2', 'a/b', '2']
     """
-    written = [value for one in query.split("&") if (value := one.partition("=")[2])]
+    written = [value for pair in query.split("&") if (value := pair.partition("=")[2])]
     return [*written, *(value for _, value in parse_qsl(query))]
 
 

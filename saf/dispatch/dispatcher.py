@@ -104,10 +104,10 @@ class Dispatcher:
                 if drain:
                     with unavailable_if_lost(self._what):
                         raise
-                told = exception(error)
+                fields = exception(error)
                 if isinstance(error, (SafError, psycopg.Error)):
-                    del told["stack"]
-                log.warning("session_failed", endpoint=self.name, **told)
+                    del fields["stack"]
+                log.warning("session_failed", endpoint=self.name, **fields)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RECONNECT_SECONDS):
                         await stopping.wait()
@@ -122,8 +122,8 @@ class Dispatcher:
                 connection = await loop.run_in_executor(thread, self._connect)
                 stack.push_async_callback(loop.run_in_executor, thread, connection.close)
                 reader = await loop.run_in_executor(thread, self._reader, connection)
-                join = partial(Membership, self.dsn, reader.subscription_id, self.lease_seconds)
-                membership = await loop.run_in_executor(thread, join)
+                make = partial(Membership, self.dsn, reader.subscription_id, self.lease_seconds)
+                membership = await loop.run_in_executor(thread, make)
                 stack.push_async_callback(loop.run_in_executor, thread, membership.leave)
                 client = await stack.enter_async_context(Client(self.endpoint))
                 session = Session(

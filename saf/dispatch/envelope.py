@@ -94,8 +94,8 @@ def request(message: Received, endpoint: Endpoint) -> Request:
     elif endpoint.mode == "structured":
         body, headers, content_type = event(message, endpoint), {}, STRUCTURED
     else:
-        said = attributes(message, endpoint, carried)
-        headers = {f"ce-{name}": encoded(value) for name, value in said.items()}
+        context = attributes(message, endpoint, carried)
+        headers = {f"ce-{name}": encoded(value) for name, value in context.items()}
     if content_type is not None:
         headers["Content-Type"] = encoded(content_type, NOT_IN_HEADERS)
     number = headers.get("ce-id") or str(message.message_id)
@@ -136,15 +136,15 @@ def _carried(message: Received) -> tuple[Mapping[str, Any], str | None]:
 
 @lru_cache(maxsize=256)
 def _decoded(text: str) -> tuple[Mapping[str, Any], str | None]:
-    said = json.loads(text)
-    return _with_type(Headers(said) if isinstance(said, dict) else said)
+    document = json.loads(text)
+    return _with_type(Headers(document) if isinstance(document, dict) else document)
 
 
 def _with_type(carried: object) -> tuple[Mapping[str, Any], str | None]:
     if not isinstance(carried, Mapping):
         return {}, None
-    said = carried.get(CONTENT_TYPE)
-    return carried, said if isinstance(said, str) and said else None
+    content_type = carried.get(CONTENT_TYPE)
+    return carried, content_type if isinstance(content_type, str) and content_type else None
 
 
 def attributes(message: Received, endpoint: Endpoint, carried: Mapping[str, Any]) -> dict[str, str]:
@@ -176,7 +176,7 @@ def structured(event: Mapping[str, str], content_type: str | None, body: bytes) 
     b'{"id": "1", "datacontenttype": "text/plain", "data": "hello"}'
     """
     given = content_type or "application/octet-stream"
-    begun = json.dumps({**event, "datacontenttype": given})[:-1].encode()
+    beginning = json.dumps({**event, "datacontenttype": given})[:-1].encode()
     kind = given.partition(";")[0].strip().lower()
     data = b'"data_base64": "%b"' % base64.b64encode(body)
     # a body that does not match its type is sent unchanged
@@ -186,7 +186,7 @@ def structured(event: Mapping[str, str], content_type: str | None, body: bytes) 
             data = b'"data": ' + body
         elif kind.startswith("text/"):
             data = b'"data": ' + json.dumps(body.decode()).encode()
-    return b"%b, %b}" % (begun, data)
+    return b"%b, %b}" % (beginning, data)
 
 
 def plain(carried: Mapping[str, Any]) -> dict[str, str]:
@@ -219,7 +219,7 @@ def encoded(value: str, what: re.Pattern[str] = NOT_IN_ATTRIBUTES) -> str:
 
 
 def _percent(found: re.Match[str]) -> str:
-    return "".join(f"%{one:02X}" for one in found[0].encode(errors="replace"))
+    return "".join(f"%{byte:02X}" for byte in found[0].encode(errors="replace"))
 
 
 def scalar(value: object) -> bool:

@@ -72,7 +72,7 @@ AddressInfo = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, st
 
 def address_check(networks: Iterable[str]) -> Callable[[str], None]:
     """Return a check that raises `PermissionError` unless an address is public or allowed."""
-    known = [ipaddress.ip_network(one) for one in networks]
+    known = [ipaddress.ip_network(text) for text in networks]
 
     def check(host: str) -> None:
         ip = _parsed(host)

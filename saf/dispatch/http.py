@@ -79,26 +79,26 @@ class Client:
             token = await self._token()
             if token is not None:
                 headers["Authorization"] = f"Bearer {token}"
-            got = await self._exchange(headers, request.body)
+            response = await self._exchange(headers, request.body)
         except (NoAnswer, NoToken) as problem:
-            seconds, said = time.monotonic() - began, self._shown(str(problem))
-            return Answer(meaning=Meaning.WAITS, seconds=seconds, error=said)
-        if got.status == UNAUTHORIZED and self._tokens is not None:
+            seconds, reason = time.monotonic() - began, self._shown(str(problem))
+            return Answer(meaning=Meaning.WAITS, seconds=seconds, error=reason)
+        if response.status == UNAUTHORIZED and self._tokens is not None:
             self._tokens.forget(token)
-        meaning, error = self._understand(got.status, got.body)
+        meaning, error = self._understand(response.status, response.body)
         reply = None
         if meaning is Meaning.DONE:
             try:
-                reply = self._reply(got.body, got.headers)
+                reply = self._reply(response.body, response.headers)
             except Exception as problem:  # whatever error the endpoint's text causes
                 meaning, error = Meaning.FAILED, f"its answer cannot be a reply: {problem}"
         done = meaning is Meaning.DONE
         return Answer(
             meaning=meaning,
             seconds=time.monotonic() - began,
-            status=got.status,
+            status=response.status,
             error=self._shown(error),
-            retry_after=None if done else retry_after(got.headers),
+            retry_after=None if done else retry_after(response.headers),
             reply=reply,
         )
 
@@ -106,10 +106,10 @@ class Client:
         """Send a body; return the answer of the endpoint, or of the redirect's target."""
         url, left = self.endpoint.url, REDIRECTS if self.endpoint.follow_redirects else 0
         while True:
-            got = await self._transport.post(url, headers, body, self._most)
-            further = left and redirected(url, got.status, got.headers)
+            response = await self._transport.post(url, headers, body, self._most)
+            further = left and redirected(url, response.status, response.headers)
             if not further:
-                return got
+                return response
             url, left = further, left - 1
 
     async def _token(self) -> str | None:
@@ -131,7 +131,7 @@ class Client:
 
     def _without_secrets(self, text: str) -> str:
         """Return a text without secrets; the longest first, as one may be part of another."""
-        for secret, shown in sorted(self._hidden, key=lambda one: len(one[0]), reverse=True):
+        for secret, shown in sorted(self._hidden, key=lambda pair: len(pair[0]), reverse=True):
             text = text.replace(secret, shown)
         return text
 
@@ -142,8 +142,8 @@ class Client:
         meaning = meaning_of(status, rejects=self.endpoint.client_errors == "reject")
         if meaning is not Meaning.DONE:
             # a secret may cross the end of the text to keep: remove secrets before cutting
-            said = self._without_secrets(body.decode(errors="replace"))
-            return meaning, said_by(status, said)
+            text = self._without_secrets(body.decode(errors="replace"))
+            return meaning, said_by(status, text)
         if self.endpoint.reply and len(body) > replies.MOST:
             return Meaning.FAILED, f"its answer has more than {replies.MOST:,} bytes: no reply"
         return meaning, ""
@@ -155,11 +155,11 @@ class Client:
         content_type = headers.get("Content-Type")
         if self.call is not None:
             body, content_type = self.call.result(body), "application/json"
-        said = unquote(headers.get("ce-type", ""))
+        ce_type = unquote(headers.get("ce-type", ""))
         return Reply(
             body=body,
             content_type=content_type,
-            message_type=said or self.endpoint.reply_type,
+            message_type=ce_type or self.endpoint.reply_type,
         )
 
 
@@ -193,9 +193,9 @@ def redirected(url: str, status: int, headers: Mapping[str, str]) -> str | None:
         before, after = urlsplit(url), urlsplit(to)
     except ValueError:  # not a URL
         return None
-    same = before.netloc == after.netloc and before.scheme == after.scheme
+    same_origin = before.netloc == after.netloc and before.scheme == after.scheme
     now_by_tls = before.hostname == after.hostname and after.scheme == "https"
-    return to if same or now_by_tls else None
+    return to if same_origin or now_by_tls else None
 
 
 def _call(endpoint: Endpoint) -> Call | None:

@@ -75,39 +75,39 @@ class Http1(Transport):
                     body=await _read(response, most),
                 )
         except Exception as problem:
-            said = self._problem(problem)
-            if said is None:
+            reason = self._problem(problem)
+            if reason is None:
                 raise
-            raise NoAnswer(said) from problem
+            raise NoAnswer(reason) from problem
 
     def _problem(self, problem: Exception) -> str | None:
         """Return a request's error as text; None if the error is not the network's."""
         library, endpoint = self._library, self._endpoint
         match problem:
             case library.ConnectionTimeoutError():
-                said = f"cannot connect within {endpoint.connect_seconds:g} s"
+                reason = f"cannot connect within {endpoint.connect_seconds:g} s"
             case TimeoutError():
-                said = f"no answer within {endpoint.timeout_seconds:g} s"
+                reason = f"no answer within {endpoint.timeout_seconds:g} s"
             case library.ClientConnectorCertificateError():
-                said = f"its certificate is refused: {problem.certificate_error}"
+                reason = f"its certificate is refused: {problem.certificate_error}"
             case library.ClientConnectorError():
-                said = f"cannot connect: {problem.os_error.strerror or problem.os_error}"
+                reason = f"cannot connect: {problem.os_error.strerror or problem.os_error}"
             case library.ClientResponseError():
-                said = f"no answer in HTTP: {problem.message}"  # its text contains the URL
+                reason = f"no answer in HTTP: {problem.message}"  # its text contains the URL
             case library.ClientError() | OSError() | ValueError() | EOFError():
-                said = f"no answer: {type(problem).__name__}: {problem}"
+                reason = f"no answer: {type(problem).__name__}: {problem}"
             case _:
                 return None
-        return said
+        return reason
 
 
 async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
     """Read an answer to its end, so that its connection can be kept; a long one only in part."""
     body = bytearray()
     while len(body) < most:
-        some = await response.content.read(most - len(body))
-        if not some:
+        chunk = await response.content.read(most - len(body))
+        if not chunk:
             return bytes(body)
-        body += some
+        body += chunk
     response.close()
     return bytes(body)

@@ -63,16 +63,16 @@ class Http2(Transport):
                             raise
             raise AssertionError("the last one raises or returns")
         except library.ConnectTimeout:
-            said = f"cannot connect within {endpoint.connect_seconds:g} s"
+            reason = f"cannot connect within {endpoint.connect_seconds:g} s"
         except TimeoutError:
-            said = f"no answer within {endpoint.timeout_seconds:g} s"
+            reason = f"no answer within {endpoint.timeout_seconds:g} s"
         except (library.ConnectError, library.ProxyError) as problem:
-            said = _unconnected(problem)
+            reason = _unconnected(problem)
         except library.ProtocolError as problem:
-            said = f"no answer in HTTP: {_protocol(problem)}"
+            reason = f"no answer in HTTP: {_protocol(problem)}"
         except (library.NetworkError, library.TimeoutException, OSError, *UNSENDABLE) as problem:
-            said = f"no answer: {type(problem).__name__}: {problem}"
-        raise NoAnswer(said)
+            reason = f"no answer: {type(problem).__name__}: {problem}"
+        raise NoAnswer(reason)
 
     async def _exchange(
         self, url: str, headers: Mapping[str, str], body: bytes, most: int
@@ -92,8 +92,8 @@ class Http2(Transport):
                 extensions={"timeout": {"connect": self._endpoint.connect_seconds}},
             ) as response,
         ):
-            async for some in response.aiter_stream():
-                read += some
+            async for chunk in response.aiter_stream():
+                read += chunk
                 if len(read) >= most:
                     self._pools.retire(pool)
                     break
@@ -122,9 +122,9 @@ def _unconnected(problem: Exception) -> str:
         cause = further
         if isinstance(cause, ssl.SSLCertVerificationError):
             return f"its certificate is refused: {cause}"
-    said = str(cause)
+    reason = str(cause)
     if isinstance(cause, ConnectionError) and cause.errno:
-        said = os.strerror(cause.errno)
+        reason = os.strerror(cause.errno)
     elif isinstance(cause, OSError) and cause.strerror:
-        said = cause.strerror
-    return f"cannot connect: {said or type(cause).__name__}"
+        reason = cause.strerror
+    return f"cannot connect: {reason or type(cause).__name__}"

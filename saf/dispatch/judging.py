@@ -220,17 +220,17 @@ class Judge:
 
     def _log(
         self,
-        say: Callable[..., Any],
+        write: Callable[..., Any],
         event: str,
         message: Received,
         answer: Answer,
-        **more: str,
+        **fields: str,
     ) -> None:
-        say(
+        write(
             event,
             endpoint=self.name,
             **about(message),
             attempt=f"{message.attempt} of {self.endpoint.attempts}",
             error=answer.error,
-            **more,
+            **fields,
         )

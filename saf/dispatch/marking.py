@@ -97,18 +97,18 @@ def mark(
         if marks.talked:
             _lock(connection, reader, marks.cursors)
             # messages are read relative to the cursors' positions before the move
-            batches = {one.shard: one.batch for one in marks.cursors}
-            some = talking.settle(connection, reader, batches, marks.talked, one_reply)
-            parked, buried = parked + some[0], buried + some[1]
+            batches = {entry.shard: entry.batch for entry in marks.cursors}
+            counts = talking.settle(connection, reader, batches, marks.talked, one_reply)
+            parked, buried = parked + counts[0], buried + counts[1]
         _move(connection, reader, marks.cursors)
         refused = replies.send(connection, outbox, marks.replies)
-        marks.bury += [(one, "failed", error) for one, error in refused]
+        marks.bury += [(entry, "failed", error) for entry, error in refused]
         buried += len(refused)
         fail_point("dispatch_marking")
         # in the order of lanes, in which others lock them too
         retries.wait(connection, reader, dict(sorted(marks.waiting.items())))
         _set_aside(connection, reader, marks)
-        lanes = [Lane(kind=Kind.KEY, subject=one) for one in marks.succeeded]
+        lanes = [Lane(kind=Kind.KEY, subject=entry) for entry in marks.succeeded]
         if lanes:
             backoff.succeeded(connection, reader.subscription_id, lanes)
         retries.time_late(connection, reader, sorted(marks.timed))
@@ -119,26 +119,26 @@ def mark(
 
 def _lock(connection: psycopg.Connection[Any], reader: Reader, cursors: list[Mark]) -> None:
     found = {shard for (shard,) in fetch(connection, LOCK, _columns(reader, cursors))}
-    lost = sorted({one.shard for one in cursors} - found)
+    lost = sorted({cursor.shard for cursor in cursors} - found)
     if lost:
         raise Fenced(f"subscription {reader.name!r}", lost)
 
 
 def _move(connection: psycopg.Connection[Any], reader: Reader, cursors: Iterable[Mark]) -> None:
-    moved = sorted(cursors, key=lambda one: one.shard)
+    moved = sorted(cursors, key=lambda cursor: cursor.shard)
     params = _columns(reader, moved)
     found = connection.execute(MOVE, params).fetchall()
     if len(found) < len(moved):
-        lost = {one.shard for one in moved} - {row[0] for row in found}
+        lost = {cursor.shard for cursor in moved} - {row[0] for row in found}
         raise Fenced(f"subscription {reader.name!r}", sorted(lost))
-    new = [one for one in moved if one.new]
+    new = [cursor for cursor in moved if cursor.new]
     if new:
         connection.execute(REMEMBER, _columns(reader, new))
 
 
 def _columns(reader: Reader, cursors: list[Mark]) -> dict[str, Any]:
     columns: dict[str, Any] = {
-        name: [getattr(one, name) for one in cursors]
+        name: [getattr(cursor, name) for cursor in cursors]
         for name in ("shard", "epoch", "batch", "position", "closed", "ids")
     }
     return columns | {"subscription_id": reader.subscription_id, "owner": reader.owner}
@@ -184,10 +184,10 @@ def _set_aside(connection: psycopg.Connection[Any], reader: Reader, marks: Marks
 
 
 def _asides(marks: Marks) -> Iterable[tuple[Kind, str, Received]]:
-    for one in marks.park:
-        yield Kind.KEY, one.lane, one
-    for one in marks.late:
-        yield Kind.LATER, str(one.shard), one
+    for message in marks.park:
+        yield Kind.KEY, message.lane, message
+    for message in marks.late:
+        yield Kind.LATER, str(message.shard), message
 
 
 def _noted(reader: Reader, attempts: Iterable[tuple[Received, Answer]]) -> dict[str, Any]:

@@ -65,19 +65,19 @@ class Pools:
     def _new(self) -> httpcore2.AsyncConnectionPool:
         endpoint = self._endpoint
         context = tls(endpoint)
-        every: dict[str, Any] = {
+        options: dict[str, Any] = {
             "ssl_context": context if isinstance(context, ssl.SSLContext) else None,
             "max_connections": endpoint.max_in_flight,
             "keepalive_expiry": IDLE_SECONDS,
             "http2": True,
         }
         if endpoint.proxy is not None:
-            said = [("Proxy-Authorization", value) for value in of_proxy(endpoint).values()]
-            every |= {"proxy_headers": [*HEADERS.items(), *said]}
-            return self._library.AsyncHTTPProxy(endpoint.proxy, **every)
+            credentials = [("Proxy-Authorization", value) for value in of_proxy(endpoint).values()]
+            options |= {"proxy_headers": [*HEADERS.items(), *credentials]}
+            return self._library.AsyncHTTPProxy(endpoint.proxy, **options)
         if endpoint.public_only:
-            every |= {"network_backend": _guarded(self._library, endpoint.networks)}
-        return self._library.AsyncConnectionPool(**every)
+            options |= {"network_backend": _guarded(self._library, endpoint.networks)}
+        return self._library.AsyncConnectionPool(**options)
 
 
 def _guarded(library: Any, networks: Iterable[str]) -> httpcore2.AsyncNetworkBackend:
@@ -85,12 +85,12 @@ def _guarded(library: Any, networks: Iterable[str]) -> httpcore2.AsyncNetworkBac
     check = address_check(networks)
 
     class Guarded(library.AnyIOBackend):  # type: ignore[misc]
-        async def connect_tcp(self, host: str, port: int, *rest: Any, **more: Any) -> Any:
+        async def connect_tcp(self, host: str, port: int, *rest: Any, **options: Any) -> Any:
             problem: Exception = library.ConnectError(f"{host} has no address")
             for address in await _addresses(host, port):
                 try:
                     check(address)
-                    return await super().connect_tcp(address, port, *rest, **more)
+                    return await super().connect_tcp(address, port, *rest, **options)
                 except PermissionError as error:
                     problem = library.ConnectError(error.strerror)
                 except (library.ConnectError, library.ConnectTimeout) as error:
@@ -108,4 +108,4 @@ async def _addresses(host: str, port: int) -> list[str]:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise httpcore2.ConnectError(error.strerror) from error
-    return list(dict.fromkeys(str(one[4][0]) for one in found))
+    return list(dict.fromkeys(str(info[4][0]) for info in found))

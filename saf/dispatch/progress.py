@@ -120,8 +120,8 @@ def _ranges(pending: Iterable[int], last: int) -> str:
 
 def _until(pending: Iterable[int], last: int) -> Iterator[int]:
     """Yield the pending ids before the last complete one, and then the id after it."""
-    for one in pending:
-        if one > last:
+    for position in pending:
+        if position > last:
             break
-        yield one
+        yield position
     yield last + 1

@@ -134,7 +134,7 @@ class ReadAhead:
     async def _poll(self) -> bool:
         """Take due messages, and open batches of new ones; return whether any were found."""
         window, reader = self._window, self._reader
-        shards = [one for one in window.shards if one not in window.leaving]
+        shards = [shard for shard in window.shards if shard not in window.leaving]
         limits = {
             "limit": self._endpoint.max_in_flight,
             "max_bytes": (MAX_BYTES - window.bytes) // 2,

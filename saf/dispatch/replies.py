@@ -55,7 +55,7 @@ def to(message: Received, reply: Reply) -> Message:
     """
     if message.from_service is None:
         raise InvalidMessage("service", TO_NOBODY)
-    made = Message(
+    answer = Message(
         service=message.from_service,
         from_service=message.service,
         body=reply.body,
@@ -63,8 +63,8 @@ def to(message: Received, reply: Reply) -> Message:
         message_type=reply.message_type,
         headers={**reply.headers(message), IN_REPLY_TO: str(message.message_id)},
     )
-    encode(made, MOST)
-    return made
+    encode(answer, MOST)
+    return answer
 
 
 def send(
@@ -83,7 +83,7 @@ def send(
             raise
         if len(replies) == 1:
             return [(replies[0][0], f"its reply is refused: {said(error)}")]
-        return [refused for one in replies for refused in send(connection, outbox, [one])]
+        return [refused for entry in replies for refused in send(connection, outbox, [entry])]
     return []
 
 

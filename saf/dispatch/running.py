@@ -85,27 +85,27 @@ class _Running:
         with stop_on_signals(stop):
             for dispatcher in self._given:
                 self._begin(dispatcher)
-            told = asyncio.create_task(self._told.wait())
+            stop_request = asyncio.create_task(self._told.wait())
             find_at = time.monotonic() + FIND_SECONDS
             while not self._told.is_set() and (self._follows or self._busy()):
                 left = None if self._drain else max(0.0, find_at - time.monotonic())
-                waited = {told, *self._busy()}
-                await asyncio.wait(waited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                waiting_for = {stop_request, *self._busy()}
+                await asyncio.wait(waiting_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if not self._drain and time.monotonic() >= find_at:
-                    look = asyncio.create_task(self._look(self._find))
-                    await asyncio.wait({told, look}, return_when=asyncio.FIRST_COMPLETED)
-                    if look.done():
-                        look.result()
+                    search = asyncio.create_task(self._look(self._find))
+                    await asyncio.wait({stop_request, search}, return_when=asyncio.FIRST_COMPLETED)
+                    if search.done():
+                        search.result()
                     else:
-                        look.cancel()
+                        search.cancel()
                     find_at = time.monotonic() + FIND_SECONDS
             problems = [] if self._told.is_set() else [error for _, error in self._failed.values()]
-            told.cancel()
+            stop_request.cancel()
             self._finding.dismiss()
             for name in [*self._at_work]:
                 self._end(name)
             ended = await asyncio.gather(*self._ending, return_exceptions=True)
-        errors = [*(one for one in ended if one is not None), *problems]
+        errors = [*(result for result in ended if result is not None), *problems]
         if errors:
             raise errors[0]
 
@@ -144,18 +144,18 @@ class _Running:
     async def _look(self, find: Find) -> None:
         """Begin new endpoints, and end removed ones."""
         try:
-            asked = asyncio.wrap_future(self._finding.submit(find))
-            found = {one.name: one for one in await asked}
+            future = asyncio.wrap_future(self._finding.submit(find))
+            found = {one.name: one for one in await future}
         except KNOWN as error:
             if str(error) != self._problem:
                 log.warning("endpoints_not_read", detail=str(error))
             self._problem = str(error)
             return
         self._problem = ""
-        for name, (failed_at, why) in [*self._failed.items()]:
-            waited = time.monotonic() - failed_at > AGAIN_SECONDS
+        for name, (failed_at, failure) in [*self._failed.items()]:
+            is_due = time.monotonic() - failed_at > AGAIN_SECONDS
             # an endpoint that was removed and is found may have been added again since
-            if waited or isinstance(why, EndpointRemoved):
+            if is_due or isinstance(failure, EndpointRemoved):
                 self._end(name)  # it begins again below
         for name, (dispatcher, _, _) in [*self._at_work.items()]:
             if name not in found or found[name].endpoint != dispatcher.endpoint:

@@ -64,7 +64,7 @@ class Sender:
         """The database's clock, by which messages expire, and the monotonic clock at that time."""
         self.bucket = Bucket(per_second=per_second(endpoint.rate)) if endpoint.rate else None
         self._apart = (
-            Apart(seconds=1 / per_second(each)) if (each := endpoint.rate_per_key) else None
+            Apart(seconds=1 / per_second(rate)) if (rate := endpoint.rate_per_key) else None
         )
         self._timers: dict[str, asyncio.TimerHandle] = {}
         """Timers that wake resting lanes."""
@@ -117,18 +117,18 @@ class Sender:
         return message
 
     def _has_expired(self, message: Received) -> bool:
-        at = message.expires_at
-        there, then = self.clock  # this machine's clock may be set at any time
-        return at is not None and at <= there + timedelta(seconds=time.monotonic() - then)
+        expiry = message.expires_at
+        now, read_at = self.clock  # this machine's clock may be set at any time
+        return expiry is not None and expiry <= now + timedelta(seconds=time.monotonic() - read_at)
 
     def _others(self, message: Received) -> list[Received]:
         """Return further messages to send in one request with a message."""
-        others: list[Received] = []
+        further: list[Received] = []
         if self.endpoint.messages == 1 or not self._may_be_together(message):
-            return others
+            return further
         size = message.size
         most = self.endpoint.messages
-        while len(others) + 1 < most and size < BATCH_BYTES and self._has_room:
+        while len(further) + 1 < most and size < BATCH_BYTES and self._has_room:
             of_key = self.endpoint.batch_of == "key"
             one = self.window.next_of(message) if of_key else self._next()
             if one is None:
@@ -139,9 +139,9 @@ class Sender:
             if apart or not self._may_be_together(one) or not self._within_rate():
                 self.window.put_back(one)
                 break
-            others.append(one)
+            further.append(one)
             size += one.size
-        return others
+        return further
 
     def _may_be_together(self, message: Received) -> bool:
         return message.message_id not in self._judge.alone and not self._judge.is_spoken(message)
@@ -177,13 +177,13 @@ class Sender:
         self._throttled = None
         self.start()
 
-    def _take(self, message: Received, *others: Received) -> None:
+    def _take(self, message: Received, *further: Received) -> None:
         """Process messages that are in flight from now on."""
         if self._apart is not None:
-            for one in (message, *others):
-                self._apart.sent(one.lane, asyncio.get_running_loop().time())
+            for item in (message, *further):
+                self._apart.sent(item.lane, asyncio.get_running_loop().time())
         if not self._judge.is_spoken(message):
-            self._send([message, *others])
+            self._send([message, *further])
         elif self.endpoint.reply:
             self.talks.append(message)
             self._tell()
@@ -247,8 +247,8 @@ class Sender:
                 self._judge.probed(messages[0], answer)
             else:
                 self._judge.answered(messages[0], answer)
-        if (this := asyncio.current_task()) is not None:
-            self.requests.discard(this)  # this request has ended, and the next one gets its place
+        if (task := asyncio.current_task()) is not None:
+            self.requests.discard(task)  # this request has ended, and the next one gets its place
         self.start()
         self._tell()
 
@@ -273,13 +273,13 @@ class Sender:
         A message that cannot be sent is settled. Among several, it is first put back, to be sent
         alone; the messages after it follow it.
         """
-        made: dict[Received, Request | bytes] = {}
+        requests: dict[Received, Request | bytes] = {}
         for place, message in enumerate(messages):
             if self.endpoint.reply and message.from_service is None:
                 self.reject(message, replies.TO_NOBODY)
                 continue
             try:
-                made[message] = (
+                requests[message] = (
                     envelope.event(message, self.endpoint)
                     if self.endpoint.mode == "batch"
                     else self.made(message)
@@ -293,13 +293,15 @@ class Sender:
                         self.window.put_back(one)
                     break
                 self.reject(message, said(error))
-        if not made:
+        if not requests:
             return messages, None
-        first = next(iter(made.values()))
+        first = next(iter(requests.values()))
         if isinstance(first, Request):
-            return [*made], first
-        events = {one.message_id: event for one, event in made.items() if isinstance(event, bytes)}
-        return [*made], envelope.together(events)
+            return [*requests], first
+        events = {
+            one.message_id: event for one, event in requests.items() if isinstance(event, bytes)
+        }
+        return [*requests], envelope.together(events)
 
     def made(self, message: Received) -> Request:
         """Return the request for a message."""

@@ -137,13 +137,13 @@ class Session:
         if talks:
             # earlier results of their dialogs are written by now
             await self._talk(talks)
-        looks = time.monotonic() >= self._look_at
-        if looks:
+        is_due = time.monotonic() >= self._look_at
+        if is_due:
             await self._look()
             self._look_at = time.monotonic() + LOOK_SECONDS
         if self._ahead.hungry:
             await self._ahead.fill()
-        if looks:
+        if is_due:
             # a drain's first turn has no probe to send before it has read
             await self._probe()
         self.sender.start()
@@ -167,7 +167,7 @@ class Session:
             marks.succeeded
             or marks.waiting
             or marks.talked
-            or any(one.closed for one in marks.cursors)
+            or any(cursor.closed for cursor in marks.cursors)
         ):
             # there may be more messages in these lanes, or since the batches were opened
             self._ahead.look_again()
@@ -178,15 +178,15 @@ class Session:
 
     async def _talk(self, messages: list[Received]) -> None:
         """Send the dialog messages whose turn it is, and settle the others."""
-        batches = {one.shard: self.window.shards[one.shard].batch for one in messages}
+        batches = {entry.shard: self.window.shards[entry.shard].batch for entry in messages}
         found, bad = await self._ask(
             lambda connection: talking.look(
                 connection, self.reader, batches, messages, self.sender.made
             )
         )
         for message in messages:
-            if (what := found.get(message.message_id)) is not None:
-                self.sender.talk(message, what)
+            if (content := found.get(message.message_id)) is not None:
+                self.sender.talk(message, content)
         for message, error in bad:
             self.sender.reject(message, error)
 
@@ -210,8 +210,8 @@ class Session:
             return
         seconds = self.endpoint.timeout_seconds + PROBE_SECONDS
         self.judge.condition = replace(condition, probe_in=seconds)  # taken, by this or another one
-        taken = await self._ask(lambda connection: self._book.probe(connection, seconds))
-        if taken is not None:
+        claim = await self._ask(lambda connection: self._book.probe(connection, seconds))
+        if claim is not None:
             sender.send_probe()
 
     async def _balance(self) -> None:
@@ -220,11 +220,11 @@ class Session:
         surplus = max(0, -await self._ask(self._member.lacks))
         busy = window.busy()
         by_ease = sorted(
-            window.shards, key=lambda one: (one not in window.leaving, one in busy, one)
+            window.shards, key=lambda shard: (shard not in window.leaving, shard in busy, shard)
         )
         window.leaving = frozenset(by_ease[:surplus])
-        keep = set(window.shards) - (window.leaving - busy)
-        await self._ask(lambda connection: self._member.balance(connection, keep=keep))
+        kept = set(window.shards) - (window.leaving - busy)
+        await self._ask(lambda connection: self._member.balance(connection, keep=kept))
         window.own(await self._ask(lambda connection: source.owned(connection, self.reader)))
         if self.sender.bucket is not None:
             shards = await self._ask(source.all_shards)
@@ -239,12 +239,12 @@ class Session:
             await asyncio.sleep(0)
             return
         ahead = self._ahead
-        hungry = ahead.hungry
-        until = min(self._look_at, ahead.poll_at) if hungry else self._look_at
-        seconds = until - time.monotonic()
-        if seconds > 0 and not (hungry and ahead.unread()):
+        has_room = ahead.hungry
+        deadline = min(self._look_at, ahead.poll_at) if has_room else self._look_at
+        seconds = deadline - time.monotonic()
+        if seconds > 0 and not (has_room and ahead.unread()):
             self._news.clear()
-            with suppress(TimeoutError), self._listening(hungry):
+            with suppress(TimeoutError), self._listening(has_room):
                 async with asyncio.timeout(seconds):
                     await self._news.wait()
 
@@ -275,17 +275,17 @@ class Session:
         """Wait up to ``stop_seconds`` for requests in flight; mark their results."""
         requests = self.sender.requests
         self.sender.stopping = True
-        until = time.monotonic() + stop_seconds
-        while requests and time.monotonic() < until:
+        deadline = time.monotonic() + stop_seconds
+        while requests and time.monotonic() < deadline:
             await asyncio.wait(
                 requests,
-                timeout=until - time.monotonic(),
+                timeout=deadline - time.monotonic(),
                 return_when=asyncio.FIRST_COMPLETED,
             )
             await self._write()
         await self._write()
 
-    async def _ask(self, what: Callable[[psycopg.Connection[Any]], T]) -> T:
+    async def _ask(self, query: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Call the database in its own thread."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, what, self._connection)
+        return await loop.run_in_executor(self._thread, query, self._connection)

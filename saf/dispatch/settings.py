@@ -162,22 +162,22 @@ class Endpoint(BaseModel):
 
     @pydantic.field_validator("secrets")
     @classmethod
-    def _are_secrets(cls, some: tuple[pydantic.SecretStr, ...]) -> tuple[pydantic.SecretStr, ...]:
-        for one in some:
+    def _are_secrets(cls, values: tuple[pydantic.SecretStr, ...]) -> tuple[pydantic.SecretStr, ...]:
+        for secret in values:
             try:
-                key_of(one.get_secret_value())
+                key_of(secret.get_secret_value())
             except UsageError as error:
                 raise ValueError(str(error)) from None
-        return some
+        return values
 
     @pydantic.model_validator(mode="after")
     def _is_one_caller(self) -> Endpoint:
         if (self.user is None) != (self.password is None):
             raise ValueError("user and password belong together")
         oauth = (self.token_url, self.client_id, self.client_secret)
-        if None in oauth and any(one is not None for one in (*oauth, self.scope)):
+        if None in oauth and any(value is not None for value in (*oauth, self.scope)):
             raise ValueError("token_url, client_id and client_secret belong together")
-        if sum(one is not None for one in (self.user, self.bearer, self.token_url)) > 1:
+        if sum(value is not None for value in (self.user, self.bearer, self.token_url)) > 1:
             raise ValueError("either user and password, or bearer, or token_url, and not two")
         if self.client_key is not None and self.client_certificate is None:
             raise ValueError("client_key without client_certificate")
@@ -196,7 +196,7 @@ class Endpoint(BaseModel):
         if (self.mode == "xmlrpc") != (self.method is not None):
             raise ValueError('mode = "xmlrpc" and method belong together')
         soap = (self.wsdl is not None, self.operation is not None)
-        if any(one != (self.mode == "soap") for one in soap):
+        if any(value != (self.mode == "soap") for value in soap):
             raise ValueError('mode = "soap", wsdl and operation belong together')
         if self.mode != "batch" and (self.batch_messages or self.batch_of):
             raise ValueError('batch_messages and batch_of without mode = "batch"')
@@ -215,7 +215,7 @@ class Endpoint(BaseModel):
     @property
     def keys(self) -> list[bytes]:
         """Keys that sign requests."""
-        return [key_of(one.get_secret_value()) for one in self.secrets]
+        return [key_of(secret.get_secret_value()) for secret in self.secrets]
 
     @property
     def messages(self) -> int:
@@ -237,10 +237,10 @@ class Endpoint(BaseModel):
         >>> [one.wait_seconds(failures) for failures in (0, 1, 2, 9)]
         [5, 5, 300, 36000]
         """
-        nth = max(1, failures)
+        attempt = max(1, failures)
         if self.schedule == "webhook":
-            return WEBHOOK_SECONDS[min(nth, len(WEBHOOK_SECONDS)) - 1]
-        return parking.wait_seconds(nth)
+            return WEBHOOK_SECONDS[min(attempt, len(WEBHOOK_SECONDS)) - 1]
+        return parking.wait_seconds(attempt)
 
 
 class StoredEndpoint(Endpoint):

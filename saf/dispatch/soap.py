@@ -56,8 +56,8 @@ class Soap(Call):
         except ConfigurationError:
             raise
         except Exception as error:  # zeep may raise anything for a file
-            said = f"{type(error).__name__}: {error}"
-            raise ConfigurationError(f"cannot read {wsdl} as a WSDL: {said}") from None
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigurationError(f"cannot read {wsdl} as a WSDL: {reason}") from None
         self._name = operation
 
     def request(self, message: Received) -> Request:
@@ -66,9 +66,9 @@ class Soap(Call):
         Raises:
             UnreadableBody: the body is not JSON, or lacks the operation's parameters.
         """
-        said = message.json()
-        args = said if isinstance(said, list) else [] if isinstance(said, dict) else [said]
-        named = said if isinstance(said, dict) else {}
+        value = message.json()
+        args = value if isinstance(value, list) else [] if isinstance(value, dict) else [value]
+        named = value if isinstance(value, dict) else {}
         try:
             envelope, headers = self._binding._create(self._name, args, named, client=self._client)
         except (self._faults.Error, TypeError, ValueError, LookupError, AttributeError) as error:

@@ -154,8 +154,8 @@ def all_shards(connection: psycopg.Connection[Any]) -> int:
 
 def clock(connection: psycopg.Connection[Any]) -> tuple[datetime, float]:
     """Return the database's clock, and this machine's monotonic clock at the answer."""
-    ((there,),) = fetch(connection, CLOCK)
-    return there, time.monotonic()
+    ((now,),) = fetch(connection, CLOCK)
+    return now, time.monotonic()
 
 
 def owned(connection: psycopg.Connection[Any], reader: Reader) -> list[InHand]:
@@ -188,11 +188,11 @@ def read(
     """
     params = {
         **_of(reader),
-        "shards": [one.shard for one in shards],
-        "done": [one.done for one in shards],
-        "open": [one.open for one in shards],
-        "read": [one.read for one in shards],
-        "ids": [one.known for one in shards],
+        "shards": [position.shard for position in shards],
+        "done": [position.done for position in shards],
+        "open": [position.open for position in shards],
+        "read": [position.read for position in shards],
+        "ids": [position.known for position in shards],
         "each": each,
         "limit": limit,
         "bytes": max_bytes,
@@ -207,9 +207,9 @@ def read(
             last = place
     counts = Counter(row[SHARD] for row in rows)
     return rows, {
-        one.shard
-        for place, one in enumerate(shards, start=1)
-        if place < last and counts[one.shard] < each
+        position.shard
+        for place, position in enumerate(shards, start=1)
+        if place < last and counts[position.shard] < each
     }
 
 
@@ -231,7 +231,7 @@ def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
     """
     if lane.name in window.lanes or lane.shard not in window.shards:
         return
-    width, some = len(READ), []
+    width, pending = len(READ), []
     for number, row in enumerate(lane.rows):
         attempts = lane.attempts if number == 0 else 0
         message, fate = Received(row, row[width + 1], attempts + 1), row[width]
@@ -240,8 +240,8 @@ def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
         if attempts >= max_attempts:
             window.bury(message, "failed", lane.error)
         else:
-            some.append(message)
-    window.add_parked(lane.name, lane.shard, some)
+            pending.append(message)
+    window.add_parked(lane.name, lane.shard, pending)
 
 
 def take_late(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:

@@ -108,9 +108,9 @@ def put(
     check(name, url, settings)
     found = services.subscription(connection, subscription)
     params = {"name": name, "url": url, "subscription_id": found.subscription_id}
-    others = [one for (one,) in fetch(connection, OTHER, params) if one != name]
+    rivals = [rival for (rival,) in fetch(connection, OTHER, params) if rival != name]
     changed: list[tuple[int]] = []
-    if not others:
+    if not rivals:
         with connection.transaction():
             changed = fetch(connection, CHANGE, params | {"settings": Jsonb(dict(settings))})
             for (before,) in changed:
@@ -184,10 +184,10 @@ def _with_secrets(name: str, broker: str, settings: Mapping[str, Any]) -> dict[s
 def remove(connection: psycopg.Connection[Any], name: str) -> bool:
     """Remove an endpoint and its condition; its messages wait. Return whether it existed."""
     with connection.transaction():
-        gone = fetch(connection, REMOVE, {"name": name})
-        for (number,) in gone:
+        removed = fetch(connection, REMOVE, {"name": name})
+        for (number,) in removed:
             _begin_anew(connection, name, number)
-    return bool(gone)
+    return bool(removed)
 
 
 def _begin_anew(connection: psycopg.Connection[Any], name: str, *numbers: int) -> None:
@@ -198,18 +198,18 @@ def _begin_anew(connection: psycopg.Connection[Any], name: str, *numbers: int) -
 
 def _variables(settings: Mapping[str, Any]) -> list[Any]:
     secrets = settings.get("secrets", [])
-    several = secrets if isinstance(secrets, (list, tuple)) else [secrets]
-    return [*several, *(settings[key] for key in ("bearer", "password") if key in settings)]
+    names = secrets if isinstance(secrets, (list, tuple)) else [secrets]
+    return [*names, *(settings[key] for key in ("bearer", "password") if key in settings)]
 
 
 def _made(name: str, url: str, settings: Mapping[str, Any]) -> StoredEndpoint:
     try:
         return StoredEndpoint.model_validate({"url": url, **settings})
     except pydantic.ValidationError as error:
-        said = "; ".join(
-            ".".join([name, *map(str, one["loc"])])
+        reasons = "; ".join(
+            ".".join([name, *map(str, problem["loc"])])
             + ": "
-            + one["msg"].removeprefix("Value error, ")
-            for one in error.errors(include_input=False)
+            + problem["msg"].removeprefix("Value error, ")
+            for problem in error.errors(include_input=False)
         )
-        raise ConfigurationError(f"endpoint {said}") from None
+        raise ConfigurationError(f"endpoint {reasons}") from None

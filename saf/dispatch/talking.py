@@ -67,24 +67,24 @@ def look(
 
     Return both, and the messages that cannot arrive, each with its error.
     """
-    some = list(messages)
-    found: Found = {one.message_id: Outcome() for one in some}
+    candidates = list(messages)
+    found: Found = {entry.message_id: Outcome() for entry in candidates}
     try:
         with connection.transaction(force_rollback=True):
-            for message in _delivery(connection, reader, batches, some):
+            for message in _delivery(connection, reader, batches, candidates):
                 if hook().by_itself(message) is None:
                     found[message.message_id] = _made(message, make)
     except Exception as error:
         if connection.broken or not of_messages(error):
             raise
-        if len(some) == 1:
-            return {}, [(some[0], said(error))]
+        if len(candidates) == 1:
+            return {}, [(candidates[0], said(error))]
     else:
         return found, []
-    alone = [look(connection, reader, batches, [one], make) for one in some]
+    results = [look(connection, reader, batches, [entry], make) for entry in candidates]
     return (
-        {key: value for found, _ in alone for key, value in found.items()},
-        [one for _, bad in alone for one in bad],
+        {key: value for found, _ in results for key, value in found.items()},
+        [entry for _, bad in results for entry in bad],
     )
 
 
@@ -108,10 +108,10 @@ def settle(
 
     Return the numbers of parked messages and of dead letters.
     """
-    of = {message.message_id: (message, outcome) for message, outcome in outcomes}
-    delivery = _delivery(connection, reader, batches, [message for message, _ in of.values()])
+    by_id = {message.message_id: (message, outcome) for message, outcome in outcomes}
+    delivery = _delivery(connection, reader, batches, [message for message, _ in by_id.values()])
     for message in delivery:
-        _, outcome = of[message.message_id]
+        _, outcome = by_id[message.message_id]
         effect = hook().by_itself(message)
         if outcome.error is not None:
             delivery.reject(message, outcome.error, reason=outcome.reason)
@@ -156,14 +156,14 @@ def _delivery(
     messages: list[Received],
 ) -> Delivery[psycopg.Connection[Any]]:
     """Return a delivery of messages in memory, which does not write the cursors of their shards."""
-    numbers = {one.shard for one in messages}
+    numbers = {message.shard for message in messages}
     hand = Hand(
         reader=reader,
         transaction=fetch(connection, TRANSACTION)[0][0],
         shards={number: _shard(number, batches[number]) for number in numbers},
         written=dict.fromkeys(numbers, 0),
         # a message that already waits is given up where it waits
-        late=sorted({one.shard for one in messages if one.parked_id is not None}),
+        late=sorted({message.shard for message in messages if message.parked_id is not None}),
         messages=messages,
         spoken=True,
     )

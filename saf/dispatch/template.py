@@ -61,9 +61,9 @@ def filled(template: str, content_type: str, message: Received) -> bytes:
         try:
             return write(values(found[1]))
         except (LookupError, TypeError, ValueError, RecursionError):
-            why = f"it has no {{{{{found[1]}}}}}, which the endpoint's template names"
-            said = message.headers.get(CONTENT_TYPE)
-            raise UnreadableBody(message.message_id, said, why) from None
+            reason = f"it has no {{{{{found[1]}}}}}, which the endpoint's template names"
+            declared = message.headers.get(CONTENT_TYPE)
+            raise UnreadableBody(message.message_id, declared, reason) from None
 
     return PLACE.sub(value, template).encode("utf-8", errors="replace")
 

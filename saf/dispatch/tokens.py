@@ -70,10 +70,10 @@ class Tokens:
             **of_client(endpoint),
         }
         body = urlencode(form).encode()
-        got = await transport.post(endpoint.token_url, headers, body, MOST)
-        if got.status != 200:  # noqa: PLR2004 - as the RFC says
-            raise NoToken(f"no token: HTTP {got.status}")
-        return parsed(got.body)
+        response = await transport.post(endpoint.token_url, headers, body, MOST)
+        if response.status != 200:  # noqa: PLR2004 - as the RFC says
+            raise NoToken(f"no token: HTTP {response.status}")
+        return parsed(response.body)
 
 
 def parsed(body: bytes) -> tuple[str, float]:
@@ -86,8 +86,8 @@ def parsed(body: bytes) -> tuple[str, float]:
         NoToken: the answer does not contain a token.
     """
     try:
-        said = json.loads(body)
-        token, lifetime = said["access_token"], float(said.get("expires_in", LIFETIME_SECONDS))
+        reply = json.loads(body)
+        token, lifetime = reply["access_token"], float(reply.get("expires_in", LIFETIME_SECONDS))
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         raise NoToken("no token: the answer has no access_token") from None
     if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:

@@ -82,7 +82,7 @@ class Window:
     @property
     def ids(self) -> set[UUID]:
         """Ids of the messages in memory."""
-        return {one.message_id for lane in self.lanes.values() for one in lane.queue}
+        return {message.message_id for lane in self.lanes.values() for message in lane.queue}
 
     @property
     def anything_ready(self) -> bool:
@@ -127,10 +127,10 @@ class Window:
         """Take the first messages of a due lane; an empty lane is done."""
         if lane in self.lanes or lane in self._stopped or shard not in self.shards:
             return
-        some = list(messages)
-        for message in some:
+        first = list(messages)
+        for message in first:
             self._queue(message, parked=True)
-        if not some:
+        if not first:
             self._new.succeeded.append(lane)
             self._touch(shard)
 
@@ -223,12 +223,12 @@ class Window:
         """Make a message wait in its key's lane, and the key's other messages behind it."""
         lane = self._landed(message)
         hand = self.shards[message.shard]
-        for one in lane.queue:
-            if one.parked_id is None:
-                self._new.park.append(one)
-                self._complete(one, hand)
+        for queued in lane.queue:
+            if queued.parked_id is None:
+                self._new.park.append(queued)
+                self._complete(queued, hand)
             else:
-                self._move(one)
+                self._move(queued)
         self._let_go(lane.queue)
         self._touch(message.shard)
         self._new.waiting[lane.name] = waiting
@@ -242,11 +242,11 @@ class Window:
 
     def count(self, lanes: Iterable[Waiting]) -> None:
         """Set the attempts of lanes that already wait."""
-        for one in lanes:
-            owned = one.shard in self.shards and one.shard not in self.leaving
-            if owned and one.lane not in self.lanes:
-                self._new.waiting[one.lane] = one
-                self._touch(one.shard)
+        for waiting in lanes:
+            owned = waiting.shard in self.shards and waiting.shard not in self.leaving
+            if owned and waiting.lane not in self.lanes:
+                self._new.waiting[waiting.lane] = waiting
+                self._touch(waiting.shard)
 
     def _landed(self, message: Received) -> Lane:
         lane = self.lanes[message.lane]
@@ -286,7 +286,7 @@ class Window:
 
     def _let_go(self, messages: Collection[Received]) -> None:
         self.held -= len(messages)
-        self.bytes -= sum(one.size for one in messages)
+        self.bytes -= sum(message.size for message in messages)
 
     def _move(self, message: Received) -> None:
         assert message.parked_id is not None  # noqa: S101 - it waits already

@@ -33,8 +33,8 @@ class XmlRpc(Call):
             UnreadableBody: the body is not JSON, or has values unknown to XML-RPC, e.g. large
                 numbers.
         """
-        said = message.json()
-        parameters: tuple[Any, ...] = tuple(said) if isinstance(said, list) else (said,)
+        document = message.json()
+        parameters: tuple[Any, ...] = tuple(document) if isinstance(document, list) else (document,)
         try:
             body = xmlrpc.client.dumps(parameters, self.method, encoding="utf-8", allow_none=True)
         except (TypeError, OverflowError, RecursionError) as error:

@@ -65,10 +65,10 @@ def registry(take: Take) -> CollectorRegistry:
 
 def page(take: Take) -> str:
     """Return the samples in the text format of Prometheus."""
-    there = registry(take)
+    collectors = registry(take)
     from prometheus_client import generate_latest
 
-    return generate_latest(there).decode()
+    return generate_latest(collectors).decode()
 
 
 def serve(take: Take, listen: str) -> Callable[[], None]:
@@ -80,11 +80,11 @@ def serve(take: Take, listen: str) -> Callable[[], None]:
         UsageError: the address is invalid or in use.
     """
     host, port = address(listen)
-    there = registry(take)
+    collectors = registry(take)
     from prometheus_client import start_http_server
 
     try:
-        server, thread = start_http_server(port, addr=host, registry=there)
+        server, thread = start_http_server(port, addr=host, registry=collectors)
     except OSError as error:
         raise UsageError(
             f"metrics cannot be served at {listen}: {error.strerror or error}; name another port"
@@ -116,11 +116,11 @@ def write(take: Take, file: Path) -> None:
     Raises:
         ConfigurationError: the file cannot be written.
     """
-    there = registry(take)
+    collectors = registry(take)
     from prometheus_client import write_to_textfile
 
     try:
-        write_to_textfile(str(file), there)
+        write_to_textfile(str(file), collectors)
     except OSError as error:
         raise ConfigurationError(
             f"metrics cannot be written to {file}: {error.strerror or error}; name a file in an "
@@ -139,11 +139,11 @@ def check_gateway(gateway: str) -> None:
     """
     try:
         parts = urlsplit(gateway if "://" in gateway else f"http://{gateway}")
-        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         (parts.hostname or "").encode("idna")  # as before a name lookup
     except ValueError:
-        is_one = False
-    if not is_one or not gateway.isascii() or not gateway.isprintable() or " " in gateway:
+        is_url = False
+    if not is_url or not gateway.isascii() or not gateway.isprintable() or " " in gateway:
         raise UsageError(
             f"metrics to {gateway!r}: expected HOST:PORT or a URL, such as "
             "http://pushgateway.example.com:9091"
@@ -158,14 +158,14 @@ def push(take: Take, gateway: str, job: str) -> None:
         Unavailable: the pushgateway does not answer.
     """
     check_gateway(gateway)
-    there = registry(take)
+    collectors = registry(take)
     from prometheus_client import push_to_gateway
 
     try:
-        push_to_gateway(gateway, job=job, registry=there, timeout=PUSH_SECONDS)
+        push_to_gateway(gateway, job=job, registry=collectors, timeout=PUSH_SECONDS)
     except (OSError, HTTPException) as error:
-        said = str(error) or type(error).__name__
-        raise Unavailable(f"pushgateway {gateway}", said) from None
+        reason = str(error) or type(error).__name__
+        raise Unavailable(f"pushgateway {gateway}", reason) from None
 
 
 def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
@@ -183,7 +183,7 @@ def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
         if isinstance(sample.value, Tally):
             counts = accumulate(sample.value.counts)
             names = [*map(_bound, sample.value.bounds), "+Inf"]
-            buckets = [list(one) for one in zip(names, counts, strict=True)]
+            buckets = [list(bucket) for bucket in zip(names, counts, strict=True)]
             family.add_metric(sample.labels, buckets=buckets, sum_value=sample.value.sum)
         else:
             family.add_metric(sample.labels, sample.value)

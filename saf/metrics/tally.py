@@ -50,6 +50,6 @@ class Tally:
     def copy(self) -> Tally:
         """Return a tally of the same values."""
 
-        same = Tally(self.bounds)
-        same.merge(self)
-        return same
+        copy = Tally(self.bounds)
+        copy.merge(self)
+        return copy

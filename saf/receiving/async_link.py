@@ -71,12 +71,12 @@ def aconnected(engine: Engine | AsyncEngine, loop: EventLoop) -> Iterator[Link]:
     if isinstance(engine, (str, Dsn)):
         dsn = Dsn(engine) if isinstance(engine, str) else engine
         with dsn.connect(role="receive", autocommit=True) as raw:
-            awaited = _over(raw, AsyncConnection)
-            awaited._beside = raw
+            wrapper = _over(raw, AsyncConnection)
+            wrapper._beside = raw
             yield Link(
-                connection=awaited,
+                connection=wrapper,
                 raw=raw,
-                begin=partial(_closed, raw, awaited),
+                begin=partial(_closed, raw, wrapper),
                 lock_seconds=dsn.bounds.lock_seconds,
             )
         return

@@ -20,8 +20,8 @@ def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> No
 
     Its conversation ends with an error, and its shard moves past it.
     """
-    gone = bury_as_stored(raw, hand.reader, [(one, said(error)) for one in hand.all])
-    parking.unpark(raw, [number for number in gone if number])
+    buried = bury_as_stored(raw, hand.reader, [(message, said(error)) for message in hand.all])
+    parking.unpark(raw, [number for number in buried if number])
     fail_unseen(raw, hand.reader, hand.all)
     claim.move(raw, hand)
 
@@ -29,8 +29,8 @@ def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> No
 def fail_unseen(raw: psycopg.Connection[Any], reader: Reader, messages: Iterable[Received]) -> None:
     """End the conversations of messages that cannot be received, unless the reader listens in."""
     if reader.converses:
-        for one in messages:
-            hook().fail_unseen(raw, one)
+        for message in messages:
+            hook().fail_unseen(raw, message)
 
 
 def bury_as_stored(

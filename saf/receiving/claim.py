@@ -282,8 +282,8 @@ def _hand(
     }
     closed = [shard for shard in shards.values() if shard.open is None]
     deep = _deep(locked, limit)
-    if some := [shard for shard in closed if shard.shard in deep]:
-        find_cuts(connection, reader, some, now, max(limit, batch))
+    if uncut := [shard for shard in closed if shard.shard in deep]:
+        find_cuts(connection, reader, uncut, now, max(limit, batch))
     for shard in closed:
         shard.open_at(now)
     return Hand(
@@ -327,7 +327,7 @@ def move(connection: psycopg.Connection[Any], hand: Hand, own: str = "") -> None
     if not shards:
         with _after(own, connection) as cursor:
             cursor.execute(TRANSACTION)
-        same = cursor.fetchall() == [(hand.transaction,)]
+        all_moved = cursor.fetchall() == [(hand.transaction,)]
     else:
         columns: dict[str, Any] = {
             name: [getattr(shard, name) for shard in shards] for name in FIELDS
@@ -337,8 +337,8 @@ def move(connection: psycopg.Connection[Any], hand: Hand, own: str = "") -> None
         columns["transaction"] = hand.transaction
         with _after(own, connection) as cursor:
             cursor.execute(MOVE_CURSORS, columns)
-        same = cursor.rowcount == len(shards)
-    if not same:
+        all_moved = cursor.rowcount == len(shards)
+    if not all_moved:
         raise UsageError(
             "the transaction of this delivery was committed or rolled back inside of its block: "
             "leave that to saf.receive"

@@ -68,12 +68,12 @@ class Delivery(Sequence[Received], Generic[C]):
         self._refused: Refused = {}
         if hand and verifier:
             self._refused = refused(raw, hand, verifier)
-            self._messages = [one for one in self._messages if one not in self._refused]
+            self._messages = [message for message in self._messages if message not in self._refused]
         self._behind: list[Received] = []
         waiting = hand.waiting if hand else frozenset()
         if waiting and (tried is None or tried.lane is None):
-            self._behind = [one for one in self._messages if one.lane in waiting]
-            self._messages = [one for one in self._messages if one.lane not in waiting]
+            self._behind = [message for message in self._messages if message.lane in waiting]
+            self._messages = [message for message in self._messages if message.lane not in waiting]
         self._arrival = Arrival(raw=raw)
         if hand and hand.spoken and hand.reader.converses:
             self._arrival = hook().arrive(raw, hand.reader, self._messages, self._behind)
@@ -133,9 +133,9 @@ class Delivery(Sequence[Received], Generic[C]):
         if not self._stopped and not self._dead:
             return len(self._messages) - len(self._back)
         return sum(
-            place not in self._dead and not self._is_past(one, place)
-            for place, one in enumerate(self._messages)
-            if one not in self._back
+            place not in self._dead and not self._is_past(message, place)
+            for place, message in enumerate(self._messages)
+            if message not in self._back
         )
 
     def is_behind(self, message: Received) -> bool:
@@ -206,9 +206,9 @@ class Delivery(Sequence[Received], Generic[C]):
         if self._back:
             self._put_back(hand)
         late, expired, unread = (self._read(hand.aside[fate]) for fate in (LATE, EXPIRED, UNREAD))
-        keep = [(one, _lane(Kind.KEY, one.lane)) for one in self._read(self._behind)]
-        keep += [(one, _lane(Kind.LATER, one.shard)) for one in late]
-        keep += [(one, _lane(Kind.AHEAD, one.conversation_id)) for one in self._arrival.ahead]
+        kept = [(one, _lane(Kind.KEY, one.lane)) for one in self._read(self._behind)]
+        kept += [(one, _lane(Kind.LATER, one.shard)) for one in late]
+        kept += [(one, _lane(Kind.AHEAD, one.conversation_id)) for one in self._arrival.ahead]
         bury = [(one, "expired", "expires_at has passed") for one in expired]
         bury += [(one, "no_dialog", error) for one, error in self._arrival.stray]
         bury += self._dead.values()
@@ -220,15 +220,15 @@ class Delivery(Sequence[Received], Generic[C]):
         not_taken = self._read([*self._refused])
         gone += bury_refused(self._raw, hand, {one: self._refused[one] for one in not_taken})
         gone += [one.parked_id for one, *_ in bury]
-        not_received = self._part(keep, gone)
+        not_received = self._part(kept, gone)
         behind = [one for place, one in self._arrival.fragments if self._waits(one, place)]
-        keep += [(one, _lane(Kind.KEY, one.lane)) for one in behind]
+        kept += [(one, _lane(Kind.KEY, one.lane)) for one in behind]
         gone += [one.parked_id for _, one in self._arrival.fragments if one not in behind]
         self._arrival.take_back(not_received)
         for one, *_ in self._dead.values():
             self._arrival.give_up(one)
-        if keep or bury or self._waiting or any(gone):
-            self._set_aside(hand, keep, bury, [number for number in gone if number])
+        if kept or bury or self._waiting or any(gone):
+            self._set_aside(hand, kept, bury, [number for number in gone if number])
         touched = {one.shard for one in late}
         touched.update(hand.late)
         retries.time_late(self._raw, reader, sorted(touched))
@@ -239,7 +239,7 @@ class Delivery(Sequence[Received], Generic[C]):
         claim.move(self._raw, hand)
         self.parked = sum(
             lane.kind == Kind.KEY and one.parked_id is None and one not in self._back
-            for one, lane in keep
+            for one, lane in kept
         )
         self.buried = len(bury) + len(self._arrival.refused) + len(unread) + len(not_taken)
 
@@ -257,7 +257,7 @@ class Delivery(Sequence[Received], Generic[C]):
             or any(hand.aside.values())
         )
 
-    def _part(self, keep: list[tuple[Received, Lane]], gone: list[int | None]) -> list[Received]:
+    def _part(self, kept: list[tuple[Received, Lane]], gone: list[int | None]) -> list[Received]:
         """Add each message of the delivery to ``keep`` or ``gone``.
 
         Return those that count as not received.
@@ -266,34 +266,34 @@ class Delivery(Sequence[Received], Generic[C]):
         assert self._hand is not None  # noqa: S101 - there are messages
         if not (self._stopped or self._failed or self._hand.late or self._tried):
             return not_received
-        for place, one in enumerate(self._messages):
-            if self._back.stays(one):
-                if one.parked_id is not None:
-                    not_received.append(one)
-            elif place in self._dead or not self._is_past(one, place):
-                gone.append(one.parked_id)
-            elif self._has_failed(one, place):
-                gone.append(one.parked_id)
-                self._arrival.dropped.append((one, Reason.ENDED))
+        for place, message in enumerate(self._messages):
+            if self._back.stays(message):
+                if message.parked_id is not None:
+                    not_received.append(message)
+            elif place in self._dead or not self._is_past(message, place):
+                gone.append(message.parked_id)
+            elif self._has_failed(message, place):
+                gone.append(message.parked_id)
+                self._arrival.dropped.append((message, Reason.ENDED))
             else:
-                keep.append((one, _lane(Kind.KEY, one.lane)))
-                not_received.append(one)
+                kept.append((message, _lane(Kind.KEY, message.lane)))
+                not_received.append(message)
         return not_received
 
     def _put_back(self, hand: Hand) -> None:
         """Put back the messages that were not given; use lanes where shards cannot go back."""
         complete = [
-            one
-            for place, one in enumerate(self._messages)
-            if one not in self._back and not self._waits(one, place)
+            message
+            for place, message in enumerate(self._messages)
+            if message not in self._back and not self._waits(message, place)
         ]
-        for one in self._back.reopen(hand, self._messages, complete):
-            if one.lane not in self._stopped:
-                self._stop(one, WHY, attempts=one.attempt - 1, wait=0)
+        for message in self._back.reopen(hand, self._messages, complete):
+            if message.lane not in self._stopped:
+                self._stop(message, WHY, attempts=message.attempt - 1, wait=0)
 
-    def _read(self, some: list[Received]) -> list[Received]:
+    def _read(self, messages: list[Received]) -> list[Received]:
         """Return the messages that will not be read again."""
-        return [one for one in some if not self._back.stays(one)] if self._back else some
+        return [one for one in messages if not self._back.stays(one)] if self._back else messages
 
     def _ends_before(self, message: Received) -> bool:
         """Return whether the receiver was told to stop before this message was given.
@@ -306,13 +306,13 @@ class Delivery(Sequence[Received], Generic[C]):
 
     def _count(self, messages: Sequence[tuple[Received, Reason]]) -> None:
         assert self._hand is not None  # noqa: S101 - there are messages, or settle found it
-        counted = [(one.shard, reason, one.message_id) for one, reason in messages]
+        counted = [(message.shard, reason, message.message_id) for message, reason in messages]
         dropped.count(self._raw, self._hand.reader.subscription_id, counted)
 
     def _set_aside(
         self,
         hand: Hand,
-        keep: list[tuple[Received, Lane]],
+        kept: list[tuple[Received, Lane]],
         bury: list[tuple[Received, str, str]],
         gone: list[int],
     ) -> None:
@@ -331,12 +331,12 @@ class Delivery(Sequence[Received], Generic[C]):
                 "position": one.id,
                 "opened_at": None,
             }
-            for one, lane in keep
+            for one, lane in kept
             if one.parked_id is None
         ]
         if fresh:
             parking.copy_in(self._raw, fresh)
-        parked = [(one.parked_id, lane) for one, lane in keep if one.parked_id is not None]
+        parked = [(one.parked_id, lane) for one, lane in kept if one.parked_id is not None]
         if parked:
             retries.move(self._raw, parked)
         if gone:
@@ -395,8 +395,8 @@ class Delivery(Sequence[Received], Generic[C]):
         return place > self._stopped.get(message.lane, place)
 
     def _place(self, message: Received) -> int:
-        for place, one in enumerate(self._messages):
-            if one is message:
+        for place, candidate in enumerate(self._messages):
+            if candidate is message:
                 return place
         raise ValueError(f"{message} is not a message of this delivery")
 

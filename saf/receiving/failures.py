@@ -46,8 +46,8 @@ def failure(
         fields["next_attempt"] = PERMANENT if permanent else LAST
     else:
         seconds = policy.wait_seconds(message.attempt)
-        at = datetime.now(UTC) + timedelta(seconds=seconds)
-        fields["next_attempt"] = f"in {seconds:g} s, at {at.isoformat(timespec='seconds')}"
+        moment = datetime.now(UTC) + timedelta(seconds=seconds)
+        fields["next_attempt"] = f"in {seconds:g} s, at {moment.isoformat(timespec='seconds')}"
     return {**fields, **exception(error, raw, message)}
 
 
@@ -67,22 +67,22 @@ def exception(
     """Return the fields that show an exception, without the texts that `failure` hides."""
     with _without_parameters(error):
         text = "".join(traceback.format_exception(error))
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        summary = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     for secret in _secrets(error, raw, messages):
         if len(secret) >= SHORTEST:
-            text, said = (one.replace(secret, HIDDEN) for one in (text, said))
-    text, said = masked(text), masked(said)
+            text, summary = (part.replace(secret, HIDDEN) for part in (text, summary))
+    text, summary = masked(text), masked(summary)
     # structlog prints the field named stack on lines of its own, unchanged
-    return {"error": " ".join(said.split()), "stack": text}
+    return {"error": " ".join(summary.split()), "stack": text}
 
 
 def _secrets(
     error: BaseException, raw: psycopg.Connection[Any] | None, messages: tuple[Received, ...]
 ) -> Iterator[str]:
-    for one in _chain(error):
-        if isinstance(one, psycopg.Error):
+    for cause in _chain(error):
+        if isinstance(cause, psycopg.Error):
             # they quote rows
-            yield from filter(None, (one.diag.message_detail, one.diag.context))
+            yield from filter(None, (cause.diag.message_detail, cause.diag.context))
     for message in messages:
         if message.size > LONGEST:
             continue
@@ -113,8 +113,8 @@ def _without_parameters(error: BaseException) -> Iterator[None]:
     import sqlalchemy as sa
 
     with ExitStack() as stack:
-        for one in _chain(error):
-            if isinstance(one, sa.exc.StatementError):
-                stack.callback(setattr, one, "hide_parameters", one.hide_parameters)
-                one.hide_parameters = True
+        for cause in _chain(error):
+            if isinstance(cause, sa.exc.StatementError):
+                stack.callback(setattr, cause, "hide_parameters", cause.hide_parameters)
+                cause.hide_parameters = True
         yield

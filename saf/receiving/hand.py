@@ -119,15 +119,15 @@ class Hand:
     def unwritten(self) -> list[Shard]:
         """The shards whose stored cursors differ from these."""
         return [
-            one
-            for number, one in self.shards.items()
-            if one.closed is not None or self.written.get(number) != one.position
+            shard
+            for number, shard in self.shards.items()
+            if shard.closed is not None or self.written.get(number) != shard.position
         ]
 
     @property
     def all(self) -> list[Received]:
         """All messages that were read."""
-        return [*self.messages, *(one for some in self.aside.values() for one in some)]
+        return [*self.messages, *(one for messages in self.aside.values() for one in messages)]
 
     def take(self, message: Received, fate: int) -> None:
         """Add a message to the list of its fate."""

@@ -32,7 +32,7 @@ class Handlers(dict[str | None, Registered]):
     @property
     def are_async(self) -> bool:
         """True if the handlers are async; either all are or none."""
-        return any(one.waits for one in self.values())
+        return any(handler.waits for handler in self.values())
 
     def of(self, message: Received) -> Registered | None:
         """Return the handler for a message, if any."""
@@ -44,10 +44,10 @@ class Handlers(dict[str | None, Registered]):
         Raises:
             UsageError: the handler has the wrong form, or conflicts with the other handlers.
         """
-        what, waits = described(message_type), is_async(call)
+        label, waits = described(message_type), is_async(call)
         if message_type in self:
-            raise UsageError(f"{what} has a handler already: {named(self[message_type].call)}")
-        check_handler(call, what, "messages" if batch else "message", "connection", may_wait=True)
+            raise UsageError(f"{label} has a handler already: {named(self[message_type].call)}")
+        check_handler(call, label, "messages" if batch else "message", "connection", may_wait=True)
         for other in self.values():
             if other.waits != waits:
                 raise UsageError(

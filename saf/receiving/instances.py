@@ -42,15 +42,15 @@ class Instances:
     def use(self, message: Received, epoch: int, processor: type[Processor]) -> Instance:
         """Return the instance of a message's key; create one if none of this epoch exists."""
         lane = message.lane
-        one = self._by_lane.get(lane)
-        if one is None or one.epoch != epoch:
-            made = processor()
-            made.key = str(message.message_id) if message.key is None else message.key
-            one = Instance(processor=made, lane=lane, shard=message.shard, epoch=epoch)
-            self._by_lane[lane] = one
+        instance = self._by_lane.get(lane)
+        if instance is None or instance.epoch != epoch:
+            created = processor()
+            created.key = str(message.message_id) if message.key is None else message.key
+            instance = Instance(processor=created, lane=lane, shard=message.shard, epoch=epoch)
+            self._by_lane[lane] = instance
         self._by_lane.move_to_end(lane)
-        one.used_at = time.monotonic()
-        return one
+        instance.used_at = time.monotonic()
+        return instance
 
     def forget(self, lane: str) -> None:
         """Throw away the instance of a lane, if any."""
@@ -58,23 +58,23 @@ class Instances:
 
     def throw_away(self, ones: Iterable[Instance]) -> None:
         """Throw away these instances without calling them."""
-        for one in ones:
-            if self._by_lane.get(one.lane) is one:
-                del self._by_lane[one.lane]
+        for instance in ones:
+            if self._by_lane.get(instance.lane) is instance:
+                del self._by_lane[instance.lane]
 
     def used_since(self, moment: float) -> list[Instance]:
         """Return the instances used at or after this time of `time.monotonic`."""
-        return [one for one in self if one.used_at >= moment]
+        return [instance for instance in self if instance.used_at >= moment]
 
     def superfluous(self, most: int, idle_seconds: float, limit: int) -> list[Instance]:
         """Return up to ``limit`` instances that are idle or exceed ``most``, least recent first."""
         found: list[Instance] = []
         too_many = len(self) - most
         idle_since = time.monotonic() - idle_seconds
-        for one in self._by_lane.values():
-            if len(found) == limit or (len(found) >= too_many and one.used_at > idle_since):
+        for instance in self._by_lane.values():
+            if len(found) == limit or (len(found) >= too_many and instance.used_at > idle_since):
                 break
-            found.append(one)
+            found.append(instance)
         return found
 
     def oldest(self) -> Instance | None:
@@ -96,9 +96,9 @@ class Instances:
         """Return the next instances whose turn it is and that are still live."""
         found: list[Instance] = []
         while self._due and len(found) < limit:
-            one = self._due.popleft()
-            if self._by_lane.get(one.lane) is one:
-                found.append(one)
+            instance = self._due.popleft()
+            if self._by_lane.get(instance.lane) is instance:
+                found.append(instance)
         return found
 
     def clear(self) -> None:

@@ -102,18 +102,18 @@ class Link:
         Raises:
             Unavailable: the lock was not granted in time.
         """
-        what = f"database {self.raw.info.dbname!r}"
+        database = f"database {self.raw.info.dbname!r}"
         try:
             with answer_within(seconds, self._cancel) as waiting:
                 yield
         except psycopg.errors.LockNotAvailable as error:
             reason = str(error).splitlines()[0]
-            raise Unavailable(what, reason, hangs=True) from error
+            raise Unavailable(database, reason, hangs=True) from error
         except psycopg.errors.QueryCanceled as error:
             if not (waiting and waiting.given_up):
                 raise
             reason = f"canceled at the lock timeout of {seconds:g} s"
-            raise Unavailable(what, reason, hangs=True) from error
+            raise Unavailable(database, reason, hangs=True) from error
 
     def reads_committed(self) -> bool:
         """Return whether transactions are READ COMMITTED by default."""

@@ -201,10 +201,10 @@ class Loop(ABC):
             except BaseException as error:  # a handler may raise an error meant to end a process
                 # whatever went wrong, the transaction is gone: the messages in hand are delivered
                 # again
-                said = exception(error)
+                fields = exception(error)
                 if isinstance(error, (SafError, psycopg.Error)):
-                    del said["stack"]
-                log.warning("delivery_failed", subscription=self.subscription, **said)
+                    del fields["stack"]
+                log.warning("delivery_failed", subscription=self.subscription, **fields)
                 stopping.wait(RECONNECT_SECONDS)
 
     def _drain(self) -> None:

@@ -49,8 +49,8 @@ def listen(connection: psycopg.Connection[Any]) -> None:
         ConfigurationError: the inbox does not notify, or the connection goes through a pooler.
     """
     refuse_pooler(connection)
-    ((on,),) = fetch(connection, IS_ON)
-    if not on:
+    ((notifies,),) = fetch(connection, IS_ON)
+    if not notifies:
         raise ConfigurationError(
             f"database {connection.info.dbname!r}: its inbox sends no notifications, so listening "
             "is useless. Run `saf inbox notify on`, or do not listen"
@@ -60,9 +60,9 @@ def listen(connection: psycopg.Connection[Any]) -> None:
 
 def listen_if_it_notifies(connection: psycopg.Connection[Any]) -> bool:
     """Make the inbox wake this session if it notifies; return whether it does."""
-    ((on,),) = fetch(connection, IS_ON)
-    connection.execute(LISTEN if on else UNLISTEN)
-    return bool(on)
+    ((notifies,),) = fetch(connection, IS_ON)
+    connection.execute(LISTEN if notifies else UNLISTEN)
+    return bool(notifies)
 
 
 def forget(connection: psycopg.Connection[Any]) -> None:
@@ -73,7 +73,7 @@ def forget(connection: psycopg.Connection[Any]) -> None:
 
 def wait(connection: psycopg.Connection[Any], seconds: float, stopping: Event) -> None:
     """Wait outside a transaction for a notification, for ``seconds`` or until told to stop."""
-    until = time.monotonic() + seconds
-    while not stopping.is_set() and (left := until - time.monotonic()) > 0:
+    deadline = time.monotonic() + seconds
+    while not stopping.is_set() and (left := deadline - time.monotonic()) > 0:
         if list(connection.notifies(timeout=min(left, TICK_SECONDS), stop_after=1)):
             return

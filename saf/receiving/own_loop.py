@@ -35,11 +35,11 @@ def own_loop() -> OwnLoop:
     """Return this process's own event loop; start one if none answers."""
     global _shared  # noqa: PLW0603 one for the process
     with _turn:
-        mine = None if _shared is None else _shared()
-        if mine is None or not mine.answers():
-            mine = OwnLoop()
-            _shared = weakref.ref(mine)
-        return mine
+        current = None if _shared is None else _shared()
+        if current is None or not current.answers():
+            current = OwnLoop()
+            _shared = weakref.ref(current)
+        return current
 
 
 class OwnLoop:
@@ -60,11 +60,11 @@ class OwnLoop:
 
     def answers(self) -> bool:
         """Return whether the thread lives, which it does not in a fork, and nothing blocks it."""
-        answered = threading.Event()
+        answer = threading.Event()
         if not self._thread.is_alive():
             return False
-        self.loop.call_soon_threadsafe(answered.set)
-        return answered.wait(END_SECONDS)
+        self.loop.call_soon_threadsafe(answer.set)
+        return answer.wait(END_SECONDS)
 
 
 class Detached(ThreadPoolExecutor):

@@ -188,8 +188,8 @@ class Prefetch:
 
     def stay_with(self, hand: Hand) -> None:
         """Continue with the messages that a claim has left in its shards."""
-        more = [number for number, shard in hand.shards.items() if shard.open is not None]
-        self._begin_to_stay(more[0] if more else None)
+        shards = [number for number, shard in hand.shards.items() if shard.open is not None]
+        self._begin_to_stay(shards[0] if shards else None)
 
     def _begin_to_stay(self, shard: int | None) -> None:
         self._stay, self._until = shard, time.monotonic() + STAY_SECONDS
@@ -226,9 +226,9 @@ class Prefetch:
         by_shard: dict[int, list[tuple[Any, ...]]] = {}
         for row in rows:
             by_shard.setdefault(row[SHARD], []).append(row)
-        for number, mine in by_shard.items():
+        for number, shard_rows in by_shard.items():
             plain = next(
-                (at for at, row in enumerate(mine) if row[FATE_AT] not in (NOW, SPOKEN)), None
+                (at for at, row in enumerate(shard_rows) if row[FATE_AT] not in (NOW, SPOKEN)), None
             )
             whole = plain is None and number in complete
             if number not in complete or hand.shards[number].cuts:
@@ -236,9 +236,9 @@ class Prefetch:
             self._read.append(
                 Prefetched(
                     shard=hand.shards[number],
-                    rows=mine[:plain],
+                    rows=shard_rows[:plain],
                     whole=whole,
-                    messages=len(mine),
+                    messages=len(shard_rows),
                 )
             )
         usable = sum(len(one.rows) for one in self._read)
@@ -262,9 +262,9 @@ class Prefetch:
         chosen: list[Next] = []
         room = self.limit
         while room and self._shards and self._shards[0].rows:
-            one = self._shards.popleft().next(room)
-            room -= len(one.rows)
-            chosen.append(one)
+            part = self._shards.popleft().next(room)
+            room -= len(part.rows)
+            chosen.append(part)
         marked = claim.is_marked(raw)
         found = _take(raw, reader, chosen)
         if len(found) < len(chosen):
@@ -273,17 +273,17 @@ class Prefetch:
             self._stay = None
         if not found:
             return None
-        self._taken = [one for one in chosen if one.prefetched.shard.shard in found]
+        self._taken = [part for part in chosen if part.prefetched.shard.shard in found]
         hand = Hand(
             reader=reader,
             transaction=next(iter(found.values())),
             marked=not marked and claim.is_marked(raw),
-            shards={one.prefetched.shard.shard: one.prefetched.shard for one in self._taken},
-            written={one.prefetched.shard.shard: one.position for one in self._taken},
+            shards={part.prefetched.shard.shard: part.prefetched.shard for part in self._taken},
+            written={part.prefetched.shard.shard: part.position for part in self._taken},
         )
-        for one in self._taken:
-            hand.messages += map(Received, one.rows)
-            hand.spoken = hand.spoken or any(row[FATE_AT] == SPOKEN for row in one.rows)
+        for part in self._taken:
+            hand.messages += map(Received, part.rows)
+            hand.spoken = hand.spoken or any(row[FATE_AT] == SPOKEN for row in part.rows)
         if len(self._taken) > 1:
             hand.messages.sort(key=lambda message: message.id)
         return hand
@@ -307,7 +307,7 @@ class Prefetch:
             self._read.clear()
             self._delivered = 0
         elif self._taken:
-            rest = [one.prefetched for one in self._taken if one.goes_on]
+            rest = [part.prefetched for part in self._taken if part.goes_on]
             self._shards.extendleft(reversed(rest))
             self._taken.clear()
         elif self._claimed:
@@ -320,16 +320,16 @@ class Prefetch:
             self._delivered = 0
 
 
-def _take(raw: psycopg.Connection[Any], reader: Reader, some: list[Next]) -> dict[int, str]:
+def _take(raw: psycopg.Connection[Any], reader: Reader, batch: list[Next]) -> dict[int, str]:
     """Move the cursors past messages; return the moved shards with the transaction's id."""
     names = ("shard", "batch", "epoch", "was", "position", "expires_at")
     params: dict[str, Any] = {"subscription_id": reader.subscription_id, "owner": reader.owner}
-    if len(some) == 1:
-        params |= zip(names, some[0].params, strict=True)
+    if len(batch) == 1:
+        params |= zip(names, batch[0].params, strict=True)
     else:
-        columns = zip(*(one.params for one in some), strict=True)
+        columns = zip(*(part.params for part in batch), strict=True)
         params |= {name: list(column) for name, column in zip(names, columns, strict=True)}
     with psycopg.Cursor(raw, row_factory=tuple_row) as cursor:
-        query = TAKE_ONE if len(some) == 1 else TAKE_SOME
+        query = TAKE_ONE if len(batch) == 1 else TAKE_SOME
         found = cursor.execute(query, params, prepare=True).fetchall()
     return {shard: transaction for shard, transaction, _ in found}

@@ -67,11 +67,11 @@ class Processor:
         cls.handlers = {}
         for method in (getattr(cls, name) for name in dir(cls)):
             for message_type in getattr(method, _MARK, ()):
-                what = described(message_type)
-                there = cls.handlers.get(message_type)
-                if there is not None:
-                    raise UsageError(f"{what} has a handler already: {named(there)}")
-                check_handler(method, what, "self", "message", "connection")
+                description = described(message_type)
+                existing = cls.handlers.get(message_type)
+                if existing is not None:
+                    raise UsageError(f"{description} has a handler already: {named(existing)}")
+                check_handler(method, description, "self", "message", "connection")
                 cls.handlers[message_type] = method
         for method in (cls.activate, cls.passivate, cls.output):
             if is_async(method):

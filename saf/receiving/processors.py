@@ -220,13 +220,13 @@ class Processors(Loop):
             self._one(delivery, work, message, watched(call, self.subscription, [message]))
 
     def _call(self, handler: Handler, message: Received, epoch: int, connection: Any) -> None:
-        one = self._live.use(message, epoch, self.processor)
-        if not one.active:
-            one.processor.activate(connection)
-            one.active = True
-        handler(one.processor, message, connection)
+        instance = self._live.use(message, epoch, self.processor)
+        if not instance.active:
+            instance.processor.activate(connection)
+            instance.active = True
+        handler(instance.processor, message, connection)
         if message.key is None:
-            one.processor.passivate(connection)
+            instance.processor.passivate(connection)
             self._live.forget(message.lane)
 
     def _undone(self, message: Received) -> None:
@@ -264,16 +264,16 @@ class Processors(Loop):
     def _pass_on(self, link: Link, shards: Sequence[int]) -> None:
         """Passivate the instances of leaving shards, in the transaction that frees the shards."""
         link.raw.execute(PATIENTLY)
-        gone = set(shards)
-        ones = [one for one in self._live if one.shard in gone]
-        self._live.throw_away(ones)
+        leaving = set(shards)
+        instances = [instance for instance in self._live if instance.shard in leaving]
+        self._live.throw_away(instances)
         with Savepoints(link.raw, link.own) as work:
-            for one in ones:
-                self._try(work, link.connection, one, "passivate")
+            for instance in instances:
+                self._try(work, link.connection, instance, "passivate")
 
-    def _passivate(self, receiver: Receiver, ones: Sequence[Instance]) -> None:
-        self._live.throw_away(ones)
-        self._visit(receiver.link, ones, "passivate")
+    def _passivate(self, receiver: Receiver, instances: Sequence[Instance]) -> None:
+        self._live.throw_away(instances)
+        self._visit(receiver.link, instances, "passivate")
 
     def _put_out(self, receiver: Receiver) -> None:
         """Call `Processor.output` on the next instances whose turn it is."""
@@ -282,42 +282,44 @@ class Processors(Loop):
             self._output_at = time.monotonic() + self.output_seconds
         self._visit(receiver.link, self._live.next_due(self.max_messages), "output")
 
-    def _visit(self, link: Link, ones: Sequence[Instance], what: str) -> None:
+    def _visit(self, link: Link, instances: Sequence[Instance], method: str) -> None:
         """Call a method of these instances, in one transaction that holds their shards.
 
         Instances of lost shards are thrown away; if the transaction does not commit, all are.
         """
-        if not ones or getattr(self.processor, what) is getattr(Processor, what):
+        if not instances or getattr(self.processor, method) is getattr(Processor, method):
             return
         assert self._membership is not None  # noqa: S101 - there are instances
         member = self._membership.member
-        lost = list(ones)
+        lost = list(instances)
         try:
             with link.transaction():
-                held = member.hold(link.raw, {(one.shard, one.epoch) for one in ones})
+                held = member.hold(
+                    link.raw, {(instance.shard, instance.epoch) for instance in instances}
+                )
                 with Savepoints(link.raw, link.own) as work:
                     failed = [
-                        one
-                        for one in ones
-                        if (one.shard, one.epoch) not in held
-                        or not self._try(work, link.connection, one, what)
+                        instance
+                        for instance in instances
+                        if (instance.shard, instance.epoch) not in held
+                        or not self._try(work, link.connection, instance, method)
                     ]
-                fail_point(f"processors_{what}")
+                fail_point(f"processors_{method}")
             lost = failed
         finally:
             self._live.throw_away(lost)
 
-    def _try(self, work: Savepoints, connection: Any, one: Instance, what: str) -> bool:
+    def _try(self, work: Savepoints, connection: Any, instance: Instance, method: str) -> bool:
         try:
             with work.piece():
-                getattr(one.processor, what)(connection)
+                getattr(instance.processor, method)(connection)
         except Exception as error:
             if work.raw.broken:
                 raise
             log.warning(
-                f"{what}_failed",
+                f"{method}_failed",
                 subscription=self.subscription,
-                key=one.processor.key,
+                key=instance.processor.key,
                 **exception(error, work.raw),
             )
             return False

@@ -49,24 +49,24 @@ class PutBack:
             messages: the messages of the delivery, in order.
             complete: the messages of the delivery that are handled or set aside.
         """
-        back = [one for one in messages if one in self._messages]
+        back = [entry for entry in messages if entry in self._messages]
         if hand.spoken:
             self._in_lanes.update(back)
             return back
         first: dict[int, int] = {}
-        for one in back:
-            if one.parked_id is None:
-                first.setdefault(one.shard, one.id)
+        for entry in back:
+            if entry.parked_id is None:
+                first.setdefault(entry.shard, entry.id)
         passed = {
-            one.shard
-            for one in complete
-            if one.parked_id is None and one.id > first.get(one.shard, one.id)
+            entry.shard
+            for entry in complete
+            if entry.parked_id is None and entry.id > first.get(entry.shard, entry.id)
         }
         for shard, id_ in first.items():
             if shard not in passed:
                 self._again[shard] = id_
                 hand.shards[shard].reopen(id_ - 1)
-        aside = [one for one in back if one.parked_id is None and one.shard in passed]
+        aside = [entry for entry in back if entry.parked_id is None and entry.shard in passed]
         self._in_lanes.update(aside)
         return aside
 
@@ -74,5 +74,5 @@ class PutBack:
         """Return whether a message stays where it was read from, and will be read again."""
         if one.parked_id is not None:
             return one in self._messages and one not in self._in_lanes
-        again = self._again.get(one.shard)
-        return again is not None and one.id >= again
+        first_id = self._again.get(one.shard)
+        return first_id is not None and one.id >= first_id

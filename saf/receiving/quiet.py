@@ -99,8 +99,8 @@ class Quiet:
         """
         raw.execute(PLAN_ONCE)
         seen, *free = self._known or (None, None, None)
-        asked = fetch(raw, ASK, {**params_of(reader), "seen": seen})
-        ((snapshot, *now, self._becomes_due, changed),) = asked
+        rows = fetch(raw, ASK, {**params_of(reader), "seen": seen})
+        ((snapshot, *now, self._becomes_due, changed),) = rows
         self._asked = (snapshot, *now)
         return not changed and now == free and time.monotonic() < self._until
 

@@ -200,8 +200,8 @@ def refuse_doubled(connection: psycopg.Connection[Any], rows: Sequence[tuple[Any
     ids = [row[ID] for row in rows]
     if len({*ids}) < len(ids):
         first = min(id_ for id_, times in Counter(ids).items() if times > 1)
-        why = f"saf.inbox has several messages with id {first}"
-        raise Restored(connection.info.dbname, why=[why])
+        reason = f"saf.inbox has several messages with id {first}"
+        raise Restored(connection.info.dbname, why=[reason])
 
 
 def _order(message: Received) -> tuple[bool, int]:

@@ -212,9 +212,9 @@ class Receiver(Trying):
     ) -> Iterator[Delivery[Any]]:
         """Yield the next messages, or an empty delivery after ``wait_seconds`` or on a stop."""
         stopping = stopping or Event()
-        until = time.monotonic() + wait_seconds
+        deadline = time.monotonic() + wait_seconds
         # half of the time, begin with earlier failures: so neither kind delays the other
-        careful_first, vain = _toss(), False
+        careful_first, fruitless = _toss(), False
         begun = False
         if self.listens:
             notify.forget(self.link.raw)
@@ -224,14 +224,14 @@ class Receiver(Trying):
                     yield self._delivery(None)
                 return
             begun, found, troubled = True, None, False
-            looks, claims = self._steps()
+            is_due, claims = self._steps()
             try:
                 with self._transaction(claims=claims, plans_once=claims):
                     with self.link.planned_once() if claims else nullcontext():
-                        if looks:
+                        if is_due:
                             troubled = self._look()
-                        careful = troubled and careful_first and not vain
-                        again = not careful and self._prefetch.goes_on
+                        careful = troubled and careful_first and not fruitless
+                        repeat = not careful and self._prefetch.goes_on
                         hand = None if careful else self._next()
                     found = self._handed(hand)
                     if found is not None:
@@ -243,7 +243,7 @@ class Receiver(Trying):
                 if found:
                     self._pauses.end()
                     return
-                if again:
+                if repeat:
                     continue
                 if careful:
                     suspect = self._count()
@@ -255,17 +255,17 @@ class Receiver(Trying):
                         if delivery:
                             self._pauses.end()
                             return
-                    vain = suspect is None
-                elif found is None and troubled and not vain:
+                    fruitless = suspect is None
+                elif found is None and troubled and not fruitless:
                     careful_first = True
                 elif found is None:
                     if not troubled:
                         self._quiet.nothing()
-                    if not self._wait(until, stopping):
+                    if not self._wait(deadline, stopping):
                         with self.link.transaction():
                             yield self._delivery(None)
                         return
-                    vain = False
+                    fruitless = False
             except BaseException as error:
                 # rolled back: the messages in hand are delivered again, more carefully
                 careful_first, self._look_at = True, 0.0
@@ -276,8 +276,8 @@ class Receiver(Trying):
     def _steps(self) -> tuple[bool, bool]:
         """Return whether to check for messages to try alone, and whether to claim shards."""
         self._prefetch.age()
-        looks = not self._prefetch.goes_on or time.monotonic() >= self._look_at
-        return looks, looks or not self._prefetch.is_ready
+        is_due = not self._prefetch.goes_on or time.monotonic() >= self._look_at
+        return is_due, is_due or not self._prefetch.is_ready
 
     def _handed(self, hand: Hand | None) -> Delivery[Any] | None:
         """Make a delivery of the messages in hand, if any."""
@@ -305,10 +305,10 @@ class Receiver(Trying):
         self._look_at = 0.0 if troubled else time.monotonic() + LOOK_SECONDS
         return troubled
 
-    def _wait(self, until: float, stopping: Event) -> bool:
+    def _wait(self, deadline: float, stopping: Event) -> bool:
         """Pause until messages may have arrived, each time longer; False if the time is over."""
         longest = LISTENING_PAUSE_SECONDS if self.listens else LONGEST_PAUSE_SECONDS
-        while (left := until - time.monotonic()) > 0:
+        while (left := deadline - time.monotonic()) > 0:
             pause = min(self._pauses.next(longest), left)
             if self.listens:
                 notify.wait(self.link.raw, pause, stopping)

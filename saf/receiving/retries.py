@@ -67,7 +67,7 @@ class Policy:
         if self.max_attempts < 1 or self.first_wait_seconds < 0 or self.longest_wait_seconds < 0:
             raise ValueError(f"max_attempts is at least 1, and no wait is negative: {self}")
         if not isinstance(self.permanent, tuple) or not all(
-            isinstance(one, type) and issubclass(one, BaseException) for one in self.permanent
+            isinstance(kind, type) and issubclass(kind, BaseException) for kind in self.permanent
         ):
             raise ValueError(f"permanent: expected a tuple of exceptions, got {self.permanent!r}")
 
@@ -208,8 +208,8 @@ class Waiting:
 
 def troubled(connection: psycopg.Connection[Any], reader: Reader) -> bool:
     """Return whether there may be anything to try alone now."""
-    ((there,),) = fetch(connection, TROUBLED, params_of(reader))
-    return bool(there)
+    ((exists,),) = fetch(connection, TROUBLED, params_of(reader))
+    return bool(exists)
 
 
 def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | None:
@@ -263,7 +263,7 @@ def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str
     """Make keys wait in their lanes."""
     if lanes:
         columns: dict[str, Any] = {
-            column.name: [getattr(one, column.name) for one in lanes.values()]
+            column.name: [getattr(lane, column.name) for lane in lanes.values()]
             for column in fields(Waiting)
         }
         connection.execute(WAIT, columns | {"subscription_id": reader.subscription_id})
@@ -271,8 +271,8 @@ def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str
 
 def move(connection: psycopg.Connection[Any], parked: Sequence[tuple[int, Lane]]) -> None:
     """Move parked messages, given by their ids in saf.parked, into lanes."""
-    ids, there = zip(*parked, strict=True)
-    connection.execute(MOVE_TO_KEYS, {"parked_ids": list(ids), **given(there)})
+    ids, places = zip(*parked, strict=True)
+    connection.execute(MOVE_TO_KEYS, {"parked_ids": list(ids), **given(places)})
 
 
 def time_late(connection: psycopg.Connection[Any], reader: Reader, shards: Sequence[int]) -> None:

@@ -95,11 +95,11 @@ class Savepoints:
         except Exception as error:
             if self.raw.broken:
                 raise
-            others, self._done = self._done, []
+            neighbours, self._done = self._done, []
             self._undo()
-            for one in (*others, piece):
+            for one in (*neighbours, piece):
                 one.undone()
-            self._do_again(others)
+            self._do_again(neighbours)
             piece.failed(error)
             return False
         self._done.append(piece)
@@ -123,15 +123,15 @@ class Savepoints:
             if self.raw.broken:
                 raise
             self._undo()
-            for one in pieces:
-                one.undone()
+            for piece in pieces:
+                piece.undone()
             failed(error)
             self._do_again(pieces)
 
     def _do_again(self, pieces: Sequence[Piece]) -> None:
-        for one in pieces:
-            if one.may_go_on():
-                self.do(one, alone=True)
+        for piece in pieces:
+            if piece.may_go_on():
+                self.do(piece, alone=True)
 
     def _begin(self, *, alone: bool) -> None:
         if self._clean:

@@ -50,8 +50,8 @@ class Stopping:
 
     def hurry(self, seconds: float) -> None:
         """Limit the time for the messages in hand to ``seconds`` from now."""
-        until = time.monotonic() + seconds
-        self._until = until if self._until is None else min(self._until, until)
+        deadline = time.monotonic() + seconds
+        self._until = deadline if self._until is None else min(self._until, deadline)
 
     def begin_anew(self) -> None:
         """Forget the stop request."""
@@ -88,15 +88,15 @@ class Stopping:
 
     def _given_up(self) -> StopTimeout:
         """Cut the connections; the server rolls back as soon as it notices."""
-        in_hand = [str(one) for some in list(self.in_hand.values()) for one in some]
+        in_hand = [str(message) for group in list(self.in_hand.values()) for message in group]
         error = StopTimeout(self.seconds, in_hand)
         cut = list(self._open)
         for connection in cut:
             with suppress(psycopg.Error, OSError):
                 shut([connection.fileno()])
         # no commit can follow; a statement still running would hold its locks to its end
-        until = time.monotonic() + CANCEL_SECONDS
+        deadline = time.monotonic() + CANCEL_SECONDS
         for connection in cut:
             with suppress(psycopg.Error, OSError):
-                connection.cancel_safe(timeout=max(0.1, until - time.monotonic()))
+                connection.cancel_safe(timeout=max(0.1, deadline - time.monotonic()))
         return error

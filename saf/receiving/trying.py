@@ -111,7 +111,7 @@ class Trying:
     def _count_shard(self, hand: Hand, suspect: Suspect) -> Suspect:
         shard = hand.shards[suspect.shard]
         failed = suspect.shard in hand.failed
-        noted = shard.allowance == 1
+        is_one = shard.allowance == 1
         if (shard.allowance or 1) > 1 and not failed:
             claim.move(self.link.raw, hand)
             return suspect
@@ -127,7 +127,7 @@ class Trying:
                 return suspect
             # if its attempt failed, this message was in it; otherwise another receiver's attempt
             # failed
-            number = 1 if failed and noted else 2
+            number = 1 if failed and is_one else 2
             (message,) = first
             message.attempt = number
             first.presume(message, "the last delivery with this message did not come to its end")

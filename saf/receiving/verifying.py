@@ -44,7 +44,7 @@ def refused(raw: psycopg.Connection[Any], hand: Hand, verifier: Verifier) -> Ref
 
 def bury_refused(raw: psycopg.Connection[Any], hand: Hand, some: Refused) -> list[int | None]:
     """Make dead letters of refused messages; return their ids in saf.parked."""
-    gone: list[int | None] = []
+    buried: list[int | None] = []
     for message, refusal in some.items():
         log.warning(
             "message_refused",
@@ -55,6 +55,6 @@ def bury_refused(raw: psycopg.Connection[Any], hand: Hand, some: Refused) -> lis
             detail=f"{refusal.error}: it is a dead letter",
         )
     for reason in sorted({refusal.reason for refusal in some.values()}):
-        errors = [(one, why.error) for one, why in some.items() if why.reason == reason]
-        gone += bury_as_stored(raw, hand.reader, errors, reason=reason)
-    return gone
+        errors = [(entry, cause.error) for entry, cause in some.items() if cause.reason == reason]
+        buried += bury_as_stored(raw, hand.reader, errors, reason=reason)
+    return buried

@@ -211,7 +211,7 @@ class Worker(Loop):
         return None if None in self._handlers else tuple(self._handlers)
 
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
-        if not any(one.batch for one in self._handlers.values()):
+        if not any(registered.batch for registered in self._handlers.values()):
             self._singles(delivery, work, delivery)
             return
         for handler, messages in runs(delivery, self._handlers.of):
@@ -231,18 +231,18 @@ class Worker(Loop):
         messages: list[Received],
     ) -> bool:
         """Handle a run of messages by one call; False if the call failed and is undone."""
-        still = list(delivery.still(messages))
-        if not still:
+        rest = list(delivery.still(messages))
+        if not rest:
             return True
-        self._stopping.in_hand[threading.get_ident()] = still[:1]
+        self._stopping.in_hand[threading.get_ident()] = rest[:1]
         try:
             with work.piece():
-                call = partial(handler.call, still, delivery.connection)
-                self._do(watched(call, self.subscription, still, waits=handler.waits))
+                call = partial(handler.call, rest, delivery.connection)
+                self._do(watched(call, self.subscription, rest, waits=handler.waits))
         except Exception as error:
             if work.raw.broken:
                 raise
-            self._say_undone("batch_failed", work, still, error, message_type=still[0].message_type)
+            self._say_undone("batch_failed", work, rest, error, message_type=rest[0].message_type)
             return False
         return True
 
@@ -255,16 +255,16 @@ class Worker(Loop):
                 self._single(delivery, work, message)
             return
         for wave in waves(messages, self.concurrency):
-            together = []
+            group = []
             for message in delivery.still(wave):
                 if self._handlers.of(message) is None:
                     self._single(delivery, work, message)
                 else:
-                    together.append(message)
-            if together[1:]:
-                self._together(delivery, work, together)
+                    group.append(message)
+            if group[1:]:
+                self._together(delivery, work, group)
             else:
-                for message in together:
+                for message in group:
                     self._single(delivery, work, message)
 
     def _single(self, delivery: Delivery[Any], work: Savepoints, message: Received) -> None:

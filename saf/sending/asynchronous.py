@@ -153,8 +153,8 @@ async def execute(
         if pooled is None:
             pooled = await _checked_now(transaction, enter)
         transaction.pooled = pooled
-        for one in params:
-            await transaction.execute(statement, one)
+        for row in params:
+            await transaction.execute(statement, row)
     except Exception as error:
         enter.refuse_without_right(error, transaction)
         raise

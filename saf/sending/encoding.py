@@ -52,7 +52,7 @@ def form(value: Any) -> object:
     if isinstance(value, (datetime, date, time)):
         return value.isoformat()
     if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: getattr(value, one.name) for one in fields(value)}
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     if hasattr(type(value), "__pydantic_serializer__"):
         return value.model_dump(mode="json")
     raise TypeError(f"{_described(value)} has no form in JSON")
@@ -96,10 +96,10 @@ class Encoder:
         except (TypeError, ValueError, RecursionError) as error:
             raise self._refused(body, "neither bytes, str nor JSON", str(error)) from None
 
-    def _refused(self, body: object, what: str, why: str) -> InvalidMessage:
+    def _refused(self, body: object, claim: str, reason: str) -> InvalidMessage:
         path, problem = self.fault(body)
-        where = "" if path == "body" else f" at {path}"
-        return InvalidMessage("body", f"{what}{where}: {problem or why}", path=path)
+        place = "" if path == "body" else f" at {path}"
+        return InvalidMessage("body", f"{claim}{place}: {problem or reason}", path=path)
 
     def fault(self, body: object) -> tuple[str, str]:
         """Return the path of the first value that cannot be encoded, and the problem.
@@ -113,7 +113,7 @@ class Encoder:
             return "body", "it is nested too deeply"
 
     def _faults(self, value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-        inside = (*above, id(value))
+        ancestors = (*above, id(value))
         if id(value) in above:
             yield path, "it contains itself"
         elif isinstance(value, str):
@@ -121,21 +121,21 @@ class Encoder:
         elif isinstance(value, float) and not math.isfinite(value):
             yield path, f"{value} is not a number in JSON"
         elif isinstance(value, dict):
-            for key, one in value.items():
+            for key, item in value.items():
                 if not isinstance(key, NAMES):
                     yield path, f"{_described(key)} is the name of a member: {WAY_OUT}"
                 yield from _of_text(str(key), path)
-                yield from self._faults(one, f"{path}{_step(key)}", inside)
+                yield from self._faults(item, f"{path}{_step(key)}", ancestors)
         elif isinstance(value, (list, tuple)):
-            for number, one in enumerate(value):
-                yield from self._faults(one, f"{path}[{number}]", inside)
+            for number, item in enumerate(value):
+                yield from self._faults(item, f"{path}[{number}]", ancestors)
         elif not isinstance(value, NAMES):
             try:
                 instead = self._form(value)
             except TypeError as error:
                 yield path, f"{error}: {WAY_OUT}"
             else:
-                yield from self._faults(instead, path, inside)
+                yield from self._faults(instead, path, ancestors)
 
 
 def _first(encoder: Form) -> Form:

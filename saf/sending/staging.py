@@ -107,15 +107,15 @@ def send(
     Raises:
         StagedLost: some staged messages are gone; nothing was sent.
     """
-    numbers = {"attempts": [one.attempt for one in attempts]}
-    messages = sum(one.messages for one in attempts)
+    numbers = {"attempts": [attempt.attempt for attempt in attempts]}
+    messages = sum(attempt.messages for attempt in attempts)
     with connection.transaction():
         connection.execute(DURABLE)
         mark = {"application": application, "version": version, "messages": messages}
         fresh = bool(fetch(connection, MARK, mark))
         if fresh:
-            for one in attempts:
-                connection.execute(SEND, {"attempt": one.attempt})
+            for attempt in attempts:
+                connection.execute(SEND, {"attempt": attempt.attempt})
         removed = connection.execute(REMOVE, numbers).rowcount
         if fresh and removed != messages:
             raise StagedLost(what, messages, removed)

@@ -82,12 +82,12 @@ def read_headers(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        said = json.loads(text, parse_int=number, parse_float=number, parse_constant=no_number)
+        document = json.loads(text, parse_int=number, parse_float=number, parse_constant=no_number)
     except (ValueError, RecursionError, ArithmeticError) as error:
         raise NotSignable(f"the headers cannot be read: {error}") from None
-    if not isinstance(said, dict):
+    if not isinstance(document, dict):
         raise NotSignable("the headers are not a JSON object")
-    return said
+    return document
 
 
 def covered(headers: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,11 +140,11 @@ def _write(value: Any, written: list[bytes], depth: int) -> None:
         _write(Number(value), written, depth)
     elif isinstance(value, list):
         written.append(b"l%d:" % len(value))
-        for one in value:
-            _write(one, written, depth + 1)
+        for item in value:
+            _write(item, written, depth + 1)
     else:
-        members = sorted((name.encode(), one) for name, one in value.items())
+        members = sorted((name.encode(), item) for name, item in value.items())
         written.append(b"m%d:" % len(members))
-        for name, one in members:
+        for name, item in members:
             written.append(b"s%d:%s" % (len(name), name))
-            _write(one, written, depth + 1)
+            _write(item, written, depth + 1)

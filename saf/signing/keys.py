@@ -157,23 +157,23 @@ def _bytes(material: str | bytes) -> bytes | None:
         return None
 
 
-def _ed25519(material: str | bytes, what: Literal["private", "public"]) -> object:
+def _ed25519(material: str | bytes, half: Literal["private", "public"]) -> object:
     """Return a private or public key of the library, from PEM or from 32 bytes."""
     try:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
         raise MissingExtra("signing", "a signature with Ed25519") from None
-    kind = ed25519.Ed25519PrivateKey if what == "private" else ed25519.Ed25519PublicKey
+    kind = ed25519.Ed25519PrivateKey if half == "private" else ed25519.Ed25519PublicKey
     text = material.encode() if isinstance(material, str) else material
     key: object = None
     try:
         if text.lstrip().startswith(b"-----BEGIN"):
-            if what == "private":
+            if half == "private":
                 key = serialization.load_pem_private_key(text, password=None)
             else:
                 key = serialization.load_pem_public_key(text)
-        elif (raw := _bytes(material)) is not None and what == "private":
+        elif (raw := _bytes(material)) is not None and half == "private":
             key = ed25519.Ed25519PrivateKey.from_private_bytes(raw)
         elif raw is not None:
             key = ed25519.Ed25519PublicKey.from_public_bytes(raw)
@@ -181,7 +181,7 @@ def _ed25519(material: str | bytes, what: Literal["private", "public"]) -> objec
         key = None
     if not isinstance(key, kind):
         raise UsageError(
-            f"a {what} key for ed25519 is PEM without a password, or the base64 of {KEY_BYTES} "
+            f"a {half} key for ed25519 is PEM without a password, or the base64 of {KEY_BYTES} "
             "bytes, and this is not: `openssl genpkey -algorithm ed25519` makes a private key, and "
             "`openssl pkey -pubout` its public one"
         )

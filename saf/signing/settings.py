@@ -109,9 +109,9 @@ class Signing(_Table):
         if not self.keys:
             raise UsageError("to verify, there is a table [signing.keys.NAME] for each key")
         known: dict[str, Key] = {}
-        for key_id, one in self.keys.items():
+        for key_id, key in self.keys.items():
             try:
-                known[key_id] = one.key()
+                known[key_id] = key.key()
             except MissingExtra:
                 raise
             except UsageError as error:

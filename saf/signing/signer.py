@@ -71,17 +71,17 @@ class Signer:
             )
         except NotSignable as error:
             raise InvalidMessage("headers", str(error)) from None
-        said: dict[str, Any] = {
+        signature: dict[str, Any] = {
             "version": VERSION,
             "key": self.key_id,
             "to": row.to_service,
             "value": base64.b64encode(self._sign(signed)).decode(),
         }
         if row.expires_at is not None:
-            said["expires_at"] = microseconds(row.expires_at)
+            signature["expires_at"] = microseconds(row.expires_at)
         # PostgreSQL keeps the last of two equal names
         comma = "" if row.headers == "{}" else ", "
-        text = f'{row.headers[:-1]}{comma}"{SIGNATURE}": {json.dumps(said)}}}'
+        text = f'{row.headers[:-1]}{comma}"{SIGNATURE}": {json.dumps(signature)}}}'
         check_headers(text)
         return row._replace(headers=text)
 

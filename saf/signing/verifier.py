@@ -153,8 +153,8 @@ class Verifier:
 
     def _signed_by(self, message: Received, body_sha256: str | None) -> str:
         headers = _headers(message)
-        said = _signature(headers)
-        key_id, to = said["key"], said["to"]
+        signature = _signature(headers)
+        key_id, to = signature["key"], signature["to"]
         key = self.trust.keys.get(key_id)
         if key is None:
             raise _Unproven(UNKNOWN_KEY, f"it is signed by key {_short(key_id)}, not known here")
@@ -162,16 +162,16 @@ class Verifier:
             problem = f"key {key_id!r} may not speak for {_service(message.from_service)}"
             raise _Refused(UNKNOWN_KEY, problem)
         self._check_address(message, to)
-        _check_expiry(message, said)
+        _check_expiry(message, signature)
         facts = {
             **_facts(message),
             "key_id": key_id,
             "to_service": to,
-            "expires_at": said.get("expires_at"),
+            "expires_at": signature.get("expires_at"),
             "headers": covered(headers),
             "body": body_sha256 or sha256(message.body),
         }
-        if not _verifies(key, said["value"], facts, redirected=to != message.service):
+        if not _verifies(key, signature["value"], facts, redirected=to != message.service):
             problem = f"it is not what key {key_id!r} has signed: altered, or signed by others"
             raise _Refused(ALTERED, problem)
         return str(key_id)
@@ -201,18 +201,18 @@ def _headers(message: Received) -> dict[str, Any]:
 
 def _signature(headers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a signature."""
-    said = headers.get(SIGNATURE)
-    match said:
+    signature = headers.get(SIGNATURE)
+    match signature:
         case None:
             raise _Unproven(UNSIGNED, "it is not signed")
         # a Number is also a str
         case {"version": Number(), "key": str(key), "to": str(to), "value": str(value)} if not any(
-            isinstance(one, Number) for one in (key, to, value)
+            isinstance(part, Number) for part in (key, to, value)
         ):
-            if said["version"] != str(VERSION):
+            if signature["version"] != str(VERSION):
                 known = f"only version {VERSION} is known"
                 raise _Refused(ALTERED, f"its {SIGNATURE} has another version: {known}")
-            return dict(said)
+            return dict(signature)
         case _:
             raise _Refused(ALTERED, f"its {SIGNATURE} is not one")
 
@@ -235,9 +235,9 @@ def _facts(message: Received) -> dict[str, Any]:
     }
 
 
-def _check_expiry(message: Received, said: Mapping[str, Any]) -> None:
+def _check_expiry(message: Received, signature: Mapping[str, Any]) -> None:
     """Reject a message whose expires_at is not the signed one."""
-    signed, now = said.get("expires_at"), time.time_ns() // 1000
+    signed, now = signature.get("expires_at"), time.time_ns() // 1000
     if signed is not None and not (isinstance(signed, Number) and MOMENT.fullmatch(signed)):
         raise _Refused(ALTERED, f"its {SIGNATURE} is not one")
     if message.expires_at is None and signed is not None:
@@ -245,8 +245,8 @@ def _check_expiry(message: Received, said: Mapping[str, Any]) -> None:
         if message.parked_id is None and int(signed) < now:
             raise _Refused(ALTERED, "its expires_at was removed after it had passed")
         return
-    at = microseconds(message.expires_at)
-    if signed != (None if at is None else str(at)):
+    expires_at = microseconds(message.expires_at)
+    if signed != (None if expires_at is None else str(expires_at)):
         raise _Refused(ALTERED, "its expires_at was altered")
 
 

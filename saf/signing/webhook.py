@@ -121,8 +121,8 @@ def stated(
             f"it was signed {abs(difference):.0f} s {'ago' if difference > 0 else 'from now'}, and "
             f"no more than {tolerance_seconds:g} s are allowed"
         )
-    said = [one.partition(",") for one in named[SIGNATURE].split()]
-    given = [value for version, _, value in said if version == "v1" and len(value) == LENGTH]
+    parts = [one.partition(",") for one in named[SIGNATURE].split()]
+    given = [value for version, _, value in parts if version == "v1" and len(value) == LENGTH]
     if not given:
         raise NotVerified(NOT_RIGHT)
     return message_id, timestamp, given

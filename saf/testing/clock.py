@@ -94,10 +94,10 @@ def let_time_pass(dsn: Dsn, by: timedelta, columns: Iterable[str] = ()) -> None:
     """Move the times in one database back, in one transaction; see `Clock.move`."""
     if by <= timedelta(0):
         raise UsageError(f"time goes forward only, and not by {by}")
-    ours = [("saf", table, column) for table, names in MOVED.items() for column in names]
-    theirs = sorted(map(_parts, columns))
+    own = [("saf", table, column) for table, names in MOVED.items() for column in names]
+    extra = sorted(map(_parts, columns))
     with dsn.connect(role="test") as connection:
-        for table, names in _by_table([*ours, *theirs]):
+        for table, names in _by_table([*own, *extra]):
             earlier = [
                 sql.SQL(EARLIER).format(
                     column=sql.Identifier(name),
@@ -120,5 +120,5 @@ def _parts(column: str) -> tuple[str, ...]:
 def _by_table(
     columns: Iterable[tuple[str, ...]],
 ) -> Iterator[tuple[sql.Identifier, list[str]]]:
-    for table, mine in groupby(columns, key=lambda parts: parts[:-1]):
-        yield sql.Identifier(*table), [parts[-1] for parts in mine]
+    for table, group in groupby(columns, key=lambda parts: parts[:-1]):
+        yield sql.Identifier(*table), [parts[-1] for parts in group]

@@ -142,9 +142,9 @@ class DestinationConformance:
         first = _store(settings, forwarder.chunk(rows))
         if learnt:
             forwarder.learn(first)
-        again = _store(settings, forwarder.chunk(rows))
+        repeat = _store(settings, forwarder.chunk(rows))
         if settings.capabilities.exactly_once:
-            assert (again.messages, again.dropped) == (0, 10)
+            assert (repeat.messages, repeat.dropped) == (0, 10)
             assert _ids(stored()) == _ids(rows)
         else:
             assert set(_ids(stored())) == set(_ids(rows))
@@ -261,15 +261,15 @@ class DestinationConformance:
         assert set(marks) == {("", shard) for shard in range(SHARDS)}
         assert settings.known("conformance", forwarder.source, role="test").marks == marks
         forwarder.next_batch()
-        more = forwarder.messages(4)
+        later = forwarder.messages(4)
         ahead = {p: replace(mark, position=mark.position + 100) for p, mark in marks.items()}
         with pytest.raises(Behind):
-            _store(settings, forwarder.chunk(more, known=ahead))
+            _store(settings, forwarder.chunk(later, known=ahead))
         with pytest.raises(Ahead):
-            _store(settings, forwarder.chunk(more, known=before))
+            _store(settings, forwarder.chunk(later, known=before))
         assert _ids(stored()) == _ids(rows)
-        _store(settings, forwarder.chunk(more))
-        assert _ids(stored()) == _ids([*rows, *more])
+        _store(settings, forwarder.chunk(later))
+        assert _ids(stored()) == _ids([*rows, *later])
 
     @pytest.mark.parametrize("lane", [None, Kind.RETRY])
     @pytest.mark.parametrize("quality", [MAIN, AGAIN])
@@ -285,21 +285,21 @@ class DestinationConformance:
         if not settings.capabilities.exactly_once:
             return  # it has no marks
         rows = forwarder.messages(4, shard=0)
-        how = {"exactly_once": quality == MAIN}
+        options = {"exactly_once": quality == MAIN}
         forwarder.learn(_store(settings, forwarder.chunk(rows[:1])))
         forwarder.set_aside_at = {0: [CREATED_AT], 1: [CREATED_AT]}
-        _store(settings, forwarder.chunk(rows[1:2], lane=lane, prefix=quality), **how)
+        _store(settings, forwarder.chunk(rows[1:2], lane=lane, prefix=quality), **options)
         marks = settings.known("conformance", forwarder.source, role="test").marks
-        said = {place: mark.set_aside_at for place, mark in marks.items() if mark.set_aside_at}
-        assert said == {(MAIN, 0): CREATED_AT}
+        moments = {place: mark.set_aside_at for place, mark in marks.items() if mark.set_aside_at}
+        assert moments == {(MAIN, 0): CREATED_AT}
         later = CREATED_AT + timedelta(microseconds=1)
         for forgotten in ({}, {0: [later]}):
             forwarder.set_aside_at = forgotten
             with pytest.raises(Ahead):
-                _store(settings, forwarder.chunk(rows[2:3], lane=lane, prefix=quality), **how)
+                _store(settings, forwarder.chunk(rows[2:3], lane=lane, prefix=quality), **options)
         forwarder.set_aside_at = {0: [CREATED_AT, later]}
         for row in rows[2:]:  # also after the mark has the later time
-            _store(settings, forwarder.chunk([row], lane=lane, prefix=quality), **how)
+            _store(settings, forwarder.chunk([row], lane=lane, prefix=quality), **options)
         assert set(_ids(stored())) == set(_ids(rows))
 
     # Killed
@@ -361,14 +361,14 @@ class DestinationConformance:
         rows: list[Row] = []
         with closing(settings.open("conformance")) as destination:
             for _ in range(5):
-                rows += (some := forwarder.messages(20))
+                rows += (batch := forwarder.messages(20))
                 once = settings.capabilities.exactly_once
-                forwarder.learn(destination.store(forwarder.chunk(some), exactly_once=once))
+                forwarder.learn(destination.store(forwarder.chunk(batch), exactly_once=once))
                 forwarder.next_batch()
         arrived = _ids(stored())
         for key in {row["key"] for row in rows}:
             sent = [row["message_id"] for row in rows if row["key"] == key]
-            assert [one for one in arrived if one in sent] == sent
+            assert [item for item in arrived if item in sent] == sent
 
     def test_every_column_arrives_as_it_was_sent(
         self,
@@ -377,17 +377,17 @@ class DestinationConformance:
         forwarder: Forwarder,
         stored: Read,
     ) -> None:
-        own, can = destination.identity(), settings.capabilities
-        hard = [one for name, one in HARD.items() if can.takes_dialogs or name != DIALOG]
+        own, capabilities = destination.identity(), settings.capabilities
+        hard = [one for name, one in HARD.items() if capabilities.takes_dialogs or name != DIALOG]
         sent = [forwarder.message(**columns) for columns in hard]
         sent.append(forwarder.message(to_broker=own))
         _store(settings, forwarder.chunk(sent))
-        for row, there in zip(sent, stored(), strict=True):
+        for row, arrived in zip(sent, stored(), strict=True):
             for name in self.columns:
                 if name == "headers" and row[name] is not None:
-                    assert json.loads(there[name]) == json.loads(row[name])
+                    assert json.loads(arrived[name]) == json.loads(row[name])
                 else:
-                    assert there[name] == row[name], name
+                    assert arrived[name] == row[name], name
 
     def test_the_largest_body_arrives(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
@@ -395,8 +395,8 @@ class DestinationConformance:
         most = settings.capabilities.largest_body
         body = b"0123456789abcdef" * (min(most or DEFAULT_MAX_BYTES, DEFAULT_MAX_BYTES) // 16)
         _store(settings, forwarder.chunk([forwarder.message(body=body)]))
-        (there,) = stored()
-        assert there["body"] == body
+        (row,) = stored()
+        assert row["body"] == body
 
     # Refused
 
@@ -422,11 +422,11 @@ class DestinationConformance:
     def test_what_is_addressed_to_another_broker_is_refused(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
     ) -> None:
-        away = uuid4()
-        rows = [forwarder.message(), forwarder.message(to_broker=away)]
+        stranger = uuid4()
+        rows = [forwarder.message(), forwarder.message(to_broker=stranger)]
         with pytest.raises(AnotherBroker) as caught:
             _store(settings, forwarder.chunk(rows))
-        assert caught.value.others == [str(away)]
+        assert caught.value.others == [str(stranger)]
         assert _ids(stored()) == []
         _store(settings, forwarder.chunk(rows[:1]))
         assert _ids(stored()) == _ids(rows[:1])
@@ -447,8 +447,8 @@ class DestinationConformance:
         with pytest.raises(Rejected):
             _store(settings, forwarder.chunk(rows))
         assert _ids(stored()) == []
-        for some in (rows[:2], rows[3:]):
-            _store(settings, forwarder.chunk(some))
+        for batch in (rows[:2], rows[3:]):
+            _store(settings, forwarder.chunk(batch))
         assert _ids(stored()) == _ids([*rows[:2], *rows[3:]])
 
     def test_a_login_that_is_refused_says_so_without_its_secrets(
@@ -488,9 +488,9 @@ class DestinationConformance:
         self, settings: DestinationSettings, destination: Destination
     ) -> None:
         identity = destination.identity()
-        elsewhere = pickle.loads(pickle.dumps(settings))  # noqa: S301 - our own  # nosec B301
-        assert elsewhere.identity("conformance") == identity
-        with closing(elsewhere.open("conformance")) as another:
+        copy = pickle.loads(pickle.dumps(settings))  # noqa: S301 - our own  # nosec B301
+        assert copy.identity("conformance") == identity
+        with closing(copy.open("conformance")) as another:
             assert another.identity() == identity
         if (broker := settings.broker()) is not None:
             assert isinstance(broker, Dsn)
@@ -508,23 +508,23 @@ class DestinationConformance:
             with pytest.raises(CannotReadBack, match="conformance"):
                 settings.reading("conformance").__enter__()
             return
-        what = Compared(
+        question = Compared(
             source=forwarder.source, shards=SHARDS, since=CREATED_AT, until=None, topics=["a topic"]
         )
         with settings.reading("conformance") as reading:
             assert reading.name == "conformance"
             assert reading.identity() == settings.identity("conformance")
-            figures = {one.shard: one for one in reading.figures(what)}
-            held = [entry[0] for entry in reading.stored(what, [0])]
-            begun = dict(reading.begun(forwarder.source, ["a topic"]))
-        assert sum(one.stored for one in figures.values()) == 9
-        assert sum(one.plain for one in figures.values()) == 8
+            figures = {figure.shard: figure for figure in reading.figures(question)}
+            held = [entry[0] for entry in reading.stored(question, [0])]
+            beginnings = dict(reading.begun(forwarder.source, ["a topic"]))
+        assert sum(figure.stored for figure in figures.values()) == 9
+        assert sum(figure.plain for figure in figures.values()) == 8
         wanted = [r["message_id"].bytes for r in rows if r["to_service"] == "a topic"]
         if set(figures) == set(range(SHARDS)):
             wanted += [r["message_id"].bytes for r in rows[:8] if r["shard"] == 0]
             assert sorted(held) == held
         assert set(wanted) <= set(held)
-        assert begun == {"a topic": CREATED_AT}
+        assert beginnings == {"a topic": CREATED_AT}
 
 
 def _store(

@@ -30,10 +30,10 @@ def forwarding_rules(
     """
     return ForwardingRules(
         destinations={
-            name: Postgresql.model_validate({"dsn": there, "quality": quality})
-            if isinstance(there, Dsn)
-            else there
-            for name, there in destinations.items()
+            name: Postgresql.model_validate({"dsn": target, "quality": quality})
+            if isinstance(target, Dsn)
+            else target
+            for name, target in destinations.items()
         },
         chunk_rows=chunk_rows,
         chunk_bytes=1 << 20,

@@ -143,9 +143,9 @@ class Databases:
         name = database.dsn.database
         # a prepared transaction would prevent the drop
         if prepared := self._run(PREPARED, {"database": name}).fetchall():
-            with database.connect(autocommit=True) as there:
+            with database.connect(autocommit=True) as connection:
                 for (gid,) in prepared:
-                    there.execute(sql.SQL("ROLLBACK PREPARED {}").format(sql.Literal(gid)))
+                    connection.execute(sql.SQL("ROLLBACK PREPARED {}").format(sql.Literal(gid)))
         self._run(sql.SQL(DROP).format(sql.Identifier(name)))
 
     def _run(

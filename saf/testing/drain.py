@@ -149,7 +149,7 @@ def _forward(cycle: Cycle) -> list[Receipt]:
     receipts: list[Receipt] = []
     while found := cycle.run():
         receipts += found
-        if any(one.error for one in found):
+        if any(receipt.error for receipt in found):
             break
     return receipts
 

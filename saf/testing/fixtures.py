@@ -30,8 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def saf_server(pytestconfig: pytest.Config) -> Iterator[Databases]:
     """Creates databases on the server of this run."""
-    asked = pytestconfig.getoption("--saf-dsn") or os.environ.get(VARIABLE)
-    given = asked or pytestconfig.getini("saf_dsn")
+    option = pytestconfig.getoption("--saf-dsn") or os.environ.get(VARIABLE)
+    given = option or pytestconfig.getini("saf_dsn")
     with ExitStack() as running:
         server = Dsn(given) if given else running.enter_context(embedded_server()).dsn("postgres")
         yield running.enter_context(closing(Databases(server)))

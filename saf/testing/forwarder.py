@@ -97,8 +97,8 @@ class Forwarder:
         }
         table = pa.table(columns, schema=MESSAGES)
         if lane is not None:
-            of = [str(lane), "", NO_BROKER.bytes]
-            for name, value in zip(LANE, of, strict=True):
+            values = [str(lane), "", NO_BROKER.bytes]
+            for name, value in zip(LANE, values, strict=True):
                 table = table.append_column(name, pa.array([value] * len(rows)))
         batch = Batch(
             log="outbox",

@@ -107,16 +107,16 @@ class Sent:
     def _complaint(
         self, wanted: str, found: list[Received], include_forwarded: bool, match: Match
     ) -> str:
-        there = self._read(include_forwarded)
+        existing = self._read(include_forwarded)
         kind = "message" if include_forwarded else "pending message"
         lines = [f"expected {wanted} {kind}" + (f" with {_named(match)}" if match else "")]
         if found:
             lines[0] += f", and there are {len(found)}:"
-        elif there:
-            lines[0] += f"; none of the {len(there)} existing ones matches, the nearest first:"
+        elif existing:
+            lines[0] += f"; none of the {len(existing)} existing ones matches, the nearest first:"
         else:
             lines[0] += ", and the outbox has none at all"
-        nearest = found or sorted(there, key=lambda one: len(_differences(one, match)))
+        nearest = found or sorted(existing, key=lambda one: len(_differences(one, match)))
         lines += [_shown(one, match) for one in nearest[:SHOWN_MESSAGES]]
         if len(nearest) > SHOWN_MESSAGES:
             lines.append(f"  … and {len(nearest) - SHOWN_MESSAGES} more")

@@ -54,6 +54,6 @@ def main() -> None:
             _say([STORED, number], sys.stdout)
 
 
-def _say(what: object, out: IO[str]) -> None:
-    out.write(json.dumps(what) + "\n")
+def _say(report: object, out: IO[str]) -> None:
+    out.write(json.dumps(report) + "\n")
     out.flush()

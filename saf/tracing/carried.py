@@ -51,11 +51,11 @@ def with_context(headers: str, given: Mapping[str, Any] | None) -> str:
 
     if not context.get_current() or len(headers) > LARGE:
         return headers
-    taken = {name.lower() for name in given or ()}
-    if taken & (fields() - {BAGGAGE}):
+    known = {name.lower() for name in given or ()}
+    if known & (fields() - {BAGGAGE}):
         # they belong to a trace that the application has chosen, unrelated to the current one
-        taken |= fields() - {BAGGAGE}
-    new = {name: one for name, one in current().items() if name.lower() not in taken}
+        known |= fields() - {BAGGAGE}
+    new = {name: value for name, value in current().items() if name.lower() not in known}
     return f"{headers[:-1]}, {json.dumps(new)[1:]}" if new else headers
 
 
@@ -66,7 +66,7 @@ def current() -> dict[str, str]:
     carrier: dict[str, str] = {}
     with harmless():
         propagate.inject(carrier)
-    return {name: one for name, one in carrier.items() if _heeded(one)}
+    return {name: value for name, value in carrier.items() if _heeded(value)}
 
 
 def context_of(headers: str | None) -> Context | None:
@@ -93,13 +93,13 @@ def carrier_of(headers: str | None) -> dict[str, str]:
     if not any(name in lowered for name in names):
         return {}
     try:
-        said = json.loads(headers)
+        given = json.loads(headers)
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(said, dict):
+    if not isinstance(given, dict):
         return {}
     return {
-        name.lower(): one for name, one in said.items() if name.lower() in names and _heeded(one)
+        name.lower(): one for name, one in given.items() if name.lower() in names and _heeded(one)
     }
 
 

@@ -49,8 +49,8 @@ def forwarding(destination: str, rows: Any) -> Iterator[None]:
     if not on():
         yield
         return
-    several = {"messaging.batch.message_count": len(rows)}
-    with _span("send", "send", "CLIENT", destination, None, several) as span:
+    batch = {"messaging.batch.message_count": len(rows)}
+    with _span("send", "send", "CLIENT", destination, None, batch) as span:
         if span.is_recording():
             _link(span, _sampled(rows))
         yield
@@ -62,9 +62,9 @@ def receiving(subscription: str, messages: Sequence[Received]) -> Iterator[None]
     if not on() or not messages:
         yield
         return
-    several = {"messaging.batch.message_count": len(messages)}
-    more = {**_of_subscription(subscription, messages[0]), **several}
-    with _span("receive", "receive", "CLIENT", subscription, None, more) as span:
+    batch = {"messaging.batch.message_count": len(messages)}
+    attributes = {**_of_subscription(subscription, messages[0]), **batch}
+    with _span("receive", "receive", "CLIENT", subscription, None, attributes) as span:
         if span.is_recording():
             _link(span, _carried(messages))
         yield
@@ -76,8 +76,8 @@ def processing(subscription: str, messages: Sequence[Received]) -> Iterator[None
     if not on() or not messages:
         yield
         return
-    more = _of_subscription(subscription, messages[0])
-    with _about(messages, "process", "process", subscription, more):
+    attributes = _of_subscription(subscription, messages[0])
+    with _about(messages, "process", "process", subscription, attributes):
         yield
 
 
@@ -109,7 +109,7 @@ class Dispatched:
             return headers
         carrier = current()
         names = {name.lower() for name in carrier}
-        kept = {name: one for name, one in headers.items() if name.lower() not in names}
+        kept = {name: value for name, value in headers.items() if name.lower() not in names}
         return {**kept, **carrier}
 
     def answered(self, status: int | None, problem: str | None) -> None:
@@ -137,18 +137,18 @@ def _about(
     messages: Sequence[Received],
     operation: str,
     kind: str,
-    where: str,
-    more: Mapping[str, AttributeValue],
+    destination: str,
+    extra: Mapping[str, AttributeValue],
 ) -> Iterator[Span]:
     """Open a consumer's span: in the trace of its only message, or with links to several."""
     if len(messages) == 1:
         (one,) = messages
         parent = context_of(one.headers_text)
-        with _span(operation, kind, "CONSUMER", where, parent, {**more, **_of(one)}) as span:
+        with _span(operation, kind, "CONSUMER", destination, parent, {**extra, **_of(one)}) as span:
             yield span
         return
-    several = {**more, "messaging.batch.message_count": len(messages)}
-    with _span(operation, kind, "CONSUMER", where, None, several) as span:
+    batch = {**extra, "messaging.batch.message_count": len(messages)}
+    with _span(operation, kind, "CONSUMER", destination, None, batch) as span:
         if span.is_recording():
             _link(span, _carried(messages))
         yield span
@@ -159,9 +159,9 @@ def _span(  # noqa: PLR0917 - all are different
     operation: str,
     type_: str,
     kind: str,
-    where: str,
+    destination: str,
     parent: Context | None,
-    more: Mapping[str, AttributeValue],
+    extra: Mapping[str, AttributeValue],
 ) -> Iterator[Span]:
     from opentelemetry import context, trace
 
@@ -169,13 +169,13 @@ def _span(  # noqa: PLR0917 - all are different
         "messaging.system": "saf",
         "messaging.operation.name": operation,
         "messaging.operation.type": type_,
-        "messaging.destination.name": where,
-        **more,
+        "messaging.destination.name": destination,
+        **extra,
     }
     token = None if parent is None else context.attach(parent)
     try:
         with trace.get_tracer("saf", _version(), schema_url=SCHEMA).start_as_current_span(
-            f"{operation} {where}",
+            f"{operation} {destination}",
             kind=trace.SpanKind[kind],
             attributes=attributes,
             # their texts may contain data that must stay hidden
@@ -208,20 +208,20 @@ def _of_subscription(subscription: str, message: Received) -> dict[str, Attribut
 
 def _of(message: Received) -> dict[str, AttributeValue]:
     """Return a span's attributes for its only message: no key, and nothing of its content."""
-    said: dict[str, AttributeValue] = {
+    attributes: dict[str, AttributeValue] = {
         "messaging.message.id": str(message.message_id),
         "messaging.message.body.size": message.size,
         "saf.message.attempt": message.attempt,
     }
     if message.message_type is not None:
-        said["saf.message.type"] = message.message_type
+        attributes["saf.message.type"] = message.message_type
     if message.conversation_id is not None:
-        said["messaging.message.conversation_id"] = str(message.conversation_id)
-    return said
+        attributes["messaging.message.conversation_id"] = str(message.conversation_id)
+    return attributes
 
 
 def _carried(messages: Sequence[Received]) -> Iterator[Carried]:
-    return ((one.message_id, one.headers_text) for one in messages[:MOST_LINKS])
+    return ((message.message_id, message.headers_text) for message in messages[:MOST_LINKS])
 
 
 def _sampled(rows: Any) -> Iterator[Carried]:
@@ -233,12 +233,12 @@ def _sampled(rows: Any) -> Iterator[Carried]:
     if not names:
         return
     step = -(-len(rows) // MOST_LOOKED_AT) or 1
-    some = rows.select(["message_id", "headers"]).take(pa.array(range(0, len(rows), step)))
+    sample = rows.select(["message_id", "headers"]).take(pa.array(range(0, len(rows), step)))
     found = pa.scalar(False)
     for name in names:
-        found = pc.or_kleene(found, pc.match_substring(some["headers"], name))
-    some = some.filter(found).slice(0, MOST_LINKS)
-    yield from zip(*(column.to_pylist() for column in some.columns), strict=True)
+        found = pc.or_kleene(found, pc.match_substring(sample["headers"], name))
+    sample = sample.filter(found).slice(0, MOST_LINKS)
+    yield from zip(*(column.to_pylist() for column in sample.columns), strict=True)
 
 
 def _link(span: Span, messages: Iterator[Carried]) -> None:

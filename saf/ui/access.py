@@ -74,7 +74,7 @@ class Access:
     def __init__(self, ui: Ui, *, write: bool) -> None:
         self._ui = ui
         self._write = write
-        self._proxies = [ipaddress.ip_network(one) for one in ui.proxies]
+        self._proxies = [ipaddress.ip_network(network) for network in ui.proxies]
         self._key = secrets.token_bytes(32)
         self._sessions: dict[str, Session] = {}
         self._lock = Lock()
@@ -105,9 +105,9 @@ class Access:
 
     def address(self, request: HTTPConnection) -> str:
         """Return the address of a client, as reported by a trusted proxy if there is one."""
-        said = request.headers.getlist("x-forwarded-for")
-        if said and self._from_proxy(request):
-            return said[-1].rpartition(",")[2].strip()  # what the nearest proxy has seen
+        forwarded = request.headers.getlist("x-forwarded-for")
+        if forwarded and self._from_proxy(request):
+            return forwarded[-1].rpartition(",")[2].strip()  # what the nearest proxy has seen
         return request.client.host if request.client is not None else "a unix socket"
 
     def login(self, token: str, name: str) -> str | None:
@@ -116,15 +116,15 @@ class Access:
         if not (_same(token, self._ui.token) | operates):
             return None
         role = self._role(operates=operates)
-        until = time.monotonic() + self._ui.session_seconds
+        end = time.monotonic() + self._ui.session_seconds
         number = secrets.token_urlsafe(32)
         with self._lock:
             now = time.monotonic()
-            kept = {n: one for n, one in self._sessions.items() if one.until > now}
+            kept = {n: session for n, session in self._sessions.items() if session.until > now}
             while len(kept) >= MOST_SESSIONS:
                 kept.pop(next(iter(kept)))
             known_as = " ".join(name.split())[:LONGEST_NAME] or "somebody with the token"
-            self._sessions = {**kept, number: Session(name=known_as, role=role, until=until)}
+            self._sessions = {**kept, number: Session(name=known_as, role=role, until=end)}
         return number
 
     def logout(self, request: HTTPConnection) -> None:
@@ -135,8 +135,8 @@ class Access:
     def secure(self, request: HTTPConnection) -> bool:
         """Return whether the browser uses https, as reported by a trusted proxy if there is one."""
         if self._from_proxy(request):
-            said = request.headers.get("x-forwarded-proto", request.url.scheme)
-            return said == "https"
+            scheme = request.headers.get("x-forwarded-proto", request.url.scheme)
+            return scheme == "https"
         return request.url.scheme in ("https", "wss")
 
     def right_csrf(self, visitor: Visitor, given: str) -> bool:
@@ -146,8 +146,8 @@ class Access:
     def _role(self, *, operates: bool) -> Role:
         return Role.OPERATE if operates and self._write else Role.VIEW
 
-    def _csrf(self, of: str) -> str:
-        return hmac.new(self._key, of.encode(), hashlib.sha256).hexdigest()
+    def _csrf(self, session: str) -> str:
+        return hmac.new(self._key, session.encode(), hashlib.sha256).hexdigest()
 
     def _named_by_proxy(self, request: HTTPConnection) -> str | None:
         if self._ui.user_header is None or not self._from_proxy(request):

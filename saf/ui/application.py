@@ -71,20 +71,20 @@ def application(settings: Settings, *, write: bool) -> ASGIApp:
         Route("/live", live.endpoint(site), methods=["GET"]),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
-    for path, one in PAGES.items():
-        methods = ["POST"] if one.changes else ["GET"]
+    for path, endpoint in PAGES.items():
+        methods = ["POST"] if endpoint.changes else ["GET"]
         routes.append(
-            Route(path, _endpoint(site, one.page, operates=one.operates), methods=methods)
+            Route(path, _endpoint(site, endpoint.page, operates=endpoint.operates), methods=methods)
         )
     known = settings.ui.user_header is not None
-    made = _Guarded(
+    app = _Guarded(
         routes=routes,
         middleware=[Middleware(KnownHosts, hosts=settings.ui.hosts)] if known else [],
         lifespan=lifespan,
         exception_handlers={404: _not_found(site)},
     )
-    made.state.site = site
-    return made
+    app.state.site = site
+    return app
 
 
 class _Guarded(Starlette):
@@ -123,9 +123,9 @@ def _endpoint(site: Site, page: Page, *, operates: bool) -> Endpoint:
     return endpoint
 
 
-async def _problem(visit: Visit, status: int, why: str) -> Response:
+async def _problem(visit: Visit, status: int, reason: str) -> Response:
     return await run_in_threadpool(
-        lambda: visit.page("problem.html", status=status, number=status, why=why)
+        lambda: visit.page("problem.html", status=status, number=status, why=reason)
     )
 
 
@@ -154,8 +154,8 @@ def _check(
 
 def _check_role(site: Site, visitor: Visitor) -> None:
     if not visitor.operates:
-        why = "this login may view, and not operate"
-        raise Refused(403, why if site.write else "`saf ui` was started without --write")
+        reason = "this login may view, and not operate"
+        raise Refused(403, reason if site.write else "`saf ui` was started without --write")
 
 
 def _check_origin(request: Request) -> None:
@@ -206,9 +206,9 @@ def _login(site: Site) -> Endpoint:
             wait = attempts.wait_seconds(address, time.monotonic())
             if wait > 0:
                 log.warning("login_not_listened_to", address=shown(address))
-                said = f"too many wrong tokens: try again in {math.ceil(wait)} s"
-                again = {"Retry-After": str(math.ceil(wait))}
-                return PlainTextResponse(said, status_code=429, headers=again)
+                text = f"too many wrong tokens: try again in {math.ceil(wait)} s"
+                headers = {"Retry-After": str(math.ceil(wait))}
+                return PlainTextResponse(text, status_code=429, headers=headers)
             wanted = form.get("next", [""])[-1]
             token, name = form.get("token", [""])[-1], form.get("name", [""])[-1]
             site.access.logout(request)

@@ -39,7 +39,7 @@ class Attempts:
         """
         with self._lock:
             known = self._wrong.get(network(address), ())
-            recent = [at for at in known if at > now - WITHIN_SECONDS]
+            recent = [moment for moment in known if moment > now - WITHIN_SECONDS]
         if len(recent) < MOST_WRONG:
             return 0.0
         return recent[-MOST_WRONG] + WITHIN_SECONDS - now

@@ -75,8 +75,8 @@ class Brokers:
         self, action: Action[T], names: Iterable[str] | None = None, *, seconds: float | None = None
     ) -> Answers[T]:
         """Query some brokers, by default all; ``seconds`` is the longest wait. Raises nothing."""
-        asked = self._places() if names is None else names
-        return self.ask_each(dict.fromkeys(asked, action), seconds=seconds)
+        brokers = self._places() if names is None else names
+        return self.ask_each(dict.fromkeys(brokers, action), seconds=seconds)
 
     def ask_each(
         self, actions: Mapping[str, Action[T]], *, seconds: float | None = None
@@ -119,7 +119,7 @@ class Brokers:
         """Stop all queries, and close connections."""
         self._questions.close()
         with self._lock:
-            kept = [one for some in self._idle.values() for one, _ in some]
+            kept = [idle for group in self._idle.values() for idle, _ in group]
             self._idle.clear()
         for connection in kept:
             connection.close()
@@ -164,13 +164,13 @@ class Brokers:
                 self._idle[name].append((connection, now))
             else:
                 old.append(connection)
-        for one in old:
-            one.close()
+        for expired in old:
+            expired.close()
 
     def _resting(self, name: str) -> SafError | None:
         with self._lock:
-            error, until = self._down.get(name, (None, 0.0))
-        return error if time.monotonic() < until else None
+            error, end = self._down.get(name, (None, 0.0))
+        return error if time.monotonic() < end else None
 
     def _rest(self, name: str, error: SafError) -> None:
         with self._lock:

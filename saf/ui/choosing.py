@@ -62,15 +62,15 @@ def begin(
     Raises:
         UsageError: no chosen message has been counted.
     """
-    through: dict[str, int] = {}
+    last_ids: dict[str, int] = {}
     for text in visit.form.get("through", []):
         name, _, number = text.rpartition(":")
-        through[name] = number_of(number) or 0
+        last_ids[name] = number_of(number) or 0
     counted = {}
-    for name, which in chosen.items():
+    for name, selection in chosen.items():
         broker = visit.site.brokers.place(name)
-        if broker is not None and name in through:
-            counted[name] = broker, replace(which, through=through[name])
+        if broker is not None and name in last_ids:
+            counted[name] = broker, replace(selection, through=last_ids[name])
     if not counted:
         raise UsageError(f"nothing was chosen: choose {about}, or all that match a filter")
     job = visit.site.jobs.begin(

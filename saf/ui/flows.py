@@ -50,8 +50,8 @@ def drawn(beat: Beat) -> Drawing | None:
     """Return the drawing; None if it would be empty."""
     states: dict[tuple[str, str], str] = {
         (broker, destination): state
-        for (broker, destination, state), is_so in beat.of(m.DESTINATIONS)
-        if is_so
+        for (broker, destination, state), flag in beat.of(m.DESTINATIONS)
+        if flag
     }
     pending: dict[tuple[str, str], float] = defaultdict(float)
     for (broker, destination, _), value in beat.of(m.PENDING):
@@ -61,10 +61,10 @@ def drawn(beat: Beat) -> Drawing | None:
     for (broker, subscription, destination, _), value in beat.of(m.PARKED):
         if subscription == "forwarder":
             parked[broker, destination] += value
-    up = {name: bool(value) for (name,), value in beat.of(m.UP)}
+    reachable = {name: bool(value) for (name,), value in beat.of(m.UP)}
     senders = sorted(
-        {broker for broker, _ in states} | {name for name, is_up in up.items() if not is_up},
-        key=lambda one: (up.get(one, False), -_of(pending, one) - _of(parked, one), one),
+        {broker for broker, _ in states} | {name for name, is_up in reachable.items() if not is_up},
+        key=lambda one: (reachable.get(one, False), -_of(pending, one) - _of(parked, one), one),
     )
     targets = sorted({name for _, name in states})
     if not senders or not targets:
@@ -99,8 +99,8 @@ def drawn(beat: Beat) -> Drawing | None:
             Node(
                 name=name,
                 y=at_left[name],
-                colour="good" if up.get(name) else "bad",
-                said=f"{_of(pending, name):,.0f} pending" if up.get(name) else "down",
+                colour="good" if reachable.get(name) else "bad",
+                said=f"{_of(pending, name):,.0f} pending" if reachable.get(name) else "down",
             )
             for name in left
         ),
@@ -119,7 +119,7 @@ def drawn(beat: Beat) -> Drawing | None:
 
 
 def _of(values: dict[tuple[str, str], float], broker: str) -> float:
-    return sum(value for (one, _), value in values.items() if one == broker)
+    return sum(value for (key, _), value in values.items() if key == broker)
 
 
 def _places(names: list[str], height: float) -> dict[str, float]:

@@ -85,8 +85,8 @@ class KnownHosts:
             host = host_of(Headers(scope=scope).get("host", ""))
             if host not in self._hosts and not _is_address(host):
                 log.warning("host_refused", host=shown(host))
-                said = f"this dashboard is not known as {shown(host)!r}: add it to [ui] hosts"
-                await PlainTextResponse(said, status_code=MISDIRECTED)(scope, receive, send)
+                text = f"this dashboard is not known as {shown(host)!r}: add it to [ui] hosts"
+                await PlainTextResponse(text, status_code=MISDIRECTED)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -108,8 +108,8 @@ class Jobs:
         )
         with self._lock:
             self._jobs[job.number] = job
-            over = [number for number, one in self._jobs.items() if one.over]
-            for number in over[: max(0, len(self._jobs) - KEPT)]:
+            ended = [number for number, known in self._jobs.items() if known.over]
+            for number in ended[: max(0, len(self._jobs) - KEPT)]:
                 del self._jobs[number]
         places = {name: broker for name, (broker, _) in about.items()}
         job.thread = threading.Thread(
@@ -123,13 +123,13 @@ class Jobs:
 
     def stop(self) -> None:
         """Stop all jobs after their current chunks; wait for these chunks, but not for long."""
-        until = time.monotonic() + ENDING_SECONDS
+        deadline = time.monotonic() + ENDING_SECONDS
         jobs = self.all()
         for job in jobs:
             job.stopping.set()
         for job in jobs:
             if job.thread is not None:
-                job.thread.join(max(0.0, until - time.monotonic()))
+                job.thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self, job: Job, decision: Decision[Any], places: Mapping[str, Broker]) -> None:
         with self._turns:
@@ -141,8 +141,8 @@ class Jobs:
                     self._at(job, decision, name, broker)
                 except Exception as error:
                     known = error if isinstance(error, SafError) else Unexpected(name, error)
-                    job.errors[name] = said = redaction.error(known)
-                    log.warning("job_failed", job=job.number, broker=name, error=said)
+                    job.errors[name] = text = redaction.error(known)
+                    log.warning("job_failed", job=job.number, broker=name, error=text)
             stopped = job.stopping.is_set() and job.messages < job.expected
             job.state = "failed" if job.errors else "cancelled" if stopped else "done"
             job.ended = time.time()

@@ -54,9 +54,9 @@ class Beat:
 
     def of(self, metric: Metric, *labels: str) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yield the values of a metric, with the labels after those given."""
-        for one in self.samples:
-            if one.metric is metric and one.labels[: len(labels)] == labels:
-                yield one.labels[len(labels) :], float(one.value)  # type: ignore[arg-type]
+        for sample in self.samples:
+            if sample.metric is metric and sample.labels[: len(labels)] == labels:
+                yield sample.labels[len(labels) :], float(sample.value)  # type: ignore[arg-type]
 
     def total(self, metric: Metric, *labels: str) -> float:
         """Return the sum of a metric's values."""

@@ -46,9 +46,9 @@ class Redaction:
             try:
                 self._paths.append(jsonpath.compile(path))
             except jsonpath.JSONPathError as error:
-                said = str(error).splitlines()[0]
+                reason = str(error).splitlines()[0]
                 raise ConfigurationError(
-                    f"ui.redact_paths: {path!r} is not a JSON path ({said}); expected such as "
+                    f"ui.redact_paths: {path!r} is not a JSON path ({reason}); expected such as "
                     "$.card.number or $..password"
                 ) from None
 
@@ -125,8 +125,8 @@ def _without(document: Any, parts: Sequence[Any]) -> Any:
 
 def error(text: object) -> str:
     """Return the text of an error, without quoted data of a message."""
-    said = shown(masked("" if text is None else str(text)), lines=True)
-    return QUOTED.sub(rf"\1{HIDDEN}", said)
+    cleaned = shown(masked("" if text is None else str(text)), lines=True)
+    return QUOTED.sub(rf"\1{HIDDEN}", cleaned)
 
 
 def _is_something_else(headers: str | None) -> bool:
@@ -145,8 +145,8 @@ def _is_something_else(headers: str | None) -> bool:
         return False
     if not isinstance(known, dict) or FRAGMENT in known or WHOLE in known:
         return False
-    said = [str(value).lower() for name, value in known.items() if name.lower() == CONTENT_TYPE]
-    return bool(said) and not any(JSON in one for one in said)
+    types = [str(value).lower() for name, value in known.items() if name.lower() == CONTENT_TYPE]
+    return bool(types) and not any(JSON in type_ for type_ in types)
 
 
 def _too_deep(body: bytes) -> str:

@@ -22,14 +22,14 @@ NONE = Markup("-")
 
 def environment() -> Environment:
     """Return the templates; all values are escaped."""
-    made = Environment(
+    templates = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    templates.filters |= {
         "age": age,
         "ago": ago,
         "moment": moment,
@@ -42,7 +42,7 @@ def environment() -> Environment:
         "sparkline": sparkline,
         "ranges": ranges,
     }
-    return made
+    return templates
 
 
 def number(value: float | None) -> str:
@@ -109,9 +109,9 @@ def sparkline(values: Sequence[float], label: str) -> Markup:
     step = WIDTH / (len(values) - 1)
     points = [(n * step, HEIGHT - 2 - v / top * (HEIGHT - 5)) for n, v in enumerate(values)]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    said = f"{label}: from {values[0]:,.0f} to {values[-1]:,.0f}, at most {max(values):,.0f}"
+    description = f"{label}: from {values[0]:,.0f} to {values[-1]:,.0f}, at most {max(values):,.0f}"
     return Markup(
         '<svg class="spark" viewBox="0 0 {w} {h}" preserveAspectRatio="none" role="img" '
         'aria-label="{said}"><polygon points="0,{h} {line} {w},{h}"/><polyline points="{line}"/>'
         "</svg>"
-    ).format(w=WIDTH, h=HEIGHT, said=escape(said), line=line)
+    ).format(w=WIDTH, h=HEIGHT, said=escape(description), line=line)

@@ -80,13 +80,13 @@ def navigation(beat: Beat, here: str) -> list[Link]:
     }
     return [
         Link(
-            at=at,
+            at=path,
             label=label,
-            here=here == at or (at != "/" and here.startswith(at.rstrip("s"))),
-            count=counts.get(at, (0, ""))[0],
-            colour=counts.get(at, (0, ""))[1],
+            here=here == path or (path != "/" and here.startswith(path.rstrip("s"))),
+            count=counts.get(path, (0, ""))[0],
+            colour=counts.get(path, (0, ""))[1],
         )
-        for at, label in NAVIGATION.items()
+        for path, label in NAVIGATION.items()
     ]
 
 
@@ -165,5 +165,5 @@ class Visit:
 
     def part(self, template: str, **shown: object) -> HTMLResponse:
         """Render a part of a page."""
-        made = self.site.environment.get_template(template)
-        return HTMLResponse(made.render(path=self.path, here=self.given("here"), **shown))
+        compiled = self.site.environment.get_template(template)
+        return HTMLResponse(compiled.render(path=self.path, here=self.given("here"), **shown))

@@ -34,8 +34,8 @@ async def body_of(scope: Scope, receive: Receive, *, most: int, seconds: float) 
         TooLarge: it has more than ``most`` bytes, or its content-length says so in advance.
         Gone: it has not arrived within ``seconds``.
     """
-    said = headers_of(scope).get("content-length", "")
-    if said.isdecimal() and int(said) > most:
+    length = headers_of(scope).get("content-length", "")
+    if length.isdecimal() and int(length) > most:
         raise TooLarge
     body, more = bytearray(), True
     try:
@@ -63,9 +63,9 @@ async def answer(send: Send, status: int, headers: Mapping[str, str], body: byte
 async def live(receive: Receive, send: Send, at_end: Callable[[], None] = lambda: None) -> None:
     """Answer lifespan events; call ``at_end`` at shutdown."""
     while True:
-        what = (await receive())["type"]
-        if what == "lifespan.shutdown":
+        event = (await receive())["type"]
+        if event == "lifespan.shutdown":
             at_end()
-        await send({"type": f"{what}.complete"})
-        if what == "lifespan.shutdown":
+        await send({"type": f"{event}.complete"})
+        if event == "lifespan.shutdown":
             return

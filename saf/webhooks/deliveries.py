@@ -82,7 +82,7 @@ def broker(
     try:
         store = _Store(
             dsn if isinstance(dsn, Dsn) else Dsn(dsn),
-            sources=None if sources is None else frozenset(UUID(str(one)) for one in sources),
+            sources=None if sources is None else frozenset(UUID(str(source)) for source in sources),
             services=None if services is None else frozenset(services),
             max_bytes=max_bytes,
         )
@@ -96,9 +96,9 @@ def broker(
         if scope["type"] == "lifespan":
             await asgi.live(receive, send, at_end=store.close)
             return
-        status, said = await _answered(scope, receive)
-        length = {"content-type": "application/json", "content-length": str(len(said))}
-        await asgi.answer(send, status, length, said)
+        status, content = await _answered(scope, receive)
+        length = {"content-type": "application/json", "content-length": str(len(content))}
+        await asgi.answer(send, status, length, content)
 
     async def _answered(scope: Scope, receive: Receive) -> Answer:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -161,7 +161,7 @@ class _Store:
         """Return the answer to a signed request."""
         wire = self._wire
         try:
-            said = (
+            answer = (
                 self._stored(self._chunks.chunk_of(body))
                 if kind == wire.ARROW
                 else self._asked(wire.read(body))
@@ -175,20 +175,20 @@ class _Store:
         except SafError as error:
             if isinstance(error, Unavailable):
                 log.warning("delivery_not_stored", error=str(error))
-            status, why = self._refusals.told(error)
-            return status, wire.written(**why)
-        return 200, wire.written(**said)
+            status, refusal = self._refusals.told(error)
+            return status, wire.written(**refusal)
+        return 200, wire.written(**answer)
 
-    def _asked(self, said: Mapping[str, Any]) -> dict[str, Any]:
+    def _asked(self, document: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a question."""
-        wire, question = self._wire, said.get("ask")
+        wire, question = self._wire, document.get("ask")
         if question == wire.IDENTITY:
             with self._an_inbox() as inbox:
                 inbox.connect()
                 return {"identity": str(inbox.identity()), "max_bytes": self._max_bytes}
         if question == wire.KNOWN:
             try:
-                source = UUID(said["source"])
+                source = UUID(document["source"])
             except wire.UNLIKE:
                 raise wire.NotUnderstood("its source is missing") from None
             self._allow(source)

@@ -104,8 +104,8 @@ def _attributes(headers: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str | None]:
     try:
-        said = members(body.decode(json.detect_encoding(body)))
-        whole = {name: json.loads(text) for name, text in said.items() if name != "data"}
+        fields = members(body.decode(json.detect_encoding(body)))
+        whole = {name: json.loads(text) for name, text in fields.items() if name != "data"}
     except NoEvent:
         raise
     except (ValueError, RecursionError):
@@ -117,9 +117,9 @@ def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str | None]:
             return whole, base64.b64decode(whole["data_base64"], validate=True), content_type
         except (binascii.Error, TypeError, ValueError):
             raise NoEvent("data_base64 is not base64") from None
-    if "data" not in said:
+    if "data" not in fields:
         return whole, b"", content_type
-    data = said["data"]
+    data = fields["data"]
     text = (content_type or "application/json").partition(";")[0].strip().lower()
     if data.startswith('"') and not text.endswith(("/json", "+json")):
         return whole, json.loads(data).encode(errors="replace"), content_type
@@ -139,17 +139,17 @@ def members(text: str) -> dict[str, str]:
     if not isinstance(STRICT.decode(text), dict):
         raise NoEvent("the event is not a JSON object")
     found: dict[str, str] = {}
-    at = text.index("{") + 1
-    while text[at := _to_next(text, at)] != "}":
-        name, at = STRICT.raw_decode(text, at)
-        begins = _to_next(text, at)
-        _, at = STRICT.raw_decode(text, begins)
-        found[name] = text[begins:at]
+    position = text.index("{") + 1
+    while text[position := _to_next(text, position)] != "}":
+        name, position = STRICT.raw_decode(text, position)
+        begins = _to_next(text, position)
+        _, position = STRICT.raw_decode(text, begins)
+        found[name] = text[begins:position]
     return found
 
 
-def _to_next(text: str, at: int) -> int:
+def _to_next(text: str, position: int) -> int:
     """Return the position of the next name or value in a JSON object, or of the object's end."""
-    while text[at] in " \t\r\n,:":
-        at += 1
-    return at
+    while text[position] in " \t\r\n,:":
+        position += 1
+    return position

@@ -150,9 +150,9 @@ def inbox(
         if scope["type"] == "lifespan":
             await asgi.live(receive, send)
             return
-        status, why = await _answer(scope, receive)
-        headers = {"content-type": "text/plain; charset=utf-8"} if why else {}
-        await asgi.answer(send, status, headers, why.encode())
+        status, reason = await _answer(scope, receive)
+        headers = {"content-type": "text/plain; charset=utf-8"} if reason else {}
+        await asgi.answer(send, status, headers, reason.encode())
 
     async def _answer(scope: Scope, receive: Receive) -> tuple[int, str]:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -254,12 +254,12 @@ def _store(
             answer_within(STORE_SECONDS + GRACE_SECONDS, lambda: shut([descriptor])),
             replace(link, always=bounds).transaction(claims=False),
         ):
-            ((lives,),) = fetch(link.raw, STORE, params)
+            ((is_local,),) = fetch(link.raw, STORE, params)
             # nothing was written if the id belongs to another event
-            if lives and not fetch(link.raw, REMEMBERED, params)[0][0]:
+            if is_local and not fetch(link.raw, REMEMBERED, params)[0][0]:
                 raise _Taken
             link.raw.execute(FORGET, params)
-    return bool(lives)
+    return bool(is_local)
 
 
 def _digest(*parts: str) -> bytes:
@@ -274,7 +274,7 @@ def _uuid(one: Event) -> UUID:
         return uuid5(EVENTS, f"{one.source}\0{one.id}")
 
 
-def _moment(said: object) -> datetime:
+def _moment(value: object) -> datetime:
     """Return the event's time; the current time if the event has none.
 
     Some languages use a time before the calendar, or on its first day, for a missing one.
@@ -284,10 +284,10 @@ def _moment(said: object) -> datetime:
     """
     now = datetime.now(UTC)
     try:
-        moment = datetime.fromisoformat(said) if isinstance(said, str) else now
+        moment = datetime.fromisoformat(value) if isinstance(value, str) else now
     except ValueError:
         return now
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     if moment >= LAST_DAY:
-        raise NoEvent(f"time: {said} {OUT_OF_CALENDAR}")
+        raise NoEvent(f"time: {value} {OUT_OF_CALENDAR}")
     return moment if moment >= FIRST_DAY else now

@@ -29,8 +29,8 @@ def vouched_by(rows: pa.Table, source: UUID) -> pa.Table:
         Rejected: headers may contain such a claim, and cannot be read.
     """
     headers = rows["headers"]
-    may = pc.or_(pc.match_substring(headers, VERIFIED_FROM), pc.match_substring(headers, ESCAPED))
-    suspects = headers.filter(may).unique().to_pylist()  # most messages of a source share them
+    mask = pc.or_(pc.match_substring(headers, VERIFIED_FROM), pc.match_substring(headers, ESCAPED))
+    suspects = headers.filter(mask).unique().to_pylist()  # most messages of a source share them
     renamed = {text: other for text in suspects if (other := _own(text, source)) != text}
     if not renamed:
         return rows
@@ -49,10 +49,10 @@ def _own(text: str, source: UUID) -> str:
     '{"n": 1.50, "saf-verified-from": {"broker": "00000000-0000-0000-0000-000000000001"}}'
     """
     try:
-        said = STRICT.decode(text)
-        if not isinstance(said, dict) or VERIFIED_FROM not in said:
+        document = STRICT.decode(text)
+        if not isinstance(document, dict) or VERIFIED_FROM not in document:
             return text
-        match said[VERIFIED_FROM]:
+        match document[VERIFIED_FROM]:
             case {"broker": str(broker)} if broker == str(source):
                 return text
         whole = members(text)

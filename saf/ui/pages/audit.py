@@ -19,7 +19,7 @@ def audit(visit: Visit) -> Response:
     answers = visit.site.brokers.ask(
         lambda connection: page(connection, rows, before), [broker] if broker else None
     )
-    shown = [(name, one) for name, found in answers.found.items() for one in found.shown]
+    shown = [(name, entry) for name, found in answers.found.items() for entry in found.shown]
     shown.sort(key=lambda row: row[1].audit_at, reverse=True)
     more = sorted(name for name, found in answers.found.items() if found.next)
     return visit.page(

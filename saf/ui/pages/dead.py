@@ -42,7 +42,7 @@ def letters(visit: Visit) -> Response:
         lambda connection: dead.page(connection, wanted, rows), [broker] if broker else None
     )
     pages = answers.found
-    shown = [(name, one) for name, page in pages.items() for one in page.shown]
+    shown = [(name, letter) for name, page in pages.items() for letter in page.shown]
     if broker is None:
         shown.sort(key=lambda row: row[1].dead_letter_at)
     return visit.page(
@@ -63,13 +63,13 @@ def letters(visit: Visit) -> Response:
 def confirm(visit: Visit) -> Response:
     """Count the dead letters that a decision covers, and ask for the reason."""
     action, to = _action(visit), visit.given("to")
-    there = to if action == "redirect" else None
+    target = to if action == "redirect" else None
 
-    def count(which: Filter, connection: psycopg.Connection[Any]) -> Counted:
-        return dead.count(connection, which, MOST, to=there)
+    def count(selection: Filter, connection: psycopg.Connection[Any]) -> Counted:
+        return dead.count(connection, selection, MOST, to=target)
 
     answers = visit.site.brokers.ask_each(
-        {name: partial(count, which) for name, which in _chosen(visit).items()}
+        {name: partial(count, selection) for name, selection in _chosen(visit).items()}
     )
     counts = answers.found
     return visit.page(
@@ -77,16 +77,16 @@ def confirm(visit: Visit) -> Response:
         title=action.capitalize(),
         action=action,
         to=to,
-        counts={name: one for name, one in counts.items() if one.messages},
-        stays=staying.in_words(one.stays for one in counts.values()),
+        counts={name: counted for name, counted in counts.items() if counted.messages},
+        stays=staying.in_words(counted.stays for counted in counts.values()),
         errors=answers.errors,
         wanted=_wanted(visit),
         before=visit.given("before"),
         broker=visit.given("broker"),
         ids=visit.form.get("id", []) if not visit.given("matching") else [],
         matching=visit.given("matching"),
-        messages=sum(one.messages for one in counts.values()),
-        more=any(one.more for one in counts.values()),
+        messages=sum(counted.messages for counted in counts.values()),
+        more=any(counted.more for counted in counts.values()),
     )
 
 
@@ -95,10 +95,10 @@ def decide_(visit: Visit) -> Response:
     action, to = _action(visit), visit.given("to")
     decision: Decision[Filter]
     if action == "redirect":
-        decision, what = partial(decide.redirect, to=to or ""), f"redirect to {to}"
+        decision, title = partial(decide.redirect, to=to or ""), f"redirect to {to}"
     else:
-        decision, what = {"retry": decide.retry, "discard": decide.discard}[action], action
-    return begin(visit, decision, _chosen(visit), what=what, about="dead letters")
+        decision, title = {"retry": decide.retry, "discard": decide.discard}[action], action
+    return begin(visit, decision, _chosen(visit), what=title, about="dead letters")
 
 
 def _action(visit: Visit) -> str:

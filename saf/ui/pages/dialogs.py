@@ -33,9 +33,9 @@ def list_(visit: Visit) -> Response:
         [broker] if broker else None,
     )
     found = answers.found
-    shown = [(name, one) for name, there in found.items() for one in there.shown]
+    shown = [(name, endpoint) for name, listing in found.items() for endpoint in listing.shown]
     shown.sort(key=lambda row: row[1].created_at)
-    more = sorted(name for name, there in found.items() if there.next)
+    more = sorted(name for name, listing in found.items() if listing.next)
     return visit.page(
         "dialogs.html",
         title="Dialogs",
@@ -74,7 +74,7 @@ def one(visit: Visit) -> Response:
         raise UsageError(f"{given!r} is not a conversation_id, which is a UUID") from None
     answers = visit.site.brokers.ask(lambda connection: exchange(connection, wanted))
     found = answers.found
-    ends = [(name, end) for name, there in found.items() for end in there.ends]
+    ends = [(name, end) for name, part in found.items() for end in part.ends]
     arrows = arrows_of([*found.values()])
     return visit.page(
         "dialog.html",
@@ -94,12 +94,12 @@ def arrows_of(found: list[Exchange]) -> list[Arrow]:
     """Return the messages of all brokers in the order of sending, each once."""
     sent: dict[UUID, Spoken] = {}
     stored: dict[UUID, Spoken] = {}
-    for there in found:
-        for spoken in there.messages:
+    for part in found:
+        for spoken in part.messages:
             logs = sent if spoken.log == "outbox" else stored
             logs.setdefault(spoken.message_id, spoken)
-    every = {**stored, **sent}
-    order = sorted(every.values(), key=lambda message: message.at)
+    known = {**stored, **sent}
+    order = sorted(known.values(), key=lambda message: message.at)
     first = max(0, len(order) - MOST)
     return [
         Arrow(

@@ -30,13 +30,13 @@ def findings(visit: Visit) -> Response:
     last: Examination | None = visit.site.examination
     if last is None:
         last = begin(visit.site)
-    shown = sorted(last.findings, key=lambda one: (ORDER.index(one.severity), one.where))
+    shown = sorted(last.findings, key=lambda row: (ORDER.index(row.severity), row.where))
     return visit.page(
         "doctor.html",
         title="Doctor",
         live="every 1s" if last.ended is None else "",
         last=last,
-        findings=[one for one in shown if one.severity != "ok"],
+        findings=[row for row in shown if row.severity != "ok"],
         checks=len(shown),
         now=time.time(),
     )
@@ -52,15 +52,15 @@ def examine_(visit: Visit) -> Response:
 
 def begin(site: Site) -> Examination:
     """Run all checks in a thread. Only reads."""
-    one = site.examination = Examination()
+    examination = site.examination = Examination()
 
     def run() -> None:
         try:
-            one.findings = examine(site.settings)
+            examination.findings = examine(site.settings)
         except Exception as error:
-            said = error if isinstance(error, SafError) else Unexpected("the doctor", error)
-            one.problem = str(said)
-        one.ended = time.time()
+            known = error if isinstance(error, SafError) else Unexpected("the doctor", error)
+            examination.problem = str(known)
+        examination.ended = time.time()
 
     threading.Thread(target=run, name="saf-doctor", daemon=True).start()
-    return one
+    return examination

@@ -34,14 +34,14 @@ def members(visit: Visit) -> Response:
     broker = visit.given("broker") or (names or [""])[0]
     answers = visit.site.brokers.ask(partial(memberships, look=LOOK), [broker])
     found = sorted(
-        answers.found.get(broker, []), key=lambda one: not (one.members or one.backlog.messages)
+        answers.found.get(broker, []), key=lambda row: not (row.members or row.backlog.messages)
     )
     return visit.page(
         "members.html",
         title="Members and shards",
         live=LIVE,
         broker=broker,
-        found=[(one, colours(one), cells(one)) for one in found],
+        found=[(row, colours(row), cells(row)) for row in found],
         errors=answers.errors,
         lease=visit.site.settings.forwarder.lease_seconds,
     )
@@ -55,11 +55,11 @@ def colours(one: Membership) -> Mapping[str, int]:
 
 def cells(one: Membership) -> list[Cell]:
     """Return the shards for the drawing."""
-    of = colours(one)
+    colour_of = colours(one)
     return [
         Cell(
             shard=shard,
-            colour=None if shard.owner is None else of[shard.owner],
+            colour=None if shard.owner is None else colour_of[shard.owner],
             left=round(one.backlog.by_shard[shard.shard].messages),
         )
         for shard in one.backlog.shards

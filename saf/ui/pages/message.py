@@ -44,13 +44,13 @@ def message(visit: Visit) -> Response:
     places = _places(visit.given("from"))
 
     def ask(
-        there: Mapping[str, str], connection: psycopg.Connection[Any]
+        local: Mapping[str, str], connection: psycopg.Connection[Any]
     ) -> tuple[Stay, bytes | None]:
         found = journey.stay(
             connection,
             wanted,
             about=about,
-            places=there,
+            places=local,
             seconds=SECONDS,
             look_seconds=LOOK_SECONDS,
         )
@@ -61,8 +61,8 @@ def message(visit: Visit) -> Response:
     answers = visit.site.brokers.ask_each(
         {name: partial(ask, places.get(name, {})) for name in visit.site.brokers.names()}
     )
-    stays = {name: there for name, (there, _) in answers.found.items()}
-    known = {name: there for name, there in stays.items() if not there.nothing}
+    stays = {name: local for name, (local, _) in answers.found.items()}
+    known = {name: local for name, local in stays.items() if not local.nothing}
     first = next((one.sent or one.stored for one in known.values() if one.sent or one.stored), None)
     redaction = visit.site.redaction
     headers = redaction.headers(first.headers) if first is not None else {}
@@ -73,7 +73,7 @@ def message(visit: Visit) -> Response:
         wanted=wanted,
         about=about,
         known=dict(sorted(known.items(), key=lambda one: one[1].sent is None)),
-        unfinished={name: there.unfinished for name, there in stays.items() if there.unfinished},
+        unfinished={name: local.unfinished for name, local in stays.items() if local.unfinished},
         further=_further(stays, about, created),
         headers=headers,
         trace=trace_of(headers, visit.site.settings.ui.trace_url),
@@ -86,11 +86,11 @@ def message(visit: Visit) -> Response:
 
 def _body(redaction: Redaction, found: Iterable[tuple[Stay, bytes | None]]) -> str | None:
     """Return the body for display; None if no log has it."""
-    for there, body in found:
-        if body is not None and (one := there.sent or there.stored) is not None:
-            return redaction.body(body, one.headers)
-        if there.size is not None and there.size > LARGEST_BYTES:
-            return f"{there.size:,} bytes: more than are shown"
+    for stay, body in found:
+        if body is not None and (copy := stay.sent or stay.stored) is not None:
+            return redaction.body(body, copy.headers)
+        if stay.size is not None and stay.size > LARGEST_BYTES:
+            return f"{stay.size:,} bytes: more than are shown"
     return None
 
 
@@ -105,9 +105,9 @@ def _further(
     if about is None and sent_at is not None:
         return {"at": sent_at}
     ends = {
-        name: {log: one.place for log, one in there.unfinished.items()}
-        for name, there in stays.items()
-        if there.unfinished
+        name: {log: search.place for log, search in stay.unfinished.items()}
+        for name, stay in stays.items()
+        if stay.unfinished
     }
     return {"at": about, "from": json.dumps(ends)}
 
@@ -123,8 +123,8 @@ def _places(text: str | None) -> Mapping[str, Mapping[str, str]]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not all(
-        isinstance(there, dict) and all(isinstance(one, str) for one in there.values())
-        for there in found.values()
+        isinstance(positions, dict) and all(isinstance(place, str) for place in positions.values())
+        for positions in found.values()
     ):
         raise UsageError(f"{text!r} is not a place where a search ended")
     return found

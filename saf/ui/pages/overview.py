@@ -68,13 +68,13 @@ def overview(visit: Visit) -> Response:
     """Show all brokers, destinations and endpoints at a glance."""
     beat = visit.beat
     brokers = rows(beat)
-    there = destinations(beat)
+    targets = destinations(beat)
     return visit.page(
         "overview.html",
         title="Overview",
         live=LIVE,
         brokers=brokers,
-        destinations=there,
+        destinations=targets,
         endpoints=endpoints(beat),
         flows=drawn(beat),
         curves={name: [*values] for name, values in visit.site.pulse.curves.items()},
@@ -97,14 +97,14 @@ def nav(visit: Visit) -> Response:
 def rows(beat: Beat) -> list[BrokerRow]:
     """Return the brokers; those that need attention come first."""
     found = []
-    for (name,), up in beat.of(m.UP):
-        members = sum(v for (log, who), v in beat.of(m.MEMBERS, name) if who == "forwarder")
-        unowned = sum(v for (log, who), v in beat.of(m.UNOWNED, name) if who == "forwarder")
+    for (name,), reachable in beat.of(m.UP):
+        members = sum(v for (log, role), v in beat.of(m.MEMBERS, name) if role == "forwarder")
+        unowned = sum(v for (log, role), v in beat.of(m.UNOWNED, name) if role == "forwarder")
         slots = [value for _, value in beat.of(m.SLOTS, name)]
         found.append(
             BrokerRow(
                 name=name,
-                up=bool(up),
+                up=bool(reachable),
                 why=beat.down.get(name, ""),
                 pending=beat.total(m.PENDING, name),
                 oldest_seconds=beat.most(m.OLDEST_PENDING, name),
@@ -118,7 +118,7 @@ def rows(beat: Beat) -> list[BrokerRow]:
                 transaction_seconds=beat.most(m.OLDEST_TRANSACTION, name),
             )
         )
-    return sorted(found, key=lambda one: (one.up, -one.dead, -one.parked, -one.pending, one.name))
+    return sorted(found, key=lambda row: (row.up, -row.dead, -row.parked, -row.pending, row.name))
 
 
 STATES = ("down", "waiting", "up")
@@ -126,10 +126,10 @@ STATES = ("down", "waiting", "up")
 
 def destinations(beat: Beat) -> list[DestinationRow]:
     """Return the destinations, each with the worst state that a source reports."""
-    said: dict[str, list[str]] = defaultdict(list)
-    for (_, name, state), is_so in beat.of(m.DESTINATIONS):
-        if is_so:
-            said[name].append(state)
+    states_of: dict[str, list[str]] = defaultdict(list)
+    for (_, name, state), flag in beat.of(m.DESTINATIONS):
+        if flag:
+            states_of[name].append(state)
     pending: dict[str, float] = defaultdict(float)
     for (_, name, _), value in beat.of(m.PENDING):
         pending[name] += value
@@ -144,13 +144,13 @@ def destinations(beat: Beat) -> list[DestinationRow]:
             parked=parked[name],
             sources=len(states),
         )
-        for name, states in sorted(said.items())
+        for name, states in sorted(states_of.items())
     ]
 
 
 def endpoints(beat: Beat) -> Mapping[tuple[str, str], str]:
     """Return the state of each endpoint, by broker and name."""
-    return {(broker, name): state for (broker, name, state), is_so in beat.of(m.ENDPOINTS) if is_so}
+    return {(broker, name): state for (broker, name, state), flag in beat.of(m.ENDPOINTS) if flag}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ def lanes(visit: Visit) -> Response:
     """Show the waiting lanes."""
     found, errors = _found(visit)
     broker = visit.given("broker")
-    there = found.get(broker or "")
+    page = found.get(broker or "")
     return visit.page(
         "parked.html",
         title="Parked",
@@ -36,7 +36,7 @@ def lanes(visit: Visit) -> Response:
         most=MOST,
         wanted=_wanted(visit),
         broker=broker,
-        after=there.next if there else None,
+        after=page.next if page else None,
     )
 
 
@@ -47,8 +47,8 @@ def confirm(visit: Visit) -> Response:
     return visit.page(
         "parked_confirm.html",
         title="Retry now",
-        found={name: one.tried for name, one in answers.found.items() if one.tried},
-        others=sum(one.others for one in answers.found.values()),
+        found={name: counted.tried for name, counted in answers.found.items() if counted.tried},
+        others=sum(counted.others for counted in answers.found.values()),
         errors=answers.errors,
         wanted=wanted,
         broker=visit.given("broker"),
@@ -57,10 +57,10 @@ def confirm(visit: Visit) -> Response:
 
 def retry(visit: Visit) -> Response:
     """Let the next run retry lanes."""
-    wanted, why, person = _wanted(visit), visit.given("why") or "", visit.visitor.name
+    wanted, reason, person = _wanted(visit), visit.given("why") or "", visit.visitor.name
 
     def act(connection: psycopg.Connection[Any]) -> int:
-        return retry_now(connection, lanes=wanted, why=why, person=person)
+        return retry_now(connection, lanes=wanted, why=reason, person=person)
 
     answers = visit.site.brokers.ask(act, _brokers(visit), seconds=10.0)
     return visit.page(
@@ -76,7 +76,7 @@ def _found(visit: Visit) -> tuple[dict[str, Waiting], Any]:
         lambda connection: parked(connection, most, lanes=wanted, after=after, most=MOST),
         brokers,
     )
-    return {name: one for name, one in answers.found.items() if one.lanes}, answers.errors
+    return {name: page for name, page in answers.found.items() if page.lanes}, answers.errors
 
 
 def _brokers(visit: Visit) -> list[str] | None:

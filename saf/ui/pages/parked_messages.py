@@ -44,7 +44,7 @@ def messages(visit: Visit) -> Response:
         [broker] if broker else None,
     )
     pages = answers.found
-    shown = [(name, one) for name, page in pages.items() for one in page.shown]
+    shown = [(name, entry) for name, page in pages.items() for entry in page.shown]
     if broker is None:
         shown.sort(key=lambda row: row[1].parked_at)
     return visit.page(
@@ -66,11 +66,11 @@ def confirm(visit: Visit) -> Response:
     """Count the messages that a decision covers, and ask for the reason."""
     action, to = _action(visit)
 
-    def count(which: ParkedFilter, connection: psycopg.Connection[Any]) -> Counted:
-        return parked_messages.count(connection, which, MOST, to=to)
+    def count(selection: ParkedFilter, connection: psycopg.Connection[Any]) -> Counted:
+        return parked_messages.count(connection, selection, MOST, to=to)
 
     answers = visit.site.brokers.ask_each(
-        {name: partial(count, which) for name, which in _chosen(visit).items()}
+        {name: partial(count, selection) for name, selection in _chosen(visit).items()}
     )
     counts = answers.found
     matching = visit.given("matching")
@@ -79,14 +79,14 @@ def confirm(visit: Visit) -> Response:
         title=action.capitalize(),
         action=action,
         to=to,
-        counts={name: one for name, one in counts.items() if one.messages},
-        stays=staying.in_words(one.stays for one in counts.values()),
+        counts={name: counted for name, counted in counts.items() if counted.messages},
+        stays=staying.in_words(counted.stays for counted in counts.values()),
         errors=answers.errors,
         fields=_fields(visit),
         ids=[] if matching else visit.form.get("id", []),
         matching=matching,
-        messages=sum(one.messages for one in counts.values()),
-        more=any(one.more for one in counts.values()),
+        messages=sum(counted.messages for counted in counts.values()),
+        more=any(counted.more for counted in counts.values()),
     )
 
 
@@ -96,8 +96,8 @@ def decide(visit: Visit) -> Response:
     decision: Decision[ParkedFilter] = decide_parked.discard
     if to is not None:
         decision = partial(decide_parked.redirect, to=to)
-    what = action if to is None else f"redirect to {to}"
-    return begin(visit, decision, _chosen(visit), what=what, about="parked messages")
+    title = action if to is None else f"redirect to {to}"
+    return begin(visit, decision, _chosen(visit), what=title, about="parked messages")
 
 
 def _action(visit: Visit) -> tuple[str, str | None]:

@@ -23,7 +23,7 @@ def routes(visit: Visit) -> Response:
     broker = visit.given("broker") or (sources or [""])[0]
     service, key, to = visit.given("service"), visit.given("key"), visit.given("to_broker")
     try:
-        there = str(UUID(to)) if to else None
+        broker_id = str(UUID(to)) if to else None
     except ValueError:
         raise UsageError(f"{to!r} is not a broker_id, which is a UUID") from None
     identities = visit.site.identities.known() if service else None
@@ -35,7 +35,7 @@ def routes(visit: Visit) -> Response:
         explanation = explain(
             connection,
             service,
-            there,
+            broker_id,
             key,
             default_destination=default,
             declared=declared,

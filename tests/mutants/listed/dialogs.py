@@ -60,8 +60,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a contract says nothing of the versions of its types",
         "saf/dialogs/contracts.py",
-        "one.version != type_versions.get(one.name, one.version)",
-        "one.version < 0",
+        "type_.version != type_versions.get(type_.name, type_.version)",
+        "type_.version < 0",
         f"{ERRORS}::test_a_version_never_changes_and_a_dialog_keeps_the_one_that_it_began_with",
     ),
     mutant(
@@ -111,7 +111,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what comes with a dead letter of its dialog is not counted",
         "saf/receiving/delivery.py",
-        "                self._arrival.dropped.append((one, Reason.ENDED))\n",
+        "                self._arrival.dropped.append((message, Reason.ENDED))\n",
         "",
         "contract/test_dialog_errors.py"
         "::test_what_comes_after_a_dead_letter_of_its_dialog_counts_as_dropped_also_if_it_comes_with_it",
@@ -323,7 +323,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "nobody is told of a dead letter that came with an error",
         ARRIVAL,
-        "        for message in (*messages, *unheard):\n",
+        "        for message in (*messages, *errors):\n",
         "        for message in messages:\n",
         f"{ERRORS}::test_both_ends_are_told_of_a_dead_letter_that_came_with_an_error_of_its_dialog",
     ),

@@ -46,8 +46,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a stop waits until brokers have said which endpoints there are",
         "saf/dispatch/running.py",
-        "await asyncio.wait({told, look}, return_when=asyncio.FIRST_COMPLETED)",
-        "await look",
+        "await asyncio.wait({stop_request, search}, return_when=asyncio.FIRST_COMPLETED)",
+        "await search",
         f"{RUNNING}::test_a_stop_waits_for_no_broker_that_is_asked_for_endpoints",
     ),
     mutant(
@@ -95,8 +95,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a clock that is set makes messages expire",
         SENDING,
-        "there, then = self.clock  #",
-        "there, then = datetime.now(UTC), time.monotonic()  #",
+        "now, read_at = self.clock  #",
+        "now, read_at = datetime.now(UTC), time.monotonic()  #",
         f"{BOUNDS}::test_a_clock_that_is_set_makes_no_message_expire",
     ),
     mutant(
@@ -152,8 +152,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an endpoint that is removed and added again waits for a minute",
         "saf/dispatch/running.py",
-        "if waited or isinstance(why, EndpointRemoved):",
-        "if waited:",
+        "if is_due or isinstance(failure, EndpointRemoved):",
+        "if is_due:",
         f"{STORED}::test_a_loop_goes_on_at_once_with_an_endpoint_that_is_removed_and_added_again",
     ),
     mutant(
@@ -182,8 +182,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a dispatcher without a shard asks for more all the time",
         SESSION,
-        "hungry = ahead.hungry\n",
-        "hungry = ahead.hungry or not self.window.shards\n",
+        "has_room = ahead.hungry\n",
+        "has_room = ahead.hungry or not self.window.shards\n",
         f"{OWNERS}::test_a_dispatcher_without_a_shard_rests",
     ),
     mutant(
@@ -273,8 +273,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a value of a query is kept",
         "saf/dispatch/credentials.py",
-        "(*said, *queries, *values)",
-        "(*said, *queries)",
+        "(*credentials, *queries, *values)",
+        "(*credentials, *queries)",
         f"{HOSTILE}::test_an_answer_that_repeats_one_value_of_the_query_is_kept_without_it",
     ),
     mutant(
@@ -294,7 +294,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an endpoint that is removed leaves its condition behind",
         "saf/dispatch/stored.py",
-        "        for (number,) in gone:\n            _begin_anew(connection, name, number)\n",
+        "        for (number,) in removed:\n            _begin_anew(connection, name, number)\n",
         "",
         f"{COMMANDS}::test_an_endpoint_that_is_added_again_begins_anew",
     ),
@@ -315,8 +315,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a success ends a session that passes shards on",
         WINDOW,
-        "one.shard in self.shards and one.shard not in self.leaving",
-        "one.shard in self.shards",
+        "waiting.shard in self.shards and waiting.shard not in self.leaving",
+        "waiting.shard in self.shards",
         f"{DISPATCH}::test_a_success_while_shards_leave_counts_no_attempt_in_them",
     ),
     mutant(
@@ -364,8 +364,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an endpoint that could not go on is never tried again",
         "saf/dispatch/running.py",
-        "waited = time.monotonic() - failed_at > AGAIN_SECONDS",
-        "waited = False",
+        "is_due = time.monotonic() - failed_at > AGAIN_SECONDS",
+        "is_due = False",
         "contract/test_dispatch.py::test_an_endpoint_that_could_not_go_on_is_tried_again",
     ),
     mutant(
@@ -518,8 +518,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a value may begin a new line of the headers",
         "saf/dispatch/envelope.py",
-        "encoded(value) for name, value in said",
-        "value for name, value in said",
+        "encoded(value) for name, value in context",
+        "value for name, value in context",
         f"{DISPATCH}::test_the_sdk_of_cloudevents_reads_what_is_sent",
     ),
     mutant(
@@ -546,7 +546,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a redirect leads anywhere",
         "saf/dispatch/http.py",
-        "    return to if same or now_by_tls else None",
+        "    return to if same_origin or now_by_tls else None",
         "    return to",
         f"{HOSTILE}::test_a_redirect_is_followed_to_the_same_host_only_where_one_says_so",
     ),
@@ -567,7 +567,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a reply that is refused is forgotten",
         MARKING,
-        '        marks.bury += [(one, "failed", error) for one, error in refused]\n',
+        '        marks.bury += [(entry, "failed", error) for entry, error in refused]\n',
         "",
         f"{REPLIES}::test_a_reply_that_the_database_refuses_makes_a_dead_letter_and_others_go_on",
     ),
@@ -581,8 +581,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a message of a dialog is sent before its turn",
         "saf/dispatch/talking.py",
-        "found: Found = {one.message_id: Outcome() for one in some}",
-        "found: Found = {one.message_id: _made(one, make) for one in some}",
+        "found: Found = {entry.message_id: Outcome() for entry in candidates}",
+        "found: Found = {entry.message_id: _made(entry, make) for entry in candidates}",
         f"{REPLIES}::test_a_message_of_a_dialog_waits_for_an_earlier_one_and_a_repeated_one_is_dropped",
     ),
     mutant(

@@ -337,8 +337,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a password from the environment ends its dsn",
         CONFIG,
-        'if where[-1] != "dsn" or value.startswith("${"):',
-        'if where[-1] != "dsn" or value:',
+        'if location[-1] != "dsn" or value.startswith("${"):',
+        'if location[-1] != "dsn" or value:',
         f"{SETTINGS}::test_a_password_from_the_environment_is_only_that",
     ),
     mutant(

@@ -66,8 +66,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the end of a forgotten monolog is passed over",
         "saf/dialogs/monolog_gaps.py",
-        "elif number not in sent and one.goes_on:",
-        "elif number in sent and one.goes_on:",
+        "elif number not in sent and monolog.goes_on:",
+        "elif number in sent and monolog.goes_on:",
         "contract/test_monologs_set_back.py::test_the_end_of_a_monolog_that_its_publisher_has_forgotten_since_is_told_of_as_lost",
     ),
     mutant(

@@ -82,8 +82,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "of handlers that ran at the same time, the work of all is there twice after one failed",
         SAVEPOINTS,
-        "            self._undo()\n            for one in pieces:",
-        "            for one in pieces:",
+        "            self._undo()\n            for piece in pieces:",
+        "            for piece in pieces:",
         f"{ASYNC}::test_what_handlers_had_done_when_another_one_failed_is_there_once",
     ),
     mutant(
@@ -145,8 +145,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a worker that runs again meets a pool of another event loop",
         OWN_LOOP,
-        "        mine = None if _shared is None else _shared()\n",
-        "        mine = None\n",
+        "        current = None if _shared is None else _shared()\n",
+        "        current = None\n",
         f"{ASYNC}::test_workers_of_a_process_run_again_and_again_with_connections_of_one_pool",
     ),
     mutant(
@@ -174,7 +174,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a worker runs in an event loop that a handler blocks",
         OWN_LOOP,
-        " or not mine.answers():",
+        " or not current.answers():",
         ":",
         f"{ASYNC}::test_a_worker_runs_again_though_a_handler_blocks_its_event_loop",
     ),
@@ -272,8 +272,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is behind a delayed message is read ahead as if it were next to the one before",
         PREFETCH,
-        "rows=mine[:plain],",
-        "rows=mine,",
+        "rows=shard_rows[:plain],",
+        "rows=shard_rows,",
         f"{PREFETCHED}::test_what_is_delayed_among_what_is_read_ahead_comes_in_its_time",
     ),
     mutant(
@@ -314,7 +314,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what shares a savepoint with a failed handler is not done again",
         SAVEPOINTS,
-        "            self._do_again(others)\n",
+        "            self._do_again(neighbours)\n",
         "",
         f"{SHARED}::test_when_one_of_many_fails_the_work_of_the_others_is_there_once",
     ),
@@ -335,8 +335,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is behind a message that fails as it is done again is done before it",
         SAVEPOINTS,
-        "            if one.may_go_on():\n",
-        "            if one.may_go_on:\n",
+        "            if piece.may_go_on():\n",
+        "            if piece.may_go_on:\n",
         f"{SHARED}::test_what_was_done_behind_one_that_fails_as_it_is_done_again_is_not_done_again",
     ),
     mutant(
@@ -427,7 +427,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a key overtakes its messages that wait",
         DELIVERY,
-        "self._messages = [one for one in self._messages if one.lane not in waiting]",
+        "self._messages = [message for message in self._messages if message.lane not in waiting]",
         "self._messages = list(self._messages)",
         f"{WORKER}::test_a_message_that_fails_waits_with_its_key_and_others_go_on",
     ),
@@ -448,7 +448,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is handled counts though it was set aside",
         DELIVERY,
-        "place not in self._dead and not self._is_past(one, place)\n",
+        "place not in self._dead and not self._is_past(message, place)\n",
         "place not in self._dead\n",
         f"{RECEIVED}::test_neither_what_is_set_aside_nor_what_is_behind_it_counts_as_handled",
     ),
@@ -555,8 +555,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the parameters of a statement are logged",
         "saf/receiving/failures.py",
-        "one.hide_parameters = True",
-        "one.hide_parameters = one.hide_parameters",
+        "cause.hide_parameters = True",
+        "cause.hide_parameters = cause.hide_parameters",
         f"{LOGGED}::test_sqlalchemys_parameters_are_not_logged",
     ),
     mutant(
@@ -605,8 +605,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an instance of a shard that was lost is passivated",
         PROCESSORS,
-        "if (one.shard, one.epoch) not in held",
-        "if one.shard < 0",
+        "if (instance.shard, instance.epoch) not in held",
+        "if instance.shard < 0",
         f"{OF_PROCESSORS}::"
         "test_one_who_does_not_know_yet_that_it_was_taken_over_calls_nothing_on_its_instances",
     ),

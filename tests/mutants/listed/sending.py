@@ -28,7 +28,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a session may have written its rows on another connection before a send",
         "saf/transaction.py",
-        "            if one is not connection:\n",
+        "            if core is not connection:\n",
         "            if False:\n",
         "contract/test_1_atomic.py::"
         "test_a_session_whose_rows_are_on_another_connection_sends_nothing",

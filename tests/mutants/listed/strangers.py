@@ -465,8 +465,8 @@ OF_THEIR_KIND: list[Mutant] = [
     mutant(
         "a body that says the largest size is too large",
         "saf/webhooks/asgi.py",
-        "int(said) > most",
-        "int(said) >= most",
+        "int(length) > most",
+        "int(length) >= most",
         f"{ENTRANCES}::test_a_body_has_as_many_bytes_as_are_allowed_and_not_one_more",
     ),
     mutant(

@@ -18,7 +18,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a trace that the application has chosen gets the state of another",
         CARRIED,
-        "taken |= fields() - {BAGGAGE}",
+        "known |= fields() - {BAGGAGE}",
         "pass",
         f"{TRACING}::test_headers_that_the_application_gives_win",
     ),
@@ -53,8 +53,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a chunk links to as many messages as carry a context",
         SPANS,
-        "some.filter(found).slice(0, MOST_LINKS)",
-        "some.filter(found)",
+        "sample.filter(found).slice(0, MOST_LINKS)",
+        "sample.filter(found)",
         f"{TRACING}::test_links_are_bounded",
     ),
     mutant(

@@ -49,8 +49,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what dies after the count is decided about too",
         "saf/ui/choosing.py",
-        "counted[name] = broker, replace(which, through=through[name])",
-        "counted[name] = broker, which",
+        "counted[name] = broker, replace(selection, through=last_ids[name])",
+        "counted[name] = broker, selection",
         f"{PAGES}::test_what_dies_between_the_count_and_the_decision_is_left_alone",
     ),
     mutant(
@@ -169,8 +169,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "whoever guesses says where he is",
         "saf/ui/access.py",
-        'return said[-1].rpartition(",")[2].strip()  # what the nearest proxy has seen',
-        'return said[0].partition(",")[0].strip()',
+        'return forwarded[-1].rpartition(",")[2].strip()  # what the nearest proxy has seen',
+        'return forwarded[0].partition(",")[0].strip()',
         f"{ACCESS}::test_what_a_visitor_says_before_the_proxy_is_not_where_they_are",
     ),
     mutant(
