@@ -143,10 +143,10 @@ def _wanted(
     """Return the brokers of a plan, and the desired state of each."""
     places = Found()
     wanted: dict[Dsn, Mapping[str, Entries]] = {}
-    said = {name: one for name, one in plan.brokers.items() if only in (None, name)}
-    if not said:
+    plans = {name: one for name, one in plan.brokers.items() if only in (None, name)}
+    if not plans:
         raise ConfigurationError(f"--broker {only}: the plan has no [brokers.{only}]")
-    for name, one in said.items():
+    for name, one in plans.items():
         found = chosen(settings, name)
         brokers = found.brokers if isinstance(found, Found) else found
         places.problems += found.problems if isinstance(found, Found) else []

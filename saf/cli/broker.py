@@ -76,25 +76,25 @@ def new_id(
     round_ = Round(everywhere(settings, None))
     places = round_.visit("broker", lambda connection, _: place(connection))
     if broker not in places:
-        said = dict(round_.failed).get(broker) or f"saf.toml names no broker {broker!r}"
-        raise UsageError(f"--broker {broker}: {said}")
-    mine = places[broker]
+        reason = dict(round_.failed).get(broker) or f"saf.toml names no broker {broker!r}"
+        raise UsageError(f"--broker {broker}: {reason}")
+    own = places[broker]
     originals = [
         name
         for name, one in places.items()
-        if one.broker_id == mine.broker_id and one.database != mine.database
+        if one.broker_id == own.broker_id and one.database != own.database
     ]
     if not (originals or alone):
         raise UsageError(
-            f"no other broker of saf.toml has the broker_id of {broker!r}, {mine.broker_id}: add "
+            f"no other broker of saf.toml has the broker_id of {broker!r}, {own.broker_id}: add "
             "--alone if it is a copy of a broker that saf.toml does not name"
         )
     original = None if alone else originals[0]
 
-    def renew(name: str, there: Broker) -> Renewed:
+    def renew(name: str, target: Broker) -> Renewed:
         with (
             unavailable_if_lost(f"broker {name!r}"),
-            there.dsn.connect(role="rebase", autocommit=True) as copy,
+            target.dsn.connect(role="rebase", autocommit=True) as copy,
         ):
             if original is None:
                 return give_new_id(copy, None)

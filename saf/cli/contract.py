@@ -34,13 +34,13 @@ def create(file: File, *, config: Config = None, broker: Where = None) -> None:
 
     def make(connection: psycopg.Connection[Any], _: object) -> int:
         with connection.transaction():
-            made = [create_message_type(connection, **one) for one in types]
-            made += [create_contract(connection, **one) for one in named]
-        return sum(made)
+            created = [create_message_type(connection, **one) for one in types]
+            created += [create_contract(connection, **one) for one in named]
+        return sum(created)
 
     round_ = Round(everywhere(load(config), broker))
-    for name, made in round_.visit("contract", make).items():
-        echo(f"{name}: {made} created, {len(types) + len(named) - made} there already")
+    for name, created in round_.visit("contract", make).items():
+        echo(f"{name}: {created} created, {len(types) + len(named) - created} there already")
     round_.finish(say=True)
 
 

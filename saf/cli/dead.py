@@ -278,8 +278,8 @@ def _show_count(round_: Round, which: Filter, *, as_json: bool) -> None:
 
 def _show(round_: Round, pages: Mapping[str, Page[DeadLetter]], *, as_json: bool) -> None:
     if as_json:
-        said = {"dead_letters": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
-        echo(json.dumps(said))
+        report = {"dead_letters": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
+        echo(json.dumps(report))
     else:
         listing = Listing(
             *("broker", "number", "when", "subscription", "reason", "service", "key", "bytes"),

@@ -221,11 +221,11 @@ def _place(
     if reset:
         shutil.rmtree(data / to, ignore_errors=True)
     application, _ = demo_flights.databases(server, f"{to}_flights", (), reset=reset)
-    with queue.serve(data / to) as there:
+    with queue.serve(data / to) as destination:
         yield Place(
             application=application,
-            destinations={to: there},
-            prove=lambda _: prove_received(application, queue.received(there)),
+            destinations={to: destination},
+            prove=lambda _: prove_received(application, queue.received(destination)),
         )
 
 
@@ -242,9 +242,9 @@ def _to_webhooks(server: EmbeddedServer, folder: Path, *, reset: bool) -> Place:
     def send_on(console: Console) -> None:
         with console.status("sending webhooks"):
             sent = webhooks.send(mom, folder)
-        said = f"sent {counted(sent.requests, 'webhook')} in {sent.seconds:.1f} s"
+        summary = f"sent {counted(sent.requests, 'webhook')} in {sent.seconds:.1f} s"
         paused = f", including {webhooks.PAUSE_SECONDS:g} s of the receiver's pause"
-        console.print(said + (paused if sent.paused else ""))
+        console.print(summary + (paused if sent.paused else ""))
 
     return Place(
         application=application,

@@ -120,14 +120,14 @@ def _ends(dsns: dict[str, Dsn], trade: Trade) -> list[Ended]:
     from saf.dialogs.conversations import Conversation, conversations
     from saf.dialogs.statements import Code
 
-    there: dict[UUID, Conversation] = {}
+    known: dict[UUID, Conversation] = {}
     for name in (SHOP, WAREHOUSE):
         with dsns[name].connect(role="demo", autocommit=True) as connection:
-            there |= {one.conversation_id: one for one in conversations(connection)}
+            known |= {one.conversation_id: one for one in conversations(connection)}
     ends = []
     for talk in trade.talks.values():
         ids = (talk.conversations.get(name) for name in (SHOP, WAREHOUSE))
-        both = [there.get(one) if one else None for one in ids]
+        both = [known.get(one) if one else None for one in ids]
         shop, warehouse = (str(one.state) if one else None for one in both)
         codes = {one.error_code for one in both if one}
         # a message that comes too late may never arrive

@@ -68,14 +68,14 @@ def list_(
         ),
     )
     if as_json:
-        said = {"conversations": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
-        echo(json.dumps(said))
+        report = {"conversations": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
+        echo(json.dumps(report))
     else:
         listing = Listing(
             "broker", "handle", "state", "service", "with", "sent", "received", below="error"
         )
-        for name, there in pages.items():
-            for one in there.shown:
+        for name, broker_page in pages.items():
+            for one in broker_page.shown:
                 listing.add(
                     name, str(one.handle), one.state, one.service, one.far_service,
                     str(one.send_sequence), _received(one), below=_error(one),
@@ -126,8 +126,8 @@ def exchange_(
         echo(json.dumps({"exchange": rows, "errors": round_.errors()}))
     else:
         listing = Listing("broker", "log", "when", "number", "from", "type", "bytes")
-        for name, there in found.items():
-            for one in there.messages:
+        for name, side in found.items():
+            for one in side.messages:
                 listing.add(
                     name, one.log, at(one.at), "" if one.sequence is None else str(one.sequence),
                     one.from_service or "", one.message_type or "", f"{one.bytes:,}",

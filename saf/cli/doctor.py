@@ -51,8 +51,8 @@ def command(
             )
             console.paragraph(f"  cure: {one.cure}", others="    ")
         errors = sum(finding.severity == "error" for finding in bad)
-        said = counted(errors, "error"), counted(len(bad) - errors, "warning")
-        console.print(f"{counted(len(found), 'check')}: {', '.join(said)}")
+        counts = counted(errors, "error"), counted(len(bad) - errors, "warning")
+        console.print(f"{counted(len(found), 'check')}: {', '.join(counts)}")
     failed = {finding.check for finding in found if finding.severity == "error"}
     if failed:
         raise typer.Exit(Unavailable.exit_code if failed == {REACHABLE} else FOUND)

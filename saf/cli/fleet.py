@@ -25,8 +25,8 @@ def list_(config: Config = None, as_json: AsJson = False) -> None:
     allows no connections.
     """
     settings = load(config)
-    there = memory(settings)
-    known = there.known(list(settings.fleets)) if there is not None else []
+    registry = memory(settings)
+    known = registry.known(list(settings.fleets)) if registry is not None else []
     if as_json:
         rows = [
             {
@@ -55,10 +55,10 @@ def forget(
 
     A member that its fleet still lists is remembered again by the next run.
     """
-    there = memory(load(config))
-    if there is None:
+    registry = memory(load(config))
+    if registry is None:
         raise UsageError("no destination of saf.toml is a broker, so no member is remembered")
     for name in members:
-        if not there.forget(name.partition("/")[0], name):
+        if not registry.forget(name.partition("/")[0], name):
             raise UsageError(f"no forwarder has met {name!r}: `saf fleet list` shows the members")
         echo(f"{name} is forgotten")

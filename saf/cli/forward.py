@@ -183,9 +183,9 @@ def show(summary: Summary, *, as_json: bool) -> None:
             "only an inbox holds a message until then",
             err=True,
         )
-    said = {problem["error"] for problem in summary.problems}
+    errors = {problem["error"] for problem in summary.problems}
     for lane in summary.waiting:
-        if lane["error"] in said:
+        if lane["error"] in errors:
             continue
         when = at(datetime.fromisoformat(lane["next_attempt_at"]))
         echo(f"saf: waiting until {when}: {lane['error']}", err=True)

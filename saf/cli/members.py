@@ -74,12 +74,12 @@ def _overview(known: Mapping[str, Sequence[Membership]]) -> Listing:
 def _map(one: Membership) -> Iterator[str]:
     held = one.held
     for member in one.members:
-        mine = held.get(member.name, [])
-        which = f" ({ranges(mine)})" if mine else ""
+        own = held.get(member.name, [])
+        which = f" ({ranges(own)})" if own else ""
         lease = f"{member.lease_seconds:.0f} s" if member.lease_seconds > 0 else "over"
         stopping = ", stopping" if member.stopping else ""
         since = f"since {at(member.joined_at)}"
-        yield f"{member.name}: {len(mine)}{which}, lease {lease}, {since}{stopping}"
+        yield f"{member.name}: {len(own)}{which}, lease {lease}, {since}{stopping}"
     if free := held.get(None):
         yield f"nobody: {len(free)} ({ranges(free)})"
 

@@ -69,9 +69,9 @@ def command(
     round_.finish(say=not as_json)
 
 
-def _unfinished(broker: str, there: Stay) -> Iterator[str]:
+def _unfinished(broker: str, stay: Stay) -> Iterator[str]:
     """Describe the logs of a broker that were not searched to the end."""
-    for log, one in there.unfinished.items():
+    for log, one in stay.unfinished.items():
         yield (
             f"only the messages {one.said} in the {log} of broker {broker!r} were searched: add "
             "--sent TIME, the message's --key, or --timeout with more seconds"
@@ -80,19 +80,19 @@ def _unfinished(broker: str, there: Stay) -> Iterator[str]:
 
 def _listing(known: dict[str, Stay]) -> Listing:
     listing = Listing("broker", "when", "what", "by", below="why")
-    for name, there in known.items():
-        if there.sent is not None:
-            sent = there.sent.message
+    for name, stay in known.items():
+        if stay.sent is not None:
+            sent = stay.sent.message
             listing.add(name, at(sent.created_at), f"sent, {sent.state}", f"to {sent.service}")
-        if there.stored is not None:
-            listing.add(name, at(there.stored.received_at), "stored", f"for {there.stored.service}")
-        for one in there.readings:
+        if stay.stored is not None:
+            listing.add(name, at(stay.stored.received_at), "stored", f"for {stay.stored.service}")
+        for one in stay.readings:
             listing.add(name, "", "taken" if one.complete else "unread", one.subscription)
-        for tried in there.attempts:
+        for tried in stay.attempts:
             answer = "no answer" if tried.status is None else f"answer {tried.status}"
             what = f"tried for {tried.seconds:.1f} s: {answer}"
             listing.add(name, at(tried.at), what, tried.subscription, below=tried.error)
-        for aside in there.aside:
+        for aside in stay.aside:
             what = aside.reason or ""
             if aside.lane is not None:
                 what = f"{aside.lane}, {counted(aside.attempts or 0, 'attempt')}"
@@ -100,7 +100,7 @@ def _listing(known: dict[str, Stay]) -> Listing:
                 name, at(aside.since), f"{aside.state}: {what}", aside.subscription,
                 below=aside.error or "",
             )  # fmt: skip
-        for decided in there.decided:
+        for decided in stay.decided:
             listing.add(
                 name, at(decided.audit_at), decided.action, decided.person or decided.who,
                 below=decided.why,

@@ -78,8 +78,8 @@ def list_(
         ),
     )
     if as_json:
-        said = {"messages": rows_of(found), "next": ends(found), "errors": round_.errors()}
-        echo(json.dumps(said))
+        report = {"messages": rows_of(found), "next": ends(found), "errors": round_.errors()}
+        echo(json.dumps(report))
     else:
         _listing(found).show()
         say_next(found)

@@ -74,8 +74,8 @@ def list_(
     )
     if as_json:
         counts = {name: found.lanes for name, found in lanes.items()}
-        said = {"parked": rows_of(lanes), "lanes": counts, "next": ends(lanes)}
-        echo(json.dumps({**said, "errors": round_.errors()}))
+        report = {"parked": rows_of(lanes), "lanes": counts, "next": ends(lanes)}
+        echo(json.dumps({**report, "errors": round_.errors()}))
     else:
         listing(lanes).show()
         if after is None:

@@ -86,8 +86,8 @@ def messages(
         "parked", lambda connection, _: parked_messages.page(connection, which, limit)
     )
     if as_json:
-        said = {"parked": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
-        echo(json.dumps(said))
+        report = {"parked": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
+        echo(json.dumps(report))
     else:
         _listing(pages).show()
         say_next(pages)

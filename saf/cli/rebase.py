@@ -61,7 +61,7 @@ def command(
             force=force,
             moved_by=moved_by,
             dry_run=dry_run,
-            monologs=lambda: _asked(settings, lambda _, there: received_monologs(there, source)),
+            monologs=lambda: _asked(settings, lambda _, remote: received_monologs(remote, source)),
             targets=lambda: _targets(settings, connection, source),
         )
 
@@ -120,9 +120,9 @@ def _send_again(
 
 def _known(settings: Settings, source: UUID) -> dict[str, Known]:
     return {
-        name: there.known(name, source, role="rebase")
-        for name, there in settings.destinations.items()
-        if there.capabilities.exactly_once
+        name: destination.known(name, source, role="rebase")
+        for name, destination in settings.destinations.items()
+        if destination.capabilities.exactly_once
     }
 
 
@@ -131,7 +131,7 @@ def _targets(settings: Settings, connection: psycopg.Connection[Any], source: UU
     routes = routes_of(settings)(connection)
     if not any(match.shared for match in routes.matches.values()):
         return []
-    found = _asked(settings, lambda name, there: received_dialogs(there, source, name))
+    found = _asked(settings, lambda name, remote: received_dialogs(remote, source, name))
     return [one for one in found if (m := routes.match(one.service, None)) and m.shared]
 
 
@@ -140,8 +140,8 @@ def _asked(
 ) -> list[Answer]:
     """Return the answers of the destinations that are brokers."""
     found: list[Answer] = []
-    for name, there in settings.destinations.items():
-        if (dsn := there.broker()) is None:
+    for name, destination in settings.destinations.items():
+        if (dsn := destination.broker()) is None:
             continue
         with (
             unavailable_if_lost(f"destination {name!r}"),
@@ -162,8 +162,8 @@ def _purged_since(settings: Settings, result: Rebased | None) -> list[str]:
     for name in result.destinations_ahead:
         if settings.destinations[name].broker() is None:
             continue
-        with settings.destinations[name].reading(name) as there:
-            if there.purged():
+        with settings.destinations[name].reading(name) as reading:
+            if reading.purged():
                 found.append(name)
     return found
 

@@ -175,9 +175,9 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
     found = configured(round_, settings)
     if as_json:
         rows = [
-            {"broker": where, **as_dict(one), "state": state(one, there)}
-            for where, there in found.items()
-            for one in there.routes
+            {"broker": where, **as_dict(one), "state": state(one, configuration)}
+            for where, configuration in found.items()
+            for one in configuration.routes
         ]
         echo(json.dumps({"routes": rows, "errors": round_.errors()}))
     else:
@@ -278,8 +278,8 @@ def _change(
 
 
 def _named(destination: str, service: str | None, to_broker: UUID | None) -> str:
-    there = str(to_broker) if to_broker else None
-    return describe(Route(service=service, broker=there, destination=destination))
+    broker = str(to_broker) if to_broker else None
+    return describe(Route(service=service, broker=broker, destination=destination))
 
 
 def _is_here(connection: psycopg.Connection[Any], destination: str, identity: str | None) -> None:
@@ -301,9 +301,9 @@ def _listing(found: Mapping[str, Configuration]) -> Listing:
         *("broker", "service", "to broker", "destination", "quality", "until", "state", "from"),
         below="comment",
     )
-    for where, there in found.items():
-        for one in there.routes:
-            topic = ", a topic" if one.route.service in there.topics else ""
+    for where, configuration in found.items():
+        for one in configuration.routes:
+            topic = ", a topic" if one.route.service in configuration.topics else ""
             listing.add(
                 where,
                 ANY if one.route.service is None else one.route.service,
@@ -311,7 +311,7 @@ def _listing(found: Mapping[str, Configuration]) -> Listing:
                 one.route.destination,
                 one.route.quality or "",
                 at(one.expires_at) if one.expires_at else "",
-                state(one, there) + topic + (", local" if one.local else ""),
+                state(one, configuration) + topic + (", local" if one.local else ""),
                 one.origin,
                 below=one.comment or "",
             )

@@ -67,10 +67,12 @@ def add(
     existing router gets the new values, and is enabled. A router that forwards belongs to the
     broker where its service lives.
     """
-    said = {kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None}
-    if len(said) != 1:
+    expressions = {
+        kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None
+    }
+    if len(expressions) != 1:
         raise UsageError("a router has one classifier: use --sql, --arrow or --python")
-    ((kind, expression),) = said.items()
+    ((kind, expression),) = expressions.items()
     router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
     routers.check(ConfiguredRouter(router=router, origin="saf.router", mode=mode))
     if kind != SQL and not elsewhere:
@@ -127,7 +129,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
         "route",
         lambda connection, _: routes.configuration(connection, None, settings.declared).routers,
     )
-    rows = [(where, one) for where, there in found.items() for one in there]
+    rows = [(where, one) for where, defined in found.items() for one in defined]
     if as_json:
         listed = [{"broker": where, **routers.as_dict(one)} for where, one in rows]
         echo(json.dumps({"routers": listed, "errors": round_.errors()}))
@@ -269,12 +271,12 @@ def _listing(rows: Iterable[tuple[str, ConfiguredRouter]]) -> Listing:
 
 
 def _explain(where: str, dry_run: DryRun) -> None:
-    said = f"{where}: a message for {dry_run.service!r}"
+    subject = f"{where}: a message for {dry_run.service!r}"
     if dry_run.waits is not None:
-        echo(f"{said} would wait: {dry_run.waits}")
+        echo(f"{subject} would wait: {dry_run.waits}")
     elif dry_run.dead is not None:
-        echo(f"{said} would become a dead letter: {dry_run.dead}")
+        echo(f"{subject} would become a dead letter: {dry_run.dead}")
     else:
         if dry_run.goes.service != dry_run.service:
-            echo(f"{said} is really for {dry_run.goes.service!r}")
+            echo(f"{subject} is really for {dry_run.goes.service!r}")
         show_explanation(where, dry_run.goes)

@@ -48,9 +48,9 @@ def create(
         first = not services.services(connection)
         return first, services.create_services(connection, names, refuse_others=refuse_others)
 
-    for where, (first, made) in round_.visit("service", make).items():
+    for where, (first, created) in round_.visit("service", make).items():
         for name in names:
-            echo(f"{where}: service {name} {'created' if name in made else 'already exists'}")
+            echo(f"{where}: service {name} {'created' if name in created else 'already exists'}")
         if first:
             echo(f"{where}: from now on, it stores messages for its services only; others wait")
     round_.finish(say=True)

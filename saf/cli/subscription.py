@@ -60,13 +60,13 @@ def create(
         _register(name, log, start, config, broker)
         return
     round_ = Round(store(load(config), broker))
-    for where, made in round_.visit(
+    for where, created in round_.visit(
         "subscription",
         lambda connection, _: services.create_subscription(
             connection, name, service=service, start=start
         ),
     ).items():
-        echo(f"{where}: subscription {name} {'created' if made else 'already exists'}")
+        echo(f"{where}: subscription {name} {'created' if created else 'already exists'}")
     round_.finish(say=True)
 
 
@@ -74,13 +74,13 @@ def _register(name: str, log: Log, start: Start, config: Config, broker: Store) 
     if broker is None:
         raise UsageError("a stream belongs to a broker or fleet: add --broker NAME")
     round_ = Round(everywhere(load(config), broker))
-    for where, made in round_.visit(
+    for where, created in round_.visit(
         "subscription",
         lambda connection, _: stream.create(
             connection, f"database {connection.info.dbname!r}", log, name, start
         ),
     ).items():
-        echo(f"{where}: stream {name} {'registered' if made else 'already exists'}")
+        echo(f"{where}: stream {name} {'registered' if created else 'already exists'}")
     round_.finish(say=True)
 
 

@@ -80,8 +80,8 @@ def try_(
     )
     messages = [_shown(one) for one in result.messages]
     if as_json:
-        said = {"messages": messages, "dead": result.dead, "waits": result.waits}
-        echo(json.dumps({"service": service, **said}))
+        report = {"messages": messages, "dead": result.dead, "waits": result.waits}
+        echo(json.dumps({"service": service, **report}))
     elif result.waits is not None:
         echo(f"messages for {service!r} would wait: {result.waits}")
     elif result.dead is not None:

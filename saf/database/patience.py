@@ -136,10 +136,10 @@ def hung_up(descriptors: Iterable[int]) -> bool:
 
     Unrequested data counts as closed too: a server rarely sends any other.
     """
-    look = select.poll()
+    poller = select.poll()
     for descriptor in descriptors:
-        look.register(descriptor, select.POLLIN)
-    return bool(look.poll(0))
+        poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def sockets() -> set[int]:

@@ -110,28 +110,28 @@ def _by_batch(function: Function, batch: pa.RecordBatch) -> list[pa.RecordBatch]
 
 def _by_message(function: Function, message: Received) -> Resolved | str:
     try:
-        said = function(message)
+        answer = function(message)
     except Exception as error:
         return _raised(error)
-    if said is None:
+    if answer is None:
         return "its classifier returns no service"
-    if isinstance(said, str):
-        return Resolved(service=said)
-    if isinstance(said, Resolved) and isinstance(said.broker, (UUID, type(None))):
-        return said
-    return f"its classifier returned {said!r:.200}, and no name, saf.Resolved or None"
+    if isinstance(answer, str):
+        return Resolved(service=answer)
+    if isinstance(answer, Resolved) and isinstance(answer.broker, (UUID, type(None))):
+        return answer
+    return f"its classifier returned {answer!r:.200}, and no name, saf.Resolved or None"
 
 
-def _answered(said: Any, count: int) -> pa.RecordBatch:
-    if isinstance(said, (pa.RecordBatch, pa.Table)):
-        return from_columns(said, count)
-    if isinstance(said, pa.ChunkedArray):
-        said = said.combine_chunks()
-    if not isinstance(said, pa.Array):
-        raise TypeError(f"returned a {type(said).__name__}, and no Arrow array of services")
-    if pa.types.is_struct(said.type):
-        return from_columns(pa.RecordBatch.from_struct_array(said), count)
-    return from_columns(pa.RecordBatch.from_arrays([said], names=["service"]), count)
+def _answered(answer: Any, count: int) -> pa.RecordBatch:
+    if isinstance(answer, (pa.RecordBatch, pa.Table)):
+        return from_columns(answer, count)
+    if isinstance(answer, pa.ChunkedArray):
+        answer = answer.combine_chunks()
+    if not isinstance(answer, pa.Array):
+        raise TypeError(f"returned a {type(answer).__name__}, and no Arrow array of services")
+    if pa.types.is_struct(answer.type):
+        return from_columns(pa.RecordBatch.from_struct_array(answer), count)
+    return from_columns(pa.RecordBatch.from_arrays([answer], names=["service"]), count)
 
 
 def _plain(column: pa.Array | pa.ChunkedArray) -> pa.Array:

@@ -128,10 +128,10 @@ class FindingRoutes:
             set_aside.bury(some, "", "unresolved", error)
             self.parked.settle(some, set_aside)
         routed = self.matcher.route(resolution.rows)
-        there = routed["route"].is_valid()
+        routable = routed["route"].is_valid()
         self._note_left(resolution.waiting)
-        self._note_left(routed.filter(pc.invert(there)))
-        routed = routed.filter(there)
+        self._note_left(routed.filter(pc.invert(routable)))
+        routed = routed.filter(routable)
         found |= self._move(share(routed, self.matcher.matches, self.parked.source_session.choose))
 
     def _note_left(self, rows: pa.Table | None) -> None:
@@ -139,8 +139,8 @@ class FindingRoutes:
         if rows is None:
             return
         for kind in (Kind.RETRY, Kind.REPLAY):
-            mine = rows.filter(pc.equal(rows[KIND], str(kind))).slice(0, 1)
-            for lane in lanes_of(route_lanes(mine))[0]:
+            first = rows.filter(pc.equal(rows[KIND], str(kind))).slice(0, 1)
+            for lane in lanes_of(route_lanes(first))[0]:
                 self._left.setdefault(Lane(kind=kind), lane)
 
     def _transformed(self, rows: pa.Table) -> pa.Table:
@@ -154,10 +154,10 @@ class FindingRoutes:
         rows, why = self.transforming.ready(rows, source_session, led_on=False)
         self._untransformed = why is not None
         routers = pa.array(self.transforming.routers, pa.string())
-        mine = rows.filter(pc.is_in(rows["to_service"], routers))
-        fit = self.transforming.bury_at_fault(mine, set_aside)
+        inputs = rows.filter(pc.is_in(rows["to_service"], routers))
+        fit = self.transforming.bury_at_fault(inputs, set_aside)
         if set_aside:
-            bad = inputs_of(mine, fit, but=True)
+            bad = inputs_of(inputs, fit, but=True)
             self.parked.settle(bad, set_aside)
             rows = inputs_of(rows, bad, but=True)
         self.transforming.keep(fit, source_session)
@@ -165,7 +165,7 @@ class FindingRoutes:
 
     def _move(self, rows: pa.Table) -> set[Lane]:
         to = list(self._copies(rows))
-        lanes = {_lane(there, row) for there, _, some in to for row in some}
+        lanes = {_lane(name, row) for name, _, some in to for row in some}
         gone = {row["parked_id"] for _, _, some in to for row in some}
         subscription_id = self.parked.work.batch.subscription_id
 
@@ -186,15 +186,15 @@ class FindingRoutes:
         lanes."""
         waited_for_route = pc.equal(rows[KIND], str(Kind.ROUTE))
         rows = in_lanes(rows, found_lanes(either(waited_for_route, route_lanes(rows), rows)))
-        there: dict[tuple[str, str | None], list[int]] = {}
+        by_destination: dict[tuple[str, str | None], list[int]] = {}
         for number in pc.unique(rows["route"]).to_pylist():
             match = self.matcher.matches[number]
             for route in match.routes:
                 if match.to_all or route.destination in self.parked.rules.qualities:
-                    there.setdefault((route.destination, route.quality), []).append(number)
-        for (destination, quality), numbers in there.items():
-            mine = rows.filter(pc.is_in(rows["route"], pa.array(numbers, pa.int32())))
-            yield destination, quality, mine.select(["parked_id", *LANE, *ADDRESS]).to_pylist()
+                    by_destination.setdefault((route.destination, route.quality), []).append(number)
+        for (destination, quality), numbers in by_destination.items():
+            part = rows.filter(pc.is_in(rows["route"], pa.array(numbers, pa.int32())))
+            yield destination, quality, part.select(["parked_id", *LANE, *ADDRESS]).to_pylist()
 
 
 def _lane(destination: str, row: Mapping[str, Any]) -> Lane:

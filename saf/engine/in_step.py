@@ -80,7 +80,7 @@ class InStep:
             if next(self._batches, None) is not None:
                 raise Unavailable("Spark", "there are evaluated rows after the last")
         of_answers = pc.is_null(batch[ENDED])
-        for held, mine in ((self._answers, of_answers), (self._results, pc.invert(of_answers))):
-            some = batch.filter(mine)
+        for held, mask in ((self._answers, of_answers), (self._results, pc.invert(of_answers))):
+            some = batch.filter(mask)
             if some.num_rows:
                 held.append(some)

@@ -92,8 +92,8 @@ def keep(
     messages = {"shards": results["shard"], "ids": results["id"]}
     once = dict.fromkeys(zip(*messages.values(), strict=True))
     messages = dict(zip(messages, map(list, zip(*once, strict=True)), strict=True))
-    there = {row[0] for row in kept(connection, batch, messages)}
-    new = [place for place, id_ in enumerate(results["id"]) if id_ not in there]
+    known = {row[0] for row in kept(connection, batch, messages)}
+    new = [place for place, id_ in enumerate(results["id"]) if id_ not in known]
     if new:
         connection.execute(DURABLY)
         columns = {name: [column[place] for place in new] for name, column in results.items()}

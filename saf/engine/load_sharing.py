@@ -48,10 +48,10 @@ def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
         member = match.destinations.index(chosen[askers[place]])
         numbers[place] = alone[match.routes[member]]
     for number in shared:
-        mine = taken == number
+        mask = taken == number
         members = np.array([alone[one] for one in matches[number].routes])
-        taken = np.where(mine & ~keyed, members[rows["id"].to_numpy() % len(members)], taken)
-        taken = np.where(mine & keyed, numbers[which], taken)
+        taken = np.where(mask & ~keyed, members[rows["id"].to_numpy() % len(members)], taken)
+        taken = np.where(mask & keyed, numbers[which], taken)
     column = pa.array(taken.astype(np.int32), mask=taken < 0)
     return rows.set_column(rows.column_names.index("route"), "route", column)
 

@@ -65,13 +65,13 @@ class _Table:
         self._both: dict[tuple[str, bytes], int] = {}
         self.any = pa.scalar(None, pa.int32())
         for (service, broker), match in matches.items():
-            there = UUID(broker).bytes if broker is not None else None
-            if service is not None and there is not None:
-                self._both[service, there] = number[match]
+            broker_id = UUID(broker).bytes if broker is not None else None
+            if service is not None and broker_id is not None:
+                self._both[service, broker_id] = number[match]
             elif service is not None:
                 self._services[service] = number[match]
-            elif there is not None:
-                self._brokers[there] = number[match]
+            elif broker_id is not None:
+                self._brokers[broker_id] = number[match]
             else:
                 self.any = pa.scalar(number[match], pa.int32())
 

@@ -282,8 +282,8 @@ class Releasing:
             default = self.rules.qualities[destination]
             qualities = pc.coalesce(qualities, by_route, pa.scalar(default))
         for quality in pc.unique(qualities).to_pylist():
-            mine = rows.filter(pc.equal(qualities, quality))
-            yield Part(destination=destination, quality=quality, rows=mine, waits_at=destination)
+            group = rows.filter(pc.equal(qualities, quality))
+            yield Part(destination=destination, quality=quality, rows=group, waits_at=destination)
 
     def _parked(self, destination: str, lanes: Collection[Lane]) -> Iterator[pa.Table]:
         found = any(lane.found for lane in lanes)

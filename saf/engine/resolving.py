@@ -180,15 +180,15 @@ class Resolver:
             now = addressed["to_service"]
             for service in _distinct(now, left):
                 router = self._routers[service]
-                mine = left & _is_in(now, [service])
+                mask = left & _is_in(now, [service])
                 if router.problem is not None:
-                    self.problems |= dict.fromkeys(_distinct(sent, mine), router.problem)
-                    waiting |= mine
-                    left &= ~mine
+                    self.problems |= dict.fromkeys(_distinct(sent, mask), router.problem)
+                    waiting |= mask
+                    left &= ~mask
                     continue
-                answers = self._answers(router, _filtered(addressed, mine))
-                errors |= _errors(np.flatnonzero(mine), answers["error"])
-                addressed = _readdressed(addressed, mine, answers)
+                answers = self._answers(router, _filtered(addressed, mask))
+                errors |= _errors(np.flatnonzero(mask), answers["error"])
+                addressed = _readdressed(addressed, mask, answers)
             left &= _is_in(addressed["to_service"], self._routers)
             left[list(errors)] = False
             if not left.any():
@@ -303,13 +303,13 @@ def _once(router: Router, rows: pa.Table) -> pa.Array:
 
 def _later(rows: pa.Table) -> Mask:
     """Return which messages belong to a dialog, but are not its first message."""
-    said = rows["from_initiator"]
-    if said.null_count == len(said):
-        return np.zeros(len(said), np.bool_)
+    flags = rows["from_initiator"]
+    if flags.null_count == len(flags):
+        return np.zeros(len(flags), np.bool_)
     # a COMPARE has the number of the last message, and contains nothing that could be classified
     compares = pc.equal(rows["message_type"], COMPARE)
     follows = pc.or_kleene(pc.greater(rows["sequence"], 1), compares)
-    later = pc.and_(said.is_valid(), pc.fill_null(follows, False))
+    later = pc.and_(flags.is_valid(), pc.fill_null(follows, False))
     return later.to_numpy()  # type: ignore[no-any-return] # pyarrow has no types
 
 
@@ -321,14 +321,14 @@ def _resolved(places: Places, answers: pa.Table, keyed: Mask) -> Iterable[tuple[
             yield place, Resolved(service=row["service"], broker=broker, key=row["key"])
 
 
-def _readdressed(rows: pa.Table, mine: Mask, answers: pa.Table) -> pa.Table:
+def _readdressed(rows: pa.Table, mask: Mask, answers: pa.Table) -> pa.Table:
     """Set the addresses of the rows ``mine`` to the answers; null answers change nothing."""
     for name, answer in zip(ADDRESS, ANSWERS.names[:-1], strict=True):
         new = answers[answer].combine_chunks()
         if new.null_count < len(new):
             old = rows[name].combine_chunks()
-            if not mine.all():
-                new = pc.replace_with_mask(pa.nulls(len(old), new.type), pa.array(mine), new)
+            if not mask.all():
+                new = pc.replace_with_mask(pa.nulls(len(old), new.type), pa.array(mask), new)
             place = rows.column_names.index(name)
             rows = rows.set_column(place, name, pc.coalesce(new, old))
     return rows
@@ -352,7 +352,7 @@ def _dead(rows: pa.Table, errors: Mapping[int, str], waiting: Mask) -> list[tupl
     for row, error in errors.items():
         if not waiting[row]:
             places[f"router {rows['to_service'][row].as_py()!r}: {error}"].append(row)
-    return [(rows.take(sorted(mine)), error) for error, mine in places.items()]
+    return [(rows.take(sorted(indices)), error) for error, indices in places.items()]
 
 
 def _errors(places: Places, errors: pa.ChunkedArray) -> dict[int, str]:

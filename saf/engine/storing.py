@@ -151,9 +151,9 @@ class Storing:
             stored = self.destinations.store(part, chunk)
         except AnotherBroker as error:
             error.rows = inputs_of(part.rows, error.rows)
-            mine, others = _told_apart(error)
+            own, others = _told_apart(error)
             self._let_wait(others, set_aside, error)
-            self.store_once(replace(part, rows=mine), set_aside)
+            self.store_once(replace(part, rows=own), set_aside)
         except Rejected as error:
             # rejected messages were not stored, so their neighbours have not left yet
             part = self._without_stored(part, set_aside, error, perf_counter() - began)
@@ -189,9 +189,9 @@ class Storing:
         """Return a part without the messages that its destination stored although it raised."""
         if error.stored is None:
             return part
-        there = inputs_of(part.rows, error.stored)
-        set_aside.take(there)
-        self._note(replace(part, rows=there), there.num_rows, seconds)
+        stored = inputs_of(part.rows, error.stored)
+        set_aside.take(stored)
+        self._note(replace(part, rows=stored), stored.num_rows, seconds)
         return replace(part, rows=inputs_of(part.rows, error.stored, but=True))
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:

@@ -171,17 +171,17 @@ class Transforming:
 
     def bury_at_fault(self, rows: pa.Table, set_aside: SetAside) -> pa.Table:
         """Make dead letters of messages that a transform fails on; return the others."""
-        mine = self._mine(rows)
-        if not mine.any():
+        mask = self._mine(rows)
+        if not mask.any():
             return rows
         wrong: dict[str, list[int]] = {}
         spoken = rows["conversation_id"].is_valid().to_numpy()
-        for place in np.flatnonzero(mine & spoken).tolist():
+        for place in np.flatnonzero(mask & spoken).tolist():
             wrong.setdefault(OF_DIALOGS, []).append(place)
         faults = self._faults.keys() - self._kept
         if faults:
             ids = log_ids(rows).to_numpy()
-            at_fault = mine & ~spoken & np.isin(ids, list(faults))
+            at_fault = mask & ~spoken & np.isin(ids, list(faults))
             for place in np.flatnonzero(at_fault).tolist():
                 wrong.setdefault(self._faults[int(ids[place])], []).append(place)
         for why, places in wrong.items():
@@ -199,12 +199,12 @@ class Transforming:
 
         None of these messages may be sent before.
         """
-        mine = _is_in(self._services(rows), self._keeping & self._evaluated.given.keys())
-        mine &= ~_is_in(log_ids(rows), self._kept)
+        mask = _is_in(self._services(rows), self._keeping & self._evaluated.given.keys())
+        mask &= ~_is_in(log_ids(rows), self._kept)
         if "parked_id" in rows.column_names:
-            mine &= _is_in(log_ids(rows), self._evaluated.parked)
-        if mine.any():
-            self._count(memory.keep_results(self._as_kept(rows.filter(pa.array(mine)))))
+            mask &= _is_in(log_ids(rows), self._evaluated.parked)
+        if mask.any():
+            self._count(memory.keep_results(self._as_kept(rows.filter(pa.array(mask)))))
 
     def ready(
         self, rows: pa.Table, memory: Memory, *, led_on: bool = True
@@ -246,20 +246,20 @@ class Transforming:
 
     def _made(self, rows: pa.Table) -> tuple[pa.Table, Places, pa.ChunkedArray]:
         """Return messages' results: rows, each row's ordinal within its message, and its part."""
-        mine = self._mine(rows)
+        mask = self._mine(rows)
         ids, of_results = log_ids(rows).to_numpy(), self._now["id"].to_numpy()
         first = np.searchsorted(of_results, ids, "left")
-        count = np.where(mine, np.searchsorted(of_results, ids, "right") - first, 1)
+        count = np.where(mask, np.searchsorted(of_results, ids, "right") - first, 1)
         source = np.repeat(np.arange(len(ids)), count)
         nth = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
-        made = mine[source]
-        kept = made & np.isin(ids, list(self._kept))[source]
-        result = pa.array(first[source] + nth, pa.int64(), mask=~made)
+        row_mask = mask[source]
+        kept = row_mask & np.isin(ids, list(self._kept))[source]
+        result = pa.array(first[source] + nth, pa.int64(), mask=~row_mask)
         out, services = _taken(rows, source), self._services(rows)
         services = services.take(pa.array(source, pa.int64()))
         for name in GIVEN:
             givers = [one for one, given in self._evaluated.given.items() if name in given]
-            given = kept | (made & _is_in(services, givers))
+            given = kept | (row_mask & _is_in(services, givers))
             if given.any():
                 new = self._now[name].take(result)
                 new = new if given.all() else pc.if_else(pa.array(given), new, out[name])
@@ -288,8 +288,8 @@ class Transforming:
         columns["ended"] = (False,) * len(kept)
         table = pa.table([pa.array(columns[one.name], one.type) for one in RESULT], schema=RESULT)
         others = self._now.filter(pa.array(~_is_in(self._now["id"], {row[0] for row in kept})))
-        made = table.filter(pc.is_valid(table["body"]))
-        self._now = _in_order(pa.concat_tables([others, made]))
+        results = table.filter(pc.is_valid(table["body"]))
+        self._now = _in_order(pa.concat_tables([others, results]))
 
     def _services(self, rows: pa.Table) -> pa.ChunkedArray:
         """Return the service that each message was sent to, before any router redirected it."""
@@ -368,8 +368,8 @@ def _named(rows: pa.Table) -> dict[str, list[int]]:
 
 def _as_results(rows: pa.Table) -> pa.Table:
     """Return results with all columns; columns missing from ``rows`` are null."""
-    there, lacking = {*rows.column_names}, pa.nulls(rows.num_rows)
-    columns = [rows[name] if name in there else lacking for name in RESULT.names]
+    known, lacking = {*rows.column_names}, pa.nulls(rows.num_rows)
+    columns = [rows[name] if name in known else lacking for name in RESULT.names]
     return pa.table(columns, RESULT.names).cast(RESULT)
 
 

@@ -62,7 +62,7 @@ def _said(
 ) -> pa.ChunkedArray:
     kind = headers.type
     known = pc.unique(services)
-    said = pa.array(
+    entries = pa.array(
         [
             None
             if name is None
@@ -76,7 +76,7 @@ def _said(
     whole = pc.binary_join_element_wise(
         pc.utf8_slice_codeunits(given, 0, -1),
         comma,
-        said.take(pc.index_in(services, known).combine_chunks()),
+        entries.take(pc.index_in(services, known).combine_chunks()),
         pa.scalar("", kind),
     )
     return pc.if_else(checked, whole, headers)

@@ -434,9 +434,9 @@ class Forwarder:
                 if not receipt.complete:
                     failed.add(name)
         for name in complete:
-            mine = [one for one in receipts if work[one.work].broker == name]
-            self.roster.brokers[name].note(mine)
-        done = _shards(item for mine in complete.values() for item in mine)
+            group = [one for one in receipts if work[one.work].broker == name]
+            self.roster.brokers[name].note(group)
+        done = _shards(item for group in complete.values() for item in group)
         for name, shards in whole.items():
             self.roster.brokers[name].unfinished = done[name] < shards
         self.roster.each(
@@ -448,7 +448,7 @@ class Forwarder:
             self._at_work(work),
         )
         self.summary.batches += sum(
-            len({item.batch.number for item in mine}) for mine in complete.values()
+            len({item.batch.number for item in group}) for group in complete.values()
         )
         if self.roster.once:
             for name in failed:

@@ -124,8 +124,8 @@ class Roster:
         while left and (self._may_connect(left[-1]) or self._threads.take_results()):
             if self._may_connect(left[-1]):
                 broker = left.pop()
-                look = partial(broker.visit, default_destination, brief=brief)
-                self._start(broker, look, partial(on_result, broker))
+                job = partial(broker.visit, default_destination, brief=brief)
+                self._start(broker, job, partial(on_result, broker))
         self.skipped = bool(left)
         self._threads.finish(set(self.brokers))
         while self.once and not (self._found or but or self.stopped) and self._threads.busy:
@@ -284,15 +284,15 @@ class Roster:
         """Add new brokers, and remove those that are gone or have moved."""
         wanted = {name: one for listed in self._listed.values() for name, one in listed.items()}
         for name, broker in list(self.brokers.items()):
-            there = wanted.get(name)
-            if (there is None or there.dsn != broker.dsn) and name not in self._threads.busy:
+            entry = wanted.get(name)
+            if (entry is None or entry.dsn != broker.dsn) and name not in self._threads.busy:
                 broker.leave()
                 self._left(broker.dsn)
                 self._count(broker)
                 del self.brokers[name]
                 self._found = [item for item in self._found if item.broker != name]
                 self._failures.pop(name, None)
-            if isinstance(there, Candidate) and self._visit_at.get(name) == NEVER:
+            if isinstance(entry, Candidate) and self._visit_at.get(name) == NEVER:
                 del self._visit_at[name]
         for name, one in wanted.items():
             if name not in self.brokers:

@@ -256,11 +256,11 @@ class Reading:
     """Messages to read from each of these."""
 
 
-def _look(connection: psycopg.Connection[Any], backlog: Backlog, look: int) -> None:
+def _look(connection: psycopg.Connection[Any], backlog: Backlog, limit: int) -> None:
     """Read the pending messages of a backlog's shards, and add them."""
-    readings = _readings(connection, backlog, look)
-    rows = [*map(Found._make, fetch(connection, _query(backlog, readings, look)))]
-    _add_in_order(connection, backlog, [row for row in rows if row.alone is None], look)
+    readings = _readings(connection, backlog, limit)
+    rows = [*map(Found._make, fetch(connection, _query(backlog, readings, limit)))]
+    _add_in_order(connection, backlog, [row for row in rows if row.alone is None], limit)
     alone: dict[Transaction, list[Found]] = defaultdict(list)
     for row in rows:
         if row.alone is not None:
@@ -284,11 +284,11 @@ def _add(backlog: Backlog, row: Found, factor: float) -> None:
 
 
 def _add_in_order(
-    connection: psycopg.Connection[Any], backlog: Backlog, rows: list[Found], look: int
+    connection: psycopg.Connection[Any], backlog: Backlog, rows: list[Found], limit: int
 ) -> None:
     """Add the pending messages of transactions that were read in order."""
     looked, low, high = _extent(rows)
-    cut = [shard for shard, count in looked.items() if count >= look]
+    cut = [shard for shard, count in looked.items() if count >= limit]
     factor = dict.fromkeys(looked, 1.0)
     if cut:
         backlog.exact = False
@@ -351,10 +351,10 @@ def _beyond(
 
 
 def _ends(
-    connection: psycopg.Connection[Any], log: str, those: Iterable[Transaction]
+    connection: psycopg.Connection[Any], log: str, transactions: Iterable[Transaction]
 ) -> list[tuple[Any, ...]]:
     """Return the shard, transaction, first id and last id for each transaction and slot."""
-    shards, txids = zip(*those, strict=True)
+    shards, txids = zip(*transactions, strict=True)
     query = sql.SQL(ENDS).format(
         shards=sql.Literal([*shards]),
         txids=sql.Literal([*txids]),
@@ -370,7 +370,7 @@ def _of_slots(log: str, query: str) -> sql.Composed:
 
 
 def _readings(
-    connection: psycopg.Connection[Any], backlog: Backlog, look: int
+    connection: psycopg.Connection[Any], backlog: Backlog, limit: int
 ) -> dict[int, Reading]:
     """Return where to read each shard."""
     known = _not_complete_from(connection, backlog)
@@ -379,12 +379,12 @@ def _readings(
         first, in_progress = begun_since(one.done)
         start, begun = known.get(one.shard, (first, None))
         alone = [*in_progress, *([begun] if begun else [])]
-        most = max(1, look // max(1, len(alone)))
+        most = max(1, limit // max(1, len(alone)))
         found[one.shard] = Reading(start=start, alone=alone, most=most)
     return found
 
 
-def _query(backlog: Backlog, readings: Mapping[int, Reading], look: int) -> sql.Composed:
+def _query(backlog: Backlog, readings: Mapping[int, Reading], limit: int) -> sql.Composed:
     shards = backlog.shards
     where = [readings[one.shard] for one in shards]
     columns = {
@@ -399,7 +399,7 @@ def _query(backlog: Backlog, readings: Mapping[int, Reading], look: int) -> sql.
     return sql.SQL(READ).format(
         log=sql.Identifier("saf", backlog.log),
         written=sql.Identifier(AGE_COLUMN[backlog.log]),
-        look=sql.Literal(look),
+        look=sql.Literal(limit),
         slot_rows=sql.Literal(SLOT_ROWS),
         **{name: sql.Literal(values) for name, values in columns.items()},
     )

@@ -20,9 +20,9 @@ def make_folder(folder: Path) -> None:
 
     An existing folder may not be durable: the process that created it may have died before that.
     """
-    made = [folder, *(one for one in folder.parents if not one.exists())]
+    folders = [folder, *(one for one in folder.parents if not one.exists())]
     folder.mkdir(parents=True, exist_ok=True)
-    for one in made:
+    for one in folders:
         sync(one.parent)
 
 

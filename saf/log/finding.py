@@ -253,8 +253,8 @@ def _steps(slots: Sequence[Pages], place: tuple[int, int] | None) -> Iterator[Pa
         number, page = place
         at = next((at for at, one in enumerate(slots) if one.slot == number), None)
         if at is not None:
-            there = slots[at]
-            rest = [Pages(slot=number, first=0, after=min(page, there.after)), *slots[at + 1 :]]
+            pages = slots[at]
+            rest = [Pages(slot=number, first=0, after=min(page, pages.after)), *slots[at + 1 :]]
     for one in rest:
         for after in range(one.after, 0, -STEP_PAGES):
             yield Pages(slot=one.slot, first=max(0, after - STEP_PAGES), after=after)

@@ -48,15 +48,15 @@ class DryRun:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the dry run as a dict for JSON."""
-        said: dict[str, Any] = {
+        result: dict[str, Any] = {
             "service": self.service,
             "dead": self.dead,
             "waits": self.waits,
             "resolved": None,
         }
         if self.dead is None and self.waits is None:
-            said["resolved"] = self.goes.as_dict()
-        return said
+            result["resolved"] = self.goes.as_dict()
+        return result
 
 
 InSql = Callable[[Routes], tuple[Routes, Answers | None]]
@@ -93,8 +93,8 @@ def try_out(
 
     ``in_sql`` evaluates classifiers in SQL, if it can; see `saf.spark.dry_run`.
     """
-    there = configuration(connection, default_destination, declared)
-    in_force, router = there.in_force, router_that_forwards(there, message.service)
+    current = configuration(connection, default_destination, declared)
+    in_force, router = current.in_force, router_that_forwards(current, message.service)
     if router is not None and lives_here(connection, router.service):
         routes = with_problems(replace(in_force, routers=(router,)))
     else:

@@ -67,13 +67,13 @@ def find(settings: Settings, known: Mapping[str, Endpoint] | None = None) -> Fou
                 connection = broker.dsn.connect(role="endpoint", autocommit=True)
                 with connection:
                     check_schema(connection)
-                    there = stored(connection, where, settings.dispatch.networks)
+                    listed = stored(connection, where, settings.dispatch.networks)
         except SafError as error:
             found.unread.append(error)
             had = {name: one for name, one in (known or {}).items() if one.broker == where}
             found.endpoints = had | found.endpoints
             continue
-        for name, one in there.items():
+        for name, one in listed.items():
             if name in found.endpoints:
                 found.wrong[name] = ConfigurationError(
                     f"two endpoints are called {name!r}: one is in broker {where!r}"

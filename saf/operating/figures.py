@@ -190,10 +190,10 @@ def _figures(
     """Yield the figures of a broker. Reads only."""
     refuse(connection)
     for one in backlogs(connection):
-        mine = (broker, one.log, one.subscription)
-        yield _age(m.LAG, one.oldest, *mine)
+        labels = (broker, one.log, one.subscription)
+        yield _age(m.LAG, one.oldest, *labels)
         unowned = sum(shard.owner is None for shard in one.shards)
-        yield _sample(m.UNOWNED, unowned, *mine)
+        yield _sample(m.UNOWNED, unowned, *labels)
         if one.log == "inbox":
             yield _sample(m.UNREAD, one.messages, broker, one.subscription)
         elif one.subscription == "forwarder":

@@ -133,7 +133,7 @@ def forecast(
     """
     refuse(connection)
     routes = current_routes(connection, default_destination, declared)
-    (mine,) = (
+    (backlog,) = (
         one
         for one in backlogs(connection)
         if (one.log, one.subscription) == ("outbox", "forwarder")
@@ -141,7 +141,7 @@ def forecast(
     waiting = parked(connection, LANES, "forwarder")
     held = {lane.destination: lane.messages for lane in waiting.shown if lane.kind == Kind.MAIN}
     going = []
-    for address, part in mine.by_address.items():
+    for address, part in backlog.by_address.items():
         its = way(routes, address)
         behind = [name for name in its.destinations if held.get(name)]
         if behind:
@@ -159,4 +159,4 @@ def forecast(
             )
         )
     going.sort(key=lambda one: (-one.messages, one.service, one.to_broker or ""))
-    return Forecast(going=tuple(going), exact=mine.exact, waiting=waiting)
+    return Forecast(going=tuple(going), exact=backlog.exact, waiting=waiting)

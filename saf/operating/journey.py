@@ -135,7 +135,7 @@ def stay(
     """
     params: dict[str, Any] = {"message_id": message_id}
     until = time.monotonic() + (seconds if look_seconds is None else look_seconds)
-    there, here = Search(), Search()
+    outbox_search, inbox_search = Search(), Search()
     sent: Details | None = None
     try:
         with connection.transaction():
@@ -143,7 +143,7 @@ def stay(
             slots = finding.written(connection) if key is None else {}
             if key is None:
                 half = (until - time.monotonic()) / 2
-                there = finding.find(
+                outbox_search = finding.find(
                     connection,
                     "outbox",
                     message_id,
@@ -152,11 +152,11 @@ def stay(
                     about=about,
                     place=places.get("outbox"),
                 )
-            if there.row is not None or key is not None:
-                which = there.row or message_id
+            if outbox_search.row is not None or key is not None:
+                which = outbox_search.row or message_id
                 sent = outbox.details(connection, which, key=key, seconds=seconds)
             if key is None:
-                here = finding.find(
+                inbox_search = finding.find(
                     connection,
                     "inbox",
                     message_id,
@@ -165,7 +165,7 @@ def stay(
                     about=about or (sent.message.created_at if sent else None),
                     place=places.get("inbox"),
                 )
-            stored = _stored(connection, message_id, here.row, key)
+            stored = _stored(connection, message_id, inbox_search.row, key)
             readings: tuple[Reading, ...] = ()
             if stored is not None:
                 refuse(connection)
@@ -195,7 +195,9 @@ def stay(
         aside=(*parked, *dead),
         decided=tuple(decided),
         unfinished={
-            log: one for log, one in (("outbox", there), ("inbox", here)) if one.place is not None
+            log: one
+            for log, one in (("outbox", outbox_search), ("inbox", inbox_search))
+            if one.place is not None
         },
     )
 

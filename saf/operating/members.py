@@ -64,7 +64,7 @@ class Membership:
     def as_dict(self, *, shards: bool = False) -> dict[str, Any]:
         """Return a dict for JSON; with ``shards``, list each shard, too."""
         held, backlog = self.held, self.backlog
-        said: dict[str, Any] = {
+        result: dict[str, Any] = {
             "subscription": backlog.subscription,
             "log": backlog.log,
             "service": backlog.service,
@@ -82,7 +82,7 @@ class Membership:
             "unowned_shards": ranges(held.get(None, [])),
         }
         if shards:
-            said["shards"] = [
+            result["shards"] = [
                 {
                     "shard": row.shard,
                     "owner": row.owner,
@@ -95,9 +95,9 @@ class Membership:
                 for row in backlog.shards
                 for part in [backlog.by_shard[row.shard]]
             ]
-        for member in said["members"]:
+        for member in result["members"]:
             del member["subscription_id"]
-        return said
+        return result
 
 
 def memberships(connection: psycopg.Connection[Any], *, look: int = LOOK) -> list[Membership]:

@@ -391,8 +391,8 @@ def place_at(place: str | None, state: State | None) -> Place | None:
         return None
     txid, dot, number = ("0", ".", place) if state in OF_STATE else place.partition(".")
     if not (dot and NUMBER.fullmatch(txid) and NUMBER.fullmatch(number)):
-        said = "the place at the end of the page before, with the same --state"
-        raise foreign(place, "these messages", said=said)
+        hint = "the place at the end of the page before, with the same --state"
+        raise foreign(place, "these messages", said=hint)
     return txid, int(number)
 
 

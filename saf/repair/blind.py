@@ -72,14 +72,14 @@ class Blind:
                 self.messages.append((one.shard, one.id))
             return
         ways = copied_to(routes, one.service, one.broker)
-        mine = tuple(way for way in ways if way in self.destinations and way not in held)
-        if len(ways) < 2 or not mine:  # noqa: PLR2004 - a single destination lacks it
+        lacking = tuple(way for way in ways if way in self.destinations and way not in held)
+        if len(ways) < 2 or not lacking:  # noqa: PLR2004 - a single destination lacks it
             return
         if discarded:
-            self.uncertain.update(mine)
+            self.uncertain.update(lacking)
             return
         address = (one.service, one.broker, one.key)
-        self.copies.append(Copy(shard=one.shard, id=one.id, destinations=mine, address=address))
+        self.copies.append(Copy(shard=one.shard, id=one.id, destinations=lacking, address=address))
 
 
 def everything_sent(

@@ -131,8 +131,8 @@ def give_new_id(
         UsageError: a member runs at the copy, or the other broker is not its original.
     """
     if original is not None:
-        mine, other = place(connection), place(original)
-        if mine.broker_id != other.broker_id or mine.database == other.database:
+        own, other = place(connection), place(original)
+        if own.broker_id != other.broker_id or own.database == other.database:
             raise UsageError(
                 f"database {original.info.dbname!r} is not the original of "
                 f"{connection.info.dbname!r}: they are not two databases with one broker_id"

@@ -257,7 +257,7 @@ def rebase(
         raise RowsGone(connection.info.dbname, gone)
     if not (force or _wrong(connection, known)):
         return None  # without having locked anything
-    received, there = [*monologs()], [*targets()]
+    received, all_targets = [*monologs()], [*targets()]
     with connection.transaction(force_rollback=dry_run):
         connection.execute(LOCK)
         wrong = _wrong(connection, known)
@@ -295,7 +295,7 @@ def rebase(
             connection.execute(BELONG)
             connection.execute(TIMELINE)
             raise_incarnation(connection, _newest(known, ahead), received)
-            told = settle(connection, there)
+            told = settle(connection, all_targets)
         for wrong_still in lineage.problems(connection, whole=True):
             raise UsageError(f"not repaired, nothing was changed: {wrong_still}")
     return Rebased(
@@ -317,7 +317,7 @@ def _wrong(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> b
 
 
 def _ahead(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> dict[str, SetBack]:
-    return {name: set_back(connection, name, there) for name, there in known.items()}
+    return {name: set_back(connection, name, record) for name, record in known.items()}
 
 
 def _newest(known: Mapping[str, Known], ahead: Mapping[str, SetBack]) -> datetime | None:
@@ -336,7 +336,7 @@ def _go_on_after(
     three continue after the highest number of any mark. The times of messages set aside are kept,
     too.
     """
-    marks = [mark for there in known for mark in there.marks.values()]
+    marks = [mark for record in known for mark in record.marks.values()]
     numbers = max((mark.batch for mark in marks), default=0)
     places = max((mark.position for mark in marks), default=0)
     params = {
@@ -354,16 +354,16 @@ def _go_on_after(
     connection.execute(MOVE_FOUND, params)
     times = [
         (shard, mark.set_aside_at)
-        for there in known
-        for (_, shard), mark in there.marks.items()
+        for record in known
+        for (_, shard), mark in record.marks.items()
         if mark.set_aside_at
     ]
     connection.execute(
         REMEMBER_SET_ASIDE,
         {"shards": [shard for shard, _ in times], "times": [at for _, at in times]},
     )
-    for there, one in zip(known, ahead, strict=True):
-        adopt(connection, there.destination, there.marks, one.farther)
+    for record, one in zip(known, ahead, strict=True):
+        adopt(connection, record.destination, record.marks, one.farther)
 
 
 def _remove_doubled(connection: psycopg.Connection[Any], log: str) -> int:
@@ -430,9 +430,9 @@ def _rebase_log(connection: psycopg.Connection[Any], log: str, epoch: int) -> in
     for place, (subscription_id,) in enumerate(subscriptions):
 
         def snapshot(unseen: str, place: int = place) -> str:
-            mine = [str(t) for state, t in txids.items() if state and state[place] in unseen]
-            listed = [*mine, *in_progress]
-            return f"{listed[0] if mine else xmin}:{xmax}:{','.join(listed)}"
+            numbers = [str(t) for state, t in txids.items() if state and state[place] in unseen]
+            listed = [*numbers, *in_progress]
+            return f"{listed[0] if numbers else xmin}:{xmax}:{','.join(listed)}"
 
         connection.execute(
             REWRITE,

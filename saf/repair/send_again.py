@@ -126,8 +126,8 @@ def send_again(
         connection = stack.enter_context(_connected(f"broker {name!r}", source))
         brokers = {
             one: stack.enter_context(_connected(f"destination {one!r}", dsn))
-            for one, there in destinations.items()
-            if (dsn := there.broker())
+            for one, settings in destinations.items()
+            if (dsn := settings.broker())
         }
         with _turn(connection):
             known, behind = _behind(connection, destinations)
@@ -194,11 +194,11 @@ def _behind(
     (source,) = of_broker(connection, IDENTITY)
     known: dict[str, Known] = {}
     behind: dict[str, SetBack] = {}
-    for name, there in destinations.items():
-        if not there.capabilities.exactly_once:
+    for name, settings in destinations.items():
+        if not settings.capabilities.exactly_once:
             continue
-        before = remembered(connection, there.identity(name))
-        known[name] = there.known(name, source, role="replay")
+        before = remembered(connection, settings.identity(name))
+        known[name] = settings.known(name, source, role="replay")
         differ = set_back(connection, name, known[name], before)
         if differ.behind:
             behind[name] = differ

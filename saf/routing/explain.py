@@ -87,15 +87,15 @@ def explain(
 
     ``identities`` is as for `saf.routing.routes.configuration`.
     """
-    there = configuration(connection, default_destination, declared, identities)
+    current = configuration(connection, default_destination, declared, identities)
     asker = Asker(service, broker, key or "")
     choice = None if key is None else chosen(connection, [asker]).get(asker)
-    in_force = there.in_force
+    in_force = current.in_force
     router = any(one.service == service for one in in_force.routers)
     match = None if router else in_force.match(service, broker)
     message = (service, broker, key)
-    verdicts = [_judged(one, there, match, message, choice) for one in there.routes]
-    if local := next((one for one in there.routes if _is_taken_here(one, service, broker)), None):
+    verdicts = [_judged(one, current, match, message, choice) for one in current.routes]
+    if local := next((one for one in current.routes if _is_taken_here(one, service, broker)), None):
         verdicts = [_beside_local(one, local) for one in verdicts]
     if match is not None and broker is not None and not any(verdict.takes for verdict in verdicts):
         by_itself = Configured(route=match.routes[0], origin="broker_id")
@@ -111,16 +111,16 @@ def explain(
 
 def _judged(
     one: Configured,
-    there: Configuration,
+    current: Configuration,
     match: Match | None,
     message: tuple[str, str | None, str | None],
     choice: str | None,
 ) -> Verdict:
     service, broker, key = message
-    why = _out_of_force(one, there) or _elsewhere(one, there, service, broker)
+    why = _out_of_force(one, current) or _elsewhere(one, current, service, broker)
     if not why and match is None:
         why = f"{service!r} is a router"
-        if broker is not None and service in there.topics:
+        if broker is not None and service in current.topics:
             why = f"a topic, and it is not known whether {one.route.destination!r} is that broker"
     if why or match is None:
         return Verdict(route=one, takes=False, why=why)
@@ -156,23 +156,23 @@ def _beside_local(one: Verdict, local: Configured) -> Verdict:
     return replace(one, takes=False, why=f"a local route takes it, {describe(local.route)}")
 
 
-def _out_of_force(one: Configured, there: Configuration) -> str:
+def _out_of_force(one: Configured, current: Configuration) -> str:
     if not one.enabled:
         return "disabled"
-    if one.expired(there.now):
+    if one.expired(current.now):
         return f"expired at {one.expires_at:%Y-%m-%d %H:%M:%S%z}"
     return ""
 
 
-def _elsewhere(one: Configured, there: Configuration, service: str, broker: str | None) -> str:
+def _elsewhere(one: Configured, current: Configuration, service: str, broker: str | None) -> str:
     if one.route.service not in (None, service):
         return f"for another service, {one.route.service!r}"
     if one.route.broker not in (None, broker):
         return f"for another broker, {one.route.broker}"
-    if broker is None or (known := there.brokers.get(one.route.destination)) == broker:
+    if broker is None or (known := current.brokers.get(one.route.destination)) == broker:
         return ""
     if known is not None:
         return f"destination {one.route.destination!r} is another broker, {known}"
-    if broker in there.brokers.values():
+    if broker in current.brokers.values():
         return f"it is not known which broker {one.route.destination!r} is, and another one is it"
     return ""

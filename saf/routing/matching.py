@@ -147,13 +147,13 @@ class Routes:
         """Matches for messages to brokers that destinations are known to be: by service, or any."""
         matches: dict[Named, Match] = {}
         for broker in sorted(set(self.brokers.values())):
-            there = [name for name in sorted(self.brokers) if self.brokers[name] == broker]
-            leading = [r for r in self.routes if r.destination in there]
-            mine = self._compiled(r for r in leading if r.broker in (None, broker))
-            by_itself = Match(routes=(Route(broker=broker, destination=there[0]),))
-            for service in {service for service, _ in mine} | {None}:
-                named = [one for one in precedence(service, broker) if one in mine]
-                matches[service, broker] = mine[named[0]] if named else by_itself
+            names = [name for name in sorted(self.brokers) if self.brokers[name] == broker]
+            leading = [r for r in self.routes if r.destination in names]
+            compiled = self._compiled(r for r in leading if r.broker in (None, broker))
+            by_itself = Match(routes=(Route(broker=broker, destination=names[0]),))
+            for service in {service for service, _ in compiled} | {None}:
+                named = [one for one in precedence(service, broker) if one in compiled]
+                matches[service, broker] = compiled[named[0]] if named else by_itself
         return matches
 
     @cached_property
@@ -197,8 +197,8 @@ class Routes:
 
     def elsewhere(self, service: str, broker: str | None) -> Mapping[str, str]:
         """Return the destinations of matching routes that are known to be other brokers."""
-        there = [route.destination for route in self.routes if route.matches(service, broker)]
-        known = {name: self.brokers[name] for name in there if name in self.brokers}
+        names = [route.destination for route in self.routes if route.matches(service, broker)]
+        known = {name: self.brokers[name] for name in names if name in self.brokers}
         return {name: one for name, one in known.items() if broker not in (None, one)}
 
     def _compiled(self, routes: Iterable[Route]) -> dict[Named, Match]:

@@ -217,5 +217,5 @@ def _change(
     connection: psycopg.Connection[Any], statement: str, service: str, **more: object
 ) -> None:
     if not fetch(connection, statement, {"service": service, **more}):
-        there = ", ".join(repr(name) for (name,) in fetch(connection, NAMES)) or "none"
-        raise ConfigurationError(f"saf.router has no {service!r}, only {there}")
+        known = ", ".join(repr(name) for (name,) in fetch(connection, NAMES)) or "none"
+        raise ConfigurationError(f"saf.router has no {service!r}, only {known}")

@@ -220,7 +220,7 @@ def _brokers(
 ) -> dict[str, str]:
     if identities is None:
         return dict(latest)
-    brokers = {name: said or latest.get(name) for name, said in identities.items()}
+    brokers = {name: identity or latest.get(name) for name, identity in identities.items()}
     return {name: broker for name, broker in brokers.items() if broker is not None}
 
 
@@ -292,8 +292,8 @@ def add_route(
         )
     with transaction(connection):
         if local and (others := fetch(connection, OTHER_LOCAL, params)):
-            there = Route(service=service, destination=others[0][0])
-            raise UsageError(f"there is a local route already, of {describe(there)}: remove it")
+            existing = Route(service=service, destination=others[0][0])
+            raise UsageError(f"there is a local route already, of {describe(existing)}: remove it")
         ((route_id, added),) = fetch(connection, ADD, params)
         keep(connection, route_id, service, wanted=local)
     return bool(added)
@@ -374,8 +374,8 @@ def remove_topic(connection: psycopg.Connection[Any], name: str) -> None:
         ConfigurationError: the topic does not exist.
     """
     if not fetch(connection, REMOVE_TOPIC, {"name": name}):
-        there = ", ".join(map(repr, topics(connection))) or "none"
-        raise ConfigurationError(f"saf.topic has no {name!r}, only {there}")
+        known = ", ".join(map(repr, topics(connection))) or "none"
+        raise ConfigurationError(f"saf.topic has no {name!r}, only {known}")
 
 
 def freeze(connection: psycopg.Connection[Any], routes: Routes) -> int:

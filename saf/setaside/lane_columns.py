@@ -70,8 +70,8 @@ def found_lanes(lanes: pa.Table) -> pa.Table:
 
 def service_lanes(rows: pa.Table) -> pa.Table:
     """Return the lanes in which messages wait for their destination to know their services."""
-    nobody = pa.chunked_array([pa.repeat(_NOBODY, rows.num_rows)])
-    return _lanes(Kind.SERVICE, rows["to_service"], nobody)
+    no_broker = pa.chunked_array([pa.repeat(_NOBODY, rows.num_rows)])
+    return _lanes(Kind.SERVICE, rows["to_service"], no_broker)
 
 
 def either(which: pa.ChunkedArray, one: pa.Table, other: pa.Table) -> pa.Table:

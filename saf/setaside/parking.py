@@ -249,8 +249,8 @@ def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> li
 def as_log(columns: Sequence[str | sql.Composable], *, found: bool) -> list[str | sql.Composable]:
     """Return a log's columns, and ``batch``, for messages in lanes, as the watermark knows them."""
     as_found = {"id": sql.SQL("parked_id AS id"), "batch": sql.SQL("0::bigint AS batch")}
-    there = as_found if found else {"id": sql.SQL("position AS id")}
-    return [there.get(one, one) if isinstance(one, str) else one for one in columns]
+    replacements = as_found if found else {"id": sql.SQL("position AS id")}
+    return [replacements.get(one, one) if isinstance(one, str) else one for one in columns]
 
 
 def set_aside(

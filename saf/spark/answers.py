@@ -58,10 +58,10 @@ class Answers:
             why = "Spark has not evaluated the expressions for all messages of its routers in SQL"
             raise Unavailable(f"broker {self._broker!r}", why)
         places = self._order[np.searchsorted(self._ids, wanted)]
-        said = self._now[one.column].take(places).combine_chunks()
-        if said.null_count:
-            self._note(one, rows.filter(pc.is_null(said)))
-        return as_said(one, said)
+        answers = self._now[one.column].take(places).combine_chunks()
+        if answers.null_count:
+            self._note(one, rows.filter(pc.is_null(answers)))
+        return as_said(one, answers)
 
     def _note(self, one: Compiled, rows: pa.Table) -> None:
         """Keep the first few messages for which an expression raised."""

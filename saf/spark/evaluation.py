@@ -210,7 +210,7 @@ def deliver(
         running = Task(number, item, rules, answers, transforming, partly=evaluated.last < LAST)
         with closing(messages(item, rules.max_bytes)) as rows:
             receipts = bounded(number, item, lambda: running.run(up_to(rows, evaluated.last)))
-        said = pickle.dumps((receipts, answers.raised if answers else []))
-        yield pa.RecordBatch.from_pydict({"said": [said]})
+        data = pickle.dumps((receipts, answers.raised if answers else []))
+        yield pa.RecordBatch.from_pydict({"said": [data]})
 
     return task

@@ -154,10 +154,10 @@ def launch(java: Java, conf: Mapping[str, str], env: Mapping[str, str]) -> Jvm:
         preexec_fn=_ignore_interrupts,  # noqa: PLW1509 the one system call is safe after a fork
     )
     assert process.stdout is not None  # noqa: S101 it is a pipe
-    said = threading.Thread(target=_pass_on, args=[process.stdout], daemon=True)
-    said.start()
+    reader = threading.Thread(target=_pass_on, args=[process.stdout], daemon=True)
+    reader.start()
     in_shell = line[: len(SHELL)] == [*SHELL]
-    return Jvm(process=left_to_itself(process), folder=folder, in_shell=in_shell, said=said)
+    return Jvm(process=left_to_itself(process), folder=folder, in_shell=in_shell, said=reader)
 
 
 def command(java: Java, conf: Mapping[str, str]) -> list[str]:
@@ -234,10 +234,10 @@ def _prune(folder: Path) -> None:
         _size_file(old).unlink(missing_ok=True)
 
 
-def _pass_on(said: IO[bytes]) -> None:
+def _pass_on(output: IO[bytes]) -> None:
     # the process that ends the JVM may have closed the pipe already
     with suppress(ValueError, OSError):
-        while data := os.read(said.fileno(), 65536):
+        while data := os.read(output.fileno(), 65536):
             os.write(2, data)
 
 

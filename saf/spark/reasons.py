@@ -67,8 +67,8 @@ def answer(spark: SparkSession, text: str, message: Mapping[str, Any]) -> str | 
     )
     frame: Any = with_derived(row).select(F.expr(text))._jdf
     # one row of constants: the optimized plan contains only the expression itself
-    said = frame.queryExecution().optimizedPlan().expressions().apply(0).eval(None)
-    return None if said is None else str(said.toString())
+    value = frame.queryExecution().optimizedPlan().expressions().apply(0).eval(None)
+    return None if value is None else str(value.toString())
 
 
 def reason(spark: SparkSession, raised: Raised) -> str | None:

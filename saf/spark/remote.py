@@ -115,8 +115,8 @@ class ConnectRunner:
             done = self._spark.createDataFrame(packed).mapInArrow(function, "said binary")
             return [
                 receipt
-                for said in done.toArrow()["said"].to_pylist()
-                for receipt in pickle.loads(said)  # noqa: S301 - our own bytes  # nosec B301
+                for data in done.toArrow()["said"].to_pylist()
+                for receipt in pickle.loads(data)  # noqa: S301 - our own bytes  # nosec B301
             ]
         finally:
             self._spark.removeTag(group)
@@ -194,7 +194,7 @@ def slots(spark: Any) -> int:
         before = spark.conf.get(PARALLELISM, None)
         spark.conf.unset(PARALLELISM)
     try:
-        said = spark.range(PARTS).mapInArrow(greet, "version string").toArrow()["version"]
+        versions = spark.range(PARTS).mapInArrow(greet, "version string").toArrow()["version"]
     except PySparkException as error:
         if "No module named" not in str(error) and "PYTHON_VERSION_MISMATCH" not in str(error):
             raise
@@ -207,13 +207,13 @@ def slots(spark: Any) -> int:
             with suppress(Exception):
                 spark.conf.set(PARALLELISM, before)
     here = version("saf-outbox")
-    others = sorted({*said.to_pylist()} - {here})
+    others = sorted({*versions.to_pylist()} - {here})
     if others:
         raise ConfigurationError(
             f"the Python of the cluster's tasks has saf {', '.join(others)}, and this machine has "
             f"{here}: install the same there"
         )
-    return len(said)
+    return len(versions)
 
 
 def greet(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

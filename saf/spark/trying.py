@@ -72,8 +72,8 @@ def tried(
     going = transforming.bury_at_fault(rows, aside)
     if aside.dead:
         return Tried(dead=aside.dead[0][3])
-    made = transforming.outputs(going).select(SHOWN).to_pylist()
-    return Tried(messages=[{**one, "message_id": UUID(bytes=one["message_id"])} for one in made])
+    outputs = transforming.outputs(going).select(SHOWN).to_pylist()
+    return Tried(messages=[{**one, "message_id": UUID(bytes=one["message_id"])} for one in outputs])
 
 
 def _plain(value: object) -> object:

@@ -170,13 +170,13 @@ def forged(patient: Patient) -> Found:
 
 def forgers(patient: Patient) -> Found:
     """Report roles that may write columns that only the server should set, e.g. transaction ids."""
-    for whose, tables in grants.forgers(patient.connection):
+    for holder, tables in grants.forgers(patient.connection):
         yield (
-            "error" if whose == "PUBLIC" else "warning",
-            f"{whose} and its members may write any column of saf.{tables[0]}"
+            "error" if holder == "PUBLIC" else "warning",
+            f"{holder} and its members may write any column of saf.{tables[0]}"
             f"{f' and {len(tables) - 1} more tables' if tables[1:] else ''}, as no kind of role "
             "may: a message with a transaction that is still to come is never forwarded",
-            grants.forgers_cure(whose),
+            grants.forgers_cure(holder),
         )
 
 
@@ -336,8 +336,8 @@ def _what_helps(patient: Patient, config: Settings, one: Failing) -> str:
 
 def _living(config: Settings, destination: str) -> list[str]:
     """Return the services that live at a destination; empty if it does not answer."""
-    there = config.destinations.get(destination)
-    dsn = there.broker() if there is not None else None
+    settings = config.destinations.get(destination)
+    dsn = settings.broker() if settings is not None else None
     if dsn is None:
         return []
     try:

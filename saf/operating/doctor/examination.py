@@ -168,24 +168,26 @@ def _of_source(config: Settings) -> tuple[Check, ...]:
 
 def _elsewhere(config: Settings) -> Iterator[Finding]:
     """Yield findings of the kinds themselves about destinations that are not brokers."""
-    for name, there in config.destinations.items():
-        if there.broker() is not None:
+    for name, destination in config.destinations.items():
+        if destination.broker() is not None:
             continue
         where = f"destination {name!r}"
         try:
-            problems = [*there.problems(name)]
-            more = there.guarantee(name).more
+            problems = [*destination.problems(name)]
+            more = destination.guarantee(name).more
         except Refused as error:
-            said = there.redact(error.reason)
-            yield Finding(check=LOGIN, where=where, severity="error", what=said, cure=error.cure)
+            reason = destination.redact(error.reason)
+            yield Finding(check=LOGIN, where=where, severity="error", what=reason, cure=error.cure)
             continue
         except Unavailable as error:
-            yield _unreachable(where, there.redact(error.reason))
+            yield _unreachable(where, destination.redact(error.reason))
             continue
         except Exception as error:
             to_do = "fix the cause; until then its messages wait at their sources"
-            said = there.redact(str(error) or type(error).__name__)
-            yield Finding(check="destination", where=where, severity="error", what=said, cure=to_do)
+            reason = destination.redact(str(error) or type(error).__name__)
+            yield Finding(
+                check="destination", where=where, severity="error", what=reason, cure=to_do
+            )
             continue
         yield Finding(check=REACHABLE, where=where, severity="ok")
         for what, to_do in problems:
@@ -196,12 +198,12 @@ def _elsewhere(config: Settings) -> Iterator[Finding]:
 
 def _missing(config: Settings, listing: Listing) -> Iterator[Finding]:
     """Yield findings for fleet members that forwarders have met, but that are no longer listed."""
-    there = memory(config)
+    registry = memory(config)
     asked = {*config.fleets} - listing.unlisted
-    if there is None or not asked:
+    if registry is None or not asked:
         return
     try:
-        known = there.known(asked)
+        known = registry.known(asked)
     except (SafError, psycopg.Error):
         return  # the store's own examination reports this
     for one in missing(known, listing.brokers):

@@ -27,12 +27,12 @@ def dialogs_by(config: Settings) -> Check:
         for service, broker in patient.ask(DIALOGS):
             match = in_force.match(service, broker)
             for name in match.destinations if match else ():
-                there = config.destinations.get(name)
-                if there is not None and not there.capabilities.takes_dialogs:
+                settings = config.destinations.get(name)
+                if settings is not None and not settings.capabilities.takes_dialogs:
                     yield (
                         "error",
                         f"dialogs with service {service!r} go to destination {name!r} of kind "
-                        f"{there.kind!r}, which takes no messages of dialogs: they are parked",
+                        f"{settings.kind!r}, which takes no messages of dialogs: they are parked",
                         f"{patient.command('route', 'add', 'BROKER', '--service', service)}, where "
                         "BROKER is a destination of kind 'postgresql'",
                     )
@@ -62,12 +62,12 @@ def given_early_by(config: Settings) -> Check:
         for service, broker, messages in patient.ask(GIVEN_LATER):
             match = in_force.match(service, broker)
             for name in match.destinations if match else ():
-                there = config.destinations.get(name)
-                if there is not None and not there.capabilities.holds:
+                settings = config.destinations.get(name)
+                if settings is not None and not settings.capabilities.holds:
                     yield (
                         "warning",
                         f"{counted(messages, 'message')} for service {service!r}, of the newest, "
-                        f"have a deliver_at, and destination {name!r} of kind {there.kind!r} "
+                        f"have a deliver_at, and destination {name!r} of kind {settings.kind!r} "
                         "holds no message until then: it gets them immediately",
                         "let its readers heed the time that comes with a message; or route the "
                         "service to an inbox",
@@ -92,8 +92,8 @@ def local_by(config: Settings) -> Check:
     def local(patient: Patient) -> Found:
         """Check that local routes lead to their own broker, and serve plain services only."""
         default = config.forwarder.default_destination
-        there = configuration(patient.connection, default, config.declared)
-        routers = {one.router.service for one in there.routers}
+        current = configuration(patient.connection, default, config.declared)
+        routers = {one.router.service for one in current.routers}
         for service, destination, here, works in patient.ask(LOCAL):
             this = (destination, "--service", service)
             remove = patient.command("route", "remove", *this)
@@ -105,15 +105,15 @@ def local_by(config: Settings) -> Check:
                     f"{patient.command('route', 'disable', *this)}, then "
                     + patient.command("route", "enable", *this),
                 )
-            elif there.brokers.get(destination, here) != here:
+            elif current.brokers.get(destination, here) != here:
                 yield (
                     "warning",
                     f"the route of service {service!r} to {destination!r} is local, and that is "
                     "another broker: messages that their sender does not store go there",
                     f"{remove}, and add it to the destination that is this broker",
                 )
-            if service in there.topics or service in routers:
-                what = "topic" if service in there.topics else "router"
+            if service in current.topics or service in routers:
+                what = "topic" if service in current.topics else "router"
                 yield (
                     "error",
                     f"{what} {service!r} has a local route: its messages stay in this inbox",
@@ -129,9 +129,9 @@ def routes_by(config: Settings) -> Check:
     def routes(patient: Patient) -> Found:
         """Check that routes in force have destinations, topics a route, and routers a function."""
         default = config.forwarder.default_destination
-        there = configuration(patient.connection, default, config.declared)
-        in_force = there.in_force
-        configured = {one.route: one for one in there.routes}
+        current = configuration(patient.connection, default, config.declared)
+        in_force = current.in_force
+        configured = {one.route: one for one in current.routes}
         for route in in_force.routes:
             if route.destination not in config.destinations:
                 meant = did_you_mean(route.destination, config.destinations)

@@ -50,12 +50,12 @@ def _met(patient: Patient, config: Settings) -> Iterator[tuple[str, SetBack]]:
     """Yield how the forwarder would find each destination that answers: set back or not."""
     source = patient.connection
     (broker_id,) = of_broker(source, IDENTITY)
-    for name, there in config.destinations.items():
-        if not there.capabilities.exactly_once:
+    for name, destination in config.destinations.items():
+        if not destination.capabilities.exactly_once:
             continue
         try:
-            before = remembered(source, there.identity(name))
-            known = there.known(name, broker_id, role="doctor")
+            before = remembered(source, destination.identity(name))
+            known = destination.known(name, broker_id, role="doctor")
         except (psycopg.OperationalError, SafError):
             continue  # its own examination reports this
         with source.transaction():

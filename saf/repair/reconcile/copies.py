@@ -107,11 +107,11 @@ class Copies:
     def lost(self, entries: Sequence[Entry]) -> Lost:
         """Return which destinations have lost a message, given every row with its id."""
         sent = next((e for e in entries if e.state in ("complete", "aside")), None)
-        there = [e for e in entries if e.state in ("stored", "set_aside")]
-        address = next((e for e in (*there, sent) if e and e.service in self.topics), None)
+        copies = [e for e in entries if e.state in ("stored", "set_aside")]
+        address = next((e for e in (*copies, sent) if e and e.service in self.topics), None)
         if sent is None or address is None:
             return Lost(address=entries[0])
-        others = {e.where for e in there}
+        others = {e.where for e in copies}
         given_up = max((e.created_at for e in entries if e.state == "discarded"), default=None)
         missing = {
             name: lacking

@@ -88,8 +88,8 @@ class Log:
             return False
         query = sql.SQL(IS_THERE).format(slot=sql.Identifier("saf", f"{self.name}_{slot}"))
         given = {**message, "message_id": str(message["message_id"])}
-        ((there,),) = fetch(self.connection, query, given)
-        return bool(there)
+        ((exists,),) = fetch(self.connection, query, given)
+        return bool(exists)
 
 
 def plan(

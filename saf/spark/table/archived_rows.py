@@ -126,5 +126,5 @@ def readable(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise Unavailable(what, " ".join(said.split()) or type(error).__name__) from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise Unavailable(what, " ".join(reason.split()) or type(error).__name__) from None

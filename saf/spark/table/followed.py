@@ -127,8 +127,8 @@ class Followed:
         with self._contact() as connection:
             known = self._state(connection)
             self._checked(end, known)
-            mine = known.committed
-            if (end.done, end.open, end.position) == (mine.done, mine.open, mine.position):
+            last = known.committed
+            if (end.done, end.open, end.position) == (last.done, last.open, last.position):
                 return
             epoch = self._mine(connection, known)
             stream.commit(connection, known, epoch, end)

@@ -124,7 +124,7 @@ class Scan(DataSourceReader):
 
         now = snapshot.take(options.what, dsn, options.log, look)
         shards = shards_of(self._conditions, now.shards)
-        there = [
+        parts = [
             Part(
                 what=options.what,
                 broker=broker,
@@ -137,7 +137,7 @@ class Scan(DataSourceReader):
             )
             for batch in now.batch(shards).split(self._partitions)
         ]
-        return [*there, *left]
+        return [*parts, *left]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a partition, in a task."""

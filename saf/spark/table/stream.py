@@ -124,8 +124,8 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def commit(self, end: Offsets) -> None:
         """Commit the offsets to the subscription at each broker."""
         offsets, brokers = _read(end), self._brokers()
-        there = {name: brokers[name] for name in offsets if name in brokers}
-        self._each(there, lambda one: one.commit(offsets[one.name]))
+        followed = {name: brokers[name] for name in offsets if name in brokers}
+        self._each(followed, lambda one: one.commit(offsets[one.name]))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a partition, in a task."""
@@ -191,9 +191,9 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         busy = [name for name, has in news.items() if has]
         most = min(len(busy), limit.rows)
         first, self._turn = self._turn, self._turn + most
-        mine = {busy[(first + number) % len(busy)] for number in range(most)}
+        turn = {busy[(first + number) % len(busy)] for number in range(most)}
         quiet = {name for name, has in news.items() if not has}
-        return {n: brokers[n] for n in brokers if n in mine | quiet}, limit.share(max(1, most))
+        return {n: brokers[n] for n in brokers if n in turn | quiet}, limit.share(max(1, most))
 
     def _end(self, one: Followed) -> str | None:
         return None if self._until is None else self._until[one.name]

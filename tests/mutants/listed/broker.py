@@ -183,8 +183,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a rebase misses transactions in progress",
         REBASE,
-        "listed = [*mine, *in_progress]",
-        "listed = mine",
+        "listed = [*numbers, *in_progress]",
+        "listed = numbers",
         f"{REBASED}::test_what_is_in_progress_is_not_lost_though_younger_transactions_have_ended",
     ),
     mutant(

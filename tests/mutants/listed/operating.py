@@ -379,8 +379,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "two purges are at work",
         MAINTENANCE,
-        "    if not mine:\n",
-        "    if mine is None:\n",
+        "    if not turn:\n",
+        "    if turn is None:\n",
         "contract/test_ring.py::test_of_two_purges_at_once_one_does_nothing",
     ),
     mutant(

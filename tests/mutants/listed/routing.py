@@ -350,7 +350,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "why a route is out of force is not said",
         "saf/routing/explain.py",
-        "why = _out_of_force(one, there) or _elsewhere(",
+        "why = _out_of_force(one, current) or _elsewhere(",
         "why = _elsewhere(",
         f"{EXPLAINED}::test_why_a_route_is_not_taken_is_said",
     ),

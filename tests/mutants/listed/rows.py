@@ -623,8 +623,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the only destination of what is set aside may have got it",
         BLIND,
-        "if len(ways) < 2 or not mine:",
-        "if not mine:",
+        "if len(ways) < 2 or not lacking:",
+        "if not lacking:",
         f"{OF_COPY}the_only_destination_has_not_got_what_is_set_aside",
     ),
     mutant(

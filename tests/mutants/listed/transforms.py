@@ -73,8 +73,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what counts for a message that is read again is what was made of it last",
         TRANSFORMING,
-        "        made = table.filter(",
-        "        others, table = self._now, table.slice(0, 0)\n        made = table.filter(",
+        "        results = table.filter(",
+        "        others, table = self._now, table.slice(0, 0)\n        results = table.filter(",
         f"{UNIT}::test_what_is_kept_counts_and_what_is_new_is_kept_with_what_is_left_out",
     ),
     mutant(
