@@ -557,13 +557,13 @@ def check(connection: psycopg.Connection[Any], role: str) -> None:
             f"the server of database {database!r} has no role {role!r}: create it first, with "
             f"{create}"
         )
-    for owner, is_mine, is_its in owners:
-        if is_its:
+    for owner, user_owns, role_owns in owners:
+        if role_owns:
             raise ConfigurationError(
                 f"role {role!r} may do everything in database {database!r}, as superuser or as "
                 f"{owner!r}, who owns schema saf: grant to a role of its own"
             )
-        if not is_mine:
+        if not user_owns:
             raise ConfigurationError(
                 f"user {connection.info.user!r} may not grant in database {database!r}: "
                 f"let {owner!r}, who owns schema saf, do it"

@@ -294,11 +294,11 @@ def _check(what: str, name: str) -> None:
 
 def _first(names: Sequence[str], others: Mapping[str, int]) -> str:
     counted = [f"{name!r} ({count:,})" for name, count in others.items()]
-    some = ", ".join(counted[: errors.NAMED]) + (", …" if len(counted) > errors.NAMED else "")
+    counts = ", ".join(counted[: errors.NAMED]) + (", …" if len(counted) > errors.NAMED else "")
     new = ", ".join(map(repr, names))
     return (
         f"{new} would be the first here, and messages for others would wait at their sources from "
-        f"then on; the inbox has messages for {some}. Create those in the same command (`saf "
+        f"then on; the inbox has messages for {counts}. Create those in the same command (`saf "
         "service create` takes several), or add --refuse-others (refuse_others=True)"
     )
 

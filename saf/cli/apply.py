@@ -151,8 +151,8 @@ def _wanted(
         brokers = found.brokers if isinstance(found, Found) else found
         places.problems += found.problems if isinstance(found, Found) else []
         for place, broker in brokers.items():
-            twins = [other for other, one in places.brokers.items() if one.dsn == broker.dsn]
-            _refuse_twins(dict.fromkeys((*twins, place), place))
+            names = [other for other, one in places.brokers.items() if one.dsn == broker.dsn]
+            _refuse_twins(dict.fromkeys((*names, place), place))
             places.brokers[place] = broker
             wanted[broker.dsn] = one.entries()
     return places, wanted

@@ -59,8 +59,8 @@ def list_(*, config: Config = None, broker: Where = None, as_json: AsJson = Fals
             "sent_by": one.sent_by,
             "validation": one.validation,
         }
-        for name, some in found.items()
-        for contract in some
+        for name, group in found.items()
+        for contract in group
         for one in contract.types.values()
     ]
     if as_json:

@@ -48,9 +48,9 @@ def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
     started = time.monotonic()
     console = plain_console(stderr=True)
 
-    def say(who: str, talk: str, what: str) -> None:
+    def say(speaker: str, talk: str, what: str) -> None:
         at = f"{time.monotonic() - started:5.1f} s"
-        line = Text.assemble(at, f"  {talk:10}", (f"{who:11}", STYLES[who]), shown(what))
+        line = Text.assemble(at, f"  {talk:10}", (f"{speaker:11}", STYLES[speaker]), shown(what))
         console.print(line, soft_wrap=True)
 
     dsns = {name: server.dsn(name) for name in (SHOP, TRADE, WAREHOUSE)}

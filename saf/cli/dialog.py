@@ -92,7 +92,7 @@ def show(
     """Show one end of a conversation, at any broker."""
     round_ = Round(everywhere(load(config), broker))
     found = round_.visit("dialog", lambda connection, _: conversations(connection, handle=handle))
-    rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
+    rows = [{"broker": name, **one.as_dict()} for name, group in found.items() for one in group]
     if as_json:
         echo(json.dumps({"conversations": rows, "errors": round_.errors()}))
     else:
@@ -202,7 +202,7 @@ def _where_it_lives(round_: Round, handle: UUID, act: Any, done: str) -> None:
             return False
         return True
 
-    found = [name for name, is_there in round_.visit("dialog", there).items() if is_there]
+    found = [name for name, exists in round_.visit("dialog", there).items() if exists]
     for name in found:
         echo(f"{name}: conversation {handle} {done}")
     if not found and not round_.failed:

@@ -55,7 +55,7 @@ def command(
     signer = load_signer(config) if settings.signing.key_id else None
     summaries: dict[str, Summary] = {}
 
-    def made(some: Mapping[str, Endpoint]) -> list[Dispatcher]:
+    def made(endpoints: Mapping[str, Endpoint]) -> list[Dispatcher]:
         return [
             Dispatcher(
                 name,
@@ -65,7 +65,7 @@ def command(
                 signer=signer,
                 summary=summaries.setdefault(name, Summary()),
             )
-            for name, one in some.items()
+            for name, one in endpoints.items()
         ]
 
     following = Following(settings)

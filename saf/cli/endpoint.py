@@ -99,8 +99,8 @@ def remove(name: Name, config: Config = None, broker: Store = None) -> None:
     """Remove an endpoint that was added; its messages wait."""
     round_ = Round(store(load(config), broker))
     found = round_.visit("endpoint", lambda connection, _: stored.remove(connection, name))
-    for where, was_there in found.items():
-        echo(f"{where}: {f'endpoint {name} removed' if was_there else f'no endpoint {name}'}")
+    for where, removed in found.items():
+        echo(f"{where}: {f'endpoint {name} removed' if removed else f'no endpoint {name}'}")
     round_.finish(say=True, found=0 if any(found.values()) or round_.failed else 1)
 
 

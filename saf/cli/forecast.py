@@ -27,12 +27,12 @@ def explain(settings: Settings, *, as_json: bool) -> None:
         "broker", "messages", "service", "to broker", "goes to", "oldest", below="how"
     )
     for name, one in found.items():
-        for some in one.going:
+        for group in one.going:
             about = "" if one.exact else "about "
-            since = at(some.oldest) if some.oldest else ""
+            since = at(group.oldest) if group.oldest else ""
             listing.add(
-                name, f"{about}{some.messages:,}", some.service, some.to_broker or "",
-                ", ".join(some.way.destinations) or "nowhere", since, below=some.way.how,
+                name, f"{about}{group.messages:,}", group.service, group.to_broker or "",
+                ", ".join(group.way.destinations) or "nowhere", since, below=group.way.how,
             )  # fmt: skip
     listing.show()
     by_route = Listing("broker", "messages", "route")

@@ -36,17 +36,17 @@ def command(
     round_ = Round(everywhere(load(config), broker))
     asked = round_.visit("members", lambda connection, _: memberships(connection))
     known = {
-        name: [one for one in some if subscription in (None, one.backlog.subscription)]
-        for name, some in asked.items()
+        name: [one for one in group if subscription in (None, one.backlog.subscription)]
+        for name, group in asked.items()
     }
     if subscription is not None and asked and not any(known.values()):
-        names = sorted({one.backlog.subscription for some in asked.values() for one in some})
+        names = sorted({one.backlog.subscription for group in asked.values() for one in group})
         raise UsageError(f"--subscription {subscription} does not exist, only {', '.join(names)}")
     if as_json:
         rows = [
             {"broker": name, **one.as_dict(shards=shards)}
-            for name, some in known.items()
-            for one in some
+            for name, group in known.items()
+            for one in group
         ]
         echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
     else:
@@ -60,8 +60,8 @@ def _overview(known: Mapping[str, Sequence[Membership]]) -> Listing:
     listing = Listing(
         *("broker", "log", "subscription", "left", "lag"), below="members and their shards"
     )
-    for name, some in known.items():
-        for one in some:
+    for name, group in known.items():
+        for one in group:
             backlog = one.backlog
             listing.add(
                 name, backlog.log, backlog.subscription,
@@ -75,19 +75,19 @@ def _map(one: Membership) -> Iterator[str]:
     held = one.held
     for member in one.members:
         own = held.get(member.name, [])
-        which = f" ({ranges(own)})" if own else ""
+        shards = f" ({ranges(own)})" if own else ""
         lease = f"{member.lease_seconds:.0f} s" if member.lease_seconds > 0 else "over"
         stopping = ", stopping" if member.stopping else ""
         since = f"since {at(member.joined_at)}"
-        yield f"{member.name}: {len(own)}{which}, lease {lease}, {since}{stopping}"
+        yield f"{member.name}: {len(own)}{shards}, lease {lease}, {since}{stopping}"
     if free := held.get(None):
         yield f"nobody: {len(free)} ({ranges(free)})"
 
 
 def _by_shard(known: Mapping[str, Sequence[Membership]]) -> Listing:
     listing = Listing("broker", "subscription", "shard", "owner", "epoch", "batch", "left", "lag")
-    for name, some in known.items():
-        for one in some:
+    for name, group in known.items():
+        for one in group:
             for row in one.backlog.shards:
                 part = one.backlog.by_shard[row.shard]
                 listing.add(

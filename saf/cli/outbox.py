@@ -166,14 +166,14 @@ def forwarded_(
     round_.finish(say=not as_json, found=int(left and not round_.failed))
 
 
-def _number(which: str) -> int | UUID:
-    if which.isascii() and which.isdigit() and len(which) <= 18:  # noqa: PLR2004 - a bigint's digits
-        return int(which)
+def _number(text: str) -> int | UUID:
+    if text.isascii() and text.isdigit() and len(text) <= 18:  # noqa: PLR2004 - a bigint's digits
+        return int(text)
     try:
-        return UUID(which)
+        return UUID(text)
     except ValueError:
         raise UsageError(
-            f"{which!r} is neither an id, as `saf outbox list` shows it, nor a message id"
+            f"{text!r} is neither an id, as `saf outbox list` shows it, nor a message id"
         ) from None
 
 

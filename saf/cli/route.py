@@ -285,9 +285,9 @@ def _named(destination: str, service: str | None, to_broker: UUID | None) -> str
 def _is_here(connection: psycopg.Connection[Any], destination: str, identity: str | None) -> None:
     (here,) = of_broker(connection, BROKER_ID)
     if identity != here:
-        it = f"is broker {identity}" if identity else "does not answer"
+        fact = f"is broker {identity}" if identity else "does not answer"
         raise ConfigurationError(
-            f"--local: destination {destination!r} {it}, and database {connection.info.dbname!r} "
+            f"--local: destination {destination!r} {fact}, and database {connection.info.dbname!r} "
             f"is broker {here}: a local route leads to the database of its senders"
         )
 

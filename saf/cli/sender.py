@@ -60,8 +60,8 @@ def add(
         new = senders.add_senders(
             connection, role, from_service, to_services, refuse_others=refuse_others
         )
-    whom = ", ".join(one or "any service" for one in to_services)
-    echo(f"{name}: {role} may send as {from_service} to {whom}{'' if new else ' already'}")
+    receivers = ", ".join(one or "any service" for one in to_services)
+    echo(f"{name}: {role} may send as {from_service} to {receivers}{'' if new else ' already'}")
     if first:
         echo(f"{name}: from now on, nobody but the owner sends without a rule")
 
@@ -74,7 +74,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
     """
     round_ = Round(chosen(load(config), broker))
     found = round_.visit("sender", lambda connection, _: senders.senders(connection))
-    rules = [(where, one) for where, some in found.items() for one in some]
+    rules = [(where, one) for where, group in found.items() for one in group]
     if as_json:
         rows = [
             {

@@ -64,14 +64,14 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
     if as_json:
         rows = [
             {"broker": where, "service": one.name, "subscriptions": one.subscriptions}
-            for where, some in found.items()
-            for one in some
+            for where, group in found.items()
+            for one in group
         ]
         echo(json.dumps({"services": rows, "errors": round_.errors()}))
     else:
         listing = Listing("broker", "service", "subscriptions")
-        for where, some in found.items():
-            for one in some:
+        for where, group in found.items():
+            for one in group:
                 listing.add(where, one.name, ", ".join(one.subscriptions))
         listing.show()
     round_.finish(say=not as_json)
@@ -92,8 +92,8 @@ def remove(
         services.remove_service(connection, name, discard=discard)
         return bool(services.services(connection))
 
-    for where, some in round_.visit("service", forget).items():
+    for where, left in round_.visit("service", forget).items():
         echo(f"{where}: service {name} removed")
-        if not some:
+        if not left:
             echo(f"{where}: it has no service left, and stores messages for any again")
     round_.finish(say=True)

@@ -82,9 +82,9 @@ def _overview(known: dict[str, BrokerStatus]) -> Listing:
 def _map(status: BrokerStatus) -> Iterator[str]:
     """Yield the owners of shards, with their shards and the remaining time of their leases."""
     for member in status.members:
-        which = f" ({ranges(member.shards)})" if member.shards else ""
+        shards = f" ({ranges(member.shards)})" if member.shards else ""
         lease = f"{member.lease_seconds:.0f} s" if member.lease_seconds > 0 else "over"
-        yield f"{member.name}: {len(member.shards)}{which}, lease {lease}"
+        yield f"{member.name}: {len(member.shards)}{shards}, lease {lease}"
     free = [shard.shard for shard in status.shards if shard.owner is None]
     if free:
         yield f"nobody: {len(free)} ({ranges(free)})"

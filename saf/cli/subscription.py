@@ -92,14 +92,14 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
     if as_json:
         rows = [
             {"broker": where, "subscription": one.name, "service": one.service}
-            for where, some in found.items()
-            for one in some
+            for where, group in found.items()
+            for one in group
         ]
         echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
     else:
         listing = Listing("broker", "subscription", "service")
-        for where, some in found.items():
-            for one in some:
+        for where, group in found.items():
+            for one in group:
                 listing.add(where, one.name, one.service or "(all)")
         listing.show()
     round_.finish(say=not as_json)

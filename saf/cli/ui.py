@@ -63,7 +63,7 @@ def prepared(
     import saf.ui
     from saf.ui.server import Server
 
-    settings, made_up = with_token(settings)
+    settings, token = with_token(settings)
     application: Any = saf.ui.app(settings, write=write)
     # the peer's own address decides which headers are trusted: see saf.ui.access
     configured = uvicorn.Config(
@@ -83,8 +83,8 @@ def prepared(
             "another --port, or 0 for any that is free"
         ) from None
     notes = [f"the dashboard is at http://{shown}:{listening.getsockname()[1]}/"]
-    if made_up is not None:
-        notes.append(f"log in with the token {made_up}")
+    if token is not None:
+        notes.append(f"log in with the token {token}")
     if host not in LOCAL:
         notes.append("others reach it unencrypted: put a reverse proxy with https before it")
     if not write:

@@ -59,7 +59,7 @@ class FindingRoutes:
         if not lanes:
             return set()
         found: set[Lane] = set()
-        led = self._led(lanes)
+        routable = self._led(lanes)
         in_time, self._untransformed = True, False
         self._left.clear()
         needed = (
@@ -72,14 +72,14 @@ class FindingRoutes:
             *parking.as_log(needed, found=False),
         ]
         with self.parked.source_session.in_hand(""):
-            for rows in self.parked.read("", led, columns, found=False):
+            for rows in self.parked.read("", routable, columns, found=False):
                 self.parked.isolate("", rows, partial(self._find_routes, found))
                 if self.parked.over or self._untransformed:
                     in_time = False
                     break
-        self._stay(lanes if in_time else [lane for lane in lanes if lane not in led])
+        self._stay(lanes if in_time else [lane for lane in lanes if lane not in routable])
         if not in_time:
-            self.parked.succeed(led)
+            self.parked.succeed(routable)
         return found
 
     def _led(self, lanes: Sequence[Lane]) -> set[Lane]:
@@ -165,15 +165,15 @@ class FindingRoutes:
 
     def _move(self, rows: pa.Table) -> set[Lane]:
         to = list(self._copies(rows))
-        lanes = {_lane(name, row) for name, _, some in to for row in some}
-        gone = {row["parked_id"] for _, _, some in to for row in some}
+        lanes = {_lane(name, row) for name, _, copies in to for row in copies}
+        gone = {row["parked_id"] for _, _, copies in to for row in copies}
         subscription_id = self.parked.work.batch.subscription_id
 
         def move(source: psycopg.Connection[Any]) -> None:
             lock_cursors(source, self.parked.work.batch)
             parking.touch(source, subscription_id, lanes, "has found a route")
-            for destination, quality, some in to:
-                parking.copy(source, destination, quality, some)
+            for destination, quality, copies in to:
+                parking.copy(source, destination, quality, copies)
             parking.unpark(source, sorted(gone))
             fail_point("routed")
 

@@ -81,6 +81,6 @@ class InStep:
                 raise Unavailable("Spark", "there are evaluated rows after the last")
         of_answers = pc.is_null(batch[ENDED])
         for held, mask in ((self._answers, of_answers), (self._results, pc.invert(of_answers))):
-            some = batch.filter(mask)
-            if some.num_rows:
-                held.append(some)
+            rows = batch.filter(mask)
+            if rows.num_rows:
+                held.append(rows)

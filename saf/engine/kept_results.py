@@ -90,8 +90,8 @@ def keep(
     these messages before this transaction has committed durably.
     """
     messages = {"shards": results["shard"], "ids": results["id"]}
-    once = dict.fromkeys(zip(*messages.values(), strict=True))
-    messages = dict(zip(messages, map(list, zip(*once, strict=True)), strict=True))
+    distinct = dict.fromkeys(zip(*messages.values(), strict=True))
+    messages = dict(zip(messages, map(list, zip(*distinct, strict=True)), strict=True))
     known = {row[0] for row in kept(connection, batch, messages)}
     new = [place for place, id_ in enumerate(results["id"]) if id_ not in known]
     if new:

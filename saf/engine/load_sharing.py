@@ -35,7 +35,7 @@ def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
     route = rows["route"].to_numpy(zero_copy_only=False)
     taken = pc.fill_null(rows["route"], -1).to_numpy().copy()
     keyed = pc.is_valid(rows["key"]).to_numpy()
-    first, which = _distinct(rows.select(["to_service", "to_broker", "key"]))
+    first, indices = _distinct(rows.select(["to_service", "to_broker", "key"]))
     among = {
         place: matches[int(route[row])]
         for place, row in enumerate(first)
@@ -51,7 +51,7 @@ def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
         mask = taken == number
         members = np.array([alone[one] for one in matches[number].routes])
         taken = np.where(mask & ~keyed, members[rows["id"].to_numpy() % len(members)], taken)
-        taken = np.where(mask & keyed, numbers[which], taken)
+        taken = np.where(mask & keyed, numbers[indices], taken)
     column = pa.array(taken.astype(np.int32), mask=taken < 0)
     return rows.set_column(rows.column_names.index("route"), "route", column)
 
@@ -66,11 +66,11 @@ def _distinct(columns: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.
             codes = np.unique(codes * (len(encoded.dictionary) + 1) + numbers, return_inverse=True)[
                 1
             ]
-    _, first, which = np.unique(codes, return_index=True, return_inverse=True)
+    _, first, indices = np.unique(codes, return_index=True, return_inverse=True)
     order = np.argsort(first)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    return first[order], place[which]
+    return first[order], place[indices]
 
 
 def _askers(rows: pa.Table) -> list[Asker]:

@@ -90,8 +90,8 @@ class _Table:
         width = np.int64(len(broker))
 
         def code(services: pa.Array, brokers: pa.Array) -> pa.Array:
-            which = pc.index_in(services, value_set=service).cast(pa.int64())
-            return pc.add(pc.multiply(which, width), pc.index_in(brokers, value_set=broker))
+            index = pc.index_in(services, value_set=service).cast(pa.int64())
+            return pc.add(pc.multiply(index, width), pc.index_in(brokers, value_set=broker))
 
         named = list(zip(*self._both, strict=True)) or [(), ()]
         codes = code(pa.array(named[0], pa.string()), pa.array(named[1], pa.binary()))

@@ -198,19 +198,21 @@ class Releasing:
 
     def _deliver_ready(self, destination: str, left: set[Lane], rows: pa.Table) -> None:
         set_aside = self.parked.aside(destination)
-        once: list[Part] = []
+        at_most_once: list[Part] = []
         for part in self._fit(destination, rows, set_aside):
             if part.quality == AT_MOST_ONCE:
-                once.append(part)
+                at_most_once.append(part)
             elif destination in set_aside.down:
                 set_aside.wait(part)
             else:
                 self.storing.store(part, set_aside)
         if destination in set_aside.down or self.storing.brake.engaged(destination):
-            for part in once:
+            for part in at_most_once:
                 set_aside.wait(part)
-            once = []
-        sent_once = [number for part in once for number in part.rows["parked_id"].to_pylist()]
+            at_most_once = []
+        sent_once = [
+            number for part in at_most_once for number in part.rows["parked_id"].to_pylist()
+        ]
         later = pc.is_in(rows["parked_id"], pa.array(sent_once, pa.int64()))
         others = rows.filter(pc.invert(later))
         if others.num_rows or set_aside:
@@ -221,7 +223,7 @@ class Releasing:
         if set_aside.down:
             self.parked.postpone(dict.fromkeys(left, next(iter(set_aside.failed.values()))))
             left.clear()
-        for part in once:
+        for part in at_most_once:
             self._deliver_once(part)
 
     def _fit(self, destination: str, rows: pa.Table, set_aside: SetAside) -> Iterator[Part]:
@@ -262,7 +264,7 @@ class Releasing:
         set_aside = self.parked.aside()
         isolate(
             part.rows,
-            lambda some: self.storing.store_once(replace(part, rows=some), set_aside),
+            lambda rows: self.storing.store_once(replace(part, rows=rows), set_aside),
             lambda one, error: set_aside.bury(one, part.waits_at, "rejected", error),
         )
         self.parked.settle(part.rows, set_aside)

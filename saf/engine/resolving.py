@@ -214,31 +214,31 @@ class Resolver:
             return self._classified(router, rows)
         encoded = keys.dictionary_encode()
         names = [*encoded.dictionary.to_pylist(), None]  # None: rows without a key
-        which = pc.fill_null(encoded.indices, -1).to_numpy()
+        indices = pc.fill_null(encoded.indices, -1).to_numpy()
         known = dict(self._memory.resolved(router.service, names[:-1]))
         since = dict.fromkeys(known, 0)
-        asked = which < 0
-        asked[np.unique(which, return_index=True)[1]] = True
-        asked &= np.array([name not in known for name in names])[which]
+        asked = indices < 0
+        asked[np.unique(indices, return_index=True)[1]] = True
+        asked &= np.array([name not in known for name in names])[indices]
         places, own = np.flatnonzero(asked), self._classified(router, _filtered(rows, asked))
-        failed = which[places[own["error"].is_valid().to_numpy()]]
-        again = np.isin(which, failed[failed >= 0]) & ~asked
+        failed = indices[places[own["error"].is_valid().to_numpy()]]
+        again = np.isin(indices, failed[failed >= 0]) & ~asked
         if again.any():  # a key's first row failed: ask for its others
             places = np.concatenate([places, np.flatnonzero(again)])
             own = pa.concat_tables([own, self._classified(router, _filtered(rows, again))])
         new: dict[str, Resolved] = {}
-        for place, answer in _resolved(places, own, which >= 0):
-            name = names[which[place]]
+        for place, answer in _resolved(places, own, indices >= 0):
+            name = names[indices[place]]
             if name not in new:
                 new[name], since[name] = answer, place
         if new:
             known |= self._memory.keep(router.service, new)
         of_keys = as_answers([known.get(name, "") for name in names])
-        take = np.zeros(len(which), np.int64)
+        take = np.zeros(len(indices), np.int64)
         take[places] = np.arange(len(places))
-        beginning = np.array([since.get(name, len(which)) for name in names])
-        follows = np.arange(len(which)) >= beginning[which]
-        take[follows] = len(places) + which[follows]
+        beginning = np.array([since.get(name, len(indices)) for name in names])
+        follows = np.arange(len(indices)) >= beginning[indices]
+        take[follows] = len(places) + indices[follows]
         return pa.concat_tables([own, of_keys]).take(take)
 
     def _classified(self, router: Router, rows: pa.Table) -> pa.Table:

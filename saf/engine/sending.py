@@ -50,13 +50,13 @@ class Sending:
         Raises:
             SafError: the only destination is down, so parking would gain nothing.
         """
-        once = [part for part in parts if part.quality == AT_MOST_ONCE]
+        at_most_once = [part for part in parts if part.quality == AT_MOST_ONCE]
         others = [part for part in parts if part.quality != AT_MOST_ONCE]
         for part in [part for part in others if not self._waits(part, set_aside)]:
             # the storing of another part may have held its lane since
             if not self._waits(part, set_aside):
                 self.storing.store(part, set_aside)
-        for part in self._attempted(once, position, set_aside):
+        for part in self._attempted(at_most_once, position, set_aside):
             self.storing.store_once(part, set_aside)
         self._stay_open(set_aside)
 

@@ -205,8 +205,8 @@ class Task:
         resolved = resolution.rows
         if self.resolver:
             self.lanes.look(self.source_session, self.work.batch, fit, resolved)
-        for some, error in resolution.dead:
-            set_aside.bury(some, "", "unresolved", error)
+        for rows, error in resolution.dead:
+            set_aside.bury(rows, "", "unresolved", error)
         matches = self.matcher.matches
         routed = self.earlier.unfinished(self.matcher.route(resolved), matches)
         shared = share(routed, matches, self.source_session.choose)

@@ -185,9 +185,9 @@ class Transforming:
             for place in np.flatnonzero(at_fault).tolist():
                 wrong.setdefault(self._faults[int(ids[place])], []).append(place)
         for why, places in wrong.items():
-            some = rows.take(places)
-            service = self._services(some)[0].as_py()
-            set_aside.bury(some, "", "rejected", f"transform of {service!r}: {why}")
+            bad = rows.take(places)
+            service = self._services(bad)[0].as_py()
+            set_aside.bury(bad, "", "rejected", f"transform of {service!r}: {why}")
         if not wrong:
             return rows
         left = np.ones(rows.num_rows, np.bool_)
@@ -269,11 +269,11 @@ class Transforming:
     def _as_kept(self, rows: pa.Table) -> dict[str, list[Any]]:
         """Return messages' results as they are kept, with a row for each message left out."""
         out, nth, parts = self._made(rows)
-        nothing = rows.filter(pa.array(~_is_in(log_ids(rows), log_ids(out).to_pylist())))
-        count = nothing.num_rows
+        left_out = rows.filter(pa.array(~_is_in(log_ids(rows), log_ids(out).to_pylist())))
+        count = left_out.num_rows
         columns = {
-            "shard": out["shard"].to_pylist() + nothing["shard"].to_pylist(),
-            "id": log_ids(out).to_pylist() + log_ids(nothing).to_pylist(),
+            "shard": out["shard"].to_pylist() + left_out["shard"].to_pylist(),
+            "id": log_ids(out).to_pylist() + log_ids(left_out).to_pylist(),
             "number": nth.tolist() + [0] * count,
             "part": parts.to_pylist() + [None] * count,
         }
@@ -389,8 +389,8 @@ def _in_order(results: pa.Table) -> pa.Table:
     return results.take(pc.sort_indices(results, [("id", "ascending"), ("part", "ascending")]))
 
 
-def _is_in(values: pa.ChunkedArray, some: Collection[Any]) -> Mask:
-    found = pc.is_in(values, pa.array(some, values.type))
+def _is_in(values: pa.ChunkedArray, wanted: Collection[Any]) -> Mask:
+    found = pc.is_in(values, pa.array(wanted, values.type))
     return found.to_numpy()  # type: ignore[no-any-return]
 
 

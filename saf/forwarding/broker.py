@@ -258,9 +258,9 @@ class SourceBroker:
     def _sized(self, connection: psycopg.Connection[Any], work: Work) -> Work:
         if not cursor.has_more_than(connection, work.batch, LITTLE):
             return work
-        some = replace(work.batch, epochs=work.batch.epochs[:SAMPLE])
-        share = DEEP * len(some.epochs) // len(work.batch.epochs)
-        return replace(work, much=True, deep=cursor.has_more_than(connection, some, share))
+        sample = replace(work.batch, epochs=work.batch.epochs[:SAMPLE])
+        share = DEEP * len(sample.epochs) // len(work.batch.epochs)
+        return replace(work, much=True, deep=cursor.has_more_than(connection, sample, share))
 
     def _in_vain(self, work: Work) -> bool:
         down = {lane.destination for lane in self._lanes if lane.kind == Kind.MAIN and not lane.due}

@@ -305,7 +305,7 @@ class Forwarder:
         """Wait for a job; while waiting, renew leases and pass on stop requests."""
         working = self._at_work(work)
         deep = self._at_work(item for item in work if item.much)
-        began = looked = asked = time.monotonic()
+        began = visited_at = asked = time.monotonic()
         gave_way, told = False, set[str]()
         stopped_at, tell_at = None, began
         if beside and beside.little:
@@ -314,11 +314,11 @@ class Forwarder:
             now = time.monotonic()
             if self._stop:
                 stopped_at = stopped_at or now
-            elif deep and not gave_way and now - looked > self.options.interval_seconds:
+            elif deep and not gave_way and now - visited_at > self.options.interval_seconds:
                 waits = self._look_beside(working, beside) or left_out
                 if waits and now - began > self.options.turn_seconds:
                     gave_way = True
-                looked = time.monotonic()
+                visited_at = time.monotonic()
             if (stopped_at or gave_way) and now >= tell_at:
                 self._tell_to_stop(working if stopped_at else deep, told)
                 tell_at = now + TELL_SECONDS

@@ -52,7 +52,7 @@ def surveyed(
 
     ``meanwhile`` is called periodically while waiting for the surveys.
     """
-    shared = {name: some for name, some in _shared(work).items() if name not in but}
+    shared = {name: batches for name, batches in _shared(work).items() if name not in but}
     if not shared:
         yield list(work)
         return

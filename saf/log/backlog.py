@@ -266,11 +266,11 @@ def _look(connection: psycopg.Connection[Any], backlog: Backlog, limit: int) -> 
         if row.alone is not None:
             alone[row.shard, row.alone].append(row)
     large: dict[Transaction, list[Found]] = {}
-    for one, some in alone.items():
-        if sum(row.messages for row in some) >= readings[one[0]].most:
-            large[one] = some
+    for one, group in alone.items():
+        if sum(row.messages for row in group) >= readings[one[0]].most:
+            large[one] = group
             continue
-        for row in some:
+        for row in group:
             _add(backlog, row, row.left)
     if large:
         _add_large(connection, backlog, large)
@@ -287,14 +287,14 @@ def _add_in_order(
     connection: psycopg.Connection[Any], backlog: Backlog, rows: list[Found], limit: int
 ) -> None:
     """Add the pending messages of transactions that were read in order."""
-    looked, low, high = _extent(rows)
-    cut = [shard for shard, count in looked.items() if count >= limit]
-    factor = dict.fromkeys(looked, 1.0)
+    counts, low, high = _extent(rows)
+    cut = [shard for shard, count in counts.items() if count >= limit]
+    factor = dict.fromkeys(counts, 1.0)
     if cut:
         backlog.exact = False
         for shard, rest in _beyond(connection, backlog.log, cut, high):
-            density = looked[shard] / (high[shard] - low[shard] + 1)
-            factor[shard] += rest * density / looked[shard]
+            density = counts[shard] / (high[shard] - low[shard] + 1)
+            factor[shard] += rest * density / counts[shard]
     for row in rows:
         _add(backlog, row, row.left * factor[row.shard])
 
@@ -316,28 +316,28 @@ def _add_large(
             assert row.slot is not None  # noqa: S101 - sampled separately
             low, high = slots[one].get(row.slot, (row.low, row.high))
             slots[one][row.slot] = min(low, row.low), max(high, row.high)
-    looked = {one: sum(row.messages for row in rows) for one, rows in large.items()}
+    counts = {one: sum(row.messages for row in rows) for one, rows in large.items()}
     rest: dict[Transaction, float] = defaultdict(float)
     for shard, txid, first, last in _ends(connection, backlog.log, large):
         one, before = (shard, txid), max(first - 1, shards[shard].complete(txid))
         if before < last:
             extent = sum(high - low + 1 for low, high in slots[one].values())
-            rest[one] += 1 + (last - before - 1) * looked[one] / extent
+            rest[one] += 1 + (last - before - 1) * counts[one] / extent
     for one, rows in large.items():
         for row in rows:
-            _add(backlog, row, rest[one] / looked[one])
+            _add(backlog, row, rest[one] / counts[one])
 
 
 def _extent(rows: Iterable[Found]) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     """Return the number of rows read, their lowest and their highest id, each by shard."""
-    looked: dict[int, int] = defaultdict(int)
+    counts: dict[int, int] = defaultdict(int)
     low: dict[int, int] = {}
     high: dict[int, int] = {}
     for row in rows:
-        looked[row.shard] += row.messages
+        counts[row.shard] += row.messages
         low[row.shard] = min(low.get(row.shard, row.low), row.low)
         high[row.shard] = max(high.get(row.shard, row.high), row.high)
-    return looked, low, high
+    return counts, low, high
 
 
 def _beyond(

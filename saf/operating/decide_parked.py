@@ -156,8 +156,8 @@ def discard(
             connection.execute(LET_KEYS_GO_ON, params)
             _tell_conversations(connection, params)
             if rows.arrived:
-                ((who,),) = fetch(connection, WHO)
-                give_up(connection, rows.arrived, who)
+                ((operator,),) = fetch(connection, WHO)
+                give_up(connection, rows.arrived, operator)
             parking.unpark(connection, rows.parked_ids)
             for subscription_id, lanes in rows.forgettable.items():
                 backoff.forget(connection, subscription_id, lanes)

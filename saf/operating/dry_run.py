@@ -112,15 +112,15 @@ def try_out(
     created = {"id": 0, "shard": 0, "created_at": datetime.now(UTC)}
     rows = as_table([encode(message)._asdict() | created])
     resolution = resolver.resolve(rows)
-    (goes,) = (resolution.rows if len(resolution.rows) else rows).to_pylist()
-    broker = goes["to_broker"]
+    (row,) = (resolution.rows if len(resolution.rows) else rows).to_pylist()
+    broker = row["to_broker"]
     return DryRun(
         service=message.service,
         goes=explain(
             connection,
-            goes["to_service"],
+            row["to_service"],
             str(UUID(bytes=broker)) if broker else None,
-            goes["key"],
+            row["key"],
             default_destination=default_destination,
             declared=declared,
         ),

@@ -70,8 +70,8 @@ def find(settings: Settings, known: Mapping[str, Endpoint] | None = None) -> Fou
                     listed = stored(connection, where, settings.dispatch.networks)
         except SafError as error:
             found.unread.append(error)
-            had = {name: one for name, one in (known or {}).items() if one.broker == where}
-            found.endpoints = had | found.endpoints
+            previous = {name: one for name, one in (known or {}).items() if one.broker == where}
+            found.endpoints = previous | found.endpoints
             continue
         for name, one in listed.items():
             if name in found.endpoints:

@@ -142,20 +142,25 @@ def forecast(
     held = {lane.destination: lane.messages for lane in waiting.shown if lane.kind == Kind.MAIN}
     going = []
     for address, part in backlog.by_address.items():
-        its = way(routes, address)
-        behind = [name for name in its.destinations if held.get(name)]
+        target = way(routes, address)
+        behind = [name for name in target.destinations if held.get(name)]
         if behind:
             how = "; ".join(
-                f"{its.how}, behind {held[name]:,} parked for {name}" for name in behind
+                f"{target.how}, behind {held[name]:,} parked for {name}" for name in behind
             )
-            its = Way(destinations=its.destinations, how=how, routes=its.routes, to_all=its.to_all)
+            target = Way(
+                destinations=target.destinations,
+                how=how,
+                routes=target.routes,
+                to_all=target.to_all,
+            )
         going.append(
             Going(
                 service=address[0],
                 to_broker=None if address[1] is None else str(address[1]),
                 messages=round(part.messages),
                 oldest=part.oldest,
-                way=its,
+                way=target,
             )
         )
     going.sort(key=lambda one: (-one.messages, one.service, one.to_broker or ""))

@@ -153,8 +153,8 @@ def stay(
                     place=places.get("outbox"),
                 )
             if outbox_search.row is not None or key is not None:
-                which = outbox_search.row or message_id
-                sent = outbox.details(connection, which, key=key, seconds=seconds)
+                row = outbox_search.row or message_id
+                sent = outbox.details(connection, row, key=key, seconds=seconds)
             if key is None:
                 inbox_search = finding.find(
                     connection,
@@ -180,8 +180,8 @@ def stay(
                     attempts = tries.execute(ATTEMPTED, params).fetchall()
             decided: list[Decided] = []
             if is_audited:
-                with psycopg.Cursor(connection, row_factory=class_row(Decided)) as some:
-                    decided = some.execute(DECIDED, params).fetchall()
+                with psycopg.Cursor(connection, row_factory=class_row(Decided)) as decisions:
+                    decided = decisions.execute(DECIDED, params).fetchall()
     except psycopg.errors.QueryCanceled:
         raise UsageError(
             f"it took longer than {seconds:g} s to look for message {message_id}: add the time "

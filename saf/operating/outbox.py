@@ -241,21 +241,21 @@ def messages(
             (shards,) = of_broker(connection, SHARDS)
             params["shard"] = shard_of(wanted.key, shards)
         if wanted.state in OF_STATE:
-            looked = Looked(rows=_rows(connection, OF_STATE[wanted.state], params))
+            reading = Looked(rows=_rows(connection, OF_STATE[wanted.state], params))
             found = tuple(
-                Sent(**{k: v for k, v in row.items() if k != "page_end"}) for row in looked.rows
+                Sent(**{k: v for k, v in row.items() if k != "page_end"}) for row in reading.rows
             )
         else:
-            looked = _looked(connection, params, look_seconds)
+            reading = _looked(connection, params, look_seconds)
             found = tuple(
                 one
-                for one in _with_state(connection, looked.rows)
+                for one in _with_state(connection, reading.rows)
                 if wanted.state is None or one.state == wanted.state
             )
-    end = looked.rows[-1]["page_end"] if len(looked.rows) == limit else None
-    if looked.place is not None:
-        end = f"{looked.place}.0"  # all ids are greater
-    return SentPage(shown=found, next=end, before=looked.before)
+    end = reading.rows[-1]["page_end"] if len(reading.rows) == limit else None
+    if reading.place is not None:
+        end = f"{reading.place}.0"  # all ids are greater
+    return SentPage(shown=found, next=end, before=reading.before)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,10 +115,10 @@ def everything_sent(
             destinations=destinations,
             purged=kept if since < kept and here.may_be_purged() else None,
         )
-        may_be_there = unread_of(here.connection, destinations, routes)
+        unread = unread_of(here.connection, destinations, routes)
         current = routes(here.connection)
         sent = here.stream(in_order(SENT, shards, state="state"), both.params)
         aside = (here.stream(query, both.params) for query in (SET_ASIDE, DISCARDED))
         for _, rows in groupby(merge(sent, *aside, key=itemgetter(0)), key=itemgetter(0)):
-            found.add([Entry._make(row) for row in rows], current, may_be_there)
+            found.add([Entry._make(row) for row in rows], current, unread)
     return found

@@ -142,7 +142,7 @@ def give_new_id(
         if alive := [name for (name,) in fetch(connection, ALIVE)]:
             raise UsageError(f"stop all forwarders and receivers first: {', '.join(alive)}")
         waiting = [one for (one,) in fetch(connection, WAITING)]
-        known = [one for some in _some(waiting) for one in _known(original, some)]
+        known = [one for ids in _some(waiting) for one in _known(original, ids)]
         for statement in GIVE_UP:
             connection.execute(statement, {"message_ids": known})
         for statement in FORGET:

@@ -239,9 +239,9 @@ def _let_subscribers_know(
             routes=routes,
         )
         spoken = sent_monologs(connection, one)
-        heard = received_monologs(brokers[one], source_id)
+        arrived = received_monologs(brokers[one], source_id)
         subscribers_set_back(
-            connection, known[one].destination, spoken, heard,
+            connection, known[one].destination, spoken, arrived,
             is_behind=lacking.is_behind, may_lack=lacking.may_lack,
         )  # fmt: skip
 

@@ -232,7 +232,7 @@ def distinct_matches(routes: Routes) -> list[Match]:
     """Return all different matches of some routes; for routes that share, also each route alone."""
     matches: dict[Match, None] = {}
     compiled = (routes.matches, routes.matches_of_known, routes.matches_of_unknown)
-    for match in chain.from_iterable(some.values() for some in compiled):
+    for match in chain.from_iterable(group.values() for group in compiled):
         matches[match] = None
         if match.shared:
             matches.update({Match(routes=(route,)): None for route in match.routes})

@@ -32,8 +32,8 @@ def has_lanes(rows: pa.Table) -> bool:
 def lanes_of(rows: pa.Table, destination: str = "") -> tuple[list[Lane], npt.NDArray[np.int64]]:
     """Return the distinct lanes, in order of appearance, and each message's index among them."""
     encoded = _keys(rows).combine_chunks().dictionary_encode()
-    which = encoded.indices.to_numpy().astype(np.int64)
-    _, first = np.unique(which, return_index=True)
+    indices = encoded.indices.to_numpy().astype(np.int64)
+    _, first = np.unique(indices, return_index=True)
     lanes = [
         Lane(
             destination=destination,
@@ -43,7 +43,7 @@ def lanes_of(rows: pa.Table, destination: str = "") -> tuple[list[Lane], npt.NDA
         )
         for row in rows.select(LANE).take(pa.array(first)).to_pylist()
     ]
-    return lanes, which
+    return lanes, indices
 
 
 def in_lanes(rows: pa.Table, lanes: pa.Table) -> pa.Table:

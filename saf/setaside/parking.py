@@ -177,8 +177,8 @@ def park(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) ->
             broker=row["broker"],
         )
         lanes[row["subscription_id"]].add(lane)
-    for subscription_id, some in lanes.items():
-        touch(connection, subscription_id, some, "behind others")
+    for subscription_id, subscription_lanes in lanes.items():
+        touch(connection, subscription_id, subscription_lanes, "behind others")
     copy_in(connection, rows)
 
 

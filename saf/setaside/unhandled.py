@@ -56,8 +56,8 @@ class Unhandled:
 
     def __str__(self) -> str:
         what = "without a type" if self.message_type is None else f"of type {self.message_type!r}"
-        some = f"{self.messages:,} message{'s' * (self.messages != 1)}"
-        return f"{some} {what} wait{'s' * (self.messages == 1)} for a handler"
+        count = f"{self.messages:,} message{'s' * (self.messages != 1)}"
+        return f"{count} {what} wait{'s' * (self.messages == 1)} for a handler"
 
 
 def unhandled(connection: psycopg.Connection[Any]) -> list[Unhandled]:

@@ -78,10 +78,10 @@ def as_said(one: Compiled, said: pa.Array) -> pa.Table:
         texts = said.dictionary_encode()
         answers = [*map(_answer, texts.dictionary.to_pylist()), RAISED]
         return as_answers(answers).take(pc.fill_null(texts.indices, len(answers) - 1))
-    nothing = pa.nulls(len(said))
+    nulls = pa.nulls(len(said))
     services = pc.if_else(pc.equal(said, b""), pa.scalar(None, said.type), said)
     errors = pc.if_else(pc.is_null(said), RAISED, pa.scalar(None, pa.string()))
-    return pa.table([services, nothing, nothing, errors], ANSWERS.names).cast(ANSWERS)
+    return pa.table([services, nulls, nulls, errors], ANSWERS.names).cast(ANSWERS)
 
 
 def _answer(text: bytes) -> Resolved | str:

@@ -76,7 +76,7 @@ def receipts(
     at_once = min(len(work), max(1, spark.sparkContext.defaultParallelism))
     with ThreadPoolExecutor(max_workers=at_once) as pool:
         evaluated = pool.map(run, work)
-        return [*meanwhile(), *(receipt for some in evaluated for receipt in some)]
+        return [*meanwhile(), *(receipt for part in evaluated for receipt in part)]
 
 
 @dataclass(kw_only=True)
@@ -187,7 +187,7 @@ def in_order(spark: SparkSession, frames: Sequence[DataFrame]) -> DataFrame:
         F.lit(LAST).alias("id"),
         F.lit(True).alias(ENDED),
     )
-    whole = reduce(lambda some, more: some.unionByName(more, True), [*frames, end]).coalesce(1)
+    whole = reduce(lambda rows, more: rows.unionByName(more, True), [*frames, end]).coalesce(1)
     streams = not frames or (len(frames) == 1 and keeps_order(frames[0]))
     return whole if streams else whole.sortWithinPartitions("id")
 

@@ -119,10 +119,10 @@ def answers_of(
         kinds["asked"] = "int"
         asked.append(_asked(routers, compiled))
     selected = columns | {"to_service"}
-    some = f"to_service = ANY ({sql.Literal([r.service for r in routers]).as_string(None)})"
+    condition = f"to_service = ANY ({sql.Literal([r.service for r in routers]).as_string(None)})"
     queries = [
         f"SELECT {', '.join(kinds)} FROM ({messages}) AS m "
-        f"WHERE {some} AND id <= {last} ORDER BY id"
+        f"WHERE {condition} AND id <= {last} ORDER BY id"
         for messages in (
             *_parked(item, [*as_spark_sees(selected, max_bytes), *asked]),
             item.batch.rows(["id", *as_spark_sees(selected, max_bytes, item.batch.log), *asked]),

@@ -105,12 +105,12 @@ class ConnectRunner:
 
         seal = self._seal
         assert seal is not None  # noqa: S101 - `start` comes first
-        some = [without_sql(item, NO_SQL) for item in work]
+        parts = [without_sql(item, NO_SQL) for item in work]
         with suppress(Exception):  # where this setting is forbidden, some items share a task
-            self._spark.conf.set(PARALLELISM, str(len(some)))
+            self._spark.conf.set(PARALLELISM, str(len(parts)))
         self._spark.addTag(group)
         try:
-            packed = pa.table({items.ITEM: [seal.closed(one) for one in enumerate(some)]})
+            packed = pa.table({items.ITEM: [seal.closed(one) for one in enumerate(parts)]})
             function = task(seal.name, seal.closed(rules))
             done = self._spark.createDataFrame(packed).mapInArrow(function, "said binary")
             return [

@@ -51,10 +51,10 @@ def tried(
         spark = SparkSession.builder.getOrCreate()
         row = [1, *(_plain(message.get(name)) for name in EXPRESSED)]
         schema = ", ".join(f"{name} {kind}" for name, kind in SEEN.items())
-        seen = as_seen(spark.createDataFrame([row], schema))
+        frame = as_seen(spark.createDataFrame([row], schema))
         try:
             usable = transformed(
-                seen, f"transform of {service!r}", function, deterministic=deterministic
+                frame, f"transform of {service!r}", function, deterministic=deterministic
             )
         except ConfigurationError as error:
             return Tried(waits=str(error))

@@ -412,7 +412,7 @@ ORDER BY b.endpoint
 
 def endpoints(patient: Patient) -> Found:
     """Report endpoints to which dispatchers send nothing."""
-    for name, subscription, state, since, error, paused_at, who in patient.ask(ENDPOINTS):
+    for name, subscription, state, since, error, paused_at, person in patient.ask(ENDPOINTS):
         what = f"endpoint {name!r} of subscription {subscription!r}"
         waits = "its messages wait, and the slots that they are in cannot be purged"
         resume = shlex.join(("saf", "endpoint", "resume", name))
@@ -426,7 +426,7 @@ def endpoints(patient: Patient) -> Found:
             cure = "fix the endpoint; saf retries it"
             yield "warning", f"{what} is down since {since}: {error}; {waits}", cure
         if paused_at is not None:
-            yield "warning", f"{what} was paused by {who} at {paused_at}; {waits}", resume
+            yield "warning", f"{what} was paused by {person} at {paused_at}; {waits}", resume
 
 
 DEAD = "SELECT reason, count(*), min(error) FROM saf.dead_letter GROUP BY 1 ORDER BY 1"

@@ -321,10 +321,10 @@ def _examined(patient: Patient, dsn: Dsn, checks: tuple[Check, ...]) -> Iterator
 
 def _made(check: Check, patient: Patient) -> Iterator[Finding]:
     name, where = check.__name__, patient.where
-    quiet = True
+    is_ok = True
     try:
         for severity, what, to_do in check(patient):
-            quiet = False
+            is_ok = False
             yield Finding(check=name, where=where, severity=severity, what=what, cure=to_do)
     except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
         yield Finding(
@@ -354,7 +354,7 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
             cure=RESTORE if incomplete else "fix the cause; then run the doctor again",
         )
     else:
-        if quiet:
+        if is_ok:
             yield Finding(check=name, where=where, severity="ok")
 
 

@@ -95,15 +95,15 @@ def local_by(config: Settings) -> Check:
         current = configuration(patient.connection, default, config.declared)
         routers = {one.router.service for one in current.routers}
         for service, destination, here, works in patient.ask(LOCAL):
-            this = (destination, "--service", service)
-            remove = patient.command("route", "remove", *this)
+            arguments = (destination, "--service", service)
+            remove = patient.command("route", "remove", *arguments)
             if not works:
                 yield (
                     "warning",
                     f"the local route of service {service!r} has no trigger at the outbox: its "
                     "messages wait for the forwarder",
-                    f"{patient.command('route', 'disable', *this)}, then "
-                    + patient.command("route", "enable", *this),
+                    f"{patient.command('route', 'disable', *arguments)}, then "
+                    + patient.command("route", "enable", *arguments),
                 )
             elif current.brokers.get(destination, here) != here:
                 yield (
@@ -162,8 +162,8 @@ def routes_by(config: Settings) -> Check:
                     f"{instead}",
                     _removed(patient, configured[route]),
                 )
-        led = {route.service for route in in_force.routes}
-        for topic in sorted(() if None in led else in_force.topics - led):
+        services = {route.service for route in in_force.routes}
+        for topic in sorted(() if None in services else in_force.topics - services):
             yield (
                 "warning",
                 f"topic {topic!r} has no destination: its messages are parked",

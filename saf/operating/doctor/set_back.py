@@ -34,11 +34,11 @@ def set_back_by(config: Settings) -> Check:
                 )
             if found.behind:
                 since = found.since and f"since a batch of {found.since.isoformat()}"
-                such_as = f", such as: {found.lower}" if found.lower else ""
+                example = f", such as: {found.lower}" if found.lower else ""
                 yield (
                     "error",
                     f"destination {name!r} has lost messages that it acknowledged of "
-                    f"{in_words(shards_of(found.behind))}, {since or 'or never had any'}{such_as}; "
+                    f"{in_words(shards_of(found.behind))}, {since or 'or never had any'}{example}; "
                     "it seems to be restored from a backup, and gets no messages",
                     REPAIR,
                 )

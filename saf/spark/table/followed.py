@@ -114,12 +114,12 @@ class Followed:
                     what=self.what,
                     broker=self.name,
                     dsn=self.dsn,
-                    batch=some,
+                    batch=batch,
                     kept=storage.kept,
                     files=storage.files,
                     deep=deep,
                 )
-                for some in rows.split(number)
+                for batch in rows.split(number)
             ]
 
     def commit(self, end: Offset) -> None:

@@ -76,8 +76,8 @@ class Query:
         names = fields.columns_read(self.asked, others)
         if not common:
             return fields.at_source(names, kept=kept)
-        some = [name for name in names if name not in UNCOMMON]
-        return [*fields.at_source(some, kept=kept), MORE_THAN_COMMON]
+        common_names = [name for name in names if name not in UNCOMMON]
+        return [*fields.at_source(common_names, kept=kept), MORE_THAN_COMMON]
 
     def of(self, rows: str, *, common: bool = False) -> str:
         """Return the whole query around ``rows``, a query for its `columns`."""
@@ -133,7 +133,9 @@ def _in_windows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
             nonlocal common
             if common:
                 rows = bounded(given(cursor, query.of(window.rows(batch, few), common=True)))
-                whole = [one for some in rows if (one := completed(some, query.names)) is not None]
+                whole = [
+                    one for piece in rows if (one := completed(piece, query.names)) is not None
+                ]
                 if len(whole) == len(rows):
                     return whole
                 common = False  # expect the same columns in the other windows

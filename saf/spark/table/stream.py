@@ -192,8 +192,8 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         most = min(len(busy), limit.rows)
         first, self._turn = self._turn, self._turn + most
         turn = {busy[(first + number) % len(busy)] for number in range(most)}
-        quiet = {name for name, has in news.items() if not has}
-        return {n: brokers[n] for n in brokers if n in turn | quiet}, limit.share(max(1, most))
+        idle = {name for name, has in news.items() if not has}
+        return {n: brokers[n] for n in brokers if n in turn | idle}, limit.share(max(1, most))
 
     def _end(self, one: Followed) -> str | None:
         return None if self._until is None else self._until[one.name]

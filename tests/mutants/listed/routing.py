@@ -307,7 +307,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a classifier is asked for a key again",
         "saf/engine/resolving.py",
-        "        asked &= np.array([name not in known for name in names])[which]\n",
+        "        asked &= np.array([name not in known for name in names])[indices]\n",
         "",
         f"{OF_ROUTERS}::"
         "test_a_router_classifies_the_first_message_of_a_key_and_later_ones_bypass_it",

@@ -138,7 +138,7 @@ SURVIVORS: list[Mutant] = [
     mutant(
         "of a large transaction, what was read is all that is left",
         "saf/log/backlog.py",
-        "            _add(backlog, row, rest[one] / looked[one])\n",
+        "            _add(backlog, row, rest[one] / counts[one])\n",
         "            _add(backlog, row, row.left)\n",
         "contract/test_backlog.py::"
         "test_of_a_transaction_that_went_on_at_the_last_batch_the_rest_is_left",

@@ -80,8 +80,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what a transform has left out may be sent the next time",
         TRANSFORMING,
-        "        count = nothing.num_rows\n",
-        "        nothing = nothing.slice(0, 0)\n        count = nothing.num_rows\n",
+        "        count = left_out.num_rows\n",
+        "        left_out = left_out.slice(0, 0)\n        count = left_out.num_rows\n",
         f"{UNIT}::test_what_is_kept_counts_and_what_is_new_is_kept_with_what_is_left_out",
     ),
     mutant(
