@@ -187,9 +187,9 @@ def remove_service(
     """
     with connection.transaction():
         refuse_local(connection, name, "removed")
-        for one in subscriptions(connection):
-            if one.service == name:
-                remove_subscription(connection, one.name, discard=discard)
+        for item in subscriptions(connection):
+            if item.service == name:
+                remove_subscription(connection, item.name, discard=discard)
         if not fetch(connection, REMOVE_SERVICE, {"name": name}):
             known = [service.name for service in services(connection)]
             raise ConfigurationError(_unknown("service", name, known))
@@ -215,7 +215,7 @@ def subscription(connection: psycopg.Connection[Any], name: str) -> Subscription
                 f"subscription {name!r} is a stream's, and no receiver reads it: `saf subscription "
                 "drop` forgets a stream"
             )
-        known = [one.name for one in subscriptions(connection)]
+        known = [item.name for item in subscriptions(connection)]
         raise ConfigurationError(_unknown("subscription", name, known))
     return found
 
@@ -235,7 +235,7 @@ def create_subscription(
     _check("subscription", name)
     with connection.transaction():
         if service is not None and not lives_here(connection, service):
-            known = [one.name for one in services(connection)]
+            known = [item.name for item in services(connection)]
             raise ConfigurationError(_unknown("service", service, known))
         created = fetch(connection, CREATE_SUBSCRIPTION, {"name": name, "service": service})
         if not created:

@@ -143,18 +143,18 @@ def _wanted(
     """Return the brokers of a plan, and the desired state of each."""
     places = Found()
     wanted: dict[Dsn, Mapping[str, Entries]] = {}
-    plans = {name: one for name, one in plan.brokers.items() if only in (None, name)}
+    plans = {name: entry for name, entry in plan.brokers.items() if only in (None, name)}
     if not plans:
         raise ConfigurationError(f"--broker {only}: the plan has no [brokers.{only}]")
-    for name, one in plans.items():
+    for name, entry in plans.items():
         found = chosen(settings, name)
         brokers = found.brokers if isinstance(found, Found) else found
         places.problems += found.problems if isinstance(found, Found) else []
         for place, broker in brokers.items():
-            names = [other for other, one in places.brokers.items() if one.dsn == broker.dsn]
+            names = [other for other, entry in places.brokers.items() if entry.dsn == broker.dsn]
             _refuse_twins(dict.fromkeys((*names, place), place))
             places.brokers[place] = broker
-            wanted[broker.dsn] = one.entries()
+            wanted[broker.dsn] = entry.entries()
     return places, wanted
 
 

@@ -110,10 +110,10 @@ def audit_(
     else:
         listing = Listing("broker", "when", "who", "person", "action", "messages", below="why")
         for name, page in pages.items():
-            for one in page.shown:
+            for entry in page.shown:
                 listing.add(
-                    name, at(one.audit_at), one.who, one.person or "", one.action,
-                    f"{one.messages:,}", below=one.why,
+                    name, at(entry.audit_at), entry.who, entry.person or "", entry.action,
+                    f"{entry.messages:,}", below=entry.why,
                 )  # fmt: skip
         listing.show()
         say_next(pages)
@@ -286,11 +286,11 @@ def _show(round_: Round, pages: Mapping[str, Page[DeadLetter]], *, as_json: bool
             below="error",
         )
         for name, page in pages.items():
-            for one in page.shown:
+            for row in page.shown:
                 listing.add(
-                    name, str(one.dead_letter_id), at(one.dead_letter_at),
-                    one.subscription, one.reason, one.service, one.key or "", f"{one.bytes:,}",
-                    below=one.error if one.stays is None else f"{one.error} ({WHY[one.stays]})",
+                    name, str(row.dead_letter_id), at(row.dead_letter_at),
+                    row.subscription, row.reason, row.service, row.key or "", f"{row.bytes:,}",
+                    below=row.error if row.stays is None else f"{row.error} ({WHY[row.stays]})",
                 )  # fmt: skip
         listing.show()
         say_next(pages)

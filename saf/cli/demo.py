@@ -126,8 +126,8 @@ def command(
             "--lake is a demo of its own: without --routing, --dialog, --http and --to"
         )
     if ui and (dialog or lake):
-        one = "--dialog" if dialog else "--lake"
-        raise UsageError(f"{one} is a demo of its own: without --ui")
+        option = "--dialog" if dialog else "--lake"
+        raise UsageError(f"{option} is a demo of its own: without --ui")
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingExtra("demo", "saf demo")

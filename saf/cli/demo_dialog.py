@@ -80,13 +80,13 @@ def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
 def listing(result: dict[str, Any]) -> Listing:
     """Return a row for each talk: its state at both ends, and whether that is right."""
     rows = Listing("talk", "shop's end", "warehouse's end", "error", "this is")
-    for one in result["talks"]:
+    for talk in result["talks"]:
         rows.add(
-            one["name"],
-            one["shop"] or "",
-            one["warehouse"] or "",
-            "" if one["error"] is None else str(one["error"]),
-            "right" if one["right"] else "wrong",
+            talk["name"],
+            talk["shop"] or "",
+            talk["warehouse"] or "",
+            "" if talk["error"] is None else str(talk["error"]),
+            "right" if talk["right"] else "wrong",
         )
     return rows
 

@@ -75,10 +75,10 @@ def list_(
             "broker", "handle", "state", "service", "with", "sent", "received", below="error"
         )
         for name, broker_page in pages.items():
-            for one in broker_page.shown:
+            for row in broker_page.shown:
                 listing.add(
-                    name, str(one.handle), one.state, one.service, one.far_service,
-                    str(one.send_sequence), _received(one), below=_error(one),
+                    name, str(row.handle), row.state, row.service, row.far_service,
+                    str(row.send_sequence), _received(row), below=_error(row),
                 )  # fmt: skip
         listing.show()
         say_next(pages)
@@ -92,7 +92,7 @@ def show(
     """Show one end of a conversation, at any broker."""
     round_ = Round(everywhere(load(config), broker))
     found = round_.visit("dialog", lambda connection, _: conversations(connection, handle=handle))
-    rows = [{"broker": name, **one.as_dict()} for name, group in found.items() for one in group]
+    rows = [{"broker": name, **side.as_dict()} for name, group in found.items() for side in group]
     if as_json:
         echo(json.dumps({"conversations": rows, "errors": round_.errors()}))
     else:
@@ -210,9 +210,9 @@ def _where_it_lives(round_: Round, handle: UUID, act: Any, done: str) -> None:
     round_.finish(say=True)
 
 
-def _received(one: Conversation) -> str:
-    return f"{one.receive_sequence}" + (f" (+{one.ahead} ahead)" if one.ahead else "")
+def _received(side: Conversation) -> str:
+    return f"{side.receive_sequence}" + (f" (+{side.ahead} ahead)" if side.ahead else "")
 
 
-def _error(one: Conversation) -> str:
-    return "" if one.error_code is None else f"{one.error_code}: {one.error_text}"
+def _error(side: Conversation) -> str:
+    return "" if side.error_code is None else f"{side.error_code}: {side.error_text}"

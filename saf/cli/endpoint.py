@@ -114,9 +114,9 @@ def list_(config: Config = None, as_json: AsJson = False) -> None:
     settings = load(config)
     found = find(settings)
     rows, problems = [], found.problems
-    for name, one in found.endpoints.items():
+    for name, endpoint in found.endpoints.items():
         try:
-            rows.append(_row(settings, name, one))
+            rows.append(_row(settings, name, endpoint))
         except SafError as error:
             problems.append(error)
     if as_json:

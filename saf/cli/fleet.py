@@ -30,18 +30,18 @@ def list_(config: Config = None, as_json: AsJson = False) -> None:
     if as_json:
         rows = [
             {
-                "member": one.name,
-                "fleet": one.fleet,
-                "broker_id": one.broker_id and str(one.broker_id),
-                "missing_since": one.missing_since,
+                "member": member.name,
+                "fleet": member.fleet,
+                "broker_id": member.broker_id and str(member.broker_id),
+                "missing_since": member.missing_since,
             }
-            for one in known
+            for member in known
         ]
         echo(json.dumps({"members": rows}))
         return
     listing = Listing("member", "broker_id", "missing since")
-    for one in known:
-        listing.add(one.name, str(one.broker_id or ""), one.missing_since or "")
+    for member in known:
+        listing.add(member.name, str(member.broker_id or ""), member.missing_since or "")
     listing.show()
 
 

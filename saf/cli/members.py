@@ -36,17 +36,17 @@ def command(
     round_ = Round(everywhere(load(config), broker))
     asked = round_.visit("members", lambda connection, _: memberships(connection))
     known = {
-        name: [one for one in group if subscription in (None, one.backlog.subscription)]
+        name: [item for item in group if subscription in (None, item.backlog.subscription)]
         for name, group in asked.items()
     }
     if subscription is not None and asked and not any(known.values()):
-        names = sorted({one.backlog.subscription for group in asked.values() for one in group})
+        names = sorted({item.backlog.subscription for group in asked.values() for item in group})
         raise UsageError(f"--subscription {subscription} does not exist, only {', '.join(names)}")
     if as_json:
         rows = [
-            {"broker": name, **one.as_dict(shards=shards)}
+            {"broker": name, **item.as_dict(shards=shards)}
             for name, group in known.items()
-            for one in group
+            for item in group
         ]
         echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
     else:
@@ -61,19 +61,19 @@ def _overview(known: Mapping[str, Sequence[Membership]]) -> Listing:
         *("broker", "log", "subscription", "left", "lag"), below="members and their shards"
     )
     for name, group in known.items():
-        for one in group:
-            backlog = one.backlog
+        for membership in group:
+            backlog = membership.backlog
             listing.add(
                 name, backlog.log, backlog.subscription,
                 f"{'' if backlog.exact else 'about '}{backlog.messages:,}",
-                age(one.lag_seconds(backlog.oldest)), below="; ".join(_map(one)),
+                age(membership.lag_seconds(backlog.oldest)), below="; ".join(_map(membership)),
             )  # fmt: skip
     return listing
 
 
-def _map(one: Membership) -> Iterator[str]:
-    held = one.held
-    for member in one.members:
+def _map(membership: Membership) -> Iterator[str]:
+    held = membership.held
+    for member in membership.members:
         own = held.get(member.name, [])
         shards = f" ({ranges(own)})" if own else ""
         lease = f"{member.lease_seconds:.0f} s" if member.lease_seconds > 0 else "over"
@@ -87,12 +87,12 @@ def _map(one: Membership) -> Iterator[str]:
 def _by_shard(known: Mapping[str, Sequence[Membership]]) -> Listing:
     listing = Listing("broker", "subscription", "shard", "owner", "epoch", "batch", "left", "lag")
     for name, group in known.items():
-        for one in group:
-            for row in one.backlog.shards:
-                part = one.backlog.by_shard[row.shard]
+        for membership in group:
+            for row in membership.backlog.shards:
+                part = membership.backlog.by_shard[row.shard]
                 listing.add(
                     name, row.subscription, str(row.shard), row.owner or "-", str(row.epoch),
                     f"{row.batch}{' open' if row.open is not None else ''}",
-                    f"{round(part.messages):,}", age(one.lag_seconds(part.oldest)),
+                    f"{round(part.messages):,}", age(membership.lag_seconds(part.oldest)),
                 )  # fmt: skip
     return listing

@@ -71,9 +71,9 @@ def command(
 
 def _unfinished(broker: str, stay: Stay) -> Iterator[str]:
     """Describe the logs of a broker that were not searched to the end."""
-    for log, one in stay.unfinished.items():
+    for log, search in stay.unfinished.items():
         yield (
-            f"only the messages {one.said} in the {log} of broker {broker!r} were searched: add "
+            f"only the messages {search.said} in the {log} of broker {broker!r} were searched: add "
             "--sent TIME, the message's --key, or --timeout with more seconds"
         )
 
@@ -86,8 +86,8 @@ def _listing(known: dict[str, Stay]) -> Listing:
             listing.add(name, at(sent.created_at), f"sent, {sent.state}", f"to {sent.service}")
         if stay.stored is not None:
             listing.add(name, at(stay.stored.received_at), "stored", f"for {stay.stored.service}")
-        for one in stay.readings:
-            listing.add(name, "", "taken" if one.complete else "unread", one.subscription)
+        for reading in stay.readings:
+            listing.add(name, "", "taken" if reading.complete else "unread", reading.subscription)
         for tried in stay.attempts:
             answer = "no answer" if tried.status is None else f"answer {tried.status}"
             what = f"tried for {tried.seconds:.1f} s: {answer}"

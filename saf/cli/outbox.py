@@ -188,18 +188,18 @@ def _listing(found: dict[str, SentPage]) -> Listing:
         below="waits for",
     )
     for name, page in found.items():
-        for one in page.shown:
-            waits = f"{one.destination}: {one.error or ''}" if one.destination else one.error
+        for row in page.shown:
+            waits = f"{row.destination}: {row.error or ''}" if row.destination else row.error
             listing.add(
-                name, str(one.id), str(one.message_id), one.state, one.service, one.key or "",
-                one.message_type or "", f"{one.bytes:,}", at(one.created_at), below=waits or "",
+                name, str(row.id), str(row.message_id), row.state, row.service, row.key or "",
+                row.message_type or "", f"{row.bytes:,}", at(row.created_at), below=waits or "",
             )  # fmt: skip
     return listing
 
 
-def _show(broker: str, one: Details) -> None:
+def _show(broker: str, details: Details) -> None:
     listing = Listing("what", "is")
-    for name, value in {"broker": broker, **one.as_dict()}.items():
+    for name, value in {"broker": broker, **details.as_dict()}.items():
         if value not in (None, [], ()) and name not in ("destination", "error"):
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             listing.add(name, shown)

@@ -209,9 +209,9 @@ def _listing(pages: Mapping[str, Page[ParkedMessage]]) -> Listing:
         "broker", "number", "when", "lane", "set aside by", "service", "key", "bytes", below="error"
     )
     for name, page in pages.items():
-        for one in page.shown:
+        for row in page.shown:
             listing.add(
-                name, str(one.parked_id), at(one.parked_at), str(one.lane), one.subscription,
-                one.service, one.key or "", f"{one.bytes:,}", below=one.error or "",
+                name, str(row.parked_id), at(row.parked_at), str(row.lane), row.subscription,
+                row.service, row.key or "", f"{row.bytes:,}", below=row.error or "",
             )  # fmt: skip
     return listing

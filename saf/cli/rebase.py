@@ -132,7 +132,7 @@ def _targets(settings: Settings, connection: psycopg.Connection[Any], source: UU
     if not any(match.shared for match in routes.matches.values()):
         return []
     found = _asked(settings, lambda name, remote: received_dialogs(remote, source, name))
-    return [one for one in found if (m := routes.match(one.service, None)) and m.shared]
+    return [target for target in found if (m := routes.match(target.service, None)) and m.shared]
 
 
 def _asked(

@@ -75,7 +75,7 @@ def command(
 
 def texts(sent: Sent) -> dict[str, list[str]]:
     """Return the ids of messages to be sent again, by destination, for JSON."""
-    return {where: [str(one) for one in ids] for where, ids in sent.by_destination.items()}
+    return {where: [str(id_) for id_ in ids] for where, ids in sent.by_destination.items()}
 
 
 def left_out(sent: Sent) -> dict[str, object]:

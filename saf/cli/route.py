@@ -175,9 +175,9 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
     found = configured(round_, settings)
     if as_json:
         rows = [
-            {"broker": where, **as_dict(one), "state": state(one, configuration)}
+            {"broker": where, **as_dict(entry), "state": state(entry, configuration)}
             for where, configuration in found.items()
-            for one in configuration.routes
+            for entry in configuration.routes
         ]
         echo(json.dumps({"routes": rows, "errors": round_.errors()}))
     else:
@@ -302,18 +302,18 @@ def _listing(found: Mapping[str, Configuration]) -> Listing:
         below="comment",
     )
     for where, configuration in found.items():
-        for one in configuration.routes:
-            topic = ", a topic" if one.route.service in configuration.topics else ""
+        for entry in configuration.routes:
+            topic = ", a topic" if entry.route.service in configuration.topics else ""
             listing.add(
                 where,
-                ANY if one.route.service is None else one.route.service,
-                one.route.broker or ANY,
-                one.route.destination,
-                one.route.quality or "",
-                at(one.expires_at) if one.expires_at else "",
-                state(one, configuration) + topic + (", local" if one.local else ""),
-                one.origin,
-                below=one.comment or "",
+                ANY if entry.route.service is None else entry.route.service,
+                entry.route.broker or ANY,
+                entry.route.destination,
+                entry.route.quality or "",
+                at(entry.expires_at) if entry.expires_at else "",
+                state(entry, configuration) + topic + (", local" if entry.local else ""),
+                entry.origin,
+                below=entry.comment or "",
             )
     return listing
 

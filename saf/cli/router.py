@@ -129,9 +129,9 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
         "route",
         lambda connection, _: routes.configuration(connection, None, settings.declared).routers,
     )
-    rows = [(where, one) for where, defined in found.items() for one in defined]
+    rows = [(where, router) for where, defined in found.items() for router in defined]
     if as_json:
-        listed = [{"broker": where, **routers.as_dict(one)} for where, one in rows]
+        listed = [{"broker": where, **routers.as_dict(router)} for where, router in rows]
         echo(json.dumps({"routers": listed, "errors": round_.errors()}))
     else:
         _listing(rows).show()
@@ -236,7 +236,7 @@ def explain(
     else:
         for where, dry_run in found.items():
             _explain(where, dry_run)
-    round_.finish(say=not as_json, found=max((one.exit_code for one in found.values()), default=0))
+    round_.finish(say=not as_json, found=max((run.exit_code for run in found.values()), default=0))
 
 
 def _enable(service: str, config: Path | None, broker: str | None, *, enabled: bool) -> None:
@@ -261,11 +261,11 @@ def _listing(rows: Iterable[tuple[str, ConfiguredRouter]]) -> Listing:
         *("broker", "service", "kind", "once per", "mode", "state", "from", "comment"),
         below="classifier",
     )
-    for where, one in rows:
-        router, state = one.router, "in force" if one.enabled else "disabled"
+    for where, row in rows:
+        router, state = row.router, "in force" if row.enabled else "disabled"
         listing.add(
-            where, router.service, router.kind, router.once_per, one.mode, state, one.origin,
-            one.comment or "", below=router.expression,
+            where, router.service, router.kind, router.once_per, row.mode, state, row.origin,
+            row.comment or "", below=router.expression,
         )  # fmt: skip
     return listing
 

@@ -63,16 +63,16 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
     found = round_.visit("service", lambda connection, _: services.services(connection))
     if as_json:
         rows = [
-            {"broker": where, "service": one.name, "subscriptions": one.subscriptions}
+            {"broker": where, "service": row.name, "subscriptions": row.subscriptions}
             for where, group in found.items()
-            for one in group
+            for row in group
         ]
         echo(json.dumps({"services": rows, "errors": round_.errors()}))
     else:
         listing = Listing("broker", "service", "subscriptions")
         for where, group in found.items():
-            for one in group:
-                listing.add(where, one.name, ", ".join(one.subscriptions))
+            for row in group:
+                listing.add(where, row.name, ", ".join(row.subscriptions))
         listing.show()
     round_.finish(say=not as_json)
 

@@ -91,16 +91,16 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
     found = round_.visit("subscription", lambda connection, _: services.subscriptions(connection))
     if as_json:
         rows = [
-            {"broker": where, "subscription": one.name, "service": one.service}
+            {"broker": where, "subscription": row.name, "service": row.service}
             for where, group in found.items()
-            for one in group
+            for row in group
         ]
         echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
     else:
         listing = Listing("broker", "subscription", "service")
         for where, group in found.items():
-            for one in group:
-                listing.add(where, one.name, one.service or "(all)")
+            for row in group:
+                listing.add(where, row.name, row.service or "(all)")
         listing.show()
     round_.finish(say=not as_json)
 

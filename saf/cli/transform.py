@@ -100,7 +100,7 @@ def _sent(connection: psycopg.Connection[Any], message_id: UUID) -> dict[str, An
         return cursor.execute(SENT, {"message_id": message_id}).fetchone()
 
 
-def _shown(one: dict[str, Any]) -> dict[str, Any]:
-    headers = None if one["headers"] is None else json.loads(one["headers"])
-    body = one["body"].decode(errors="replace")
-    return {**one, "message_id": str(one["message_id"]), "headers": headers, "body": body}
+def _shown(message: dict[str, Any]) -> dict[str, Any]:
+    headers = None if message["headers"] is None else json.loads(message["headers"])
+    body = message["body"].decode(errors="replace")
+    return {**message, "message_id": str(message["message_id"]), "headers": headers, "body": body}

@@ -137,7 +137,7 @@ def supervise(commands: list[list[str]]) -> None:
 
     with stop_on_signals(stopping.set):
         while not stopping.is_set():
-            ended = [code for one in running.values() if (code := one.poll()) is not None]
+            ended = [code for child in running.values() if (code := child.poll()) is not None]
             if UsageError.exit_code in ended:
                 break  # it has printed the reason; the next process would print the same
             for number, command_ in enumerate(commands):

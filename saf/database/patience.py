@@ -73,7 +73,7 @@ class _Watch:
 
     def quiet(self, thread: int) -> float:
         with self._lock:
-            if any(one.thread == thread for one in self._waiting):
+            if any(waiting.thread == thread for waiting in self._waiting):
                 return 0.0
             now = time.monotonic()
             return now - self._answered.setdefault(thread, now)
@@ -103,12 +103,12 @@ def answer_within(seconds: float | None, cut: Callable[[], None]) -> Iterator[Wa
     if seconds is None:
         yield None
         return
-    one = Waiting(seconds, cut)
-    _watch.add(one)
+    waiting = Waiting(seconds, cut)
+    _watch.add(waiting)
     try:
-        yield one
+        yield waiting
     finally:
-        _watch.remove(one)
+        _watch.remove(waiting)
 
 
 def quiet_seconds(thread: int) -> float:

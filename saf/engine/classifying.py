@@ -47,13 +47,13 @@ def by_python(function: Function, rows: pa.Table) -> pa.Table:
 
 def as_answers(answers: Sequence[Resolved | str]) -> pa.Table:
     """Make a table of answers; a string is the error of a message that could not be resolved."""
-    found = [one if isinstance(one, Resolved) else None for one in answers]
+    found = [answer if isinstance(answer, Resolved) else None for answer in answers]
     return pa.table(
         [
-            [one and one.service for one in found],
-            [one and one.broker and one.broker.bytes for one in found],
-            [one and one.key for one in found],
-            [one if isinstance(one, str) else None for one in answers],
+            [answer and answer.service for answer in found],
+            [answer and answer.broker and answer.broker.bytes for answer in found],
+            [answer and answer.key for answer in found],
+            [answer if isinstance(answer, str) else None for answer in answers],
         ],
         schema=ANSWERS,
     )
@@ -82,7 +82,7 @@ def from_columns(said: pa.RecordBatch | pa.Table, count: int) -> pa.RecordBatch:
 def as_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
     """Make a table of messages as a task reads them; columns missing from a row are null."""
     binary = [
-        {name: one.bytes if isinstance(one, UUID) else one for name, one in row.items()}
+        {name: value.bytes if isinstance(value, UUID) else value for name, value in row.items()}
         for row in rows
     ]
     return pa.Table.from_pylist(binary, MESSAGES)
@@ -90,7 +90,7 @@ def as_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
 
 def received(rows: pa.Table) -> Iterator[Received]:
     """Yield the messages one by one, as consumers see them."""
-    ids = [one and UUID(bytes=one) for one in _values(rows["conversation_id"])]
+    ids = [value and UUID(bytes=value) for value in _values(rows["conversation_id"])]
     known = {"conversation_id": ids, "source": [None] * rows.num_rows}
     columns = [known[name] if name in known else _values(rows[name]) for name in READ]
     for row in zip(*columns, strict=True):

@@ -181,7 +181,9 @@ class DestinationSessions:
         except SafError:
             raise
         except Exception as error:
-            raised_at = [f"{one.filename}:{one.lineno}" for one in extract_tb(error.__traceback__)]
+            raised_at = [
+                f"{frame.filename}:{frame.lineno}" for frame in extract_tb(error.__traceback__)
+            ]
             text = self.rules.destinations[name].redact(said(error))
             log.warning("destination_raised", destination=name, error=text, at=raised_at[-FRAMES:])
             if failed := self._open.pop(name, None):

@@ -98,7 +98,9 @@ class FindingRoutes:
                 }
             )
         )
-        routers = pa.array([one.service for one in self.parked.work.routes.routers], pa.string())
+        routers = pa.array(
+            [router.service for router in self.parked.work.routes.routers], pa.string()
+        )
         led = pc.or_(rows["route"].is_valid(), pc.is_in(rows["to_service"], routers))
         others = {lane for lane in lanes if not lane.unrouted}
         return others.union(unrouted[n] for n in rows.filter(led)["number"].to_pylist())

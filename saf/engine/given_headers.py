@@ -24,7 +24,7 @@ def as_written(headers: pa.ChunkedArray) -> pa.ChunkedArray:
     if headers.null_count == len(headers):
         return headers
     texts = pc.unique(headers)
-    values = pa.array([_written(one) for one in texts.to_pylist()], headers.type)
+    values = pa.array([_written(text) for text in texts.to_pylist()], headers.type)
     return pa.chunked_array([values.take(pc.index_in(headers, texts).combine_chunks())])
 
 

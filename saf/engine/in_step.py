@@ -58,7 +58,7 @@ class InStep:
         first, last = (-LAST, -1) if parked else (rows["id"][0].as_py(), rows["id"][-1].as_py())
         while self._last <= last:  # a message may have several results
             self._read()
-        held[:] = [one for one in held if one["id"][-1].as_py() >= first]
+        held[:] = [batch for batch in held if batch["id"][-1].as_py() >= first]
         if not held:
             return None
         found = pa.Table.from_batches(held)

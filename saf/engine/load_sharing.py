@@ -49,7 +49,7 @@ def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
         numbers[place] = alone[match.routes[member]]
     for number in shared:
         mask = taken == number
-        members = np.array([alone[one] for one in matches[number].routes])
+        members = np.array([alone[member_route] for member_route in matches[number].routes])
         taken = np.where(mask & ~keyed, members[rows["id"].to_numpy() % len(members)], taken)
         taken = np.where(mask & keyed, numbers[indices], taken)
     column = pa.array(taken.astype(np.int32), mask=taken < 0)

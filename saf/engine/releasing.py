@@ -142,7 +142,7 @@ class Releasing:
         if destination not in self.rules.qualities:
             return dict.fromkeys(lanes, nowhere(destination))
         main = Lane(destination=destination)
-        of_services = [one for one in lanes if one.kind in (Kind.SERVICE, Kind.FOUND_ROUTE)]
+        of_services = [other for other in lanes if other.kind in (Kind.SERVICE, Kind.FOUND_ROUTE)]
         if main in self.lanes.held:
             return {lane: _behind(lane, main, self.lanes.held[main]) for lane in of_services}
         known_by = {
@@ -166,11 +166,11 @@ class Releasing:
         if main not in lanes or replay not in self.lanes.held or not self._held({replay}):
             return set()
         subscription_id = self.work.batch.subscription_id
-        for one in self.source_session(lambda s: backoff.named(s, subscription_id, {replay})):
-            if one.due:
-                self.parked.hold([main], one.error)
+        for lane in self.source_session(lambda s: backoff.named(s, subscription_id, {replay})):
+            if lane.due:
+                self.parked.hold([main], lane.error)
             else:
-                self.parked.postpone({main: _behind(main, replay, one.error)})
+                self.parked.postpone({main: _behind(main, replay, lane.error)})
         return {main}
 
     def _held(self, lanes: Collection[Lane]) -> Mapping[Lane, str]:
@@ -265,7 +265,7 @@ class Releasing:
         isolate(
             part.rows,
             lambda rows: self.storing.store_once(replace(part, rows=rows), set_aside),
-            lambda one, error: set_aside.bury(one, part.waits_at, "rejected", error),
+            lambda message, error: set_aside.bury(message, part.waits_at, "rejected", error),
         )
         self.parked.settle(part.rows, set_aside)
 

@@ -169,7 +169,7 @@ class Resolver:
         left = _is_in(sent, self._routers)
         if not left.any():
             return Resolution(rows=rows)
-        waiting = left & _is_in(sent, [one.subject for one in held if one.unrouted])
+        waiting = left & _is_in(sent, [lane.subject for lane in held if lane.unrouted])
         if self._by_spark is not None:
             unasked = ~self._by_spark.about(rows)
             if "parked_id" in rows.column_names:
@@ -322,7 +322,7 @@ def _resolved(places: Places, answers: pa.Table, keyed: Mask) -> Iterable[tuple[
 
 
 def _readdressed(rows: pa.Table, mask: Mask, answers: pa.Table) -> pa.Table:
-    """Set the addresses of the rows ``mine`` to the answers; null answers change nothing."""
+    """Set the addresses of the rows in ``mask`` to the answers; null answers change nothing."""
     for name, answer in zip(ADDRESS, ANSWERS.names[:-1], strict=True):
         new = answers[answer].combine_chunks()
         if new.null_count < len(new):

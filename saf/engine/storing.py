@@ -230,7 +230,7 @@ class Storing:
         except REFUSES as error:
             self._wait(part, set_aside, error)
             raise
-        stored = {place: one.number for place, one in marks.items()}
+        stored = {place: mark.number for place, mark in marks.items()}
         return beyond(rows, chunk.batch.number, stored, prefix(part))
 
     def _wait(self, part: Part, set_aside: SetAside, error: SafError) -> None:

@@ -96,7 +96,10 @@ class Task:
             self.matcher,
             self.source_session,
             answers,
-            transforms={one: self.transforming.problems.get(one) for one in rules.transforms},
+            transforms={
+                transform: self.transforming.problems.get(transform)
+                for transform in rules.transforms
+            },
         )
         self.destinations = DestinationSessions(work, rules, self.source_session)
         self.storing = Storing(

@@ -145,7 +145,7 @@ class Transforming:
             in_step,
             max_bytes=rules.max_bytes,
             not_deterministic=rules.not_deterministic,
-            routers=[one.service for one in work.routes.routers],
+            routers=[router.service for router in work.routes.routers],
         )
 
     def __bool__(self) -> bool:
@@ -258,7 +258,7 @@ class Transforming:
         out, services = _taken(rows, source), self._services(rows)
         services = services.take(pa.array(source, pa.int64()))
         for name in GIVEN:
-            givers = [one for one, given in self._evaluated.given.items() if name in given]
+            givers = [service for service, given in self._evaluated.given.items() if name in given]
             given = kept | (row_mask & _is_in(services, givers))
             if given.any():
                 new = self._now[name].take(result)
@@ -286,7 +286,9 @@ class Transforming:
         self._kept.update(row[0] for row in kept)
         columns = dict(zip(("id", *kept_results.RESULT), zip(*kept, strict=True), strict=True))
         columns["ended"] = (False,) * len(kept)
-        table = pa.table([pa.array(columns[one.name], one.type) for one in RESULT], schema=RESULT)
+        table = pa.table(
+            [pa.array(columns[column.name], column.type) for column in RESULT], schema=RESULT
+        )
         others = self._now.filter(pa.array(~_is_in(self._now["id"], {row[0] for row in kept})))
         results = table.filter(pc.is_valid(table["body"]))
         self._now = _in_order(pa.concat_tables([others, results]))

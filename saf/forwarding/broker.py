@@ -290,13 +290,15 @@ class SourceBroker:
 
     def note(self, receipts: Iterable[Receipt]) -> None:
         """Note destinations' rejections in a row, for the next cycle."""
-        told = [one for one in receipts if one.destination and one.rejecting is not None]
-        for one in told:
-            self._rejecting.pop(str(one.destination), None)
-        for one in told:
-            if one.rejecting:
-                before = self._rejecting.get(str(one.destination), 0)
-                self._rejecting[str(one.destination)] = max(before, one.rejecting)
+        told = [
+            receipt for receipt in receipts if receipt.destination and receipt.rejecting is not None
+        ]
+        for receipt in told:
+            self._rejecting.pop(str(receipt.destination), None)
+        for receipt in told:
+            if receipt.rejecting:
+                before = self._rejecting.get(str(receipt.destination), 0)
+                self._rejecting[str(receipt.destination)] = max(before, receipt.rejecting)
 
     def look_at_waiting(self) -> None:
         """Read the lanes that wait now. Called after a cycle."""

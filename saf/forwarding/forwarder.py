@@ -95,9 +95,11 @@ class Forwarder:
             max_bytes=options.max_bytes,
             attempts=options.attempts,
             max_rejected=options.max_rejected,
-            transforms={one.service: one.function for one in settings.transforms},
+            transforms={transform.service: transform.function for transform in settings.transforms},
             not_deterministic=frozenset(
-                one.service for one in settings.transforms if not one.deterministic
+                transform.service
+                for transform in settings.transforms
+                if not transform.deterministic
             ),
         )
         self.purging = Purging(settings.purge)
@@ -188,7 +190,9 @@ class Forwarder:
         finally:
             self._leave()
         whole.stopped = True
-        whole.problems = [one for one in self.summary.problems if one["kind"] == SPARK_GONE]
+        whole.problems = [
+            problem for problem in self.summary.problems if problem["kind"] == SPARK_GONE
+        ]
         whole.seconds = time.monotonic() - started
         return whole
 

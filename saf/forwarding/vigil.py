@@ -60,8 +60,8 @@ class Vigil:
         job."""
         now = self._awake()
         seconds = [
-            min(one, now - self._awake_since)
-            for one in silent(connection, self._lives.get(broker, []))
+            min(life, now - self._awake_since)
+            for life in silent(connection, self._lives.get(broker, []))
         ]
         if not seconds:
             self._lost.pop(broker, None)

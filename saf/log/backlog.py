@@ -375,12 +375,12 @@ def _readings(
     """Return where to read each shard."""
     known = _not_complete_from(connection, backlog)
     found = {}
-    for one in backlog.shards:
-        first, in_progress = begun_since(one.done)
-        start, begun = known.get(one.shard, (first, None))
+    for shard in backlog.shards:
+        first, in_progress = begun_since(shard.done)
+        start, begun = known.get(shard.shard, (first, None))
         alone = [*in_progress, *([begun] if begun else [])]
         most = max(1, limit // max(1, len(alone)))
-        found[one.shard] = Reading(start=start, alone=alone, most=most)
+        found[shard.shard] = Reading(start=start, alone=alone, most=most)
     return found
 
 

@@ -100,14 +100,14 @@ def try_out(
     else:
         routes = with_problems(in_force)
     answers = None
-    if any(one.service == message.service for one in routes.routers):
+    if any(item.service == message.service for item in routes.routers):
         routes, answers = in_sql(routes)
     resolver = Resolver(
         routes.routers,
         Matcher(routes),
         _Recall(connection),
         answers,
-        further=[one.service for one in in_force.routers],
+        further=[item.service for item in in_force.routers],
     )
     created = {"id": 0, "shard": 0, "created_at": datetime.now(UTC)}
     rows = as_table([encode(message)._asdict() | created])

@@ -70,18 +70,22 @@ def find(settings: Settings, known: Mapping[str, Endpoint] | None = None) -> Fou
                     listed = stored(connection, where, settings.dispatch.networks)
         except SafError as error:
             found.unread.append(error)
-            previous = {name: one for name, one in (known or {}).items() if one.broker == where}
+            previous = {
+                name: endpoint
+                for name, endpoint in (known or {}).items()
+                if endpoint.broker == where
+            }
             found.endpoints = previous | found.endpoints
             continue
-        for name, one in listed.items():
+        for name, endpoint in listed.items():
             if name in found.endpoints:
                 found.wrong[name] = ConfigurationError(
                     f"two endpoints are called {name!r}: one is in broker {where!r}"
                 )
-            elif isinstance(one, SafError):
-                found.wrong[name] = one
+            elif isinstance(endpoint, SafError):
+                found.wrong[name] = endpoint
             else:
-                found.endpoints[name] = one
+                found.endpoints[name] = endpoint
     return found
 
 

@@ -195,18 +195,18 @@ def stay(
         aside=(*parked, *dead),
         decided=tuple(decided),
         unfinished={
-            log: one
-            for log, one in (("outbox", outbox_search), ("inbox", inbox_search))
-            if one.place is not None
+            log: search
+            for log, search in (("outbox", outbox_search), ("inbox", inbox_search))
+            if search.place is not None
         },
     )
 
 
 def body(connection: psycopg.Connection[Any], there: Stay) -> bytes | None:
     """Return the body of a message where a broker has it; None if it was removed."""
-    for log, one in (("outbox", there.sent and there.sent.row), ("inbox", there.stored)):
-        if one is not None:
-            found = fetch(connection, BODY.format(log=log), asdict(one))
+    for log, row in (("outbox", there.sent and there.sent.row), ("inbox", there.stored)):
+        if row is not None:
+            found = fetch(connection, BODY.format(log=log), asdict(row))
             return bytes(found[0][0]) if found else None
     return None
 

@@ -73,11 +73,11 @@ class Membership:
             "lag_seconds": self.lag_seconds(backlog.oldest),
             "members": [
                 {
-                    **asdict(one),
-                    "joined_at": one.joined_at.isoformat(),
-                    "shards": ranges(held.get(one.name, [])),
+                    **asdict(item),
+                    "joined_at": item.joined_at.isoformat(),
+                    "shards": ranges(held.get(item.name, [])),
                 }
-                for one in self.members
+                for item in self.members
             ],
             "unowned_shards": ranges(held.get(None, [])),
         }
@@ -115,9 +115,11 @@ def memberships(connection: psycopg.Connection[Any], *, look: int = LOOK) -> lis
     ((now,),) = fetch(connection, NOW)
     return [
         Membership(
-            backlog=one,
-            members=tuple(m for m in members if m.subscription_id == one.shards[0].subscription_id),
+            backlog=backlog,
+            members=tuple(
+                m for m in members if m.subscription_id == backlog.shards[0].subscription_id
+            ),
             now=now,
         )
-        for one in found
+        for backlog in found
     ]

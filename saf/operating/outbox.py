@@ -248,9 +248,9 @@ def messages(
         else:
             reading = _looked(connection, params, look_seconds)
             found = tuple(
-                one
-                for one in _with_state(connection, reading.rows)
-                if wanted.state is None or one.state == wanted.state
+                sent
+                for sent in _with_state(connection, reading.rows)
+                if wanted.state is None or sent.state == wanted.state
             )
     end = reading.rows[-1]["page_end"] if len(reading.rows) == limit else None
     if reading.place is not None:
@@ -332,7 +332,7 @@ def details(
     return Details(
         message=message,
         row=Row(id=row["id"], shard=row["shard"], txid=row["txid"]),
-        set_aside=tuple({k: v for k, v in one.items() if k != "id"} for one in aside),
+        set_aside=tuple({k: v for k, v in state.items() if k != "id"} for state in aside),
         **{name: row[name] for name in names},
     )
 

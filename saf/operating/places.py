@@ -84,8 +84,8 @@ def _stores(settings: Settings) -> dict[str, Broker]:
     """Return the destinations that are brokers."""
     return {
         name: Broker(dsn=dsn)
-        for name, one in settings.destinations.items()
-        if (dsn := one.broker())
+        for name, destination in settings.destinations.items()
+        if (dsn := destination.broker())
     }
 
 

@@ -99,12 +99,12 @@ def difference(
                 if not table.changes:
                     raise _fixed(change)
                 changes.append(change)
-    before = {one.name for one in services(connection)}
+    before = {item.name for item in services(connection)}
     after = {key[0] for key in wanted.get("services", {})} | (
-        before - {one.key[0] for one in removed if one.table.name == "services"}
+        before - {item.key[0] for item in removed if item.table.name == "services"}
     )
     ruled, rules = len(senders(connection)), wanted.get("senders", {})
-    unruled = sum(one.table.name == "senders" for one in removed)
+    unruled = sum(item.table.name == "senders" for item in removed)
     return Difference(
         changes=(*reversed(removed), *changes),
         kept=tuple(kept),
@@ -173,5 +173,5 @@ def _said(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return " and ".join(map(str, value))
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {one}" for name, one in value.items())
+        return ", ".join(f"{name} {item}" for name, item in value.items())
     return "none" if value is None else str(value)

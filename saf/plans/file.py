@@ -227,9 +227,9 @@ def broker_plan(entries: Mapping[str, Entries]) -> BrokerPlan:
 def as_tables(plan: BrokerPlan) -> dict[str, Any]:
     """Return a plan for `saf.plans.toml`, with all tables, but without values that are defaults."""
     values = plan.model_dump(exclude_defaults=True, by_alias=True)
-    for one in values.get("message_types", ()):
-        if "schema" in one:
-            one["schema"] = json.dumps(one["schema"])
+    for entry in values.get("message_types", ()):
+        if "schema" in entry:
+            entry["schema"] = json.dumps(entry["schema"])
     empty = plan.model_dump(by_alias=True)
     return {table.name: values.get(table.name, empty[table.name]) for table in TABLES}
 

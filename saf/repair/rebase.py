@@ -270,9 +270,9 @@ def rebase(
         ((newest,),) = fetch(connection, NEWEST)
         differ = _ahead(connection, known)
         ahead: dict[str, SetBack] = {}
-        if any(one.ahead for one in differ.values()):
-            ahead = {name: one for name, one in differ.items() if one.farther}
-        highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
+        if any(item.ahead for item in differ.values()):
+            ahead = {name: item for name, item in differ.items() if item.farther}
+        highest = max((e for item in known.values() for e in item.epochs.values()), default=0)
         doubled = sum(_remove_doubled(connection, log) for log in lineage.LOGS)
         with whole.updatable_logs(connection):
             foreign = bool(lineage.foreign(connection))
@@ -312,7 +312,7 @@ def rebase(
 
 def _wrong(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> bool:
     return bool(lineage.problems(connection, whole=True)) or any(
-        one.ahead for one in _ahead(connection, known).values()
+        comparison.ahead for comparison in _ahead(connection, known).values()
     )
 
 
@@ -322,7 +322,11 @@ def _ahead(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> d
 
 def _newest(known: Mapping[str, Known], ahead: Mapping[str, SetBack]) -> datetime | None:
     """Return when the newest batch was opened that a destination knows and its source does not."""
-    marks = (known[name].marks.get(place) for name, one in ahead.items() for place in one.ahead)
+    marks = (
+        known[name].marks.get(place)
+        for name, comparison in ahead.items()
+        for place in comparison.ahead
+    )
     return max((m.opened_at for m in marks if m is not None and m.opened_at), default=None)
 
 
@@ -340,7 +344,7 @@ def _go_on_after(
     numbers = max((mark.batch for mark in marks), default=0)
     places = max((mark.position for mark in marks), default=0)
     params = {
-        "shards": shards_of(place for one in ahead for place in one.farther),
+        "shards": shards_of(place for comparison in ahead for place in comparison.farther),
         "numbers": numbers,
         "found": [str(kind) for kind in FOUND.values()],
     }
@@ -362,8 +366,8 @@ def _go_on_after(
         REMEMBER_SET_ASIDE,
         {"shards": [shard for shard, _ in times], "times": [at for _, at in times]},
     )
-    for record, one in zip(known, ahead, strict=True):
-        adopt(connection, record.destination, record.marks, one.farther)
+    for record, comparison in zip(known, ahead, strict=True):
+        adopt(connection, record.destination, record.marks, comparison.farther)
 
 
 def _remove_doubled(connection: psycopg.Connection[Any], log: str) -> int:
@@ -418,7 +422,7 @@ def _rebase_log(connection: psycopg.Connection[Any], log: str, epoch: int) -> in
     ((now, own),) = fetch(connection, NOW)
     # no complete row keeps a transaction id beyond this transaction's
     xmin, xmax = (min(int(limit), own) for limit in now.split(":")[:2])
-    in_progress = [one for one in now.split(":")[2].split(",") if one and int(one) < xmax]
+    in_progress = [txid for txid in now.split(":")[2].split(",") if txid and int(txid) < xmax]
     if states and max(txids.values()) >= xmin:
         raise UsageError(
             f"saf.{log} has {len(states)} combinations of subscriptions and states, more than "

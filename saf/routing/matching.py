@@ -152,7 +152,7 @@ class Routes:
             compiled = self._compiled(r for r in leading if r.broker in (None, broker))
             by_itself = Match(routes=(Route(broker=broker, destination=names[0]),))
             for service in {service for service, _ in compiled} | {None}:
-                named = [one for one in precedence(service, broker) if one in compiled]
+                named = [pair for pair in precedence(service, broker) if pair in compiled]
                 matches[service, broker] = compiled[named[0]] if named else by_itself
         return matches
 
@@ -199,7 +199,9 @@ class Routes:
         """Return the destinations of matching routes that are known to be other brokers."""
         names = [route.destination for route in self.routes if route.matches(service, broker)]
         known = {name: self.brokers[name] for name in names if name in self.brokers}
-        return {name: one for name, one in known.items() if broker not in (None, one)}
+        return {
+            name: broker_id for name, broker_id in known.items() if broker not in (None, broker_id)
+        }
 
     def _compiled(self, routes: Iterable[Route]) -> dict[Named, Match]:
         """Return the match for each service and broker that some routes name."""

@@ -96,7 +96,7 @@ def given_of(rows: pa.Table) -> dict[str, list[Any]]:
     return {
         "kinds": rows[KIND].to_pylist(),
         "subjects": rows["subject"].to_pylist(),
-        "brokers": [UUID(bytes=one) for one in rows["broker"].to_pylist()],
+        "brokers": [UUID(bytes=broker) for broker in rows["broker"].to_pylist()],
     }
 
 

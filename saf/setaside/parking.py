@@ -250,7 +250,10 @@ def as_log(columns: Sequence[str | sql.Composable], *, found: bool) -> list[str 
     """Return a log's columns, and ``batch``, for messages in lanes, as the watermark knows them."""
     as_found = {"id": sql.SQL("parked_id AS id"), "batch": sql.SQL("0::bigint AS batch")}
     replacements = as_found if found else {"id": sql.SQL("position AS id")}
-    return [replacements.get(one, one) if isinstance(one, str) else one for one in columns]
+    return [
+        replacements.get(column, column) if isinstance(column, str) else column
+        for column in columns
+    ]
 
 
 def set_aside(
@@ -326,7 +329,7 @@ def in_lanes(
             destination=sql.Literal(destination),
             kinds=sql.Literal(columns_of_lanes["kinds"]),
             subjects=sql.Literal(columns_of_lanes["subjects"]),
-            brokers=sql.Literal([str(one) for one in columns_of_lanes["brokers"]]),
+            brokers=sql.Literal([str(broker) for broker in columns_of_lanes["brokers"]]),
             shards=sql.Literal(batch.shards),
             after=sql.Literal(batch.position),
             order=sql.SQL("parked_id" if found else "batch, position"),

@@ -94,4 +94,4 @@ def possible(types: Collection[str | None]) -> list[str]:
     >>> possible(["OrderPaid", "a\\0b", "\\udc80", None])
     ['OrderPaid']
     """
-    return [one for one in types if one is not None and not IMPOSSIBLE.search(one)]
+    return [item for item in types if item is not None and not IMPOSSIBLE.search(item)]

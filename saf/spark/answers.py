@@ -63,13 +63,13 @@ class Answers:
             self._note(one, rows.filter(pc.is_null(answers)))
         return as_said(one, answers)
 
-    def _note(self, one: Compiled, rows: pa.Table) -> None:
+    def _note(self, expression: Compiled, rows: pa.Table) -> None:
         """Keep the first few messages for which an expression raised."""
         number = "log_id" if "log_id" in rows.column_names else "id"
         small = rows.filter(pc.less_equal(pc.binary_length(rows["body"]), LARGEST))
         for row in small.slice(0, MOST - len(self.raised)).to_pylist():
             message = {name: row[name] for name in (*EXPRESSED, "shard")}
-            self.raised.append(Raised(text=one.text, message={**message, "id": row[number]}))
+            self.raised.append(Raised(text=expression.text, message={**message, "id": row[number]}))
 
 
 def as_said(one: Compiled, said: pa.Array) -> pa.Table:

@@ -136,13 +136,13 @@ class Evaluation:
         transforms.item = self.item
         usable = transforms.usable()
         evaluated = Evaluated(
-            given={service: one.given for service, one in usable.items()},
+            given={service: result.given for service, result in usable.items()},
             problems=transforms.problems,
             faults=transforms.faults,
             parked=frozenset[int]().union(*transforms.parked.values()),
             last=transforms.last,
         )
-        frames = [one.frame for one in usable.values()]
+        frames = [result.frame for result in usable.values()]
         if self.compiled:
             max_bytes, last = self.rules.max_bytes, transforms.last
             frames.append(answers_of(self.spark, self.item, self.compiled, max_bytes, last=last))

@@ -158,7 +158,7 @@ def _asked(routers: Sequence[Router], compiled: Mapping[str, Compiled]) -> sql.C
     """Return the column with the number of the expression of each message's router."""
     of = [compiled[r.expression].number if r.expression in compiled else OF_NONE for r in routers]
     return sql.SQL("({}::int[])[array_position({}::text[], to_service)] AS asked").format(
-        sql.Literal(of), sql.Literal([one.service for one in routers])
+        sql.Literal(of), sql.Literal([router.service for router in routers])
     )
 
 

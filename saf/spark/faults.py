@@ -48,7 +48,9 @@ def of_expressions(
 
     if not compiled or (of_all := why()) is None:
         return {}
-    of_each = {one: reason for one in compiled if (reason := why(one)) is not None}
+    of_each = {
+        expression: reason for expression in compiled if (reason := why(expression)) is not None
+    }
     return of_each or dict.fromkeys(compiled, of_all)
 
 

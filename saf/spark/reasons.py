@@ -87,7 +87,9 @@ def reason(spark: SparkSession, raised: Raised) -> str | None:
 
 def explain(spark: SparkSession, item: Work, raised: Iterable[Raised]) -> None:
     """Write the expressions' errors into the dead letters of one item of work."""
-    found = [(one.message, why) for one in raised if (why := reason(spark, one)) is not None]
+    found = [
+        (problem.message, why) for problem in raised if (why := reason(spark, problem)) is not None
+    ]
     if not found:
         return
     try:

@@ -110,7 +110,9 @@ class ConnectRunner:
             self._spark.conf.set(PARALLELISM, str(len(parts)))
         self._spark.addTag(group)
         try:
-            packed = pa.table({items.ITEM: [seal.closed(one) for one in enumerate(parts)]})
+            packed = pa.table(
+                {items.ITEM: [seal.closed(numbered) for numbered in enumerate(parts)]}
+            )
             function = task(seal.name, seal.closed(rules))
             done = self._spark.createDataFrame(packed).mapInArrow(function, "said binary")
             return [

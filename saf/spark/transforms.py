@@ -158,14 +158,14 @@ class Transforms:
 
 def routers_of(item: Work, rules: ForwardingRules) -> frozenset[str]:
     """Return the routers that have a transform."""
-    return frozenset(one.service for one in item.routes.routers) & {*rules.transforms}
+    return frozenset(router.service for router in item.routes.routers) & {*rules.transforms}
 
 
 def last_at_once(item: Work, rules: ForwardingRules) -> int:
     """Return the id of the `AT_ONCE`-th message to evaluate in a deep backlog; else `LAST`."""
     if not item.deep:
         return LAST
-    in_sql = [one.service for one in item.routes.in_sql]
+    in_sql = [router.service for router in item.routes.in_sql]
     query = sql.SQL(NTH).format(
         messages=sql.SQL(item.batch.rows(["id", "to_service"])),
         services=sql.Literal([*rules.transforms, *in_sql]),

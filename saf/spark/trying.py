@@ -73,7 +73,9 @@ def tried(
     if aside.dead:
         return Tried(dead=aside.dead[0][3])
     outputs = transforming.outputs(going).select(SHOWN).to_pylist()
-    return Tried(messages=[{**one, "message_id": UUID(bytes=one["message_id"])} for one in outputs])
+    return Tried(
+        messages=[{**output, "message_id": UUID(bytes=output["message_id"])} for output in outputs]
+    )
 
 
 def _plain(value: object) -> object:

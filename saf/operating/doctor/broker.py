@@ -293,17 +293,17 @@ def parked_by(config: Settings) -> Check:
         }
         with psycopg.Cursor(patient.connection, row_factory=class_row(Failing)) as cursor:
             found = cursor.execute(LANES, params).fetchall()
-        for one in found:
+        for row in found:
             again = (
                 "is not tried again before an operator says so"
-                if one.braked
-                else f"is tried again at {one.next_attempt_at.isoformat()}"
+                if row.braked
+                else f"is tried again at {row.next_attempt_at.isoformat()}"
             )
             yield (
                 "error",
-                f"the lane of {one.own} has failed {counted(one.attempts, 'time')}, has "
-                f"{counted(one.messages, 'message')} parked in it, and {again}: {one.error}",
-                _what_helps(patient, config, one),
+                f"the lane of {row.own} has failed {counted(row.attempts, 'time')}, has "
+                f"{counted(row.messages, 'message')} parked in it, and {again}: {row.error}",
+                _what_helps(patient, config, row),
             )
         if found and (more := found[0].lanes - len(found)):
             yield (
@@ -394,10 +394,10 @@ def constraints(patient: Patient) -> Found:
 
 def no_handler(patient: Patient) -> Found:
     """Report messages that wait for a handler of their type."""
-    for one in unhandled(patient.connection):
+    for group in unhandled(patient.connection):
         yield (
             "warning",
-            f"subscription {one.subscription!r}: {one}, since {one.since.isoformat()}",
+            f"subscription {group.subscription!r}: {group}, since {group.since.isoformat()}",
             'deploy a worker that handles the type; if nobody will, run one with unhandled="dead"',
         )
 

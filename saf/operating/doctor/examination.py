@@ -206,12 +206,12 @@ def _missing(config: Settings, listing: Listing) -> Iterator[Finding]:
         known = registry.known(asked)
     except (SafError, psycopg.Error):
         return  # the store's own examination reports this
-    for one in missing(known, listing.brokers):
-        error = MemberMissing(one.fleet, one.name, closed=one.name in listing.closed)
-        cure = shlex.join(("saf", "fleet", "forget", one.name))
+    for member in missing(known, listing.brokers):
+        error = MemberMissing(member.fleet, member.name, closed=member.name in listing.closed)
+        cure = shlex.join(("saf", "fleet", "forget", member.name))
         yield Finding(
             check="fleet_member",
-            where=f"fleet {one.fleet!r}",
+            where=f"fleet {member.fleet!r}",
             severity="error",
             what=str(error),
             cure=f"bring it back; or, if it is gone for good, {cure}",

@@ -93,7 +93,7 @@ def local_by(config: Settings) -> Check:
         """Check that local routes lead to their own broker, and serve plain services only."""
         default = config.forwarder.default_destination
         current = configuration(patient.connection, default, config.declared)
-        routers = {one.router.service for one in current.routers}
+        routers = {item.router.service for item in current.routers}
         for service, destination, here, works in patient.ask(LOCAL):
             arguments = (destination, "--service", service)
             remove = patient.command("route", "remove", *arguments)
@@ -131,7 +131,7 @@ def routes_by(config: Settings) -> Check:
         default = config.forwarder.default_destination
         current = configuration(patient.connection, default, config.declared)
         in_force = current.in_force
-        configured = {one.route: one for one in current.routes}
+        configured = {item.route: item for item in current.routes}
         for route in in_force.routes:
             if route.destination not in config.destinations:
                 meant = did_you_mean(route.destination, config.destinations)
@@ -189,11 +189,11 @@ def routes_by(config: Settings) -> Check:
     return routes
 
 
-def _removed(patient: Patient, one: Configured) -> str:
+def _removed(patient: Patient, entry: Configured) -> str:
     """Return the command that removes a route; a route from saf.toml has no row to remove."""
-    if one.origin != "saf.route":
+    if entry.origin != "saf.route":
         return "take it out of saf.toml"
-    return patient.command("route", "remove", *_named(one.route))
+    return patient.command("route", "remove", *_named(entry.route))
 
 
 def _named(route: Route) -> list[str]:
@@ -203,8 +203,8 @@ def _named(route: Route) -> list[str]:
     return [route.destination, *service, *broker]
 
 
-def _kept(one: Configured) -> list[str]:
+def _kept(entry: Configured) -> list[str]:
     """Return the options that keep a route's settings when it is added again."""
-    expires = ["--expires", one.expires_at.isoformat()] if one.expires_at is not None else []
-    comment = ["--comment", one.comment] if one.comment is not None else []
+    expires = ["--expires", entry.expires_at.isoformat()] if entry.expires_at is not None else []
+    comment = ["--comment", entry.comment] if entry.comment is not None else []
     return [*expires, *comment]

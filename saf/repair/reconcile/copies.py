@@ -183,10 +183,10 @@ def copied_to(routes: Routes, service: str, broker: UUID | None = None) -> tuple
 def _begun(here: Side, side: Reading, source: UUID, topics: Collection[str]) -> dict[str, datetime]:
     """Return, for each topic, when a destination began to get its messages."""
     begun = [
-        (topic, ALWAYS if one.is_first else one.created_at)
-        for one in versions(here.connection)
+        (topic, ALWAYS if version.is_first else version.created_at)
+        for version in versions(here.connection)
         for topic in topics
-        if side.name in copied_to(one.routes, topic)
+        if side.name in copied_to(version.routes, topic)
     ]
     begun += here.fetch(MADE, {"destination": side.name})
     begun += side.begun(source, topics)

@@ -67,11 +67,11 @@ def read_both(
         here = stack.enter_context(open_side(name, f"broker {name!r}", source, "outbox"))
         sides: list[Reading] = []
         unread: dict[str, str] = {}
-        for one, settings in destinations.items():
+        for destination, settings in destinations.items():
             try:
-                sides.append(stack.enter_context(settings.reading(one)))
+                sides.append(stack.enter_context(settings.reading(destination)))
             except CannotReadBack as error:
-                unread[one] = error.why
+                unread[destination] = error.why
         with unavailable_if_lost(here.what):
             refuse(here.connection)
         ((broker_id, shards, subscription_id, snapshot, now, topics),) = here.fetch(SOURCE, {})

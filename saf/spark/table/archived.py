@@ -163,7 +163,7 @@ def _in_table(settings: Delta, log: Log, conditions: Iterable[Condition]) -> Fou
         fragments = archive.messages_of(*of).get_fragments(filter=expression(conditions))
         life = table.transaction_version(archive.life_mark(log.broker_id, log.name))
         return Found(
-            files={one.path: bytes_of[one.path] for one in fragments},
+            files={fragment.path: bytes_of[fragment.path] for fragment in fragments},
             incarnation=life or 0,
             in_log=tuple(in_log),
         )

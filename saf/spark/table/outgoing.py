@@ -117,7 +117,7 @@ def staged(
             columns[name] = rows[field.name]
     if "to_broker" in columns:  # Python takes more spellings of a UUID than PostgreSQL does
         given = rows["to_broker"].dictionary_encode()
-        brokers = [str(UUID(one)) for one in given.dictionary.to_pylist()]
+        brokers = [str(UUID(value)) for value in given.dictionary.to_pylist()]
         columns["to_broker"] = pa.array(brokers, pa.string()).take(given.indices)
     columns["body"] = rows["body"].cast(pa.binary())
     columns["headers"] = _headers(rows, first)
@@ -252,7 +252,7 @@ def _is_uuid(text: str | None) -> bool:
         return False
 
 
-def _is_a(one: DataType, other: DataType) -> bool:
-    if isinstance(one, MapType) and isinstance(other, MapType):
-        return one.keyType == other.keyType and one.valueType == other.valueType
-    return one == other
+def _is_a(kind: DataType, other: DataType) -> bool:
+    if isinstance(kind, MapType) and isinstance(other, MapType):
+        return kind.keyType == other.keyType and kind.valueType == other.valueType
+    return kind == other

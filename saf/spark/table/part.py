@@ -84,7 +84,7 @@ class Query:
         names = self.names
         if common:
             names = [*(name for name in names if name not in UNCOMMON), MORE]
-        conditions = " AND ".join(["true", *(one.text for one in self.conditions)])
+        conditions = " AND ".join(["true", *(condition.text for condition in self.conditions)])
         return (
             sql.SQL(ROWS)
             .format(
@@ -134,7 +134,9 @@ def _in_windows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
             if common:
                 rows = bounded(given(cursor, query.of(window.rows(batch, few), common=True)))
                 whole = [
-                    one for piece in rows if (one := completed(piece, query.names)) is not None
+                    complete
+                    for piece in rows
+                    if (complete := completed(piece, query.names)) is not None
                 ]
                 if len(whole) == len(rows):
                     return whole

@@ -102,8 +102,8 @@ class Scan(DataSourceReader):
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
         """Store filters that the database can apply; return the others."""
         asked = [(given, condition(given)) for given in filters]
-        self._conditions = tuple(one for _, one in asked if one is not None)
-        return [given for given, one in asked if one is None]
+        self._conditions = tuple(pushed for _, pushed in asked if pushed is not None)
+        return [given for given, pushed in asked if pushed is None]
 
     def partitions(self) -> Sequence[InputPartition]:
         """Take the snapshot, and divide the shards and the files of an archive evenly."""

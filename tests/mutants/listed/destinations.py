@@ -161,7 +161,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the name of a folder of messages is not durable",
         "saf/log/disk.py",
-        "        sync(one.parent)\n",
+        "        sync(path.parent)\n",
         "        pass\n",
         "contract/test_jsonl.py::"
         "test_the_names_of_its_folders_are_durable_before_a_message_counts_as_stored",

@@ -104,7 +104,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "filters of an archive let rows without a value pass",
         ROWS,
-        'return column.is_null() if one.operator == "null" else column.is_valid()',
+        'return column.is_null() if condition.operator == "null" else column.is_valid()',
         "return column.is_valid()",
         f"{OF_ARCHIVES}::test_filters_let_the_same_messages_of_an_archive_pass",
     ),

@@ -146,7 +146,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what nobody needs any more is held",
         IN_STEP,
-        'held[:] = [one for one in held if one["id"][-1].as_py() >= first]',
+        'held[:] = [batch for batch in held if batch["id"][-1].as_py() >= first]',
         "held[:] = [*held]",
         "unit/test_in_step.py::test_no_more_is_held_for_a_consumer_than_up_to_the_messages_in_hand",
     ),
