@@ -33,18 +33,18 @@ def list_(config: Config = None, broker: Where = None, as_json: AsJson = False) 
     found = round_.visit("broker", lambda connection, _: identity(connection))
     if as_json:
         rows = [
-            {"broker": name, "used_as": _used_as(settings, name), **one.as_dict()}
-            for name, one in found.items()
+            {"broker": name, "used_as": _used_as(settings, name), **row.as_dict()}
+            for name, row in found.items()
         ]
         echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
     else:
         listing = Listing(
             *("broker", "broker_id", "used as", "database", "shards", "schema", "PostgreSQL"),
         )
-        for name, one in found.items():
+        for name, row in found.items():
             listing.add(
-                name, str(one.broker_id), " and ".join(_used_as(settings, name)), one.database,
-                str(one.shards), one.schema, one.postgresql,
+                name, str(row.broker_id), " and ".join(_used_as(settings, name)), row.database,
+                str(row.shards), row.schema, row.postgresql,
             )  # fmt: skip
         listing.show()
     round_.finish(say=not as_json)
@@ -81,8 +81,8 @@ def new_id(
     own = places[broker]
     originals = [
         name
-        for name, one in places.items()
-        if one.broker_id == own.broker_id and one.database != own.database
+        for name, other_place in places.items()
+        if other_place.broker_id == own.broker_id and other_place.database != own.database
     ]
     if not (originals or alone):
         raise UsageError(

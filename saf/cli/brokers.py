@@ -236,8 +236,8 @@ class Round:
 
         threads = Background(AT_ONCE, "saf round")
         jobs = {
-            name: threads.submit(partial(connected, name, one))
-            for name, one in self.brokers.items()
+            name: threads.submit(partial(connected, name, source))
+            for name, source in self.brokers.items()
         }
         threads.dismiss()
         return jobs

@@ -268,11 +268,11 @@ def _act(
 def _show_count(round_: Round, criteria: Filter, *, as_json: bool) -> None:
     found = round_.visit("dead", lambda connection, _: dead.count(connection, criteria, MOST))
     if as_json:
-        counts = {name: one.messages for name, one in found.items()}
+        counts = {name: row.messages for name, row in found.items()}
         echo(json.dumps({"dead_letters": counts, "errors": round_.errors()}))
     else:
-        for name, one in found.items():
-            echo(f"{name}: {counted(one.messages, 'dead letter')}")
+        for name, row in found.items():
+            echo(f"{name}: {counted(row.messages, 'dead letter')}")
     round_.finish(say=not as_json)
 
 

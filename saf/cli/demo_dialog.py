@@ -63,15 +63,15 @@ def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
     between = RoutingService(dsns[TRADE], TRADE, declared=settings.declared)
     ends = _ends(dsns, trade)
     until = time.monotonic() + DEADLINE_SECONDS
-    while not all(one.right for one in ends) and time.monotonic() < until:
+    while not all(end.right for end in ends) and time.monotonic() < until:
         messages += Forwarder(settings, InProcess()).drain().forwarded
-        for one in (between, warehouse, shop):
-            one.drain()
+        for end in (between, warehouse, shop):
+            end.drain()
         ends = _ends(dsns, trade)
         time.sleep(PAUSE_SECONDS)
     return {
-        "right": all(one.right for one in ends),
-        "talks": [asdict(one) for one in ends],
+        "right": all(end.right for end in ends),
+        "talks": [asdict(end) for end in ends],
         "forwarded": messages,
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -123,13 +123,13 @@ def _ends(dsns: dict[str, Dsn], trade: Trade) -> list[Ended]:
     known: dict[UUID, Conversation] = {}
     for name in (SHOP, WAREHOUSE):
         with dsns[name].connect(role="demo", autocommit=True) as connection:
-            known |= {one.conversation_id: one for one in conversations(connection)}
+            known |= {item.conversation_id: item for item in conversations(connection)}
     ends = []
     for talk in trade.talks.values():
         ids = (talk.conversations.get(name) for name in (SHOP, WAREHOUSE))
-        both = [known.get(one) if one else None for one in ids]
-        shop, warehouse = (str(one.state) if one else None for one in both)
-        codes = {one.error_code for one in both if one}
+        both = [known.get(item) if item else None for item in ids]
+        shop, warehouse = (str(item.state) if item else None for item in both)
+        codes = {item.error_code for item in both if item}
         # a message that comes too late may never arrive
         closed = ("closed", None) if talk.code == Code.EXPIRED else ("closed",)
         ends.append(

@@ -122,15 +122,15 @@ def exchange_(
         "dialog", lambda connection, _: exchange(connection, conversation_id, limit)
     )
     if as_json:
-        rows = [{"broker": name, **one.as_dict()} for name, one in found.items()]
+        rows = [{"broker": name, **row.as_dict()} for name, row in found.items()]
         echo(json.dumps({"exchange": rows, "errors": round_.errors()}))
     else:
         listing = Listing("broker", "log", "when", "number", "from", "type", "bytes")
         for name, side in found.items():
-            for one in side.messages:
+            for row in side.messages:
                 listing.add(
-                    name, one.log, at(one.at), "" if one.sequence is None else str(one.sequence),
-                    one.from_service or "", one.message_type or "", f"{one.bytes:,}",
+                    name, row.log, at(row.at), "" if row.sequence is None else str(row.sequence),
+                    row.from_service or "", row.message_type or "", f"{row.bytes:,}",
                 )  # fmt: skip
         listing.show()
     round_.finish(say=not as_json)

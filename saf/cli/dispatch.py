@@ -59,13 +59,13 @@ def command(
         return [
             Dispatcher(
                 name,
-                one,
-                settings.inbox_of(one),
+                item,
+                settings.inbox_of(item),
                 stop_seconds=stop_timeout,
                 signer=signer,
                 summary=summaries.setdefault(name, Summary()),
             )
-            for name, one in endpoints.items()
+            for name, item in endpoints.items()
         ]
 
     following = Following(settings)
@@ -92,7 +92,7 @@ def command(
                 echo(f"{name}: {summary}")
     if loop:
         return
-    codes = {one.exit_code for one in dispatchers}
+    codes = {item.exit_code for item in dispatchers}
     if FOR_A_PERSON not in codes and problems:
         raise problems[0]
     if code := next((code for code in (FOR_A_PERSON, FOR_LATER) if code in codes), 0):

@@ -55,13 +55,13 @@ def command(
             connection, message_id, key, about=sent, seconds=timeout
         ),
     )
-    known = {name: one for name, one in found.items() if not one.nothing}
+    known = {name: item for name, item in found.items() if not item.nothing}
     if as_json:
-        rows = [{"broker": name, **one.as_dict()} for name, one in known.items()]
+        rows = [{"broker": name, **item.as_dict()} for name, item in known.items()]
         echo(json.dumps({"message": rows, "errors": round_.errors()}))
     else:
         _listing(known).show()
-    unfinished = [words for name, one in found.items() for words in _unfinished(name, one)]
+    unfinished = [words for name, item in found.items() for words in _unfinished(name, item)]
     if not known and not round_.failed:
         raise UsageError(". ".join([f"no broker knows a message {message_id}", *unfinished]))
     for words in unfinished:

@@ -114,18 +114,18 @@ def show(
         "outbox",
         lambda connection, _: outbox.details(connection, number, key=key, seconds=timeout),
     )
-    found = {name: one for name, one in asked.items() if one is not None}
+    found = {name: item for name, item in asked.items() if item is not None}
     if asked and not found and not round_.failed:
         raise UsageError(f"no message {which} in the outbox; purged messages are gone")
     if body:
-        for name, one in found.items():
-            _write_body(Round({name: round_.brokers[name]}), one.message.id)
+        for name, item in found.items():
+            _write_body(Round({name: round_.brokers[name]}), item.message.id)
     elif as_json:
-        rows = [{"broker": name, **one.as_dict()} for name, one in found.items()]
+        rows = [{"broker": name, **item.as_dict()} for name, item in found.items()]
         echo(json.dumps({"messages": rows, "errors": round_.errors()}))
     else:
-        for name, one in found.items():
-            _show(name, one)
+        for name, item in found.items():
+            _show(name, item)
     round_.finish(say=not (as_json or body))
 
 
@@ -154,15 +154,17 @@ def forwarded_(
         "outbox", lambda connection, _: forwarded(connection, wanted, seconds=timeout)
     )
     if as_json:
-        rows = [{"broker": name, **one.as_dict()} for name, one in found.items()]
+        rows = [{"broker": name, **result.as_dict()} for name, result in found.items()]
         echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
     else:
-        pages = {name: SentPage(shown=tuple(one.left.values())) for name, one in found.items()}
+        pages = {
+            name: SentPage(shown=tuple(result.left.values())) for name, result in found.items()
+        }
         if any(page.shown for page in pages.values()):
             _listing(pages).show()
         elif not round_.failed:
             echo(f"everything that was sent before {at(until)} has been forwarded")
-    left = not all(one.everything for one in found.values())
+    left = not all(result.everything for result in found.values())
     round_.finish(say=not as_json, found=int(left and not round_.failed))
 
 

@@ -193,14 +193,14 @@ def _count(round_: Round, criteria: ParkedFilter, to: str | None, *, as_json: bo
         "parked", lambda connection, _: parked_messages.count(connection, criteria, MOST, to=to)
     )
     if as_json:
-        counts = {name: {"messages": one.messages, "stay": one.staying, "why": dict(one.stays)}
-                  for name, one in found.items()}  # fmt: skip
+        counts = {name: {"messages": row.messages, "stay": row.staying, "why": dict(row.stays)}
+                  for name, row in found.items()}  # fmt: skip
         echo(json.dumps({"parked": counts, "errors": round_.errors()}))
     else:
-        for name, one in found.items():
-            stay = f"; {counted(one.staying, 'other')} would stay" if one.staying else ""
-            echo(f"{name}: {counted(one.messages, 'parked message')}{stay}")
-            say_staying(one.stays)
+        for name, row in found.items():
+            stay = f"; {counted(row.staying, 'other')} would stay" if row.staying else ""
+            echo(f"{name}: {counted(row.messages, 'parked message')}{stay}")
+            say_staying(row.stays)
     round_.finish(say=not as_json)
 
 

@@ -71,8 +71,10 @@ def command(
     # after a dry run, sources are still unrepaired, and could not be compared
     unrepaired = dry_run and any(result is not None for result in done.values())
     sources = Round({} if unrepaired else chosen(settings, broker))
-    sent = sources.each(lambda name, one: _send_again(settings, name, one, round_, dry_run=dry_run))
-    again = {name: one for name, one in sent.items() if one is not None}
+    sent = sources.each(
+        lambda name, item: _send_again(settings, name, item, round_, dry_run=dry_run)
+    )
+    again = {name: item for name, item in sent.items() if item is not None}
     if as_json:
         rows = [
             {"broker": name, "rows": result.rows if result else 0,
@@ -85,18 +87,18 @@ def command(
              "purged_since": purged.get(name)}
             for name, result in done.items()
         ]  # fmt: skip
-        message_ids = {name: texts(one) for name, one in again.items()}
-        left = {name: left_out(one) for name, one in again.items()}
+        message_ids = {name: texts(item) for name, item in again.items()}
+        left = {name: left_out(item) for name, item in again.items()}
         errors = [*round_.errors(), *rebased.errors(), *sources.errors()]
         found = {"brokers": rows, "message_ids": message_ids, "left_out": left, "errors": errors}
         echo(json.dumps(found))
     else:
         for name, result in done.items():
             echo(f"{name}: {_words(result, purged.get(name, ()), dry_run=dry_run)}")
-        for name, one in again.items():
-            echo(f"{name}: {in_words(one, dry_run=dry_run)}")
+        for name, item in again.items():
+            echo(f"{name}: {in_words(item, dry_run=dry_run)}")
     for other in (rebased, sources):
-        round_.failed += [one for one in other.failed if one[0] not in dict(round_.failed)]
+        round_.failed += [item for item in other.failed if item[0] not in dict(round_.failed)]
     round_.finish(say=not as_json)
 
 

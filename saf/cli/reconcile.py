@@ -42,9 +42,9 @@ def command(
     settings = load(config)
     round_ = Round(chosen(settings, broker))
     known = round_.each(
-        lambda name, one: reconcile(
+        lambda name, source: reconcile(
             name,
-            one.dsn,
+            source.dsn,
             settings.destinations,
             since=since,
             until=until,

@@ -216,12 +216,12 @@ def explain_(
         ),
     )
     if as_json:
-        rows = [{"broker": where, **one.as_dict()} for where, one in found.items()]
+        rows = [{"broker": where, **explanation.as_dict()} for where, explanation in found.items()]
         echo(json.dumps({"explanations": rows, "errors": round_.errors()}))
     else:
-        for where, one in found.items():
-            show_explanation(where, one)
-    lost = any(one.lost for one in found.values())
+        for where, explanation in found.items():
+            show_explanation(where, explanation)
+    lost = any(explanation.lost for explanation in found.values())
     round_.finish(say=not as_json, found=Unroutable.exit_code if lost else 0)
 
 

@@ -128,20 +128,20 @@ def drop(
     """
     round_ = Round(everywhere(load(config), broker))
     asked = round_.visit("subscription", lambda connection, _: stream.logs(connection, name))
-    found = {where: [one for one in logs if log in (None, one)] for where, logs in asked.items()}
+    found = {where: [item for item in logs if log in (None, item)] for where, logs in asked.items()}
     found = {where: logs for where, logs in found.items() if logs}
     _refuse_several(name, found, round_, broker)
     dropping = Round({where: round_.brokers[where] for where in found})
     for where, logs in dropping.visit(
         "subscription",
         lambda connection, _: [
-            one
-            for one in stream.logs(connection, name)
-            if log in (None, one) and stream.drop(connection, one, name)
+            item
+            for item in stream.logs(connection, name)
+            if log in (None, item) and stream.drop(connection, item, name)
         ],
     ).items():
-        for one in logs:
-            echo(f"{where}: stream {name} of the {one} dropped")
+        for item in logs:
+            echo(f"{where}: stream {name} of the {item} dropped")
     round_.failed += dropping.failed
     round_.finish(say=True)
 

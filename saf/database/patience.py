@@ -85,10 +85,10 @@ class _Watch:
             now = time.monotonic()
             with self._lock:
                 # under the lock: a call that was answered in the meantime keeps its connection
-                for one in [one for one in self._waiting if one.until < now]:
+                for waiting in [waiting for waiting in self._waiting if waiting.until < now]:
                     with suppress(OSError):  # no file descriptor is left: try again next time
-                        one.give_up()
-                        self._waiting.discard(one)
+                        waiting.give_up()
+                        self._waiting.discard(waiting)
                 if not self._waiting:
                     self._some.clear()
 

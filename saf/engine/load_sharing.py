@@ -74,6 +74,6 @@ def _distinct(columns: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.
 
 
 def _askers(rows: pa.Table) -> list[Asker]:
-    brokers = [str(UUID(bytes=one)) if one else None for one in rows["to_broker"].to_pylist()]
+    brokers = [str(UUID(bytes=item)) if item else None for item in rows["to_broker"].to_pylist()]
     named = zip(rows["to_service"].to_pylist(), brokers, rows["key"].to_pylist(), strict=True)
-    return [Asker(*one) for one in named]
+    return [Asker(*item) for item in named]

@@ -296,7 +296,7 @@ def _once(router: Router, rows: pa.Table) -> pa.Array:
     conversations = rows["conversation_id"]
     keys = rows["key"] if router.once_per == KEY else pa.nulls(len(rows), pa.string())
     if conversations.null_count < len(conversations):
-        ids = [one and str(UUID(bytes=one)) for one in conversations.to_pylist()]
+        ids = [id_ and str(UUID(bytes=id_)) for id_ in conversations.to_pylist()]
         keys = pc.coalesce(pa.array(ids, pa.string()), keys)
     return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
 

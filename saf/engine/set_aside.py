@@ -240,7 +240,7 @@ class SetAside:
         def write(source: psycopg.Connection[Any]) -> None:
             before = lock_cursors(source, self.work.batch)
             if self.from_lanes:
-                buried = [one.id for one in self.unread]
+                buried = [item.id for item in self.unread]
                 for rows, *_ in self.dead:
                     buried += rows["parked_id"].to_pylist()
                 self.write_from_lanes(source, buried)

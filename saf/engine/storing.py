@@ -409,6 +409,6 @@ def _halves(part: Part) -> tuple[Part, Part]:
 
 def _told_apart(error: AnotherBroker) -> tuple[pa.Table, pa.Table]:
     """Split refused rows into those for the destination, and the others."""
-    others = pa.array([UUID(one).bytes for one in error.others], pa.binary())
+    others = pa.array([UUID(other).bytes for other in error.others], pa.binary())
     away = pc.is_in(error.rows["to_broker"], value_set=others, skip_nulls=True)
     return error.rows.filter(pc.invert(away)), error.rows.filter(away)

@@ -139,7 +139,9 @@ class Task:
                     self.source_session.find(lambda s: learn_set_aside(s, self.work.batch))
                 releasing.release_all()
                 cut = chunks(batches, self.rules.chunk_rows, self.rules.chunk_bytes)
-                for rows, last in with_last(cut) if self.closes else ((one, False) for one in cut):
+                for rows, last in (
+                    with_last(cut) if self.closes else ((part, False) for part in cut)
+                ):
                     self._refuse_doubled(rows)
                     self.end = int(rows["id"][-1].as_py()) if last else None
                     stop = isolate(rows, self._forward, self._bury, self.earlier.look)

@@ -380,7 +380,9 @@ class Forwarder:
             broker.stop()
             told.add(broker.name)
 
-        self.roster.each(tell, [one for one in brokers if one.name not in told], quiet=True)
+        self.roster.each(
+            tell, [source for source in brokers if source.name not in told], quiet=True
+        )
 
     def _look_beside(self, working: Sequence[SourceBroker], beside: Beside | None) -> bool:
         """Forward the little work of other brokers; return whether any broker has to wait."""
@@ -438,7 +440,7 @@ class Forwarder:
                 if not receipt.complete:
                     failed.add(name)
         for name in complete:
-            group = [one for one in receipts if work[one.work].broker == name]
+            group = [entry for entry in receipts if work[entry.work].broker == name]
             self.roster.brokers[name].note(group)
         done = _shards(item for group in complete.values() for item in group)
         for name, shards in whole.items():

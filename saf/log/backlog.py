@@ -266,9 +266,9 @@ def _look(connection: psycopg.Connection[Any], backlog: Backlog, limit: int) -> 
         if row.alone is not None:
             alone[row.shard, row.alone].append(row)
     large: dict[Transaction, list[Found]] = {}
-    for one, group in alone.items():
-        if sum(row.messages for row in group) >= readings[one[0]].most:
-            large[one] = group
+    for transaction, group in alone.items():
+        if sum(row.messages for row in group) >= readings[transaction[0]].most:
+            large[transaction] = group
             continue
         for row in group:
             _add(backlog, row, row.left)
@@ -386,15 +386,15 @@ def _readings(
 
 def _query(backlog: Backlog, readings: Mapping[int, Reading], limit: int) -> sql.Composed:
     shards = backlog.shards
-    where = [readings[one.shard] for one in shards]
+    where = [readings[item.shard] for item in shards]
     columns = {
-        "shards": [one.shard for one in shards],
-        "start": [one.start for one in where],
-        "alone": [f"{{{','.join(one.alone)}}}" for one in where],
-        "most": [one.most for one in where],
-        "open": [one.open for one in shards],
-        "position": [one.position for one in shards],
-        "beyond": [one.beyond for one in shards],
+        "shards": [item.shard for item in shards],
+        "start": [item.start for item in where],
+        "alone": [f"{{{','.join(item.alone)}}}" for item in where],
+        "most": [item.most for item in where],
+        "open": [item.open for item in shards],
+        "position": [item.position for item in shards],
+        "beyond": [item.beyond for item in shards],
     }
     return sql.SQL(READ).format(
         log=sql.Identifier("saf", backlog.log),
@@ -412,14 +412,14 @@ def _not_complete_from(
 
     The first transaction of the rest, and the transaction before, which may contain the position.
     """
-    in_hand = [one for one in backlog.shards if one.open is not None and one.position]
+    in_hand = [item for item in backlog.shards if item.open is not None and item.position]
     if not in_hand:
         return {}
     columns = {
-        "shards": [one.shard for one in in_hand],
-        "positions": [one.position for one in in_hand],
-        "low": [int(begun_since(one.done)[0]) for one in in_hand],
-        "high": [int(begun_since(one.open)[0]) for one in in_hand if one.open],
+        "shards": [item.shard for item in in_hand],
+        "positions": [item.position for item in in_hand],
+        "low": [int(begun_since(item.done)[0]) for item in in_hand],
+        "high": [int(begun_since(item.open)[0]) for item in in_hand if item.open],
     }
     query = sql.SQL(NOT_COMPLETE_FROM).format(
         log=sql.Identifier("saf", backlog.log),

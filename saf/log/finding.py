@@ -151,11 +151,11 @@ def find(
         if (row := table.look(message_id, pages)) is not None:
             return Search(row=row)
         if number < len(steps) and time.monotonic() > until:
-            left = sum(one.after - one.first for one in steps[number:])
+            left = sum(part.after - part.first for part in steps[number:])
             return Search(
                 place=f"{pages.slot}.{pages.first}",
                 since=table.oldest(pages),
-                part=1 - left / sum(one.after for one in slots),
+                part=1 - left / sum(part.after for part in slots),
             )
     return Search()
 

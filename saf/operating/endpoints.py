@@ -101,7 +101,7 @@ class Following:
         """Find the current endpoints."""
         found = find(self._settings, self._known)
         self._known = found.endpoints
-        problems = {str(one) for one in found.problems}
+        problems = {str(error) for error in found.problems}
         for problem in problems - self._logged:
             log.warning("endpoints_not_read", detail=problem)
         self._logged = problems

@@ -367,8 +367,8 @@ def _with_state(
     """Yield messages of the outbox with their states; cursors only show which are complete."""
     ids = [row["id"] for row in rows if row["complete"]]
     aside: dict[int, dict[str, Any]] = {}
-    for one in _rows(connection, SET_ASIDE, {"ids": ids}) if ids else []:
-        aside.setdefault(one["id"], one)
+    for state in _rows(connection, SET_ASIDE, {"ids": ids}) if ids else []:
+        aside.setdefault(state["id"], state)
     for row in rows:
         names = ("id", "message_id", "service", "key", "message_type", "bytes", "created_at")
         known = {name: row[name] for name in names}

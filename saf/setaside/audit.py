@@ -85,7 +85,7 @@ def page(
 ) -> Page[Audited]:
     """Return a page of `audited`."""
     return page_of(
-        lambda most: audited(connection, most, before), limit, lambda one: str(one.audit_id)
+        lambda most: audited(connection, most, before), limit, lambda entry: str(entry.audit_id)
     )
 
 

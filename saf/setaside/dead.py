@@ -280,7 +280,7 @@ def page(
     return page_of(
         lambda most: dead_letters(connection, chosen, most, to=to),
         limit,
-        lambda one: str(one.dead_letter_id),
+        lambda row: str(row.dead_letter_id),
     )
 
 

@@ -53,15 +53,15 @@ class Answers:
         Raises:
             Unavailable: some answers are missing.
         """
-        one, wanted = self._compiled[router.expression], rows[self._name].to_numpy()
+        expression, wanted = self._compiled[router.expression], rows[self._name].to_numpy()
         if not np.isin(wanted, self._ids).all():
             why = "Spark has not evaluated the expressions for all messages of its routers in SQL"
             raise Unavailable(f"broker {self._broker!r}", why)
         places = self._order[np.searchsorted(self._ids, wanted)]
-        answers = self._now[one.column].take(places).combine_chunks()
+        answers = self._now[expression.column].take(places).combine_chunks()
         if answers.null_count:
-            self._note(one, rows.filter(pc.is_null(answers)))
-        return as_said(one, answers)
+            self._note(expression, rows.filter(pc.is_null(answers)))
+        return as_said(expression, answers)
 
     def _note(self, expression: Compiled, rows: pa.Table) -> None:
         """Keep the first few messages for which an expression raised."""

@@ -70,8 +70,8 @@ class _Answers:
         return np.ones(len(rows), np.bool_)
 
     def to(self, router: Router, rows: pa.Table) -> pa.Table:
-        one = self._compiled[router.expression]
-        return pa.concat_tables([self._to(one, row) for row in rows.to_pylist()])
+        expression = self._compiled[router.expression]
+        return pa.concat_tables([self._to(expression, row) for row in rows.to_pylist()])
 
     def _to(self, expression: Compiled, message: Mapping[str, Any]) -> pa.Table:
         why = reason(self._spark, Raised(text=expression.text, message=message))

@@ -111,8 +111,8 @@ def answers_of(
     """
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
-    routers = [one for one in item.routes.routers if only in (None, one.expression)]
-    columns = frozenset[str]().union(*(one.columns for one in compiled.values()))
+    routers = [entry for entry in item.routes.routers if only in (None, entry.expression)]
+    columns = frozenset[str]().union(*(entry.columns for entry in compiled.values()))
     kinds = {"id": "long"} | {name: kind for name, kind in EXPRESSED.items() if name in columns}
     asked = []
     if len(compiled) > 1:
@@ -131,12 +131,12 @@ def answers_of(
     rows = messages_of(spark, item, kinds, queries)
     if "body" in columns:
         rows = with_derived(rows)
-    each = [(one.number, one.column, F.expr(one.safe)) for one in compiled.values()]
+    each = [(entry.number, entry.column, F.expr(entry.safe)) for entry in compiled.values()]
     if len(each) == 1:
         answers = [answer.alias(column) for _, column, answer in each]
     else:
         own = reduce(
-            lambda o, one: F.when(F.col("asked") == one[0], one[2]).otherwise(o),
+            lambda o, entry: F.when(F.col("asked") == entry[0], entry[2]).otherwise(o),
             each,
             F.lit(None).cast("binary"),
         )
@@ -144,7 +144,7 @@ def answers_of(
         # the other columns are needed only if a router passes a message on to another router
         text = F.col("own").cast("string")
         named = F.coalesce(F.get_json_object(text, "$.service"), text)
-        handed_on = named.isin(*{one.service for one in item.routes.routers})
+        handed_on = named.isin(*{entry.service for entry in item.routes.routers})
         answers = [
             F.when(F.col("asked") == number, F.col("own"))
             .when((F.col("asked") == OF_NONE) | handed_on, answer)

@@ -145,8 +145,8 @@ class Transforms:
         if parked := self.parked.get(service):
             of_parked = sql.SQL(OF_PARKED).format(
                 columns=sql.SQL(", ").join(
-                    sql.Identifier(one) if isinstance(one, str) else one
-                    for one in as_spark_sees(selected, max_bytes)
+                    sql.Identifier(column) if isinstance(column, str) else column
+                    for column in as_spark_sees(selected, max_bytes)
                 ),
                 subscription_id=subscription,
                 ids=sql.Literal(sorted(parked)),
@@ -211,4 +211,6 @@ def parked_of(item: Work, rules: ForwardingRules) -> dict[str, frozenset[int]]:
 
 def _by_service(found: Mapping[int, str]) -> dict[str, frozenset[int]]:
     services = set(found.values())
-    return {one: frozenset(i for i, service in found.items() if service == one) for one in services}
+    return {
+        name: frozenset(i for i, service in found.items() if service == name) for name in services
+    }

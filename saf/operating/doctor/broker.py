@@ -316,20 +316,20 @@ def parked_by(config: Settings) -> Check:
     return parked
 
 
-def _what_helps(patient: Patient, config: Settings, one: Failing) -> str:
+def _what_helps(patient: Patient, config: Settings, row: Failing) -> str:
     """Return an operator's next step for a lane: a command, if one helps."""
-    lane_of = ("--destination", one.destination, "--kind", one.kind, "--subject", one.subject)
-    if one.kind in (lane.Kind.SERVICE, lane.Kind.FOUND_ROUTE) and one.needs_operator:
-        create = shlex.join(("saf", "service", "create", one.subject, "--broker", one.destination))
-        meant = did_you_mean(one.subject, _living(config, one.destination))
+    lane_of = ("--destination", row.destination, "--kind", row.kind, "--subject", row.subject)
+    if row.kind in (lane.Kind.SERVICE, lane.Kind.FOUND_ROUTE) and row.needs_operator:
+        create = shlex.join(("saf", "service", "create", row.subject, "--broker", row.destination))
+        meant = did_you_mean(row.subject, _living(config, row.destination))
         return (
             f"{create}; or, if the sender has misspelt it{meant}, correct the sender, and give up "
             f"what waits: {patient.command('parked', 'discard', *lane_of, '--why', 'misspelt')}"
         )
-    if one.unrouted and one.broker is None:
-        return patient.command("route", "add", "DESTINATION", "--service", one.subject)
-    if one.needs_operator and one.destination:
-        retry = patient.command("parked", "retry-now", "--destination", one.destination)
+    if row.unrouted and row.broker is None:
+        return patient.command("route", "add", "DESTINATION", "--service", row.subject)
+    if row.needs_operator and row.destination:
+        retry = patient.command("parked", "retry-now", "--destination", row.destination)
         return f"do what the error says; then {retry}"
     return "fix the cause that the error names; no message is lost"
 

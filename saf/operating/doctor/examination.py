@@ -127,11 +127,11 @@ def examine(
     login, of the check `LOGIN`.
     """
     of_source, of_store = _of_source(config), (*BROKER, parked_by(config))
-    databases = [("broker", name, one.dsn, of_source) for name, one in config.brokers.items()]
+    databases = [("broker", name, item.dsn, of_source) for name, item in config.brokers.items()]
     databases += [
         ("destination", name, dsn, of_store)
-        for name, one in config.destinations.items()
-        if (dsn := one.broker())
+        for name, item in config.destinations.items()
+        if (dsn := item.broker())
     ]
     found: list[Finding] = []
     patients: list[Patient] = []
@@ -154,7 +154,7 @@ def examine(
             found += _examined(patient, dsn, checks)
         found += _disagreements(patients)
         places = [
-            (patient.where, patient.name, one) for patient in patients for one in _place(patient)
+            (patient.where, patient.name, item) for patient in patients for item in _place(patient)
         ]
     fleets = [*_fleets(config, limits, clock, places)]
     return [*found, *_elsewhere(config), *fleets, *_copies(places)]
@@ -230,12 +230,12 @@ def _copies(places: Iterable[tuple[str, str, Place]]) -> Iterator[Finding]:
     """Yield findings for databases that have another database's broker_id."""
     originals: dict[UUID, tuple[str, str, Place]] = {}
     found: set[tuple[int, int]] = set()
-    for where, name, one in sorted(places, key=lambda known: known[2].database):
-        _, original, first = originals.setdefault(one.broker_id, (where, name, one))
-        if one.database == first.database or one.database in found:
+    for where, name, identity in sorted(places, key=lambda known: known[2].database):
+        _, original, first = originals.setdefault(identity.broker_id, (where, name, identity))
+        if identity.database == first.database or identity.database in found:
             continue
-        found.add(one.database)
-        error = SameBroker(name, original, one.broker_id)
+        found.add(identity.database)
+        error = SameBroker(name, original, identity.broker_id)
         cure = shlex.join(("saf", "broker", "new-id", "--broker", name))
         yield Finding(check="broker_id", where=where, severity="error", what=str(error), cure=cure)
 
@@ -270,7 +270,7 @@ def _fleets(
                     continue
                 yield Finding(check=REACHABLE, where=where, severity="ok")
                 yield from _examined(patient, broker.dsn, _of_source(config))
-                places += [(where, name, one) for one in _place(patient)]
+                places += [(where, name, identity) for identity in _place(patient)]
         except Unavailable as error:
             yield _not_let_in(where, error, broker.dsn)
         except ConfigurationError as error:
@@ -373,12 +373,12 @@ def _disagreements(patients: list[Patient]) -> Iterator[Finding]:
             clocks.append((patient, *skew_of(patient)))
         except psycopg.Error:
             continue  # its connection was lost, and its own examination reports this
-    for (one, ahead, blur), (other, behind, more_blur) in combinations(clocks, 2):
+    for (first, ahead, blur), (other, behind, more_blur) in combinations(clocks, 2):
         seconds = abs(ahead - behind)
-        if seconds - blur - more_blur > one.limits.skew_seconds:
+        if seconds - blur - more_blur > first.limits.skew_seconds:
             yield Finding(
                 check="clocks_agree",
-                where=f"{one.where} and {other.where}",
+                where=f"{first.where} and {other.where}",
                 severity="warning",
                 what=f"their clocks differ by {seconds:.0f} s: a range of time is not the same",
                 cure="let both follow the same time servers (NTP)",

@@ -159,12 +159,12 @@ def set_back_copies(
     if not found:
         return None
     frozen = versions(here.connection)
-    replaced = [one.created_at for one in frozen[1:]]
+    replaced = [version.created_at for version in frozen[1:]]
     return Copies(
         routes=routes(here.connection),
         earlier=[
-            (one.routes, until)
-            for one, until in zip(frozen, [*replaced, None], strict=bool(frozen))
+            (version.routes, until)
+            for version, until in zip(frozen, [*replaced, None], strict=bool(frozen))
         ],
         destinations=found,
         topics=frozenset(topics),

@@ -128,8 +128,8 @@ def plan(
 
 def _in_folder(folder: Path, log: Log) -> Found:
     found = pieces(folder.absolute(), log.broker_id, log.name)
-    lives = {one.incarnation for one in found}
-    left = [one.path for one in found if not log.has(one.slot, _first(one.path))]
+    lives = {item.incarnation for item in found}
+    left = [item.path for item in found if not log.has(item.slot, _first(item.path))]
     return Found(
         files={str(path): path.stat().st_size for path in left},
         incarnation=log.incarnation if lives <= {log.incarnation} else 0,
@@ -177,7 +177,7 @@ def _divided(files: Mapping[str, int], number: int) -> list[tuple[str, ...]]:
     """
     parts: list[list[str]] = [[] for _ in range(number)]
     sizes = [0] * number
-    for path, size in sorted(files.items(), key=lambda one: -one[1]):
+    for path, size in sorted(files.items(), key=lambda file: -file[1]):
         least = sizes.index(min(sizes))
         parts[least].append(path)
         sizes[least] += size

@@ -160,7 +160,7 @@ def _suspect(rows: pa.RecordBatch) -> int | None:
                 pc.match_substring(column, "\0"),
             ]
         elif name == "to_broker":
-            unknown = [one for one in pc.unique(column).to_pylist() if not _is_uuid(one)]
+            unknown = [value for value in pc.unique(column).to_pylist() if not _is_uuid(value)]
             wrong.append(pc.is_in(column, pa.array(unknown, pa.string())))
         elif name in TIMES:
             earliest = pa.scalar(FIRST_MOMENT, column.type)
@@ -170,8 +170,8 @@ def _suspect(rows: pa.RecordBatch) -> int | None:
             wrong.append(pc.less_equal(column, pa.scalar(datetime.now(UTC), column.type)))
     wrong.append(pc.is_null(rows["service"]))
     found = wrong[0]
-    for one in wrong[1:]:
-        found = pc.or_(found, pc.fill_null(one, False))
+    for value in wrong[1:]:
+        found = pc.or_(found, pc.fill_null(value, False))
     place = pc.index(found, True).as_py()
     return None if place < 0 else int(place)
 

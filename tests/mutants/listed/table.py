@@ -67,8 +67,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is archived and in the log still is read twice out of a folder",
         ARCHIVED,
-        "if not log.has(one.slot, _first(one.path))]",
-        "if one]",
+        "if not log.has(item.slot, _first(item.path))]",
+        "if item]",
         f"{OF_ARCHIVES}::test_what_is_archived_and_has_not_left_the_log_is_read_once",
     ),
     mutant(
