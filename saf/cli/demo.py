@@ -138,10 +138,10 @@ def command(
 
     with EmbeddedServer(data / "postgres", settings=POSTGRESQL) as server:
         if dialog:
-            told = demo_dialog.converse(server, reset=reset)
+            outcome = demo_dialog.converse(server, reset=reset)
             title = "every talk ended as it should"
-            listing, right = demo_dialog.listing(told), told["right"]
-            _finish(told, title, listing, right=right, as_json=as_json)
+            listing, right = demo_dialog.listing(outcome), outcome["right"]
+            _finish(outcome, title, listing, right=right, as_json=as_json)
         if lake:
             streamed, right = demo_lake.stream(server, data / "lake", limit, reset=reset)
             title, listing = demo_lake.TITLE, demo_lake.listing(streamed)

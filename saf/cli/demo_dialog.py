@@ -127,9 +127,9 @@ def _ends(dsns: dict[str, Dsn], trade: Trade) -> list[Ended]:
     ends = []
     for talk in trade.talks.values():
         ids = (talk.conversations.get(name) for name in (SHOP, WAREHOUSE))
-        both = [known.get(item) if item else None for item in ids]
-        shop, warehouse = (str(item.state) if item else None for item in both)
-        codes = {item.error_code for item in both if item}
+        pair = [known.get(item) if item else None for item in ids]
+        shop, warehouse = (str(item.state) if item else None for item in pair)
+        codes = {item.error_code for item in pair if item}
         # a message that comes too late may never arrive
         closed = ("closed", None) if talk.code == Code.EXPIRED else ("closed",)
         ends.append(

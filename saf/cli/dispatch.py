@@ -77,12 +77,12 @@ def command(
         problems += found.problems
         # a loop finds the other endpoints later
         dispatchers = made(found.endpoints if loop and problems else found.chosen([]))
-    again = (lambda: made(following.find().endpoints)) if loop and not names else None
+    refresh = (lambda: made(following.find().endpoints)) if loop and not names else None
     with published(
         listen=metrics, textfile=metrics_textfile, push=metrics_push, job="saf-dispatch"
     ):
         try:
-            run(dispatchers, drain=not loop, find=again)
+            run(dispatchers, drain=not loop, find=refresh)
         except (SafError, psycopg.Error) as error:
             if loop:
                 raise

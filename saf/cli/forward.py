@@ -113,8 +113,8 @@ def run(
     session.require_packages()
     options = settings.forwarder
     server = remote(options.master, options.spark)
-    alone = len(settings.brokers) == 1 and not settings.fleets
-    master = options.master if alone else session.with_room(options.master)
+    is_single = len(settings.brokers) == 1 and not settings.fleets
+    master = options.master if is_single else session.with_room(options.master)
     console = plain_console(stderr=True)
 
     def start(much: bool) -> Any:

@@ -74,7 +74,7 @@ def command(
     sent = sources.each(
         lambda name, item: _send_again(settings, name, item, round_, dry_run=dry_run)
     )
-    again = {name: item for name, item in sent.items() if item is not None}
+    reports = {name: item for name, item in sent.items() if item is not None}
     if as_json:
         rows = [
             {"broker": name, "rows": result.rows if result else 0,
@@ -87,15 +87,15 @@ def command(
              "purged_since": purged.get(name)}
             for name, result in done.items()
         ]  # fmt: skip
-        message_ids = {name: texts(item) for name, item in again.items()}
-        left = {name: left_out(item) for name, item in again.items()}
+        message_ids = {name: texts(item) for name, item in reports.items()}
+        left = {name: left_out(item) for name, item in reports.items()}
         errors = [*round_.errors(), *rebased.errors(), *sources.errors()]
         found = {"brokers": rows, "message_ids": message_ids, "left_out": left, "errors": errors}
         echo(json.dumps(found))
     else:
         for name, result in done.items():
             echo(f"{name}: {_words(result, purged.get(name, ()), dry_run=dry_run)}")
-        for name, item in again.items():
+        for name, item in reports.items():
             echo(f"{name}: {in_words(item, dry_run=dry_run)}")
     for other in (rebased, sources):
         round_.failed += [item for item in other.failed if item[0] not in dict(round_.failed)]

@@ -59,8 +59,8 @@ def command(
     else:
         _show(known)
     # report a proven loss first: unlike a failure to connect, it does not pass with time
-    same = all(outcome.same for outcome in known)
-    round_.finish(say=not as_json, found=0 if same else DIFFERENT)
+    is_equal = all(outcome.same for outcome in known)
+    round_.finish(say=not as_json, found=0 if is_equal else DIFFERENT)
 
 
 def _as_dict(outcome: Outcome, *, whole: bool) -> dict[str, Any]:

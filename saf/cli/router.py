@@ -184,14 +184,14 @@ def serve(
         signer=load_signer(config) if settings.signing.key_id else None,
     )
     if processes > 1 and not drain:
-        again = [*("router", "serve", service, "--broker", where), *("--threads", str(threads))]
-        again += ["--config", str(config)] if config else []
-        again += ["--listen"] if listen else []
-        again += ["--require-signed"] if require_signed else []
-        again += [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
+        arguments = [*("router", "serve", service, "--broker", where), *("--threads", str(threads))]
+        arguments += ["--config", str(config)] if config else []
+        arguments += ["--listen"] if listen else []
+        arguments += ["--require-signed"] if require_signed else []
+        arguments += [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
         supervise(
             [
-                [sys.executable, "-m", "saf", *again, *listening(metrics, number)]
+                [sys.executable, "-m", "saf", *arguments, *listening(metrics, number)]
                 for number in range(processes)
             ]
         )

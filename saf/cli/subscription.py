@@ -160,10 +160,10 @@ def _refuse_several(
     if broker is None and round_.failed:
         echo("not every broker answers, so nothing is dropped: add --broker NAME", err=True)
         round_.finish(say=True)
-    both = [where for where, logs in found.items() if len(logs) > 1]
-    if both:
+    places = [where for where, logs in found.items() if len(logs) > 1]
+    if places:
         raise UsageError(
-            f"there is a stream {name!r} of both logs in {', '.join(both)}, and none is dropped: "
+            f"there is a stream {name!r} of both logs in {', '.join(places)}, and none is dropped: "
             "which one? Say --stream outbox or --stream inbox"
         )
 

@@ -124,8 +124,8 @@ def shut(descriptors: Iterable[int]) -> None:
     """
     for descriptor in descriptors:
         try:
-            with _same(descriptor) as same:
-                same.shutdown(socket.SHUT_RDWR)
+            with _same(descriptor) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
         except OSError as error:  # other errors: it is already closed
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -168,9 +168,9 @@ DESCRIPTORS = next(path for path in map(Path, ("/proc/self/fd", "/dev/fd")) if p
 def _connections() -> Iterator[tuple[int, int, Any]]:
     """Yield the descriptor, the family and the peer of each connected stream."""
     for file in DESCRIPTORS.iterdir():
-        with suppress(OSError), _same(int(file.name)) as same:
-            if same.type == socket.SOCK_STREAM:
-                yield int(file.name), same.family, same.getpeername()
+        with suppress(OSError), _same(int(file.name)) as connection:
+            if connection.type == socket.SOCK_STREAM:
+                yield int(file.name), connection.family, connection.getpeername()
 
 
 def _same(descriptor: int) -> socket.socket:

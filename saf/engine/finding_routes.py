@@ -101,9 +101,9 @@ class FindingRoutes:
         routers = pa.array(
             [router.service for router in self.parked.work.routes.routers], pa.string()
         )
-        led = pc.or_(rows["route"].is_valid(), pc.is_in(rows["to_service"], routers))
+        mask = pc.or_(rows["route"].is_valid(), pc.is_in(rows["to_service"], routers))
         others = {lane for lane in lanes if not lane.unrouted}
-        return others.union(unrouted[n] for n in rows.filter(led)["number"].to_pylist())
+        return others.union(unrouted[n] for n in rows.filter(mask)["number"].to_pylist())
 
     def _stay(self, lanes: Sequence[Lane]) -> None:
         """Note that the messages left in these lanes have no way out."""
@@ -124,11 +124,11 @@ class FindingRoutes:
             self.parked.settle(rows.filter(pc.is_null(rows["body"])), set_aside)
             rows = readable
         resolution = self.resolver.resolve(self._transformed(rows))
-        for some, error in resolution.dead:
+        for unresolved, error in resolution.dead:
             # a message that its router cannot resolve leaves its lane
             set_aside = self.parked.aside()
-            set_aside.bury(some, "", "unresolved", error)
-            self.parked.settle(some, set_aside)
+            set_aside.bury(unresolved, "", "unresolved", error)
+            self.parked.settle(unresolved, set_aside)
         routed = self.matcher.route(resolution.rows)
         routable = routed["route"].is_valid()
         self._note_left(resolution.waiting)

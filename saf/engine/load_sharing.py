@@ -29,7 +29,7 @@ def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
     ]
     if not shared:
         return rows
-    alone = {
+    single = {
         match.routes[0]: number for number, match in enumerate(matches) if len(match.routes) == 1
     }
     route = rows["route"].to_numpy(zero_copy_only=False)
@@ -46,10 +46,10 @@ def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
     numbers = np.full(len(first), -1)
     for place, match in among.items():
         member = match.destinations.index(chosen[askers[place]])
-        numbers[place] = alone[match.routes[member]]
+        numbers[place] = single[match.routes[member]]
     for number in shared:
         mask = taken == number
-        members = np.array([alone[member_route] for member_route in matches[number].routes])
+        members = np.array([single[member_route] for member_route in matches[number].routes])
         taken = np.where(mask & ~keyed, members[rows["id"].to_numpy() % len(members)], taken)
         taken = np.where(mask & keyed, numbers[indices], taken)
     column = pa.array(taken.astype(np.int32), mask=taken < 0)

@@ -116,8 +116,8 @@ def _behind(rows: pa.Table, unrouted: Collection[Lane]) -> pa.Table:
     """
     if not unrouted:
         return rows
-    behind = is_in(route_lanes(rows), unrouted)
-    route = pc.if_else(behind, pa.scalar(None, rows["route"].type), rows["route"])
+    mask = is_in(route_lanes(rows), unrouted)
+    route = pc.if_else(mask, pa.scalar(None, rows["route"].type), rows["route"])
     return rows.set_column(rows.column_names.index("route"), "route", route)
 
 

@@ -125,8 +125,8 @@ class Resolver:
         broker = str(lane.broker) if lane.broker else None
         if problem := self.problems.get(service):
             return ConfigurationError(problem)
-        elsewhere = self._matcher.routes.elsewhere(service, broker)
-        return Unroutable(service, broker, elsewhere)
+        destinations = self._matcher.routes.elsewhere(service, broker)
+        return Unroutable(service, broker, destinations)
 
     def resolve(self, rows: pa.Table, held: Iterable[Lane] = ()) -> Resolution:
         """Give rows their real addresses; rows behind a lane in ``held`` wait.
@@ -199,10 +199,10 @@ class Resolver:
             errors[int(row)] = f"more than {MAX_HOPS} routers in a row: {_chain(trails[int(row)])}"
         if waiting.any():
             waiting |= _is_in(sent, _distinct(sent, waiting))
-        away = waiting.copy()
-        away[list(errors)] = True
+        removed = waiting.copy()
+        removed[list(errors)] = True
         return Resolution(
-            rows=_filtered(addressed, ~away),
+            rows=_filtered(addressed, ~removed),
             dead=_dead(rows, errors, waiting),
             waiting=_filtered(rows, waiting) if waiting.any() else None,
         )
@@ -222,10 +222,10 @@ class Resolver:
         asked &= np.array([name not in known for name in names])[indices]
         places, own = np.flatnonzero(asked), self._classified(router, _filtered(rows, asked))
         failed = indices[places[own["error"].is_valid().to_numpy()]]
-        again = np.isin(indices, failed[failed >= 0]) & ~asked
-        if again.any():  # a key's first row failed: ask for its others
-            places = np.concatenate([places, np.flatnonzero(again)])
-            own = pa.concat_tables([own, self._classified(router, _filtered(rows, again))])
+        retries = np.isin(indices, failed[failed >= 0]) & ~asked
+        if retries.any():  # a key's first row failed: ask for its others
+            places = np.concatenate([places, np.flatnonzero(retries)])
+            own = pa.concat_tables([own, self._classified(router, _filtered(rows, retries))])
         new: dict[str, Resolved] = {}
         for place, answer in _resolved(places, own, indices >= 0):
             name = names[indices[place]]

@@ -102,10 +102,10 @@ class Sending:
         The messages of this chunk that it has stored are done: the position moves past them. If
         this is not possible, because an earlier message waits, all waiting messages are parked.
         """
-        alone = Lane(destination=self.work.alone or "")
-        if alone not in set_aside.failed or not set_aside.parked:
+        lane = Lane(destination=self.work.alone or "")
+        if lane not in set_aside.failed or not set_aside.parked:
             return
-        error, batch = set_aside.failed[alone], self.work.batch
+        error, batch = set_aside.failed[lane], self.work.batch
         taken, first = set_aside.taken, set_aside.waits_from()
         if taken and (first is None or taken > first):
             return
@@ -113,8 +113,8 @@ class Sending:
         def stay(source: psycopg.Connection[Any]) -> None:
             if taken and first is not None:
                 advance(source, batch, first - 1)
-            moving = [alone] if taken else []
-            backoff.postpone(source, batch.subscription_id, {alone: error}, moving)
+            moving = [lane] if taken else []
+            backoff.postpone(source, batch.subscription_id, {lane: error}, moving)
             self.storing.brake.write(source)
 
         self.source_session(stay)

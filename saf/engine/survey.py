@@ -160,8 +160,8 @@ def survey(cursor: Querying, batch: Batch) -> list[Window]:
     found: list[Window] = []
     for start in range(0, len(windows), AT_ONCE):
         group = windows[start : start + AT_ONCE]
-        each = ", ".join(LOWEST.format(rows=window.rows(batch, ["id"])) for window in group)
-        cursor.execute(f"SELECT ARRAY[{each}]")
+        queries = ", ".join(LOWEST.format(rows=window.rows(batch, ["id"])) for window in group)
+        cursor.execute(f"SELECT ARRAY[{queries}]")
         ((lowest,),) = cursor.fetchall()
         found += [
             replace(window, lowest=id_)

@@ -227,9 +227,9 @@ class Task:
     def _refuse_doubled(self, rows: pa.Table) -> None:
         """Reject rows with the same id, because marks cannot tell them apart."""
         ids = rows["id"].to_numpy()
-        again = np.flatnonzero(np.diff(ids, prepend=self.read) == 0)
-        if again.size:
-            why = f"saf.outbox has several messages with id {ids[again[0]]}"
+        repeats = np.flatnonzero(np.diff(ids, prepend=self.read) == 0)
+        if repeats.size:
+            why = f"saf.outbox has several messages with id {ids[repeats[0]]}"
             raise Restored(self.work.dsn.database, f"broker {self.work.broker!r}", [why])
         self.read = int(ids[-1])
 

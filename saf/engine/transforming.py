@@ -175,13 +175,13 @@ class Transforming:
         if not mask.any():
             return rows
         wrong: dict[str, list[int]] = {}
-        spoken = rows["conversation_id"].is_valid().to_numpy()
-        for place in np.flatnonzero(mask & spoken).tolist():
+        of_dialogs = rows["conversation_id"].is_valid().to_numpy()
+        for place in np.flatnonzero(mask & of_dialogs).tolist():
             wrong.setdefault(OF_DIALOGS, []).append(place)
         faults = self._faults.keys() - self._kept
         if faults:
             ids = log_ids(rows).to_numpy()
-            at_fault = mask & ~spoken & np.isin(ids, list(faults))
+            at_fault = mask & ~of_dialogs & np.isin(ids, list(faults))
             for place in np.flatnonzero(at_fault).tolist():
                 wrong.setdefault(self._faults[int(ids[place])], []).append(place)
         for why, places in wrong.items():
@@ -316,11 +316,11 @@ class Transforming:
         headers = as_written(now["headers"])
         ids, parts = now["id"], now["part"]
         size = pc.binary_length(now["body"])
-        again = np.zeros(len(ids), np.bool_)
-        again[1:] = (ids.to_numpy()[1:] == ids.to_numpy()[:-1]) if len(ids) else []
-        alone = pc.fill_null(parts, -1).to_numpy()
-        same = again.copy()
-        same[1:] &= (alone[1:] == alone[:-1]) | (alone[1:] < 0) | (alone[:-1] < 0)
+        repeats = np.zeros(len(ids), np.bool_)
+        repeats[1:] = (ids.to_numpy()[1:] == ids.to_numpy()[:-1]) if len(ids) else []
+        number = pc.fill_null(parts, -1).to_numpy()
+        doubles = repeats.copy()
+        doubles[1:] &= (number[1:] == number[:-1]) | (number[1:] < 0) | (number[:-1] < 0)
         for wrong, why in (
             (pc.is_null(now["body"]), "it gives no body"),
             (
@@ -333,7 +333,7 @@ class Transforming:
             ),
             (pc.fill_null(pc.less(parts, 0), False), "it gives a part a number below 0"),
             (
-                pa.chunked_array([pa.array(same)]),
+                pa.chunked_array([pa.array(doubles)]),
                 "it returns several messages for it, without a different number for each in a "
                 "column part",
             ),

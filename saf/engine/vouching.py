@@ -45,8 +45,8 @@ def _checked(rows: pa.Table, since: int | None) -> pa.ChunkedArray:
         return pa.chunked_array([pa.nulls(rows.num_rows, pa.bool_())])
     # a parked message has another number as its id
     ids = rows["log_id" if "log_id" in rows.column_names else "id"]
-    spoken = pc.and_(pc.greater(ids, since), pc.is_valid(rows["from_service"]))
-    return pc.and_(spoken, pc.fill_null(pc.starts_with(rows["headers"], "{"), True))
+    mask = pc.and_(pc.greater(ids, since), pc.is_valid(rows["from_service"]))
+    return pc.and_(mask, pc.fill_null(pc.starts_with(rows["headers"], "{"), True))
 
 
 def _renamed(headers: pa.ChunkedArray, checked: pa.ChunkedArray) -> pa.ChunkedArray:

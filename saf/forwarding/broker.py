@@ -290,12 +290,12 @@ class SourceBroker:
 
     def note(self, receipts: Iterable[Receipt]) -> None:
         """Note destinations' rejections in a row, for the next cycle."""
-        told = [
+        answered = [
             receipt for receipt in receipts if receipt.destination and receipt.rejecting is not None
         ]
-        for receipt in told:
+        for receipt in answered:
             self._rejecting.pop(str(receipt.destination), None)
-        for receipt in told:
+        for receipt in answered:
             if receipt.rejecting:
                 before = self._rejecting.get(str(receipt.destination), 0)
                 self._rejecting[str(receipt.destination)] = max(before, receipt.rejecting)

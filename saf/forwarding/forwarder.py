@@ -310,7 +310,7 @@ class Forwarder:
         working = self._at_work(work)
         deep = self._at_work(item for item in work if item.much)
         began = visited_at = asked = time.monotonic()
-        gave_way, told = False, set[str]()
+        gave_way, notified = False, set[str]()
         stopped_at, tell_at = None, began
         if beside and beside.little:
             self._work(beside.little, 1, cap=beside.cap)
@@ -324,7 +324,7 @@ class Forwarder:
                     gave_way = True
                 visited_at = time.monotonic()
             if (stopped_at or gave_way) and now >= tell_at:
-                self._tell_to_stop(working if stopped_at else deep, told)
+                self._tell_to_stop(working if stopped_at else deep, notified)
                 tell_at = now + TELL_SECONDS
             self._renew()
             if not vigil.heard and now - asked > self.options.lease_seconds:
@@ -372,16 +372,16 @@ class Forwarder:
             raise error
         return job.result() if job.exception() is None else None
 
-    def _tell_to_stop(self, brokers: Iterable[SourceBroker], told: set[str]) -> None:
+    def _tell_to_stop(self, brokers: Iterable[SourceBroker], notified: set[str]) -> None:
         """Ask brokers' tasks to end after their chunk; add the brokers that were asked to
         ``told``."""
 
         def tell(broker: SourceBroker) -> None:
             broker.stop()
-            told.add(broker.name)
+            notified.add(broker.name)
 
         self.roster.each(
-            tell, [source for source in brokers if source.name not in told], quiet=True
+            tell, [source for source in brokers if source.name not in notified], quiet=True
         )
 
     def _look_beside(self, working: Sequence[SourceBroker], beside: Beside | None) -> bool:

@@ -261,12 +261,12 @@ def _look(connection: psycopg.Connection[Any], backlog: Backlog, limit: int) -> 
     readings = _readings(connection, backlog, limit)
     rows = [*map(Found._make, fetch(connection, _query(backlog, readings, limit)))]
     _add_in_order(connection, backlog, [row for row in rows if row.alone is None], limit)
-    alone: dict[Transaction, list[Found]] = defaultdict(list)
+    by_transaction: dict[Transaction, list[Found]] = defaultdict(list)
     for row in rows:
         if row.alone is not None:
-            alone[row.shard, row.alone].append(row)
+            by_transaction[row.shard, row.alone].append(row)
     large: dict[Transaction, list[Found]] = {}
-    for transaction, group in alone.items():
+    for transaction, group in by_transaction.items():
         if sum(row.messages for row in group) >= readings[transaction[0]].most:
             large[transaction] = group
             continue
@@ -378,9 +378,9 @@ def _readings(
     for shard in backlog.shards:
         first, in_progress = begun_since(shard.done)
         start, begun = known.get(shard.shard, (first, None))
-        alone = [*in_progress, *([begun] if begun else [])]
-        most = max(1, limit // max(1, len(alone)))
-        found[shard.shard] = Reading(start=start, alone=alone, most=most)
+        txids = [*in_progress, *([begun] if begun else [])]
+        most = max(1, limit // max(1, len(txids)))
+        found[shard.shard] = Reading(start=start, alone=txids, most=most)
     return found
 
 

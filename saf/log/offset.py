@@ -120,7 +120,7 @@ def between(
     written_by: tuple[int, int] | None = None,
 ) -> Range:
     """Return the rows of some shards that ``end`` has and ``start`` lacks."""
-    same = start.open != "" and start.open == end.end
+    same_batch = start.open != "" and start.open == end.end
     return Range(
         log=log,
         subscription_id=end.subscription,
@@ -128,11 +128,11 @@ def between(
         number=end.batch,
         done=start.done,
         open=end.end,
-        position=start.position if same else 0,
+        position=start.position if same_batch else 0,
         route_version=None,
         opened_at=datetime.now(UTC),
         epochs=tuple((shard, 0) for shard in shards),
-        before=(start.open, start.position) if start.open and not same else None,
+        before=(start.open, start.position) if start.open and not same_batch else None,
         until=(end.done, end.position) if end.open else None,
         written_by=written_by,
     )

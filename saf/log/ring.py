@@ -287,9 +287,9 @@ def _obstacle(
     readers = fetch(connection, READERS, {"log": slot.log})
     if not readers:
         return replace(slot, state="unread")
-    behind = _behind(connection, slot, readers)
-    if behind:
-        return replace(slot, state="needed", subscription=behind)
+    subscription = _behind(connection, slot, readers)
+    if subscription:
+        return replace(slot, state="needed", subscription=subscription)
     shards = [shard for _, _, numbers in readers for shard in numbers]
     if contents and _behind(connection, slot, [("", contents.snapshot, shards)]) is not None:
         return replace(slot, state="changed")

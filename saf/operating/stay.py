@@ -133,7 +133,7 @@ class Stay:
 
 def _plain(item: Any) -> dict[str, Any]:
     known: dict[type, Callable[[Any], Any]] = {UUID: str, datetime: datetime.isoformat}
-    plain = {k: known.get(type(v), lambda same: same)(v) for k, v in asdict(item).items()}
+    plain = {k: known.get(type(v), lambda value: value)(v) for k, v in asdict(item).items()}
     plain.pop("txid", None)
     if plain.get("headers") is not None:
         with suppress(ValueError, RecursionError):  # as text if Python cannot decode them

@@ -54,9 +54,9 @@ class Blind:
             if entry.state not in ("complete", "aside") or not may_be_there.may_have(entry):
                 continue
             held = {
-                each.where
-                for each in entries
-                if each.state == "set_aside" and (each.shard, each.id) == (entry.shard, entry.id)
+                other.where
+                for other in entries
+                if other.state == "set_aside" and (other.shard, other.id) == (entry.shard, entry.id)
             }
             if entry.state == "complete":
                 self.messages.append((entry.shard, entry.id))

@@ -139,8 +139,8 @@ def give_new_id(
             )
     with connection.transaction():
         connection.execute(LOCK)
-        if alive := [name for (name,) in fetch(connection, ALIVE)]:
-            raise UsageError(f"stop all forwarders and receivers first: {', '.join(alive)}")
+        if members := [name for (name,) in fetch(connection, ALIVE)]:
+            raise UsageError(f"stop all forwarders and receivers first: {', '.join(members)}")
         waiting = [id_ for (id_,) in fetch(connection, WAITING)]
         known = [id_ for ids in _some(waiting) for id_ in _known(original, ids)]
         for statement in GIVE_UP:

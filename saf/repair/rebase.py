@@ -264,9 +264,9 @@ def rebase(
         if not (force or wrong):
             return None
         why = tuple(lineage.problems(connection, whole=True))
-        alive = [name for (name,) in fetch(connection, ALIVE)]
-        if alive:
-            raise UsageError(f"stop all forwarders and receivers first: {', '.join(alive)}")
+        members = [name for (name,) in fetch(connection, ALIVE)]
+        if members:
+            raise UsageError(f"stop all forwarders and receivers first: {', '.join(members)}")
         ((newest,),) = fetch(connection, NEWEST)
         differ = _ahead(connection, known)
         ahead: dict[str, SetBack] = {}
@@ -295,14 +295,14 @@ def rebase(
             connection.execute(BELONG)
             connection.execute(TIMELINE)
             raise_incarnation(connection, _newest(known, ahead), received)
-            told = settle(connection, all_targets)
+            second_targets = settle(connection, all_targets)
         for wrong_still in lineage.problems(connection, whole=True):
             raise UsageError(f"not repaired, nothing was changed: {wrong_still}")
     return Rebased(
         rows=rows,
         destinations_ahead=tuple(ahead),
         remembered_until=newest,
-        second_targets=told,
+        second_targets=second_targets,
         why=why,
         here=here,
         new_ids=new_ids,
@@ -382,8 +382,8 @@ def _new_ids(connection: psycopg.Connection[Any], log: str, *, is_moved: bool) -
     """Give new ids to messages whose ids were assigned before; return how many."""
     ((last,),) = fetch(connection, lineage.LAST_ID.format(log=log))
     ((highest,),) = fetch(connection, lineage.COUNTED.format(log=log))
-    went_back = highest is not None and highest > last
-    if not (went_back or fetch(connection, lineage.TWINS.format(log=log))):
+    is_behind = highest is not None and highest > last
+    if not (is_behind or fetch(connection, lineage.TWINS.format(log=log))):
         return 0
     parts = {
         "log": sql.Identifier("saf", log),
@@ -392,7 +392,7 @@ def _new_ids(connection: psycopg.Connection[Any], log: str, *, is_moved: bool) -
     }
     new = sql.SQL(NEW_HERE if is_moved else NEW_SINCE).format(**parts)
     ((count,),) = fetch(connection, sql.SQL("SELECT count(*) FROM ({}) AS new").format(new))
-    if went_back:
+    if is_behind:
         fetch(connection, GO_ON, {"sequence": f"saf.{log}_id_seq", "highest": highest})
     connection.execute(sql.SQL(NEW_IDS).format(new=new, **parts))
     return int(count)
@@ -433,8 +433,8 @@ def _rebase_log(connection: psycopg.Connection[Any], log: str, epoch: int) -> in
     subscriptions = fetch(connection, SUBSCRIPTIONS, {"log": log})
     for place, (subscription_id,) in enumerate(subscriptions):
 
-        def snapshot(unseen: str, place: int = place) -> str:
-            numbers = [str(t) for state, t in txids.items() if state and state[place] in unseen]
+        def snapshot(letters: str, place: int = place) -> str:
+            numbers = [str(t) for state, t in txids.items() if state and state[place] in letters]
             listed = [*numbers, *in_progress]
             return f"{listed[0] if numbers else xmin}:{xmax}:{','.join(listed)}"
 

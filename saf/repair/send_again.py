@@ -238,10 +238,10 @@ def _let_subscribers_know(
             retention=timedelta(seconds=retention_seconds),
             routes=routes,
         )
-        spoken = sent_monologs(connection, name)
+        sent = sent_monologs(connection, name)
         arrived = received_monologs(brokers[name], source_id)
         subscribers_set_back(
-            connection, known[name].destination, spoken, arrived,
+            connection, known[name].destination, sent, arrived,
             is_behind=lacking.is_behind, may_lack=lacking.may_lack,
         )  # fmt: skip
 

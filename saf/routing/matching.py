@@ -213,14 +213,14 @@ class Routes:
         matches = {named: Match(routes=tuple(group)) for named, group in groups.items()}
         for topic in self.topics:
             for broker in {broker for _, broker in groups} | {None}:
-                each: dict[str, Route] = {}
+                by_destination: dict[str, Route] = {}
                 for named in precedence(topic, broker):
                     for route in groups.get(named, ()):
-                        if not (route.fallback and each):
-                            each.setdefault(route.destination, route)
-                if each:
+                        if not (route.fallback and by_destination):
+                            by_destination.setdefault(route.destination, route)
+                if by_destination:
                     matches[topic, broker] = Match(
-                        routes=tuple(each.values()), to_all=len(each) > 1
+                        routes=tuple(by_destination.values()), to_all=len(by_destination) > 1
                     )
         return matches
 

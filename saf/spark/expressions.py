@@ -131,13 +131,15 @@ def answers_of(
     rows = messages_of(spark, item, kinds, queries)
     if "body" in columns:
         rows = with_derived(rows)
-    each = [(entry.number, entry.column, F.expr(entry.safe)) for entry in compiled.values()]
-    if len(each) == 1:
-        answers = [answer.alias(column) for _, column, answer in each]
+    answer_columns = [
+        (entry.number, entry.column, F.expr(entry.safe)) for entry in compiled.values()
+    ]
+    if len(answer_columns) == 1:
+        answers = [answer.alias(column) for _, column, answer in answer_columns]
     else:
         own = reduce(
             lambda o, entry: F.when(F.col("asked") == entry[0], entry[2]).otherwise(o),
-            each,
+            answer_columns,
             F.lit(None).cast("binary"),
         )
         rows = rows.withColumn("own", own)
@@ -149,7 +151,7 @@ def answers_of(
             F.when(F.col("asked") == number, F.col("own"))
             .when((F.col("asked") == OF_NONE) | handed_on, answer)
             .alias(column)
-            for number, column, answer in each
+            for number, column, answer in answer_columns
         ]
     return rows.select("id", F.lit(None).cast("boolean").alias(ENDED), *answers)
 

@@ -100,10 +100,10 @@ class Jvm:
         Raises:
             SafError: the JVM ended instead, after writing the reason to stderr.
         """
-        told = self.folder / "gateway"
+        path = self.folder / "gateway"
         deadline = time.monotonic() + START_SECONDS
         try:
-            while not told.exists():
+            while not path.exists():
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     self.kill()
                     self.said.join(1)
@@ -112,7 +112,7 @@ class Jvm:
                         "(spark.driver.memory) are the usual reasons"
                     )
                 time.sleep(0.01)
-            data = told.read_bytes()
+            data = path.read_bytes()
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
         (port, length) = struct.unpack(">ii", data[:8])

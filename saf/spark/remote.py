@@ -267,9 +267,9 @@ def _translated(ask: Callable[[], T]) -> T:
         raise SparkGone(_words(error)) from error
     except PySparkException as error:
         code = getattr(error, "getGrpcStatusCode", lambda: None)()
-        away = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        is_lost = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         closed = "Channel closed" in str(error)  # by `ConnectRunner.abandon`
-        if away or closed or "INVALID_HANDLE." in str(error):
+        if is_lost or closed or "INVALID_HANDLE." in str(error):
             raise SparkGone(_words(error)) from error
         raise JobFailed(_words(error)) from error
 

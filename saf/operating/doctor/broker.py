@@ -226,17 +226,17 @@ def _left_lying(
         name=sql.Literal(log),
     )
     stuck = patient.limits.stuck_seconds
-    for name, count, age, others, alive, stream, opened in patient.ask(query, seconds=stuck):
+    for name, count, age, others, live, stream, opened in patient.ask(query, seconds=stuck):
         if stream:
             if count and age >= stuck:
                 yield _abandoned(patient, name, log, count, age, opened=opened)
         elif count and age >= stuck:
             yield (
-                "warning" if alive else "error",
+                "warning" if live else "error",
                 f"subscription {name!r} of the {log} has {counted(count, 'message')} to read, the "
-                f"oldest for {age:.0f} s, and {'is slow or stuck' if alive else 'no live member'}; "
+                f"oldest for {age:.0f} s, and {'is slow or stuck' if live else 'no live member'}; "
                 "the slots that they are in cannot be purged",
-                f"look at its log and at `{patient.command(*shown_by)}`" if alive else start,
+                f"look at its log and at `{patient.command(*shown_by)}`" if live else start,
             )
         elif others:
             yield (
@@ -294,7 +294,7 @@ def parked_by(config: Settings) -> Check:
         with psycopg.Cursor(patient.connection, row_factory=class_row(Failing)) as cursor:
             found = cursor.execute(LANES, params).fetchall()
         for row in found:
-            again = (
+            next_step = (
                 "is not tried again before an operator says so"
                 if row.braked
                 else f"is tried again at {row.next_attempt_at.isoformat()}"
@@ -302,7 +302,7 @@ def parked_by(config: Settings) -> Check:
             yield (
                 "error",
                 f"the lane of {row.own} has failed {counted(row.attempts, 'time')}, has "
-                f"{counted(row.messages, 'message')} parked in it, and {again}: {row.error}",
+                f"{counted(row.messages, 'message')} parked in it, and {next_step}: {row.error}",
                 _what_helps(patient, config, row),
             )
         if found and (more := found[0].lanes - len(found)):
@@ -321,9 +321,9 @@ def _what_helps(patient: Patient, config: Settings, row: Failing) -> str:
     lane_of = ("--destination", row.destination, "--kind", row.kind, "--subject", row.subject)
     if row.kind in (lane.Kind.SERVICE, lane.Kind.FOUND_ROUTE) and row.needs_operator:
         create = shlex.join(("saf", "service", "create", row.subject, "--broker", row.destination))
-        meant = did_you_mean(row.subject, _living(config, row.destination))
+        hint = did_you_mean(row.subject, _living(config, row.destination))
         return (
-            f"{create}; or, if the sender has misspelt it{meant}, correct the sender, and give up "
+            f"{create}; or, if the sender has misspelt it{hint}, correct the sender, and give up "
             f"what waits: {patient.command('parked', 'discard', *lane_of, '--why', 'misspelt')}"
         )
     if row.unrouted and row.broker is None:

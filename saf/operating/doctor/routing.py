@@ -134,12 +134,12 @@ def routes_by(config: Settings) -> Check:
         configured = {item.route: item for item in current.routes}
         for route in in_force.routes:
             if route.destination not in config.destinations:
-                meant = did_you_mean(route.destination, config.destinations)
+                hint = did_you_mean(route.destination, config.destinations)
                 yield (
                     "error",
                     f"the route of {describe(route)} leads to a destination that saf.toml does not "
                     "know: its messages are parked",
-                    f"add [destinations.{route.destination}] to saf.toml{meant}, or "
+                    f"add [destinations.{route.destination}] to saf.toml{hint}, or "
                     + _removed(patient, configured[route]),
                 )
             else:

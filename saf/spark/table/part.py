@@ -156,8 +156,8 @@ def _unpurged(part: Part) -> Iterator[bulk.BulkCursor]:
         ((files,),) = cursor.fetchall()
         purged = [
             slot
-            for slot, (now, then) in enumerate(zip(files, part.files, strict=True))
-            if now != then
+            for slot, (now, before) in enumerate(zip(files, part.files, strict=True))
+            if now != before
         ]
         if purged and not _keeps(cursor, part.batch):
             raise PurgedMeanwhile(part.what, log, purged)

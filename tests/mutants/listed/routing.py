@@ -221,15 +221,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the default destination is a route like others",
         MATCHING,
-        "if not (route.fallback and each):",
+        "if not (route.fallback and by_destination):",
         "if route:",
         f"{OF_ROUTES}::test_a_topic_goes_to_the_default_destination_only_if_no_route_matches",
     ),
     mutant(
         "a topic's message goes to a destination by its least specific route",
         MATCHING,
-        "each.setdefault(route.destination, route)",
-        "each[route.destination] = route",
+        "by_destination.setdefault(route.destination, route)",
+        "by_destination[route.destination] = route",
         OF_MATCHING,
     ),
     mutant(

@@ -609,8 +609,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is set aside of another message holds a copy back",
         BLIND,
-        'if each.state == "set_aside" and (each.shard, each.id) == (entry.shard, entry.id)',
-        'if each.state == "set_aside"',
+        'if other.state == "set_aside" and (other.shard, other.id) == (entry.shard, entry.id)',
+        'if other.state == "set_aside"',
         f"{OF_COPY}a_copy_goes_again_to_destinations_for_which_it_is_not_set_aside",
     ),
     mutant(

@@ -192,7 +192,7 @@ SURVIVORS: list[Mutant] = [
     mutant(
         "the default destination gets a topic's messages beside others",
         "saf/routing/matching.py",
-        "if not (route.fallback and each):",
+        "if not (route.fallback and by_destination):",
         "if True:",
         "unit/test_matching.py::test_the_default_destination_is_in_no_topics_match_beside_others",
     ),

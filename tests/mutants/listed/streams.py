@@ -21,7 +21,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was read of a batch comes again with the next one",
         OFFSET,
-        "before=(start.open, start.position) if start.open and not same else None",
+        "before=(start.open, start.position) if start.open and not same_batch else None",
         "before=None",
         f"{STREAMS}::test_without_a_limit_spark_gets_all_that_is_there",
     ),

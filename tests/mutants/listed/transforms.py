@@ -66,7 +66,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "rows without numbers have one id",
         TRANSFORMING,
-        "| (alone[1:] < 0) | (alone[:-1] < 0)",
+        "| (number[1:] < 0) | (number[:-1] < 0)",
         "",
         f"{UNIT}::test_a_result_that_cannot_be_sent_makes_a_dead_letter_of_its_message_alone",
     ),
