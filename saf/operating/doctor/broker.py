@@ -449,7 +449,7 @@ WHERE error_code = %(code)s AND NOT ended_here GROUP BY service ORDER BY service
 
 
 def dialogs_set_back(patient: Patient) -> Found:
-    """Report dialogs that failed because one end has forgotten what the other one knows."""
+    """Report dialogs that failed because one end has forgotten what the other end knows."""
     for service, count in patient.ask(FAILED_DIALOGS, code=Code.SET_BACK):
         yield (
             "warning",
