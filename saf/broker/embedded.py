@@ -194,8 +194,8 @@ class EmbeddedServer:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(mode=0o700)
         if os.geteuid() == 0:
-            nobody = pwd.getpwnam("nobody")
-            os.chown(unfinished, nobody.pw_uid, nobody.pw_gid)
+            account = pwd.getpwnam("nobody")
+            os.chown(unfinished, account.pw_uid, account.pw_gid)
         options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale"]
         if str(self.settings.get("fsync")).lower() in ("off", "false"):
             options.append("--no-sync")
@@ -234,10 +234,10 @@ class EmbeddedServer:
         begin = log.stat().st_size if log.exists() else 0
         options = ["-w", "-t", str(START_SECONDS), "-l", str(log)]
         if self._run("pg_ctl", "start", *options).returncode != 0:
-            said = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
+            output = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
             raise ConfigurationError(
                 f"PostgreSQL {self.version} in {self.data_dir} does not start: "
-                + " ".join(said.split())[-1000:]
+                + " ".join(output.split())[-1000:]
             )
 
     def _run(

@@ -75,9 +75,9 @@ class Memory:
     def meet(self, members: Collection[Member]) -> None:
         """Remember members that were met."""
         params = {
-            "fleets": [one.fleet for one in members],
-            "names": [one.name for one in members],
-            "broker_ids": [one.broker_id for one in members],
+            "fleets": [member.fleet for member in members],
+            "names": [member.name for member in members],
+            "broker_ids": [member.broker_id for member in members],
         }
         self._visit(lambda connection: connection.execute(MEET, params))
 

@@ -56,8 +56,8 @@ def in_kinds(held: Collection[Right]) -> tuple[str, ...]:
     """
     held = set(held)
     kinds = [kind for kind in Kind if rights_of([kind]) <= held]
-    for kind in sorted(kinds, key=lambda one: len(rights_of([one]))):
-        others = [one for one in kinds if one != kind]
+    for kind in sorted(kinds, key=lambda name: len(rights_of([name]))):
+        others = [name for name in kinds if name != kind]
         if rights_of(others) == rights_of(kinds):
             kinds = others
     more = [] if rights_of(kinds) == held else [OTHER]

@@ -514,10 +514,10 @@ def grant(connection: psycopg.Connection[Any], role: str, kinds: Iterable[Kind])
             kinds = [*kinds]
             for statement in statements(role, kinds):
                 connection.execute(statement)
-            for whose, tables in forgers(connection, role) if kinds else ():
+            for holder, tables in forgers(connection, role) if kinds else ():
                 raise ConfigurationError(
                     f"role {role!r} may still write any column of saf.{tables[0]} in database "
-                    f"{connection.info.dbname!r}, by the rights of {whose}: {forgers_cure(whose)}"
+                    f"{connection.info.dbname!r}, by the rights of {holder}: {forgers_cure(holder)}"
                 )
     except psycopg.errors.DependentObjectsStillExist as error:
         raise ConfigurationError(
@@ -535,7 +535,7 @@ def forgers(
     With ``role``, return only those through which it may: itself, a group, or PUBLIC.
     The schema's owner is left out.
     """
-    return [(whose, tables) for whose, tables in fetch(connection, FORGERS, {"role": role})]
+    return [(holder, tables) for holder, tables in fetch(connection, FORGERS, {"role": role})]
 
 
 def forgers_cure(whose: str) -> str:
@@ -557,13 +557,13 @@ def check(connection: psycopg.Connection[Any], role: str) -> None:
             f"the server of database {database!r} has no role {role!r}: create it first, with "
             f"{create}"
         )
-    for owner, is_mine, is_its in owners:
-        if is_its:
+    for owner, user_owns, role_owns in owners:
+        if role_owns:
             raise ConfigurationError(
                 f"role {role!r} may do everything in database {database!r}, as superuser or as "
                 f"{owner!r}, who owns schema saf: grant to a role of its own"
             )
-        if not is_mine:
+        if not user_owns:
             raise ConfigurationError(
                 f"user {connection.info.user!r} may not grant in database {database!r}: "
                 f"let {owner!r}, who owns schema saf, do it"

@@ -139,18 +139,18 @@ def _refuse_newer(settings: Config, dsn: Dsn) -> None:
 
 def _explained(error: sa.exc.DBAPIError, dsn: Dsn) -> Exception:
     cause = error.orig
-    said = dsn.redact(str(cause))
+    text = dsn.redact(str(cause))
     if isinstance(cause, psycopg.errors.InsufficientPrivilege):
         return ConfigurationError(
-            f"this user may not migrate database {dsn.database!r}: {said}. Let the owner of the "
+            f"this user may not migrate database {dsn.database!r}: {text}. Let the owner of the "
             "database migrate, or GRANT CREATE ON DATABASE to the user that does"
         )
     if isinstance(cause, psycopg.errors.ReadOnlySqlTransaction):
-        return ConfigurationError(f"database {dsn} is read-only: migrate on the primary ({said})")
+        return ConfigurationError(f"database {dsn} is read-only: migrate on the primary ({text})")
     if isinstance(cause, (psycopg.errors.DuplicateTable, psycopg.errors.DuplicateObject)):
         return ConfigurationError(
-            f"database {dsn.database!r} has a schema saf that these migrations did not make: {said}"
+            f"database {dsn.database!r} has a schema saf that these migrations did not make: {text}"
         )
     if isinstance(cause, (psycopg.OperationalError, psycopg.InterfaceError)):
-        return Unavailable(f"database {dsn}", said)
+        return Unavailable(f"database {dsn}", text)
     return error

@@ -205,5 +205,5 @@ def remove_senders(
 
 
 def _any(connection: psycopg.Connection[Any]) -> bool:
-    ((some,),) = fetch(connection, ANY)
-    return bool(some)
+    ((exists,),) = fetch(connection, ANY)
+    return bool(exists)

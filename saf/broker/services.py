@@ -162,10 +162,10 @@ def create_services(
     with connection.transaction():
         if not refuse_others and (others := refused(connection, names)):
             raise UsageError(_first(names, others))
-        made = [name for name in names if fetch(connection, CREATE_SERVICE, {"name": name})]
-        for name in made:
+        created = [name for name in names if fetch(connection, CREATE_SERVICE, {"name": name})]
+        for name in created:
             create_subscription(connection, name, service=name)
-        return made
+        return created
 
 
 def create_service(
@@ -187,9 +187,9 @@ def remove_service(
     """
     with connection.transaction():
         refuse_local(connection, name, "removed")
-        for one in subscriptions(connection):
-            if one.service == name:
-                remove_subscription(connection, one.name, discard=discard)
+        for item in subscriptions(connection):
+            if item.service == name:
+                remove_subscription(connection, item.name, discard=discard)
         if not fetch(connection, REMOVE_SERVICE, {"name": name}):
             known = [service.name for service in services(connection)]
             raise ConfigurationError(_unknown("service", name, known))
@@ -215,7 +215,7 @@ def subscription(connection: psycopg.Connection[Any], name: str) -> Subscription
                 f"subscription {name!r} is a stream's, and no receiver reads it: `saf subscription "
                 "drop` forgets a stream"
             )
-        known = [one.name for one in subscriptions(connection)]
+        known = [item.name for item in subscriptions(connection)]
         raise ConfigurationError(_unknown("subscription", name, known))
     return found
 
@@ -235,18 +235,18 @@ def create_subscription(
     _check("subscription", name)
     with connection.transaction():
         if service is not None and not lives_here(connection, service):
-            known = [one.name for one in services(connection)]
+            known = [item.name for item in services(connection)]
             raise ConfigurationError(_unknown("service", service, known))
-        made = fetch(connection, CREATE_SUBSCRIPTION, {"name": name, "service": service})
-        if not made:
-            there = subscription(connection, name)
-            if there.service != service:
+        created = fetch(connection, CREATE_SUBSCRIPTION, {"name": name, "service": service})
+        if not created:
+            existing = subscription(connection, name)
+            if existing.service != service:
                 raise ConfigurationError(
                     f"subscription {name!r} already exists, and reads "
-                    + (f"service {there.service!r}" if there.service else "all services")
+                    + (f"service {existing.service!r}" if existing.service else "all services")
                 )
             return False
-        connection.execute(CREATE_CURSORS, {"subscription_id": made[0][0], "start": start})
+        connection.execute(CREATE_CURSORS, {"subscription_id": created[0][0], "start": start})
         return True
 
 
@@ -272,7 +272,7 @@ def remove_subscription(
             "dead letters": dead,
             "large bodies received in part": incomplete,
         }
-        left = [kind for kind, there in kinds.items() if there]
+        left = [kind for kind, exists in kinds.items() if exists]
         if left and not discard:
             raise UsageError(
                 f"subscription {name!r} has {' and '.join(left)}: handle them first, or "
@@ -294,15 +294,15 @@ def _check(what: str, name: str) -> None:
 
 def _first(names: Sequence[str], others: Mapping[str, int]) -> str:
     counted = [f"{name!r} ({count:,})" for name, count in others.items()]
-    some = ", ".join(counted[: errors.NAMED]) + (", …" if len(counted) > errors.NAMED else "")
-    mine = ", ".join(map(repr, names))
+    counts = ", ".join(counted[: errors.NAMED]) + (", …" if len(counted) > errors.NAMED else "")
+    new = ", ".join(map(repr, names))
     return (
-        f"{mine} would be the first here, and messages for others would wait at their sources from "
-        f"then on; the inbox has messages for {some}. Create those in the same command (`saf "
+        f"{new} would be the first here, and messages for others would wait at their sources from "
+        f"then on; the inbox has messages for {counts}. Create those in the same command (`saf "
         "service create` takes several), or add --refuse-others (refuse_others=True)"
     )
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
-    there = ", ".join(map(repr, known)) or "none"
-    return f"{what} {name!r} does not exist here, only {there}: create it with `saf {what} create`"
+    names = ", ".join(map(repr, known)) or "none"
+    return f"{what} {name!r} does not exist here, only {names}: create it with `saf {what} create`"

@@ -259,6 +259,6 @@ def refuse(found: Sequence[Sequence[Any]], database: str, *, reader: str = "") -
                 f"{login!r} (policies: {policies}), so messages could be hidden and passed over. "
                 f"{policies_cure(table)}"
             )
-    gone = [what for _, what, whose in found if whose in ("", reader)]
+    gone = [what for _, what, owner in found if owner in ("", reader)]
     if gone:
         raise RowsGone(database, gone)

@@ -60,13 +60,13 @@ def command(
     places, wanted = _wanted(settings, plan, broker)
     round_ = Round(places)
 
-    def compare(connection: psycopg.Connection[Any], one: Broker) -> tuple[str, Difference]:
-        return broker_id(connection), difference(connection, wanted[one.dsn], prune=prune)
+    def compare(connection: psycopg.Connection[Any], item: Broker) -> tuple[str, Difference]:
+        return broker_id(connection), difference(connection, wanted[item.dsn], prune=prune)
 
     found = round_.visit("apply", compare)
     _refuse_twins({name: identity for name, (identity, _) in found.items()})
-    differences = {name: one for name, (_, one) in found.items()}
-    to_do = {name: one for name, one in differences.items() if one.changes}
+    differences = {name: item for name, (_, item) in found.items()}
+    to_do = {name: item for name, item in differences.items() if item.changes}
     if not as_json:
         show(differences)
     warn_of_early(settings, _new_destinations(to_do.values()))
@@ -74,11 +74,11 @@ def command(
         if not yes:
             _ask(as_json=as_json)
         changing = Round({name: places.brokers[name] for name in to_do})
-        shown = {places.brokers[name].dsn: one for name, one in to_do.items()}
+        shown = {places.brokers[name].dsn: item for name, item in to_do.items()}
         done = changing.visit(
             "apply",
-            lambda connection, one: make_good(
-                connection, wanted[one.dsn], shown[one.dsn], prune=prune, discard=discard
+            lambda connection, item: make_good(
+                connection, wanted[item.dsn], shown[item.dsn], prune=prune, discard=discard
             ),
         )
         round_.failed += changing.failed
@@ -88,7 +88,7 @@ def command(
     else:
         done = {}
     if as_json:
-        rows = [{"broker": name, **_as_dict(one)} for name, one in differences.items()]
+        rows = [{"broker": name, **_as_dict(item)} for name, item in differences.items()]
         applied = sorted(done)
         echo(json.dumps({"brokers": rows, "applied": applied, "errors": round_.errors()}))
     round_.finish(say=not as_json)
@@ -109,31 +109,31 @@ def export(config: Config = None, broker: Where = None) -> None:
 def show(differences: Mapping[str, Difference]) -> None:
     """Print the changes to make, and what stays."""
     listing = Listing("broker", "to do", "what", below="with")
-    for name, one in differences.items():
-        for change in one.changes:
+    for name, item in differences.items():
+        for change in item.changes:
             what = change.table.described(change.key)
             listing.add(name, change.action, what, below="; ".join(change.details()))
-    if any(one.changes for one in differences.values()):
+    if any(item.changes for item in differences.values()):
         listing.show()
     elif differences:
         echo("nothing to do: the brokers are as the plan says")
-    for name, one in differences.items():
-        if one.refused:
-            others = ", ".join(f"{service} ({count:,})" for service, count in one.refused.items())
+    for name, item in differences.items():
+        if item.refused:
+            others = ", ".join(f"{service} ({count:,})" for service, count in item.refused.items())
             echo(
                 f"{name}: these are its first services, and messages for others wait from then on; "
                 f"its inbox has some for {others}"
             )
-        if one.any_again:
+        if item.any_again:
             echo(f"{name}: it has no service left then, and stores messages for any again")
-        if one.only_senders:
+        if item.only_senders:
             echo(
                 f"{name}: these are its first rules for senders, and nobody sends without one then"
             )
-        if one.any_sender:
+        if item.any_sender:
             echo(f"{name}: it has no rule for senders left then, and any writer sends as anybody")
-        if one.kept:
-            kept = ", ".join(table.described(key) for table, key in one.kept)
+        if item.kept:
+            kept = ", ".join(table.described(key) for table, key in item.kept)
             echo(f"{name}: not in the plan, and kept: {kept}")
 
 
@@ -143,18 +143,18 @@ def _wanted(
     """Return the brokers of a plan, and the desired state of each."""
     places = Found()
     wanted: dict[Dsn, Mapping[str, Entries]] = {}
-    said = {name: one for name, one in plan.brokers.items() if only in (None, name)}
-    if not said:
+    plans = {name: entry for name, entry in plan.brokers.items() if only in (None, name)}
+    if not plans:
         raise ConfigurationError(f"--broker {only}: the plan has no [brokers.{only}]")
-    for name, one in said.items():
+    for name, entry in plans.items():
         found = chosen(settings, name)
         brokers = found.brokers if isinstance(found, Found) else found
         places.problems += found.problems if isinstance(found, Found) else []
         for place, broker in brokers.items():
-            twins = [other for other, one in places.brokers.items() if one.dsn == broker.dsn]
-            _refuse_twins(dict.fromkeys((*twins, place), place))
+            names = [other for other, entry in places.brokers.items() if entry.dsn == broker.dsn]
+            _refuse_twins(dict.fromkeys((*names, place), place))
             places.brokers[place] = broker
-            wanted[broker.dsn] = one.entries()
+            wanted[broker.dsn] = entry.entries()
     return places, wanted
 
 
@@ -162,8 +162,8 @@ def _new_destinations(differences: Iterable[Difference]) -> list[str]:
     """Return the destinations of created routes, sorted."""
     found = {
         change.key[change.table.key.index("destination")]
-        for one in differences
-        for change in one.changes
+        for item in differences
+        for change in item.changes
         if change.table.name == "routes" and change.action == "create"
     }
     return sorted(found)
@@ -184,7 +184,7 @@ def _ask(*, as_json: bool) -> None:
         raise typer.Exit(0)
 
 
-def _as_dict(one: Difference) -> dict[str, Any]:
+def _as_dict(comparison: Difference) -> dict[str, Any]:
     return {
         "changes": [
             {
@@ -192,13 +192,13 @@ def _as_dict(one: Difference) -> dict[str, Any]:
                 "what": change.table.described(change.key),
                 "with": list(change.details()),
             }
-            for change in one.changes
+            for change in comparison.changes
         ],
-        "kept": [table.described(key) for table, key in one.kept],
-        "others_wait": dict(one.refused),
-        "any_again": one.any_again,
-        "only_senders": one.only_senders,
-        "any_sender": one.any_sender,
+        "kept": [table.described(key) for table, key in comparison.kept],
+        "others_wait": dict(comparison.refused),
+        "any_again": comparison.any_again,
+        "only_senders": comparison.only_senders,
+        "any_sender": comparison.any_sender,
     }
 
 

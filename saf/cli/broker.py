@@ -33,18 +33,18 @@ def list_(config: Config = None, broker: Where = None, as_json: AsJson = False) 
     found = round_.visit("broker", lambda connection, _: identity(connection))
     if as_json:
         rows = [
-            {"broker": name, "used_as": _used_as(settings, name), **one.as_dict()}
-            for name, one in found.items()
+            {"broker": name, "used_as": _used_as(settings, name), **row.as_dict()}
+            for name, row in found.items()
         ]
         echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
     else:
         listing = Listing(
             *("broker", "broker_id", "used as", "database", "shards", "schema", "PostgreSQL"),
         )
-        for name, one in found.items():
+        for name, row in found.items():
             listing.add(
-                name, str(one.broker_id), " and ".join(_used_as(settings, name)), one.database,
-                str(one.shards), one.schema, one.postgresql,
+                name, str(row.broker_id), " and ".join(_used_as(settings, name)), row.database,
+                str(row.shards), row.schema, row.postgresql,
             )  # fmt: skip
         listing.show()
     round_.finish(say=not as_json)
@@ -76,25 +76,25 @@ def new_id(
     round_ = Round(everywhere(settings, None))
     places = round_.visit("broker", lambda connection, _: place(connection))
     if broker not in places:
-        said = dict(round_.failed).get(broker) or f"saf.toml names no broker {broker!r}"
-        raise UsageError(f"--broker {broker}: {said}")
-    mine = places[broker]
+        reason = dict(round_.failed).get(broker) or f"saf.toml names no broker {broker!r}"
+        raise UsageError(f"--broker {broker}: {reason}")
+    own = places[broker]
     originals = [
         name
-        for name, one in places.items()
-        if one.broker_id == mine.broker_id and one.database != mine.database
+        for name, other_place in places.items()
+        if other_place.broker_id == own.broker_id and other_place.database != own.database
     ]
     if not (originals or alone):
         raise UsageError(
-            f"no other broker of saf.toml has the broker_id of {broker!r}, {mine.broker_id}: add "
+            f"no other broker of saf.toml has the broker_id of {broker!r}, {own.broker_id}: add "
             "--alone if it is a copy of a broker that saf.toml does not name"
         )
     original = None if alone else originals[0]
 
-    def renew(name: str, there: Broker) -> Renewed:
+    def renew(name: str, target: Broker) -> Renewed:
         with (
             unavailable_if_lost(f"broker {name!r}"),
-            there.dsn.connect(role="rebase", autocommit=True) as copy,
+            target.dsn.connect(role="rebase", autocommit=True) as copy,
         ):
             if original is None:
                 return give_new_id(copy, None)

@@ -133,7 +133,7 @@ def say_next(pages: Mapping[str, Page[Any]]) -> None:
 
 def rows_of(pages: Mapping[str, Page[Any]]) -> list[dict[str, Any]]:
     """Return the rows of pages, each with its broker, for JSON."""
-    return [{"broker": name, **one.as_dict()} for name, page in pages.items() for one in page.shown]
+    return [{"broker": name, **row.as_dict()} for name, page in pages.items() for row in page.shown]
 
 
 def ends(pages: Mapping[str, Page[Any]]) -> dict[str, str | None]:
@@ -236,8 +236,8 @@ class Round:
 
         threads = Background(AT_ONCE, "saf round")
         jobs = {
-            name: threads.submit(partial(connected, name, one))
-            for name, one in self.brokers.items()
+            name: threads.submit(partial(connected, name, source))
+            for name, source in self.brokers.items()
         }
         threads.dismiss()
         return jobs

@@ -34,13 +34,13 @@ def create(file: File, *, config: Config = None, broker: Where = None) -> None:
 
     def make(connection: psycopg.Connection[Any], _: object) -> int:
         with connection.transaction():
-            made = [create_message_type(connection, **one) for one in types]
-            made += [create_contract(connection, **one) for one in named]
-        return sum(made)
+            created = [create_message_type(connection, **entry) for entry in types]
+            created += [create_contract(connection, **entry) for entry in named]
+        return sum(created)
 
     round_ = Round(everywhere(load(config), broker))
-    for name, made in round_.visit("contract", make).items():
-        echo(f"{name}: {made} created, {len(types) + len(named) - made} there already")
+    for name, created in round_.visit("contract", make).items():
+        echo(f"{name}: {created} created, {len(types) + len(named) - created} there already")
     round_.finish(say=True)
 
 
@@ -54,14 +54,14 @@ def list_(*, config: Config = None, broker: Where = None, as_json: AsJson = Fals
             "broker": name,
             "contract": contract.name,
             "version": contract.version,
-            "message_type": one.name,
-            "message_type_version": one.version,
-            "sent_by": one.sent_by,
-            "validation": one.validation,
+            "message_type": usage.name,
+            "message_type_version": usage.version,
+            "sent_by": usage.sent_by,
+            "validation": usage.validation,
         }
-        for name, some in found.items()
-        for contract in some
-        for one in contract.types.values()
+        for name, group in found.items()
+        for contract in group
+        for usage in contract.types.values()
     ]
     if as_json:
         echo(json.dumps({"contracts": rows, "errors": round_.errors()}))

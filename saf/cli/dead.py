@@ -74,7 +74,7 @@ def list_(
     as_json: AsJson = False,
 ) -> None:
     """Show dead letters, oldest first."""
-    which = _filter(
+    criteria = _filter(
         dead_letter_ids=ids or None, reason=reason, service=service, destination=destination,
         key=key, before=before, subscription=subscription, error=error,
         after=dead.place_at(after),
@@ -82,9 +82,9 @@ def list_(
     round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
     if count:
-        _show_count(round_, which, as_json=as_json)
+        _show_count(round_, criteria, as_json=as_json)
         return
-    pages = round_.visit("dead", lambda connection, _: dead.page(connection, which, limit))
+    pages = round_.visit("dead", lambda connection, _: dead.page(connection, criteria, limit))
     _show(round_, pages, as_json=as_json)
 
 
@@ -110,10 +110,10 @@ def audit_(
     else:
         listing = Listing("broker", "when", "who", "person", "action", "messages", below="why")
         for name, page in pages.items():
-            for one in page.shown:
+            for entry in page.shown:
                 listing.add(
-                    name, at(one.audit_at), one.who, one.person or "", one.action,
-                    f"{one.messages:,}", below=one.why,
+                    name, at(entry.audit_at), entry.who, entry.person or "", entry.action,
+                    f"{entry.messages:,}", below=entry.why,
                 )  # fmt: skip
         listing.show()
         say_next(pages)
@@ -162,11 +162,11 @@ def retry(
 
     The forwarder or their receivers deliver them.
     """
-    which = _filter(
+    criteria = _filter(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
         destination=destination, key=key, before=before, subscription=subscription, error=error,
     )  # fmt: skip
-    _act(decide.retry, which, config, broker, why, dry_run=dry_run, as_json=as_json)
+    _act(decide.retry, criteria, config, broker, why, dry_run=dry_run, as_json=as_json)
 
 
 @app.command()
@@ -188,11 +188,11 @@ def discard(
     as_json: AsJson = False,
 ) -> None:
     """Give dead letters up for good."""
-    which = _filter(
+    criteria = _filter(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
         destination=destination, key=key, before=before, subscription=subscription, error=error,
     )  # fmt: skip
-    _act(decide.discard, which, config, broker, why, dry_run=dry_run, as_json=as_json)
+    _act(decide.discard, criteria, config, broker, why, dry_run=dry_run, as_json=as_json)
 
 
 @app.command()
@@ -218,7 +218,7 @@ def redirect(
 
     The forwarder delivers them. Dead letters of receivers and of dialogs stay, and are counted.
     """
-    which = _filter(
+    criteria = _filter(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
         destination=destination, key=key, before=before, subscription=subscription, error=error,
     )  # fmt: skip
@@ -228,23 +228,23 @@ def redirect(
             f"--to {to}: no [destinations.{to}] in saf.toml{did_you_mean(to, known)}"
         )
     _act(
-        partial(decide.redirect, to=to), which, config, broker, why,
+        partial(decide.redirect, to=to), criteria, config, broker, why,
         to=to, dry_run=dry_run, as_json=as_json,
     )  # fmt: skip
 
 
 def _filter(*, everything: bool = True, **chosen: Any) -> Filter:
-    which = Filter(**chosen)
-    if which.reason is not None and which.reason not in REASONS:
-        raise UsageError(f"--reason {which.reason}: the reasons are {', '.join(REASONS)}")
-    if which == Filter() and not everything:
+    criteria = Filter(**chosen)
+    if criteria.reason is not None and criteria.reason not in REASONS:
+        raise UsageError(f"--reason {criteria.reason}: the reasons are {', '.join(REASONS)}")
+    if criteria == Filter() and not everything:
         raise UsageError("which dead letters? Give numbers, a filter, or --all")
-    return which
+    return criteria
 
 
 def _act(
     decision: Decision[Filter],
-    which: Filter,
+    criteria: Filter,
     config: Config,
     broker: str | None,
     why: str,
@@ -254,43 +254,43 @@ def _act(
     as_json: bool,
 ) -> None:
     round_ = Round(chosen(load(config), broker))
-    round_.only(which.dead_letter_ids)
+    round_.only(criteria.dead_letter_ids)
     if dry_run:
         pages = round_.visit(
-            "dead", lambda connection, _: dead.page(connection, which, None, to=to)
+            "dead", lambda connection, _: dead.page(connection, criteria, None, to=to)
         )
         _show(round_, pages, as_json=as_json)
         return
     count = partial(dead.count, to=to)
-    decide_and_show(round_, "dead", decision, which, why=why, count=count, as_json=as_json)
+    decide_and_show(round_, "dead", decision, criteria, why=why, count=count, as_json=as_json)
 
 
-def _show_count(round_: Round, which: Filter, *, as_json: bool) -> None:
-    found = round_.visit("dead", lambda connection, _: dead.count(connection, which, MOST))
+def _show_count(round_: Round, criteria: Filter, *, as_json: bool) -> None:
+    found = round_.visit("dead", lambda connection, _: dead.count(connection, criteria, MOST))
     if as_json:
-        counts = {name: one.messages for name, one in found.items()}
+        counts = {name: row.messages for name, row in found.items()}
         echo(json.dumps({"dead_letters": counts, "errors": round_.errors()}))
     else:
-        for name, one in found.items():
-            echo(f"{name}: {counted(one.messages, 'dead letter')}")
+        for name, row in found.items():
+            echo(f"{name}: {counted(row.messages, 'dead letter')}")
     round_.finish(say=not as_json)
 
 
 def _show(round_: Round, pages: Mapping[str, Page[DeadLetter]], *, as_json: bool) -> None:
     if as_json:
-        said = {"dead_letters": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
-        echo(json.dumps(said))
+        report = {"dead_letters": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
+        echo(json.dumps(report))
     else:
         listing = Listing(
             *("broker", "number", "when", "subscription", "reason", "service", "key", "bytes"),
             below="error",
         )
         for name, page in pages.items():
-            for one in page.shown:
+            for row in page.shown:
                 listing.add(
-                    name, str(one.dead_letter_id), at(one.dead_letter_at),
-                    one.subscription, one.reason, one.service, one.key or "", f"{one.bytes:,}",
-                    below=one.error if one.stays is None else f"{one.error} ({WHY[one.stays]})",
+                    name, str(row.dead_letter_id), at(row.dead_letter_at),
+                    row.subscription, row.reason, row.service, row.key or "", f"{row.bytes:,}",
+                    below=row.error if row.stays is None else f"{row.error} ({WHY[row.stays]})",
                 )  # fmt: skip
         listing.show()
         say_next(pages)

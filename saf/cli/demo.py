@@ -126,8 +126,8 @@ def command(
             "--lake is a demo of its own: without --routing, --dialog, --http and --to"
         )
     if ui and (dialog or lake):
-        one = "--dialog" if dialog else "--lake"
-        raise UsageError(f"{one} is a demo of its own: without --ui")
+        option = "--dialog" if dialog else "--lake"
+        raise UsageError(f"{option} is a demo of its own: without --ui")
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingExtra("demo", "saf demo")
@@ -138,10 +138,10 @@ def command(
 
     with EmbeddedServer(data / "postgres", settings=POSTGRESQL) as server:
         if dialog:
-            told = demo_dialog.converse(server, reset=reset)
+            outcome = demo_dialog.converse(server, reset=reset)
             title = "every talk ended as it should"
-            listing, right = demo_dialog.listing(told), told["right"]
-            _finish(told, title, listing, right=right, as_json=as_json)
+            listing, right = demo_dialog.listing(outcome), outcome["right"]
+            _finish(outcome, title, listing, right=right, as_json=as_json)
         if lake:
             streamed, right = demo_lake.stream(server, data / "lake", limit, reset=reset)
             title, listing = demo_lake.TITLE, demo_lake.listing(streamed)
@@ -221,11 +221,11 @@ def _place(
     if reset:
         shutil.rmtree(data / to, ignore_errors=True)
     application, _ = demo_flights.databases(server, f"{to}_flights", (), reset=reset)
-    with queue.serve(data / to) as there:
+    with queue.serve(data / to) as destination:
         yield Place(
             application=application,
-            destinations={to: there},
-            prove=lambda _: prove_received(application, queue.received(there)),
+            destinations={to: destination},
+            prove=lambda _: prove_received(application, queue.received(destination)),
         )
 
 
@@ -242,9 +242,9 @@ def _to_webhooks(server: EmbeddedServer, folder: Path, *, reset: bool) -> Place:
     def send_on(console: Console) -> None:
         with console.status("sending webhooks"):
             sent = webhooks.send(mom, folder)
-        said = f"sent {counted(sent.requests, 'webhook')} in {sent.seconds:.1f} s"
+        summary = f"sent {counted(sent.requests, 'webhook')} in {sent.seconds:.1f} s"
         paused = f", including {webhooks.PAUSE_SECONDS:g} s of the receiver's pause"
-        console.print(said + (paused if sent.paused else ""))
+        console.print(summary + (paused if sent.paused else ""))
 
     return Place(
         application=application,

@@ -48,9 +48,9 @@ def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
     started = time.monotonic()
     console = plain_console(stderr=True)
 
-    def say(who: str, talk: str, what: str) -> None:
+    def say(speaker: str, talk: str, what: str) -> None:
         at = f"{time.monotonic() - started:5.1f} s"
-        line = Text.assemble(at, f"  {talk:10}", (f"{who:11}", STYLES[who]), shown(what))
+        line = Text.assemble(at, f"  {talk:10}", (f"{speaker:11}", STYLES[speaker]), shown(what))
         console.print(line, soft_wrap=True)
 
     dsns = {name: server.dsn(name) for name in (SHOP, TRADE, WAREHOUSE)}
@@ -63,15 +63,15 @@ def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
     between = RoutingService(dsns[TRADE], TRADE, declared=settings.declared)
     ends = _ends(dsns, trade)
     until = time.monotonic() + DEADLINE_SECONDS
-    while not all(one.right for one in ends) and time.monotonic() < until:
+    while not all(end.right for end in ends) and time.monotonic() < until:
         messages += Forwarder(settings, InProcess()).drain().forwarded
-        for one in (between, warehouse, shop):
-            one.drain()
+        for end in (between, warehouse, shop):
+            end.drain()
         ends = _ends(dsns, trade)
         time.sleep(PAUSE_SECONDS)
     return {
-        "right": all(one.right for one in ends),
-        "talks": [asdict(one) for one in ends],
+        "right": all(end.right for end in ends),
+        "talks": [asdict(end) for end in ends],
         "forwarded": messages,
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -80,13 +80,13 @@ def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
 def listing(result: dict[str, Any]) -> Listing:
     """Return a row for each talk: its state at both ends, and whether that is right."""
     rows = Listing("talk", "shop's end", "warehouse's end", "error", "this is")
-    for one in result["talks"]:
+    for talk in result["talks"]:
         rows.add(
-            one["name"],
-            one["shop"] or "",
-            one["warehouse"] or "",
-            "" if one["error"] is None else str(one["error"]),
-            "right" if one["right"] else "wrong",
+            talk["name"],
+            talk["shop"] or "",
+            talk["warehouse"] or "",
+            "" if talk["error"] is None else str(talk["error"]),
+            "right" if talk["right"] else "wrong",
         )
     return rows
 
@@ -120,16 +120,16 @@ def _ends(dsns: dict[str, Dsn], trade: Trade) -> list[Ended]:
     from saf.dialogs.conversations import Conversation, conversations
     from saf.dialogs.statements import Code
 
-    there: dict[UUID, Conversation] = {}
+    known: dict[UUID, Conversation] = {}
     for name in (SHOP, WAREHOUSE):
         with dsns[name].connect(role="demo", autocommit=True) as connection:
-            there |= {one.conversation_id: one for one in conversations(connection)}
+            known |= {item.conversation_id: item for item in conversations(connection)}
     ends = []
     for talk in trade.talks.values():
         ids = (talk.conversations.get(name) for name in (SHOP, WAREHOUSE))
-        both = [there.get(one) if one else None for one in ids]
-        shop, warehouse = (str(one.state) if one else None for one in both)
-        codes = {one.error_code for one in both if one}
+        pair = [known.get(item) if item else None for item in ids]
+        shop, warehouse = (str(item.state) if item else None for item in pair)
+        codes = {item.error_code for item in pair if item}
         # a message that comes too late may never arrive
         closed = ("closed", None) if talk.code == Code.EXPIRED else ("closed",)
         ends.append(

@@ -15,8 +15,8 @@ from saf.config import Settings
 @contextmanager
 def shown(settings: Settings, console: Console, port: int) -> Iterator[None]:
     """Serve the dashboard while a block runs, and then until Ctrl-C or SIGTERM."""
-    server, listening, said = ui.prepared(settings, host="127.0.0.1", port=port, write=True)
-    for line in said:
+    server, listening, notes = ui.prepared(settings, host="127.0.0.1", port=port, write=True)
+    for line in notes:
         console.print(line, soft_wrap=True)
     thread = threading.Thread(target=server.run, args=([listening],), name="saf-demo-ui")
     thread.start()

@@ -31,11 +31,15 @@ def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
     Exit code 0: messages can be stored there; 1: it has a problem; 2: it refuses the login or the
     forwarder; 75: it does not answer.
     """
-    there = named(name, config)
-    problems = [*there.problems(name), *there.probe(name)]
-    given = there.guarantee(name)
+    destination = named(name, config)
+    problems = [*destination.problems(name), *destination.probe(name)]
+    given = destination.guarantee(name)
     if as_json:
-        echo(json.dumps({"destination": name, **_said(given, problems), "quality": there.quality}))
+        echo(
+            json.dumps(
+                {"destination": name, **_said(given, problems), "quality": destination.quality}
+            )
+        )
     else:
         console = plain_console()
         console.paragraph(f"destination {name!r}: {given.server}", others="    ")

@@ -68,17 +68,17 @@ def list_(
         ),
     )
     if as_json:
-        said = {"conversations": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
-        echo(json.dumps(said))
+        report = {"conversations": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
+        echo(json.dumps(report))
     else:
         listing = Listing(
             "broker", "handle", "state", "service", "with", "sent", "received", below="error"
         )
-        for name, there in pages.items():
-            for one in there.shown:
+        for name, broker_page in pages.items():
+            for row in broker_page.shown:
                 listing.add(
-                    name, str(one.handle), one.state, one.service, one.far_service,
-                    str(one.send_sequence), _received(one), below=_error(one),
+                    name, str(row.handle), row.state, row.service, row.far_service,
+                    str(row.send_sequence), _received(row), below=_error(row),
                 )  # fmt: skip
         listing.show()
         say_next(pages)
@@ -92,7 +92,7 @@ def show(
     """Show one end of a conversation, at any broker."""
     round_ = Round(everywhere(load(config), broker))
     found = round_.visit("dialog", lambda connection, _: conversations(connection, handle=handle))
-    rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
+    rows = [{"broker": name, **side.as_dict()} for name, group in found.items() for side in group]
     if as_json:
         echo(json.dumps({"conversations": rows, "errors": round_.errors()}))
     else:
@@ -122,15 +122,15 @@ def exchange_(
         "dialog", lambda connection, _: exchange(connection, conversation_id, limit)
     )
     if as_json:
-        rows = [{"broker": name, **one.as_dict()} for name, one in found.items()]
+        rows = [{"broker": name, **row.as_dict()} for name, row in found.items()]
         echo(json.dumps({"exchange": rows, "errors": round_.errors()}))
     else:
         listing = Listing("broker", "log", "when", "number", "from", "type", "bytes")
-        for name, there in found.items():
-            for one in there.messages:
+        for name, side in found.items():
+            for row in side.messages:
                 listing.add(
-                    name, one.log, at(one.at), "" if one.sequence is None else str(one.sequence),
-                    one.from_service or "", one.message_type or "", f"{one.bytes:,}",
+                    name, row.log, at(row.at), "" if row.sequence is None else str(row.sequence),
+                    row.from_service or "", row.message_type or "", f"{row.bytes:,}",
                 )  # fmt: skip
         listing.show()
     round_.finish(say=not as_json)
@@ -202,7 +202,7 @@ def _where_it_lives(round_: Round, handle: UUID, act: Any, done: str) -> None:
             return False
         return True
 
-    found = [name for name, is_there in round_.visit("dialog", there).items() if is_there]
+    found = [name for name, exists in round_.visit("dialog", there).items() if exists]
     for name in found:
         echo(f"{name}: conversation {handle} {done}")
     if not found and not round_.failed:
@@ -210,9 +210,9 @@ def _where_it_lives(round_: Round, handle: UUID, act: Any, done: str) -> None:
     round_.finish(say=True)
 
 
-def _received(one: Conversation) -> str:
-    return f"{one.receive_sequence}" + (f" (+{one.ahead} ahead)" if one.ahead else "")
+def _received(side: Conversation) -> str:
+    return f"{side.receive_sequence}" + (f" (+{side.ahead} ahead)" if side.ahead else "")
 
 
-def _error(one: Conversation) -> str:
-    return "" if one.error_code is None else f"{one.error_code}: {one.error_text}"
+def _error(side: Conversation) -> str:
+    return "" if side.error_code is None else f"{side.error_code}: {side.error_text}"

@@ -55,17 +55,17 @@ def command(
     signer = load_signer(config) if settings.signing.key_id else None
     summaries: dict[str, Summary] = {}
 
-    def made(some: Mapping[str, Endpoint]) -> list[Dispatcher]:
+    def made(endpoints: Mapping[str, Endpoint]) -> list[Dispatcher]:
         return [
             Dispatcher(
                 name,
-                one,
-                settings.inbox_of(one),
+                item,
+                settings.inbox_of(item),
                 stop_seconds=stop_timeout,
                 signer=signer,
                 summary=summaries.setdefault(name, Summary()),
             )
-            for name, one in some.items()
+            for name, item in endpoints.items()
         ]
 
     following = Following(settings)
@@ -77,12 +77,12 @@ def command(
         problems += found.problems
         # a loop finds the other endpoints later
         dispatchers = made(found.endpoints if loop and problems else found.chosen([]))
-    again = (lambda: made(following.find().endpoints)) if loop and not names else None
+    refresh = (lambda: made(following.find().endpoints)) if loop and not names else None
     with published(
         listen=metrics, textfile=metrics_textfile, push=metrics_push, job="saf-dispatch"
     ):
         try:
-            run(dispatchers, drain=not loop, find=again)
+            run(dispatchers, drain=not loop, find=refresh)
         except (SafError, psycopg.Error) as error:
             if loop:
                 raise
@@ -92,7 +92,7 @@ def command(
                 echo(f"{name}: {summary}")
     if loop:
         return
-    codes = {one.exit_code for one in dispatchers}
+    codes = {item.exit_code for item in dispatchers}
     if FOR_A_PERSON not in codes and problems:
         raise problems[0]
     if code := next((code for code in (FOR_A_PERSON, FOR_LATER) if code in codes), 0):

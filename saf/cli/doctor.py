@@ -43,16 +43,16 @@ def command(
     else:
         console = plain_console()
         bad = [finding for finding in found if finding.severity != "ok"]
-        for one in bad:
+        for problem in bad:
             console.paragraph(
-                f"{one.severity}: {one.where}: {one.check}: {one.what}",
-                style=COLOURS[one.severity],
+                f"{problem.severity}: {problem.where}: {problem.check}: {problem.what}",
+                style=COLOURS[problem.severity],
                 others="    ",
             )
-            console.paragraph(f"  cure: {one.cure}", others="    ")
+            console.paragraph(f"  cure: {problem.cure}", others="    ")
         errors = sum(finding.severity == "error" for finding in bad)
-        said = counted(errors, "error"), counted(len(bad) - errors, "warning")
-        console.print(f"{counted(len(found), 'check')}: {', '.join(said)}")
+        counts = counted(errors, "error"), counted(len(bad) - errors, "warning")
+        console.print(f"{counted(len(found), 'check')}: {', '.join(counts)}")
     failed = {finding.check for finding in found if finding.severity == "error"}
     if failed:
         raise typer.Exit(Unavailable.exit_code if failed == {REACHABLE} else FOUND)

@@ -99,8 +99,8 @@ def remove(name: Name, config: Config = None, broker: Store = None) -> None:
     """Remove an endpoint that was added; its messages wait."""
     round_ = Round(store(load(config), broker))
     found = round_.visit("endpoint", lambda connection, _: stored.remove(connection, name))
-    for where, was_there in found.items():
-        echo(f"{where}: {f'endpoint {name} removed' if was_there else f'no endpoint {name}'}")
+    for where, removed in found.items():
+        echo(f"{where}: {f'endpoint {name} removed' if removed else f'no endpoint {name}'}")
     round_.finish(say=True, found=0 if any(found.values()) or round_.failed else 1)
 
 
@@ -114,9 +114,9 @@ def list_(config: Config = None, as_json: AsJson = False) -> None:
     settings = load(config)
     found = find(settings)
     rows, problems = [], found.problems
-    for name, one in found.endpoints.items():
+    for name, endpoint in found.endpoints.items():
         try:
-            rows.append(_row(settings, name, one))
+            rows.append(_row(settings, name, endpoint))
         except SafError as error:
             problems.append(error)
     if as_json:
@@ -151,8 +151,8 @@ def show(name: Name, config: Config = None, as_json: AsJson = False) -> None:
     No secret is shown.
     """
     settings = load(config)
-    (one,) = chosen(settings, [name]).values()
-    row = {**one.model_dump(mode="json"), **_row(settings, name, one)}
+    (entry,) = chosen(settings, [name]).values()
+    row = {**entry.model_dump(mode="json"), **_row(settings, name, entry)}
     row |= {key: without_query(row[key]) for key in ("token_url", "proxy") if row[key]}
     if as_json:
         echo(json.dumps(row, default=str))
@@ -174,12 +174,12 @@ def history_(
     The newest come first, with the endpoint's answer.
     """
     settings = load(config)
-    (one,) = chosen(settings, [name]).values()
-    with _inbox(settings, name, one) as connection:
-        subscription_id = _subscription(connection, name, one)
+    (entry,) = chosen(settings, [name]).values()
+    with _inbox(settings, name, entry) as connection:
+        subscription_id = _subscription(connection, name, entry)
         found = history.attempts(connection, subscription_id, limit)
     if as_json:
-        echo(json.dumps({"attempts": [asdict(one) for one in found]}, default=str))
+        echo(json.dumps({"attempts": [asdict(entry) for entry in found]}, default=str))
         return
     listing = Listing("at", "message", "key", "status", "seconds", "outcome", below="error")
     for attempt in found:
@@ -202,10 +202,10 @@ def send_test(name: Name, config: Config = None) -> None:
     It has the form of the endpoint's mode; calls are refused. No message is stored for it. The
     result is shown.
     """
-    (one,) = chosen(load(config), [name]).values()
-    if one.mode in ("soap", "xmlrpc"):
-        raise UsageError(f"endpoint {name!r} is called by {one.mode}: a test would really do it")
-    answer = asyncio.run(_test(one))
+    (entry,) = chosen(load(config), [name]).values()
+    if entry.mode in ("soap", "xmlrpc"):
+        raise UsageError(f"endpoint {name!r} is called by {entry.mode}: a test would really do it")
+    answer = asyncio.run(_test(entry))
     if answer.meaning is not Meaning.DONE:
         raise SafError(f"endpoint {name!r}: {answer.error}, after {answer.seconds:.3f} s")
     echo(f"{name}: HTTP {answer.status} after {answer.seconds:.3f} s")
@@ -218,9 +218,11 @@ def pause(name: Name, config: Config = None) -> None:
     Its messages wait, in order.
     """
     settings = load(config)
-    (one,) = chosen(settings, [name]).values()
-    with _inbox(settings, name, one) as connection:
-        Book(subscription_id=_subscription(connection, name, one), endpoint=name).pause(connection)
+    (entry,) = chosen(settings, [name]).values()
+    with _inbox(settings, name, entry) as connection:
+        Book(subscription_id=_subscription(connection, name, entry), endpoint=name).pause(
+            connection
+        )
     echo(f"{name}: paused; `saf endpoint resume {name}` continues")
 
 
@@ -231,9 +233,11 @@ def resume(name: Name, config: Config = None) -> None:
     For an endpoint that is paused, disabled, or considered down.
     """
     settings = load(config)
-    (one,) = chosen(settings, [name]).values()
-    with _inbox(settings, name, one) as connection:
-        Book(subscription_id=_subscription(connection, name, one), endpoint=name).resume(connection)
+    (entry,) = chosen(settings, [name]).values()
+    with _inbox(settings, name, entry) as connection:
+        Book(subscription_id=_subscription(connection, name, entry), endpoint=name).resume(
+            connection
+        )
     echo(f"{name}: resumed")
 
 

@@ -30,7 +30,7 @@ def in_words() -> str:
     '75   try again later: a database, a destination or Spark does not answer'
     """
     lines = [
-        fill(means, WIDTH, initial_indent=f"{code:<5}", subsequent_indent=" " * 5)
-        for code, means in EXIT_CODES.items()
+        fill(meaning, WIDTH, initial_indent=f"{code:<5}", subsequent_indent=" " * 5)
+        for code, meaning in EXIT_CODES.items()
     ]
     return "\n".join(["\b", "Exit codes:", *lines])

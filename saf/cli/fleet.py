@@ -25,23 +25,23 @@ def list_(config: Config = None, as_json: AsJson = False) -> None:
     allows no connections.
     """
     settings = load(config)
-    there = memory(settings)
-    known = there.known(list(settings.fleets)) if there is not None else []
+    registry = memory(settings)
+    known = registry.known(list(settings.fleets)) if registry is not None else []
     if as_json:
         rows = [
             {
-                "member": one.name,
-                "fleet": one.fleet,
-                "broker_id": one.broker_id and str(one.broker_id),
-                "missing_since": one.missing_since,
+                "member": member.name,
+                "fleet": member.fleet,
+                "broker_id": member.broker_id and str(member.broker_id),
+                "missing_since": member.missing_since,
             }
-            for one in known
+            for member in known
         ]
         echo(json.dumps({"members": rows}))
         return
     listing = Listing("member", "broker_id", "missing since")
-    for one in known:
-        listing.add(one.name, str(one.broker_id or ""), one.missing_since or "")
+    for member in known:
+        listing.add(member.name, str(member.broker_id or ""), member.missing_since or "")
     listing.show()
 
 
@@ -55,10 +55,10 @@ def forget(
 
     A member that its fleet still lists is remembered again by the next run.
     """
-    there = memory(load(config))
-    if there is None:
+    registry = memory(load(config))
+    if registry is None:
         raise UsageError("no destination of saf.toml is a broker, so no member is remembered")
     for name in members:
-        if not there.forget(name.partition("/")[0], name):
+        if not registry.forget(name.partition("/")[0], name):
             raise UsageError(f"no forwarder has met {name!r}: `saf fleet list` shows the members")
         echo(f"{name} is forgotten")

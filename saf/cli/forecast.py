@@ -19,35 +19,35 @@ def explain(settings: Settings, *, as_json: bool) -> None:
     round_ = Round(chosen(settings, None))
     found = round_.visit("forecast", lambda connection, _: forecast(connection, default, declared))
     if as_json:
-        rows = [{"broker": name, **one.as_dict()} for name, one in found.items()]
+        rows = [{"broker": name, **result.as_dict()} for name, result in found.items()]
         echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
         round_.finish(say=False)
         return
     listing = Listing(
         "broker", "messages", "service", "to broker", "goes to", "oldest", below="how"
     )
-    for name, one in found.items():
-        for some in one.going:
-            about = "" if one.exact else "about "
-            since = at(some.oldest) if some.oldest else ""
+    for name, result in found.items():
+        for group in result.going:
+            about = "" if result.exact else "about "
+            since = at(group.oldest) if group.oldest else ""
             listing.add(
-                name, f"{about}{some.messages:,}", some.service, some.to_broker or "",
-                ", ".join(some.way.destinations) or "nowhere", since, below=some.way.how,
+                name, f"{about}{group.messages:,}", group.service, group.to_broker or "",
+                ", ".join(group.way.destinations) or "nowhere", since, below=group.way.how,
             )  # fmt: skip
     listing.show()
     by_route = Listing("broker", "messages", "route")
-    for name, one in found.items():
-        for route, messages in one.by_route().items():
+    for name, result in found.items():
+        for route, messages in result.by_route().items():
             by_route.add(name, f"{messages:,}", route)
-    if any(one.by_route() for one in found.values()):
+    if any(result.by_route() for result in found.values()):
         by_route.show()
-    if any(one.lanes for one in found.values()):
-        parked.listing({name: one.waiting for name, one in found.items()}).show()
-    for name, one in found.items():
-        due = sum(lane.due for lane in one.lanes)
-        if one.waiting.lanes:
+    if any(result.lanes for result in found.values()):
+        parked.listing({name: result.waiting for name, result in found.items()}).show()
+    for name, result in found.items():
+        due = sum(lane.due for lane in result.lanes)
+        if result.waiting.lanes:
             echo(
-                f"{name}: {counted(one.waiting.messages, 'message')} parked in "
-                f"{counted(one.waiting.lanes, 'lane')}, {due} to be tried first"
+                f"{name}: {counted(result.waiting.messages, 'message')} parked in "
+                f"{counted(result.waiting.lanes, 'lane')}, {due} to be tried first"
             )
     round_.finish(say=True)

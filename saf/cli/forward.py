@@ -113,8 +113,8 @@ def run(
     session.require_packages()
     options = settings.forwarder
     server = remote(options.master, options.spark)
-    alone = len(settings.brokers) == 1 and not settings.fleets
-    master = options.master if alone else session.with_room(options.master)
+    is_single = len(settings.brokers) == 1 and not settings.fleets
+    master = options.master if is_single else session.with_room(options.master)
     console = plain_console(stderr=True)
 
     def start(much: bool) -> Any:
@@ -183,9 +183,9 @@ def show(summary: Summary, *, as_json: bool) -> None:
             "only an inbox holds a message until then",
             err=True,
         )
-    said = {problem["error"] for problem in summary.problems}
+    errors = {problem["error"] for problem in summary.problems}
     for lane in summary.waiting:
-        if lane["error"] in said:
+        if lane["error"] in errors:
             continue
         when = at(datetime.fromisoformat(lane["next_attempt_at"]))
         echo(f"saf: waiting until {when}: {lane['error']}", err=True)

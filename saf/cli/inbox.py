@@ -65,13 +65,17 @@ def status(config: Config = None, broker: Store = None, as_json: AsJson = False)
             unhandled(connection),
         ),
     )
-    found = {where: some for where, (some, _, _) in asked.items()}
-    counted = {where: some for where, (_, some, _) in asked.items()}
-    waiting = {where: some for where, (_, _, some) in asked.items()}
+    found = {where: group for where, (group, _, _) in asked.items()}
+    counted = {where: group for where, (_, group, _) in asked.items()}
+    waiting = {where: group for where, (_, _, group) in asked.items()}
     if as_json:
-        rows = [{"broker": where, **one.as_dict()} for where, some in found.items() for one in some]
-        gone = [{"broker": at, **one.as_dict()} for at, some in counted.items() for one in some]
-        by_type = [{"broker": at, **one.as_dict()} for at, some in waiting.items() for one in some]
+        rows = [
+            {"broker": where, **row.as_dict()} for where, group in found.items() for row in group
+        ]
+        gone = [{"broker": at, **row.as_dict()} for at, group in counted.items() for row in group]
+        by_type = [
+            {"broker": at, **row.as_dict()} for at, group in waiting.items() for row in group
+        ]
         answer = {
             "subscriptions": rows,
             "unhandled": by_type,
@@ -83,12 +87,12 @@ def status(config: Config = None, broker: Store = None, as_json: AsJson = False)
         listing = Listing(
             "broker", "subscription", "unread", "lag", "parked", "keys", "dead letters"
         )
-        for where, some in found.items():
-            for one in some:
-                lag = "-" if one.lag_seconds is None else f"{one.lag_seconds:,.0f} s"
+        for where, group in found.items():
+            for row in group:
+                lag = "-" if row.lag_seconds is None else f"{row.lag_seconds:,.0f} s"
                 listing.add(
-                    where, one.subscription, f"{one.unread:,}", lag,
-                    f"{one.parked:,}", f"{one.keys_waiting:,}", f"{one.dead_letters:,}",
+                    where, row.subscription, f"{row.unread:,}", lag,
+                    f"{row.parked:,}", f"{row.keys_waiting:,}", f"{row.dead_letters:,}",
                 )  # fmt: skip
         listing.show()
         for where, kinds in waiting.items():
@@ -111,18 +115,22 @@ def peek(
     round_ = Round(store(load(config), broker))
     found = round_.visit("inbox", lambda connection, _: inbox.peek(connection, subscription, limit))
     if as_json:
-        rows = [{"broker": where, **one.as_dict()} for where, some in found.items() for one in some]
+        rows = [
+            {"broker": where, **message.as_dict()}
+            for where, group in found.items()
+            for message in group
+        ]
         echo(json.dumps({"messages": rows, "errors": round_.errors()}))
     else:
         listing = Listing(
             "id", "message id", "service", "key", "type", "bytes", "received", below="last answer"
         )
-        for some in found.values():
-            for one in some:
+        for group in found.values():
+            for message in group:
                 listing.add(
-                    str(one.id), str(one.message_id), one.service, one.key or "",
-                    one.message_type or "", f"{one.bytes:,}", at(one.received_at),
-                    below=one.last_answer or "",
+                    str(message.id), str(message.message_id), message.service, message.key or "",
+                    message.message_type or "", f"{message.bytes:,}", at(message.received_at),
+                    below=message.last_answer or "",
                 )  # fmt: skip
         listing.show()
     round_.finish(say=not as_json)

@@ -42,12 +42,14 @@ def optimize(
 
     Exit code 0: done; 2: the table does not exist; 75: it does not answer.
     """
-    there = named(name, config)
-    if not isinstance(there, Delta):
-        raise UsageError(f"destination {name!r} is of kind {there.kind!r}: only delta has tables")
+    destination = named(name, config)
+    if not isinstance(destination, Delta):
+        raise UsageError(
+            f"destination {name!r} is of kind {destination.kind!r}: only delta has tables"
+        )
     with client_needed(name, "delta"):
         from saf.destinations.delta.optimizing import optimize as care_for
-    done = care_for(name, there, keep_hours=keep_hours, dry_run=dry_run)
+    done = care_for(name, destination, keep_hours=keep_hours, dry_run=dry_run)
     if as_json:
         echo(json.dumps({"destination": name, "dry_run": dry_run, **asdict(done)}))
     else:

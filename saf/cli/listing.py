@@ -108,9 +108,9 @@ def _flowing(names: Sequence[str], cells: Sequence[str], width: int) -> list[str
     for name, cell in zip(names, cells, strict=True):
         if not cell:
             continue
-        said = f"{name}: {cell}"
-        if lines and cell_len(lines[-1]) + len(GAP) + cell_len(said) <= width:
-            lines[-1] += GAP + said
+        text = f"{name}: {cell}"
+        if lines and cell_len(lines[-1]) + len(GAP) + cell_len(text) <= width:
+            lines[-1] += GAP + text
         else:
             first = f"{INDENT if lines else ''}{name}: "
             lines += folded(cell, width, first, 2 * INDENT)

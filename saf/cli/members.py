@@ -36,17 +36,17 @@ def command(
     round_ = Round(everywhere(load(config), broker))
     asked = round_.visit("members", lambda connection, _: memberships(connection))
     known = {
-        name: [one for one in some if subscription in (None, one.backlog.subscription)]
-        for name, some in asked.items()
+        name: [item for item in group if subscription in (None, item.backlog.subscription)]
+        for name, group in asked.items()
     }
     if subscription is not None and asked and not any(known.values()):
-        names = sorted({one.backlog.subscription for some in asked.values() for one in some})
+        names = sorted({item.backlog.subscription for group in asked.values() for item in group})
         raise UsageError(f"--subscription {subscription} does not exist, only {', '.join(names)}")
     if as_json:
         rows = [
-            {"broker": name, **one.as_dict(shards=shards)}
-            for name, some in known.items()
-            for one in some
+            {"broker": name, **item.as_dict(shards=shards)}
+            for name, group in known.items()
+            for item in group
         ]
         echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
     else:
@@ -60,39 +60,39 @@ def _overview(known: Mapping[str, Sequence[Membership]]) -> Listing:
     listing = Listing(
         *("broker", "log", "subscription", "left", "lag"), below="members and their shards"
     )
-    for name, some in known.items():
-        for one in some:
-            backlog = one.backlog
+    for name, group in known.items():
+        for membership in group:
+            backlog = membership.backlog
             listing.add(
                 name, backlog.log, backlog.subscription,
                 f"{'' if backlog.exact else 'about '}{backlog.messages:,}",
-                age(one.lag_seconds(backlog.oldest)), below="; ".join(_map(one)),
+                age(membership.lag_seconds(backlog.oldest)), below="; ".join(_map(membership)),
             )  # fmt: skip
     return listing
 
 
-def _map(one: Membership) -> Iterator[str]:
-    held = one.held
-    for member in one.members:
-        mine = held.get(member.name, [])
-        which = f" ({ranges(mine)})" if mine else ""
+def _map(membership: Membership) -> Iterator[str]:
+    held = membership.held
+    for member in membership.members:
+        own = held.get(member.name, [])
+        shards = f" ({ranges(own)})" if own else ""
         lease = f"{member.lease_seconds:.0f} s" if member.lease_seconds > 0 else "over"
         stopping = ", stopping" if member.stopping else ""
         since = f"since {at(member.joined_at)}"
-        yield f"{member.name}: {len(mine)}{which}, lease {lease}, {since}{stopping}"
+        yield f"{member.name}: {len(own)}{shards}, lease {lease}, {since}{stopping}"
     if free := held.get(None):
         yield f"nobody: {len(free)} ({ranges(free)})"
 
 
 def _by_shard(known: Mapping[str, Sequence[Membership]]) -> Listing:
     listing = Listing("broker", "subscription", "shard", "owner", "epoch", "batch", "left", "lag")
-    for name, some in known.items():
-        for one in some:
-            for row in one.backlog.shards:
-                part = one.backlog.by_shard[row.shard]
+    for name, group in known.items():
+        for membership in group:
+            for row in membership.backlog.shards:
+                part = membership.backlog.by_shard[row.shard]
                 listing.add(
                     name, row.subscription, str(row.shard), row.owner or "-", str(row.epoch),
                     f"{row.batch}{' open' if row.open is not None else ''}",
-                    f"{round(part.messages):,}", age(one.lag_seconds(part.oldest)),
+                    f"{round(part.messages):,}", age(membership.lag_seconds(part.oldest)),
                 )  # fmt: skip
     return listing

@@ -55,13 +55,13 @@ def command(
             connection, message_id, key, about=sent, seconds=timeout
         ),
     )
-    known = {name: one for name, one in found.items() if not one.nothing}
+    known = {name: item for name, item in found.items() if not item.nothing}
     if as_json:
-        rows = [{"broker": name, **one.as_dict()} for name, one in known.items()]
+        rows = [{"broker": name, **item.as_dict()} for name, item in known.items()]
         echo(json.dumps({"message": rows, "errors": round_.errors()}))
     else:
         _listing(known).show()
-    unfinished = [words for name, one in found.items() for words in _unfinished(name, one)]
+    unfinished = [words for name, item in found.items() for words in _unfinished(name, item)]
     if not known and not round_.failed:
         raise UsageError(". ".join([f"no broker knows a message {message_id}", *unfinished]))
     for words in unfinished:
@@ -69,30 +69,30 @@ def command(
     round_.finish(say=not as_json)
 
 
-def _unfinished(broker: str, there: Stay) -> Iterator[str]:
+def _unfinished(broker: str, stay: Stay) -> Iterator[str]:
     """Describe the logs of a broker that were not searched to the end."""
-    for log, one in there.unfinished.items():
+    for log, search in stay.unfinished.items():
         yield (
-            f"only the messages {one.said} in the {log} of broker {broker!r} were searched: add "
+            f"only the messages {search.said} in the {log} of broker {broker!r} were searched: add "
             "--sent TIME, the message's --key, or --timeout with more seconds"
         )
 
 
 def _listing(known: dict[str, Stay]) -> Listing:
     listing = Listing("broker", "when", "what", "by", below="why")
-    for name, there in known.items():
-        if there.sent is not None:
-            sent = there.sent.message
+    for name, stay in known.items():
+        if stay.sent is not None:
+            sent = stay.sent.message
             listing.add(name, at(sent.created_at), f"sent, {sent.state}", f"to {sent.service}")
-        if there.stored is not None:
-            listing.add(name, at(there.stored.received_at), "stored", f"for {there.stored.service}")
-        for one in there.readings:
-            listing.add(name, "", "taken" if one.complete else "unread", one.subscription)
-        for tried in there.attempts:
+        if stay.stored is not None:
+            listing.add(name, at(stay.stored.received_at), "stored", f"for {stay.stored.service}")
+        for reading in stay.readings:
+            listing.add(name, "", "taken" if reading.complete else "unread", reading.subscription)
+        for tried in stay.attempts:
             answer = "no answer" if tried.status is None else f"answer {tried.status}"
             what = f"tried for {tried.seconds:.1f} s: {answer}"
             listing.add(name, at(tried.at), what, tried.subscription, below=tried.error)
-        for aside in there.aside:
+        for aside in stay.aside:
             what = aside.reason or ""
             if aside.lane is not None:
                 what = f"{aside.lane}, {counted(aside.attempts or 0, 'attempt')}"
@@ -100,7 +100,7 @@ def _listing(known: dict[str, Stay]) -> Listing:
                 name, at(aside.since), f"{aside.state}: {what}", aside.subscription,
                 below=aside.error or "",
             )  # fmt: skip
-        for decided in there.decided:
+        for decided in stay.decided:
             listing.add(
                 name, at(decided.audit_at), decided.action, decided.person or decided.who,
                 below=decided.why,

@@ -78,8 +78,8 @@ def list_(
         ),
     )
     if as_json:
-        said = {"messages": rows_of(found), "next": ends(found), "errors": round_.errors()}
-        echo(json.dumps(said))
+        report = {"messages": rows_of(found), "next": ends(found), "errors": round_.errors()}
+        echo(json.dumps(report))
     else:
         _listing(found).show()
         say_next(found)
@@ -114,18 +114,18 @@ def show(
         "outbox",
         lambda connection, _: outbox.details(connection, number, key=key, seconds=timeout),
     )
-    found = {name: one for name, one in asked.items() if one is not None}
+    found = {name: item for name, item in asked.items() if item is not None}
     if asked and not found and not round_.failed:
         raise UsageError(f"no message {which} in the outbox; purged messages are gone")
     if body:
-        for name, one in found.items():
-            _write_body(Round({name: round_.brokers[name]}), one.message.id)
+        for name, item in found.items():
+            _write_body(Round({name: round_.brokers[name]}), item.message.id)
     elif as_json:
-        rows = [{"broker": name, **one.as_dict()} for name, one in found.items()]
+        rows = [{"broker": name, **item.as_dict()} for name, item in found.items()]
         echo(json.dumps({"messages": rows, "errors": round_.errors()}))
     else:
-        for name, one in found.items():
-            _show(name, one)
+        for name, item in found.items():
+            _show(name, item)
     round_.finish(say=not (as_json or body))
 
 
@@ -154,26 +154,28 @@ def forwarded_(
         "outbox", lambda connection, _: forwarded(connection, wanted, seconds=timeout)
     )
     if as_json:
-        rows = [{"broker": name, **one.as_dict()} for name, one in found.items()]
+        rows = [{"broker": name, **result.as_dict()} for name, result in found.items()]
         echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
     else:
-        pages = {name: SentPage(shown=tuple(one.left.values())) for name, one in found.items()}
+        pages = {
+            name: SentPage(shown=tuple(result.left.values())) for name, result in found.items()
+        }
         if any(page.shown for page in pages.values()):
             _listing(pages).show()
         elif not round_.failed:
             echo(f"everything that was sent before {at(until)} has been forwarded")
-    left = not all(one.everything for one in found.values())
+    left = not all(result.everything for result in found.values())
     round_.finish(say=not as_json, found=int(left and not round_.failed))
 
 
-def _number(which: str) -> int | UUID:
-    if which.isascii() and which.isdigit() and len(which) <= 18:  # noqa: PLR2004 - a bigint's digits
-        return int(which)
+def _number(text: str) -> int | UUID:
+    if text.isascii() and text.isdigit() and len(text) <= 18:  # noqa: PLR2004 - a bigint's digits
+        return int(text)
     try:
-        return UUID(which)
+        return UUID(text)
     except ValueError:
         raise UsageError(
-            f"{which!r} is neither an id, as `saf outbox list` shows it, nor a message id"
+            f"{text!r} is neither an id, as `saf outbox list` shows it, nor a message id"
         ) from None
 
 
@@ -188,18 +190,18 @@ def _listing(found: dict[str, SentPage]) -> Listing:
         below="waits for",
     )
     for name, page in found.items():
-        for one in page.shown:
-            waits = f"{one.destination}: {one.error or ''}" if one.destination else one.error
+        for row in page.shown:
+            waits = f"{row.destination}: {row.error or ''}" if row.destination else row.error
             listing.add(
-                name, str(one.id), str(one.message_id), one.state, one.service, one.key or "",
-                one.message_type or "", f"{one.bytes:,}", at(one.created_at), below=waits or "",
+                name, str(row.id), str(row.message_id), row.state, row.service, row.key or "",
+                row.message_type or "", f"{row.bytes:,}", at(row.created_at), below=waits or "",
             )  # fmt: skip
     return listing
 
 
-def _show(broker: str, one: Details) -> None:
+def _show(broker: str, details: Details) -> None:
     listing = Listing("what", "is")
-    for name, value in {"broker": broker, **one.as_dict()}.items():
+    for name, value in {"broker": broker, **details.as_dict()}.items():
         if value not in (None, [], ()) and name not in ("destination", "error"):
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             listing.add(name, shown)

@@ -68,14 +68,14 @@ def list_(
     place = place_at(after)
     round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
-    which = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
+    criteria = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
     lanes = round_.visit(
-        "parked", lambda connection, _: parked(connection, limit, lanes=which, after=place)
+        "parked", lambda connection, _: parked(connection, limit, lanes=criteria, after=place)
     )
     if as_json:
         counts = {name: found.lanes for name, found in lanes.items()}
-        said = {"parked": rows_of(lanes), "lanes": counts, "next": ends(lanes)}
-        echo(json.dumps({**said, "errors": round_.errors()}))
+        report = {"parked": rows_of(lanes), "lanes": counts, "next": ends(lanes)}
+        echo(json.dumps({**report, "errors": round_.errors()}))
     else:
         listing(lanes).show()
         if after is None:
@@ -102,10 +102,10 @@ def retry_now_(
     about its dead letter is counted, and still waits: see `saf dead`.
     """
     round_ = Round(chosen(load(config), broker))
-    which = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
+    criteria = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
 
     def retry(connection: psycopg.Connection[Any], _: object) -> tuple[int, int]:
-        return retry_now(connection, lanes=which, why=why), undecided(connection, which)
+        return retry_now(connection, lanes=criteria, why=why), undecided(connection, criteria)
 
     done = round_.visit("parked", retry)
     if as_json:

@@ -75,7 +75,7 @@ def messages(
 
     Those that were parked first come first.
     """
-    which = ParkedFilter(
+    criteria = ParkedFilter(
         parked_ids=ids or None, subscription=subscription, destination=destination, lane=kind,
         subject=subject, service=service, key=key, before=before,
         after=parked_messages.place_at(after),
@@ -83,11 +83,11 @@ def messages(
     round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
     pages = round_.visit(
-        "parked", lambda connection, _: parked_messages.page(connection, which, limit)
+        "parked", lambda connection, _: parked_messages.page(connection, criteria, limit)
     )
     if as_json:
-        said = {"parked": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
-        echo(json.dumps(said))
+        report = {"parked": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
+        echo(json.dumps(report))
     else:
         _listing(pages).show()
         say_next(pages)
@@ -116,13 +116,13 @@ def discard(
     What a forwarder or a receiver has in hand stays as it is; --dry-run says what else, and why. A
     dialog that lacks one of them fails at both ends.
     """
-    which = _filter(
+    criteria = _filter(
         everything=everything, parked_ids=ids or None, subscription=subscription,
         destination=destination, lane=kind, subject=subject, service=service, key=key,
         before=before,
     )  # fmt: skip
     round_ = Round(chosen(load(config), broker))
-    _act(round_, decide_parked.discard, which, why, dry_run=dry_run, as_json=as_json)
+    _act(round_, decide_parked.discard, criteria, why, dry_run=dry_run, as_json=as_json)
 
 
 def redirect(
@@ -147,7 +147,7 @@ def redirect(
 
     The forwarder does, in order. Those of receivers and of dialogs stay as they are.
     """
-    which = _filter(
+    criteria = _filter(
         everything=everything, parked_ids=ids or None, subscription=subscription,
         destination=destination, lane=kind, subject=subject, service=service, key=key,
         before=before,
@@ -160,47 +160,47 @@ def redirect(
         )
     round_ = Round(chosen(settings, broker))
     decision = partial(decide_parked.redirect, to=to)
-    _act(round_, decision, which, why, to=to, dry_run=dry_run, as_json=as_json)
+    _act(round_, decision, criteria, why, to=to, dry_run=dry_run, as_json=as_json)
 
 
 def _filter(*, everything: bool, **given: Any) -> ParkedFilter:
-    which = ParkedFilter(**given)
-    if which == ParkedFilter() and not everything:
+    criteria = ParkedFilter(**given)
+    if criteria == ParkedFilter() and not everything:
         raise UsageError("which parked messages? Give numbers, a filter, or --all")
-    return which
+    return criteria
 
 
 def _act(
     round_: Round,
     decision: Decision[ParkedFilter],
-    which: ParkedFilter,
+    criteria: ParkedFilter,
     why: str,
     *,
     to: str | None = None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    round_.only(which.parked_ids)
+    round_.only(criteria.parked_ids)
     if dry_run:
-        _count(round_, which, to, as_json=as_json)
+        _count(round_, criteria, to, as_json=as_json)
         return
     count = partial(parked_messages.count, to=to)
-    decide_and_show(round_, "parked", decision, which, why=why, count=count, as_json=as_json)
+    decide_and_show(round_, "parked", decision, criteria, why=why, count=count, as_json=as_json)
 
 
-def _count(round_: Round, which: ParkedFilter, to: str | None, *, as_json: bool) -> None:
+def _count(round_: Round, criteria: ParkedFilter, to: str | None, *, as_json: bool) -> None:
     found = round_.visit(
-        "parked", lambda connection, _: parked_messages.count(connection, which, MOST, to=to)
+        "parked", lambda connection, _: parked_messages.count(connection, criteria, MOST, to=to)
     )
     if as_json:
-        counts = {name: {"messages": one.messages, "stay": one.staying, "why": dict(one.stays)}
-                  for name, one in found.items()}  # fmt: skip
+        counts = {name: {"messages": row.messages, "stay": row.staying, "why": dict(row.stays)}
+                  for name, row in found.items()}  # fmt: skip
         echo(json.dumps({"parked": counts, "errors": round_.errors()}))
     else:
-        for name, one in found.items():
-            stay = f"; {counted(one.staying, 'other')} would stay" if one.staying else ""
-            echo(f"{name}: {counted(one.messages, 'parked message')}{stay}")
-            say_staying(one.stays)
+        for name, row in found.items():
+            stay = f"; {counted(row.staying, 'other')} would stay" if row.staying else ""
+            echo(f"{name}: {counted(row.messages, 'parked message')}{stay}")
+            say_staying(row.stays)
     round_.finish(say=not as_json)
 
 
@@ -209,9 +209,9 @@ def _listing(pages: Mapping[str, Page[ParkedMessage]]) -> Listing:
         "broker", "number", "when", "lane", "set aside by", "service", "key", "bytes", below="error"
     )
     for name, page in pages.items():
-        for one in page.shown:
+        for row in page.shown:
             listing.add(
-                name, str(one.parked_id), at(one.parked_at), str(one.lane), one.subscription,
-                one.service, one.key or "", f"{one.bytes:,}", below=one.error or "",
+                name, str(row.parked_id), at(row.parked_at), str(row.lane), row.subscription,
+                row.service, row.key or "", f"{row.bytes:,}", below=row.error or "",
             )  # fmt: skip
     return listing

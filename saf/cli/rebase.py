@@ -61,7 +61,7 @@ def command(
             force=force,
             moved_by=moved_by,
             dry_run=dry_run,
-            monologs=lambda: _asked(settings, lambda _, there: received_monologs(there, source)),
+            monologs=lambda: _asked(settings, lambda _, remote: received_monologs(remote, source)),
             targets=lambda: _targets(settings, connection, source),
         )
 
@@ -71,8 +71,10 @@ def command(
     # after a dry run, sources are still unrepaired, and could not be compared
     unrepaired = dry_run and any(result is not None for result in done.values())
     sources = Round({} if unrepaired else chosen(settings, broker))
-    sent = sources.each(lambda name, one: _send_again(settings, name, one, round_, dry_run=dry_run))
-    again = {name: one for name, one in sent.items() if one is not None}
+    sent = sources.each(
+        lambda name, item: _send_again(settings, name, item, round_, dry_run=dry_run)
+    )
+    reports = {name: item for name, item in sent.items() if item is not None}
     if as_json:
         rows = [
             {"broker": name, "rows": result.rows if result else 0,
@@ -85,18 +87,18 @@ def command(
              "purged_since": purged.get(name)}
             for name, result in done.items()
         ]  # fmt: skip
-        message_ids = {name: texts(one) for name, one in again.items()}
-        left = {name: left_out(one) for name, one in again.items()}
+        message_ids = {name: texts(item) for name, item in reports.items()}
+        left = {name: left_out(item) for name, item in reports.items()}
         errors = [*round_.errors(), *rebased.errors(), *sources.errors()]
         found = {"brokers": rows, "message_ids": message_ids, "left_out": left, "errors": errors}
         echo(json.dumps(found))
     else:
         for name, result in done.items():
             echo(f"{name}: {_words(result, purged.get(name, ()), dry_run=dry_run)}")
-        for name, one in again.items():
-            echo(f"{name}: {in_words(one, dry_run=dry_run)}")
+        for name, item in reports.items():
+            echo(f"{name}: {in_words(item, dry_run=dry_run)}")
     for other in (rebased, sources):
-        round_.failed += [one for one in other.failed if one[0] not in dict(round_.failed)]
+        round_.failed += [item for item in other.failed if item[0] not in dict(round_.failed)]
     round_.finish(say=not as_json)
 
 
@@ -120,9 +122,9 @@ def _send_again(
 
 def _known(settings: Settings, source: UUID) -> dict[str, Known]:
     return {
-        name: there.known(name, source, role="rebase")
-        for name, there in settings.destinations.items()
-        if there.capabilities.exactly_once
+        name: destination.known(name, source, role="rebase")
+        for name, destination in settings.destinations.items()
+        if destination.capabilities.exactly_once
     }
 
 
@@ -131,8 +133,8 @@ def _targets(settings: Settings, connection: psycopg.Connection[Any], source: UU
     routes = routes_of(settings)(connection)
     if not any(match.shared for match in routes.matches.values()):
         return []
-    found = _asked(settings, lambda name, there: received_dialogs(there, source, name))
-    return [one for one in found if (m := routes.match(one.service, None)) and m.shared]
+    found = _asked(settings, lambda name, remote: received_dialogs(remote, source, name))
+    return [target for target in found if (m := routes.match(target.service, None)) and m.shared]
 
 
 def _asked(
@@ -140,8 +142,8 @@ def _asked(
 ) -> list[Answer]:
     """Return the answers of the destinations that are brokers."""
     found: list[Answer] = []
-    for name, there in settings.destinations.items():
-        if (dsn := there.broker()) is None:
+    for name, destination in settings.destinations.items():
+        if (dsn := destination.broker()) is None:
             continue
         with (
             unavailable_if_lost(f"destination {name!r}"),
@@ -162,8 +164,8 @@ def _purged_since(settings: Settings, result: Rebased | None) -> list[str]:
     for name in result.destinations_ahead:
         if settings.destinations[name].broker() is None:
             continue
-        with settings.destinations[name].reading(name) as there:
-            if there.purged():
+        with settings.destinations[name].reading(name) as reading:
+            if reading.purged():
                 found.append(name)
     return found
 

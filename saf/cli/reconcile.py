@@ -42,9 +42,9 @@ def command(
     settings = load(config)
     round_ = Round(chosen(settings, broker))
     known = round_.each(
-        lambda name, one: reconcile(
+        lambda name, source: reconcile(
             name,
-            one.dsn,
+            source.dsn,
             settings.destinations,
             since=since,
             until=until,
@@ -59,8 +59,8 @@ def command(
     else:
         _show(known)
     # report a proven loss first: unlike a failure to connect, it does not pass with time
-    same = all(outcome.same for outcome in known)
-    round_.finish(say=not as_json, found=0 if same else DIFFERENT)
+    is_equal = all(outcome.same for outcome in known)
+    round_.finish(say=not as_json, found=0 if is_equal else DIFFERENT)
 
 
 def _as_dict(outcome: Outcome, *, whole: bool) -> dict[str, Any]:
@@ -136,12 +136,12 @@ def _differences(named: Collection[Difference]) -> Listing:
     listing = Listing(
         *("difference", "message id", "service", "key", "shard", "created"), below="where"
     )
-    for one in named:
-        stored = f"stored at {', '.join(one.stored)}" if one.stored else ""
-        lost = f"not any more at {', '.join(one.lost_at)}" if one.lost_at else ""
+    for row in named:
+        stored = f"stored at {', '.join(row.stored)}" if row.stored else ""
+        lost = f"not any more at {', '.join(row.lost_at)}" if row.lost_at else ""
         listing.add(
-            one.kind, str(one.message_id), one.service, one.key or "", str(one.shard),
-            at(one.created_at), below=", and ".join(filter(None, [stored, lost])),
+            row.kind, str(row.message_id), row.service, row.key or "", str(row.shard),
+            at(row.created_at), below=", and ".join(filter(None, [stored, lost])),
         )  # fmt: skip
     return listing
 

@@ -75,7 +75,7 @@ def command(
 
 def texts(sent: Sent) -> dict[str, list[str]]:
     """Return the ids of messages to be sent again, by destination, for JSON."""
-    return {where: [str(one) for one in ids] for where, ids in sent.by_destination.items()}
+    return {where: [str(id_) for id_ in ids] for where, ids in sent.by_destination.items()}
 
 
 def left_out(sent: Sent) -> dict[str, object]:
@@ -95,8 +95,8 @@ def in_words(sent: Sent, *, dry_run: bool = False) -> str:
         f"{len(ids):,} for {where or 'a router'}" for where, ids in sent.by_destination.items()
     ]
     verb = "would be sent again" if dry_run else "to be sent again by the next run"
-    nothing = "nothing sent again" if sent.unrouted else "nothing lost"
-    words = f"{', '.join(counts)} {verb}" if counts else nothing
+    default = "nothing sent again" if sent.unrouted else "nothing lost"
+    words = f"{', '.join(counts)} {verb}" if counts else default
     if sent.unrouted:
         words += (
             f"; {counted(sent.unrouted, 'message')} more lost, and not sent again, because no "

@@ -175,9 +175,9 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
     found = configured(round_, settings)
     if as_json:
         rows = [
-            {"broker": where, **as_dict(one), "state": state(one, there)}
-            for where, there in found.items()
-            for one in there.routes
+            {"broker": where, **as_dict(entry), "state": state(entry, configuration)}
+            for where, configuration in found.items()
+            for entry in configuration.routes
         ]
         echo(json.dumps({"routes": rows, "errors": round_.errors()}))
     else:
@@ -216,12 +216,12 @@ def explain_(
         ),
     )
     if as_json:
-        rows = [{"broker": where, **one.as_dict()} for where, one in found.items()]
+        rows = [{"broker": where, **explanation.as_dict()} for where, explanation in found.items()]
         echo(json.dumps({"explanations": rows, "errors": round_.errors()}))
     else:
-        for where, one in found.items():
-            show_explanation(where, one)
-    lost = any(one.lost for one in found.values())
+        for where, explanation in found.items():
+            show_explanation(where, explanation)
+    lost = any(explanation.lost for explanation in found.values())
     round_.finish(say=not as_json, found=Unroutable.exit_code if lost else 0)
 
 
@@ -278,16 +278,16 @@ def _change(
 
 
 def _named(destination: str, service: str | None, to_broker: UUID | None) -> str:
-    there = str(to_broker) if to_broker else None
-    return describe(Route(service=service, broker=there, destination=destination))
+    broker = str(to_broker) if to_broker else None
+    return describe(Route(service=service, broker=broker, destination=destination))
 
 
 def _is_here(connection: psycopg.Connection[Any], destination: str, identity: str | None) -> None:
     (here,) = of_broker(connection, BROKER_ID)
     if identity != here:
-        it = f"is broker {identity}" if identity else "does not answer"
+        fact = f"is broker {identity}" if identity else "does not answer"
         raise ConfigurationError(
-            f"--local: destination {destination!r} {it}, and database {connection.info.dbname!r} "
+            f"--local: destination {destination!r} {fact}, and database {connection.info.dbname!r} "
             f"is broker {here}: a local route leads to the database of its senders"
         )
 
@@ -301,19 +301,19 @@ def _listing(found: Mapping[str, Configuration]) -> Listing:
         *("broker", "service", "to broker", "destination", "quality", "until", "state", "from"),
         below="comment",
     )
-    for where, there in found.items():
-        for one in there.routes:
-            topic = ", a topic" if one.route.service in there.topics else ""
+    for where, configuration in found.items():
+        for entry in configuration.routes:
+            topic = ", a topic" if entry.route.service in configuration.topics else ""
             listing.add(
                 where,
-                ANY if one.route.service is None else one.route.service,
-                one.route.broker or ANY,
-                one.route.destination,
-                one.route.quality or "",
-                at(one.expires_at) if one.expires_at else "",
-                state(one, there) + topic + (", local" if one.local else ""),
-                one.origin,
-                below=one.comment or "",
+                ANY if entry.route.service is None else entry.route.service,
+                entry.route.broker or ANY,
+                entry.route.destination,
+                entry.route.quality or "",
+                at(entry.expires_at) if entry.expires_at else "",
+                state(entry, configuration) + topic + (", local" if entry.local else ""),
+                entry.origin,
+                below=entry.comment or "",
             )
     return listing
 

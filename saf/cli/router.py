@@ -67,10 +67,12 @@ def add(
     existing router gets the new values, and is enabled. A router that forwards belongs to the
     broker where its service lives.
     """
-    said = {kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None}
-    if len(said) != 1:
+    expressions = {
+        kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None
+    }
+    if len(expressions) != 1:
         raise UsageError("a router has one classifier: use --sql, --arrow or --python")
-    ((kind, expression),) = said.items()
+    ((kind, expression),) = expressions.items()
     router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
     routers.check(ConfiguredRouter(router=router, origin="saf.router", mode=mode))
     if kind != SQL and not elsewhere:
@@ -127,9 +129,9 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
         "route",
         lambda connection, _: routes.configuration(connection, None, settings.declared).routers,
     )
-    rows = [(where, one) for where, there in found.items() for one in there]
+    rows = [(where, router) for where, defined in found.items() for router in defined]
     if as_json:
-        listed = [{"broker": where, **routers.as_dict(one)} for where, one in rows]
+        listed = [{"broker": where, **routers.as_dict(router)} for where, router in rows]
         echo(json.dumps({"routers": listed, "errors": round_.errors()}))
     else:
         _listing(rows).show()
@@ -182,14 +184,14 @@ def serve(
         signer=load_signer(config) if settings.signing.key_id else None,
     )
     if processes > 1 and not drain:
-        again = [*("router", "serve", service, "--broker", where), *("--threads", str(threads))]
-        again += ["--config", str(config)] if config else []
-        again += ["--listen"] if listen else []
-        again += ["--require-signed"] if require_signed else []
-        again += [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
+        arguments = [*("router", "serve", service, "--broker", where), *("--threads", str(threads))]
+        arguments += ["--config", str(config)] if config else []
+        arguments += ["--listen"] if listen else []
+        arguments += ["--require-signed"] if require_signed else []
+        arguments += [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
         supervise(
             [
-                [sys.executable, "-m", "saf", *again, *listening(metrics, number)]
+                [sys.executable, "-m", "saf", *arguments, *listening(metrics, number)]
                 for number in range(processes)
             ]
         )
@@ -234,7 +236,7 @@ def explain(
     else:
         for where, dry_run in found.items():
             _explain(where, dry_run)
-    round_.finish(say=not as_json, found=max((one.exit_code for one in found.values()), default=0))
+    round_.finish(say=not as_json, found=max((run.exit_code for run in found.values()), default=0))
 
 
 def _enable(service: str, config: Path | None, broker: str | None, *, enabled: bool) -> None:
@@ -259,22 +261,22 @@ def _listing(rows: Iterable[tuple[str, ConfiguredRouter]]) -> Listing:
         *("broker", "service", "kind", "once per", "mode", "state", "from", "comment"),
         below="classifier",
     )
-    for where, one in rows:
-        router, state = one.router, "in force" if one.enabled else "disabled"
+    for where, row in rows:
+        router, state = row.router, "in force" if row.enabled else "disabled"
         listing.add(
-            where, router.service, router.kind, router.once_per, one.mode, state, one.origin,
-            one.comment or "", below=router.expression,
+            where, router.service, router.kind, router.once_per, row.mode, state, row.origin,
+            row.comment or "", below=router.expression,
         )  # fmt: skip
     return listing
 
 
 def _explain(where: str, dry_run: DryRun) -> None:
-    said = f"{where}: a message for {dry_run.service!r}"
+    subject = f"{where}: a message for {dry_run.service!r}"
     if dry_run.waits is not None:
-        echo(f"{said} would wait: {dry_run.waits}")
+        echo(f"{subject} would wait: {dry_run.waits}")
     elif dry_run.dead is not None:
-        echo(f"{said} would become a dead letter: {dry_run.dead}")
+        echo(f"{subject} would become a dead letter: {dry_run.dead}")
     else:
         if dry_run.goes.service != dry_run.service:
-            echo(f"{said} is really for {dry_run.goes.service!r}")
+            echo(f"{subject} is really for {dry_run.goes.service!r}")
         show_explanation(where, dry_run.goes)

@@ -60,8 +60,8 @@ def add(
         new = senders.add_senders(
             connection, role, from_service, to_services, refuse_others=refuse_others
         )
-    whom = ", ".join(one or "any service" for one in to_services)
-    echo(f"{name}: {role} may send as {from_service} to {whom}{'' if new else ' already'}")
+    receivers = ", ".join(receiver or "any service" for receiver in to_services)
+    echo(f"{name}: {role} may send as {from_service} to {receivers}{'' if new else ' already'}")
     if first:
         echo(f"{name}: from now on, nobody but the owner sends without a rule")
 
@@ -74,25 +74,25 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
     """
     round_ = Round(chosen(load(config), broker))
     found = round_.visit("sender", lambda connection, _: senders.senders(connection))
-    rules = [(where, one) for where, some in found.items() for one in some]
+    rules = [(where, rule) for where, group in found.items() for rule in group]
     if as_json:
         rows = [
             {
                 "broker": where,
-                "role": one.role,
-                "from": one.from_service,
-                "to": one.to_service,
-                "created_at": one.created_at.isoformat(),
-                "known": one.known,
+                "role": rule.role,
+                "from": rule.from_service,
+                "to": rule.to_service,
+                "created_at": rule.created_at.isoformat(),
+                "known": rule.known,
             }
-            for where, one in rules
+            for where, rule in rules
         ]
         echo(json.dumps({"senders": rows, "errors": round_.errors()}))
     else:
         listing = Listing("broker", "role", "from", "to")
-        for where, one in rules:
-            role = one.role if one.known else f"{one.role} (no such role)"
-            listing.add(where, role, one.from_service, one.to_service or "any")
+        for where, rule in rules:
+            role = rule.role if rule.known else f"{rule.role} (no such role)"
+            listing.add(where, role, rule.from_service, rule.to_service or "any")
         listing.show()
     round_.finish(say=not as_json)
 

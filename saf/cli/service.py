@@ -48,9 +48,9 @@ def create(
         first = not services.services(connection)
         return first, services.create_services(connection, names, refuse_others=refuse_others)
 
-    for where, (first, made) in round_.visit("service", make).items():
+    for where, (first, created) in round_.visit("service", make).items():
         for name in names:
-            echo(f"{where}: service {name} {'created' if name in made else 'already exists'}")
+            echo(f"{where}: service {name} {'created' if name in created else 'already exists'}")
         if first:
             echo(f"{where}: from now on, it stores messages for its services only; others wait")
     round_.finish(say=True)
@@ -63,16 +63,16 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
     found = round_.visit("service", lambda connection, _: services.services(connection))
     if as_json:
         rows = [
-            {"broker": where, "service": one.name, "subscriptions": one.subscriptions}
-            for where, some in found.items()
-            for one in some
+            {"broker": where, "service": row.name, "subscriptions": row.subscriptions}
+            for where, group in found.items()
+            for row in group
         ]
         echo(json.dumps({"services": rows, "errors": round_.errors()}))
     else:
         listing = Listing("broker", "service", "subscriptions")
-        for where, some in found.items():
-            for one in some:
-                listing.add(where, one.name, ", ".join(one.subscriptions))
+        for where, group in found.items():
+            for row in group:
+                listing.add(where, row.name, ", ".join(row.subscriptions))
         listing.show()
     round_.finish(say=not as_json)
 
@@ -92,8 +92,8 @@ def remove(
         services.remove_service(connection, name, discard=discard)
         return bool(services.services(connection))
 
-    for where, some in round_.visit("service", forget).items():
+    for where, left in round_.visit("service", forget).items():
         echo(f"{where}: service {name} removed")
-        if not some:
+        if not left:
             echo(f"{where}: it has no service left, and stores messages for any again")
     round_.finish(say=True)

@@ -54,10 +54,10 @@ def show_dropped(known: Mapping[str, Sequence[Dropped]]) -> None:
     """Show a row for each reason for drops, if any messages were dropped."""
     listing = Listing("broker", "dropped", "by", "reason", "the last at", "the last one")
     for name, found in known.items():
-        for one in found:
+        for entry in found:
             listing.add(
-                name, f"{one.messages:,}", one.subscription, one.reason,
-                at(one.last_at), str(one.last_message_id),
+                name, f"{entry.messages:,}", entry.subscription, entry.reason,
+                at(entry.last_at), str(entry.last_message_id),
             )  # fmt: skip
     if any(known.values()):
         listing.show()
@@ -82,9 +82,9 @@ def _overview(known: dict[str, BrokerStatus]) -> Listing:
 def _map(status: BrokerStatus) -> Iterator[str]:
     """Yield the owners of shards, with their shards and the remaining time of their leases."""
     for member in status.members:
-        which = f" ({ranges(member.shards)})" if member.shards else ""
+        shards = f" ({ranges(member.shards)})" if member.shards else ""
         lease = f"{member.lease_seconds:.0f} s" if member.lease_seconds > 0 else "over"
-        yield f"{member.name}: {len(member.shards)}{which}, lease {lease}"
+        yield f"{member.name}: {len(member.shards)}{shards}, lease {lease}"
     free = [shard.shard for shard in status.shards if shard.owner is None]
     if free:
         yield f"nobody: {len(free)} ({ranges(free)})"
@@ -94,12 +94,12 @@ def _streams(known: Mapping[str, BrokerStatus]) -> None:
     """Show a row for each stream, if any exist."""
     listing = Listing("broker", "stream", "log", "not committed", "oldest", "last took some")
     for name, status in known.items():
-        for one in status.streams:
+        for stream in status.streams:
             listing.add(
-                name, one.stream, one.log,
-                "may not be read" if one.pending is None else f"{one.pending:,}",
-                age(one.lag_seconds),
-                at(one.opened_at) if one.opened_at else "never",
+                name, stream.stream, stream.log,
+                "may not be read" if stream.pending is None else f"{stream.pending:,}",
+                age(stream.lag_seconds),
+                at(stream.opened_at) if stream.opened_at else "never",
             )  # fmt: skip
     if any(status.streams for status in known.values()):
         listing.show()

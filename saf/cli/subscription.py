@@ -60,13 +60,13 @@ def create(
         _register(name, log, start, config, broker)
         return
     round_ = Round(store(load(config), broker))
-    for where, made in round_.visit(
+    for where, created in round_.visit(
         "subscription",
         lambda connection, _: services.create_subscription(
             connection, name, service=service, start=start
         ),
     ).items():
-        echo(f"{where}: subscription {name} {'created' if made else 'already exists'}")
+        echo(f"{where}: subscription {name} {'created' if created else 'already exists'}")
     round_.finish(say=True)
 
 
@@ -74,13 +74,13 @@ def _register(name: str, log: Log, start: Start, config: Config, broker: Store) 
     if broker is None:
         raise UsageError("a stream belongs to a broker or fleet: add --broker NAME")
     round_ = Round(everywhere(load(config), broker))
-    for where, made in round_.visit(
+    for where, created in round_.visit(
         "subscription",
         lambda connection, _: stream.create(
             connection, f"database {connection.info.dbname!r}", log, name, start
         ),
     ).items():
-        echo(f"{where}: stream {name} {'registered' if made else 'already exists'}")
+        echo(f"{where}: stream {name} {'registered' if created else 'already exists'}")
     round_.finish(say=True)
 
 
@@ -91,16 +91,16 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
     found = round_.visit("subscription", lambda connection, _: services.subscriptions(connection))
     if as_json:
         rows = [
-            {"broker": where, "subscription": one.name, "service": one.service}
-            for where, some in found.items()
-            for one in some
+            {"broker": where, "subscription": row.name, "service": row.service}
+            for where, group in found.items()
+            for row in group
         ]
         echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
     else:
         listing = Listing("broker", "subscription", "service")
-        for where, some in found.items():
-            for one in some:
-                listing.add(where, one.name, one.service or "(all)")
+        for where, group in found.items():
+            for row in group:
+                listing.add(where, row.name, row.service or "(all)")
         listing.show()
     round_.finish(say=not as_json)
 
@@ -128,20 +128,20 @@ def drop(
     """
     round_ = Round(everywhere(load(config), broker))
     asked = round_.visit("subscription", lambda connection, _: stream.logs(connection, name))
-    found = {where: [one for one in logs if log in (None, one)] for where, logs in asked.items()}
+    found = {where: [item for item in logs if log in (None, item)] for where, logs in asked.items()}
     found = {where: logs for where, logs in found.items() if logs}
     _refuse_several(name, found, round_, broker)
     dropping = Round({where: round_.brokers[where] for where in found})
     for where, logs in dropping.visit(
         "subscription",
         lambda connection, _: [
-            one
-            for one in stream.logs(connection, name)
-            if log in (None, one) and stream.drop(connection, one, name)
+            item
+            for item in stream.logs(connection, name)
+            if log in (None, item) and stream.drop(connection, item, name)
         ],
     ).items():
-        for one in logs:
-            echo(f"{where}: stream {name} of the {one} dropped")
+        for item in logs:
+            echo(f"{where}: stream {name} of the {item} dropped")
     round_.failed += dropping.failed
     round_.finish(say=True)
 
@@ -160,10 +160,10 @@ def _refuse_several(
     if broker is None and round_.failed:
         echo("not every broker answers, so nothing is dropped: add --broker NAME", err=True)
         round_.finish(say=True)
-    both = [where for where, logs in found.items() if len(logs) > 1]
-    if both:
+    places = [where for where, logs in found.items() if len(logs) > 1]
+    if places:
         raise UsageError(
-            f"there is a stream {name!r} of both logs in {', '.join(both)}, and none is dropped: "
+            f"there is a stream {name!r} of both logs in {', '.join(places)}, and none is dropped: "
             "which one? Say --stream outbox or --stream inbox"
         )
 

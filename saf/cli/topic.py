@@ -40,9 +40,9 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
     settings = load(config)
     round_ = Round(chosen(settings, broker))
     rows = []
-    for where, there in configured(round_, settings).items():
-        for name in sorted(there.topics):
-            match = there.in_force.match(name, None)
+    for where, configuration in configured(round_, settings).items():
+        for name in sorted(configuration.topics):
+            match = configuration.in_force.match(name, None)
             rows.append((where, name, match.destinations if match else ()))
     if as_json:
         topics = [{"broker": w, "topic": n, "destinations": list(d)} for w, n, d in rows]

@@ -52,7 +52,7 @@ def try_(
     message would become a dead letter.
     """
     settings = load(config)
-    transforms = {one.service: one for one in settings.transforms}
+    transforms = {item.service: item for item in settings.transforms}
     if service not in transforms:
         raise ConfigurationError(
             f"saf.toml has no [[transforms]] for {service!r}{did_you_mean(service, transforms)}"
@@ -65,7 +65,7 @@ def try_(
     else:
         round_ = Round(chosen(settings, broker))
         found = round_.visit("message", lambda connection, _: _sent(connection, message))
-        columns = next((one for one in found.values() if one), {})
+        columns = next((item for item in found.values() if item), {})
         if not columns:
             round_.finish(say=True)
             raise ConfigurationError(f"no outbox has a message {message}")
@@ -78,10 +78,10 @@ def try_(
         settings.forwarder.max_bytes,
         deterministic=transforms[service].deterministic,
     )
-    messages = [_shown(one) for one in result.messages]
+    messages = [_shown(item) for item in result.messages]
     if as_json:
-        said = {"messages": messages, "dead": result.dead, "waits": result.waits}
-        echo(json.dumps({"service": service, **said}))
+        report = {"messages": messages, "dead": result.dead, "waits": result.waits}
+        echo(json.dumps({"service": service, **report}))
     elif result.waits is not None:
         echo(f"messages for {service!r} would wait: {result.waits}")
     elif result.dead is not None:
@@ -89,8 +89,8 @@ def try_(
     elif not messages:
         echo("the message would be left out")
     else:
-        for one in messages:
-            echo(json.dumps(one, ensure_ascii=False))
+        for item in messages:
+            echo(json.dumps(item, ensure_ascii=False))
     failed = Unavailable.exit_code if result.waits is not None else DEAD
     raise typer.Exit(failed if result.waits is not None or result.dead is not None else 0)
 
@@ -100,7 +100,7 @@ def _sent(connection: psycopg.Connection[Any], message_id: UUID) -> dict[str, An
         return cursor.execute(SENT, {"message_id": message_id}).fetchone()
 
 
-def _shown(one: dict[str, Any]) -> dict[str, Any]:
-    headers = None if one["headers"] is None else json.loads(one["headers"])
-    body = one["body"].decode(errors="replace")
-    return {**one, "message_id": str(one["message_id"]), "headers": headers, "body": body}
+def _shown(message: dict[str, Any]) -> dict[str, Any]:
+    headers = None if message["headers"] is None else json.loads(message["headers"])
+    body = message["body"].decode(errors="replace")
+    return {**message, "message_id": str(message["message_id"]), "headers": headers, "body": body}

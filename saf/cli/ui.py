@@ -40,8 +40,8 @@ def command(
     act, if it is started with --write. Without a token there, one is generated and printed. See
     docs/ui.md. It runs until SIGTERM or Ctrl-C.
     """
-    server, listening, said = prepared(load(config), host=host, port=port, write=write)
-    for line in said:
+    server, listening, notes = prepared(load(config), host=host, port=port, write=write)
+    for line in notes:
         echo(line, err=True)
     server.run(sockets=[listening])
 
@@ -63,7 +63,7 @@ def prepared(
     import saf.ui
     from saf.ui.server import Server
 
-    settings, made_up = with_token(settings)
+    settings, token = with_token(settings)
     application: Any = saf.ui.app(settings, write=write)
     # the peer's own address decides which headers are trusted: see saf.ui.access
     configured = uvicorn.Config(
@@ -82,14 +82,14 @@ def prepared(
             f"the dashboard cannot be served at {shown}:{port}: {_why(error)}; name "
             "another --port, or 0 for any that is free"
         ) from None
-    said = [f"the dashboard is at http://{shown}:{listening.getsockname()[1]}/"]
-    if made_up is not None:
-        said.append(f"log in with the token {made_up}")
+    notes = [f"the dashboard is at http://{shown}:{listening.getsockname()[1]}/"]
+    if token is not None:
+        notes.append(f"log in with the token {token}")
     if host not in LOCAL:
-        said.append("others reach it unencrypted: put a reverse proxy with https before it")
+        notes.append("others reach it unencrypted: put a reverse proxy with https before it")
     if not write:
-        said.append("nobody can change anything: it was started without --write")
-    return Server(configured, application.state.site), listening, said
+        notes.append("nobody can change anything: it was started without --write")
+    return Server(configured, application.state.site), listening, notes
 
 
 def _why(error: OSError) -> str:

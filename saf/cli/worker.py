@@ -68,13 +68,13 @@ def command(
     """
     worker = find(which)
     if processes > 1 and not drain:
-        again = [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
+        arguments = [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
         if metrics_textfile or metrics_push:
             raise UsageError(
                 "each of several processes serves its own metrics: use --metrics :PORT"
             )
         commands = [
-            [sys.executable, "-m", "saf", "worker", which, *again, *listening(metrics, number)]
+            [sys.executable, "-m", "saf", "worker", which, *arguments, *listening(metrics, number)]
             for number in range(processes)
         ]
         supervise(commands)
@@ -137,12 +137,12 @@ def supervise(commands: list[list[str]]) -> None:
 
     with stop_on_signals(stopping.set):
         while not stopping.is_set():
-            ended = [code for one in running.values() if (code := one.poll()) is not None]
+            ended = [code for child in running.values() if (code := child.poll()) is not None]
             if UsageError.exit_code in ended:
                 break  # it has printed the reason; the next process would print the same
             for number, command_ in enumerate(commands):
-                alive = number in running and running[number].poll() is None
-                if not alive and not stopping.is_set():
+                is_running = number in running and running[number].poll() is None
+                if not is_running and not stopping.is_set():
                     running[number] = subprocess.Popen(command_)  # noqa: S603 - this command itself
             stopping.wait(AGAIN_SECONDS)
         # terminate here, when all started processes are known: a signal may arrive during a start

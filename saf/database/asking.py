@@ -45,13 +45,13 @@ def unavailable_if_lost(what: str) -> Iterator[None]:
     try:
         yield
     except psycopg.Error as error:
-        said = meaning(error.sqlstate)
-        if said not in FOR_A_PERSON and not isinstance(error, LOST):
+        kind = meaning(error.sqlstate)
+        if kind not in FOR_A_PERSON and not isinstance(error, LOST):
             raise
         reason = str(error)
-        if said is Meaning.OF_THE_ROWS:  # a limit of the server
+        if kind is Meaning.OF_THE_ROWS:  # a limit of the server
             raise Rejected(what, " ".join(reason.split())) from error
-        if said is Meaning.INCOMPLETE:
+        if kind is Meaning.INCOMPLETE:
             reason = reason.splitlines()[0]
         raise translated(what, error.sqlstate, reason) from error
 

@@ -138,7 +138,7 @@ class Limits:
         return network(self.network)
 
     def _settings(self) -> dict[str, int]:
-        there = network(self.network)
+        options = network(self.network)
         return {
             "lock": _milliseconds(self.lock),
             "statement": _milliseconds(self.statement),
@@ -146,9 +146,9 @@ class Limits:
             "transaction": _milliseconds(self.transaction),
             # it also ends connections of live clients that have not read for this long
             "user_timeout": _milliseconds(self.unread or self.network),
-            "keepalives_idle": there["keepalives_idle"],
-            "keepalives_interval": there["keepalives_interval"],
-            "keepalives_count": there["keepalives_count"],
+            "keepalives_idle": options["keepalives_idle"],
+            "keepalives_interval": options["keepalives_interval"],
+            "keepalives_count": options["keepalives_count"],
             "check": _milliseconds(self.network / PROBES),
         }
 

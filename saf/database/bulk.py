@@ -198,7 +198,7 @@ class BulkCursor(adbc.Cursor):
     def connection(self) -> Connection:
         """The connection that the cursor belongs to."""
         connection: Any = self._conn
-        return connection  # type: ignore[no-any-return] # the one that has made it
+        return connection  # type: ignore[no-any-return] # the connection that created it
 
     def _answered(self) -> AbstractContextManager[None]:
         return self.connection.answered()

@@ -144,11 +144,11 @@ class Dsn:
                 raise
         except psycopg.OperationalError as error:
             what, reason = f"database {self}", self.redact(str(error))
-            hangs = meaning(error.sqlstate) is Meaning.HANGS
-            answers = not (hangs or isinstance(error, psycopg.errors.ConnectionTimeout))
+            is_hanging = meaning(error.sqlstate) is Meaning.HANGS
+            answers = not (is_hanging or isinstance(error, psycopg.errors.ConnectionTimeout))
             if answers and (cure := to_mend(self.for_role(role))):
                 raise Refused(what, reason, cure) from None
-            raise Unavailable(what, reason, hangs=hangs) from None
+            raise Unavailable(what, reason, hangs=is_hanging) from None
         if not direct:
             connection.close()
             raise pooled(f"database {self}")
@@ -164,8 +164,8 @@ class Dsn:
         # whatever the server, the role or the environment sets: texts are sent and received as
         # UTF-8
         parts = {**defaults, **self.parts, "client_encoding": "UTF8"}
-        anywhere = role in ANYWHERE or self.bounds.of(role) is None
-        if not anywhere and parts.get("target_session_attrs") != "read-write":
+        any_server = role in ANYWHERE or self.bounds.of(role) is None
+        if not any_server and parts.get("target_session_attrs") != "read-write":
             # of several hosts, one may be a standby, where rows may silently be missing
             parts["target_session_attrs"] = "primary"
         return make_conninfo("", **parts)

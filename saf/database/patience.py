@@ -73,7 +73,7 @@ class _Watch:
 
     def quiet(self, thread: int) -> float:
         with self._lock:
-            if any(one.thread == thread for one in self._waiting):
+            if any(waiting.thread == thread for waiting in self._waiting):
                 return 0.0
             now = time.monotonic()
             return now - self._answered.setdefault(thread, now)
@@ -85,10 +85,10 @@ class _Watch:
             now = time.monotonic()
             with self._lock:
                 # under the lock: a call that was answered in the meantime keeps its connection
-                for one in [one for one in self._waiting if one.until < now]:
+                for waiting in [waiting for waiting in self._waiting if waiting.until < now]:
                     with suppress(OSError):  # no file descriptor is left: try again next time
-                        one.give_up()
-                        self._waiting.discard(one)
+                        waiting.give_up()
+                        self._waiting.discard(waiting)
                 if not self._waiting:
                     self._some.clear()
 
@@ -103,12 +103,12 @@ def answer_within(seconds: float | None, cut: Callable[[], None]) -> Iterator[Wa
     if seconds is None:
         yield None
         return
-    one = Waiting(seconds, cut)
-    _watch.add(one)
+    waiting = Waiting(seconds, cut)
+    _watch.add(waiting)
     try:
-        yield one
+        yield waiting
     finally:
-        _watch.remove(one)
+        _watch.remove(waiting)
 
 
 def quiet_seconds(thread: int) -> float:
@@ -124,8 +124,8 @@ def shut(descriptors: Iterable[int]) -> None:
     """
     for descriptor in descriptors:
         try:
-            with _same(descriptor) as same:
-                same.shutdown(socket.SHUT_RDWR)
+            with _same(descriptor) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
         except OSError as error:  # other errors: it is already closed
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -136,10 +136,10 @@ def hung_up(descriptors: Iterable[int]) -> bool:
 
     Unrequested data counts as closed too: a server rarely sends any other.
     """
-    look = select.poll()
+    poller = select.poll()
     for descriptor in descriptors:
-        look.register(descriptor, select.POLLIN)
-    return bool(look.poll(0))
+        poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def sockets() -> set[int]:
@@ -168,9 +168,9 @@ DESCRIPTORS = next(path for path in map(Path, ("/proc/self/fd", "/dev/fd")) if p
 def _connections() -> Iterator[tuple[int, int, Any]]:
     """Yield the descriptor, the family and the peer of each connected stream."""
     for file in DESCRIPTORS.iterdir():
-        with suppress(OSError), _same(int(file.name)) as same:
-            if same.type == socket.SOCK_STREAM:
-                yield int(file.name), same.family, same.getpeername()
+        with suppress(OSError), _same(int(file.name)) as connection:
+            if connection.type == socket.SOCK_STREAM:
+                yield int(file.name), connection.family, connection.getpeername()
 
 
 def _same(descriptor: int) -> socket.socket:

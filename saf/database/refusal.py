@@ -83,13 +83,13 @@ def sqlstate(conninfo: str) -> str | None:
     """
     connection = pq.PGconn.connect_start(conninfo.encode())
     try:
-        with _traced(connection) as said:
+        with _traced(connection) as trace:
             _poll(connection)
         if connection.needs_password:
             return errors.InvalidPassword.sqlstate
     finally:
         connection.finish()
-    found = SAID.search(b"".join(said))
+    found = SAID.search(b"".join(trace))
     return found[1].decode() if found else None
 
 
@@ -110,15 +110,15 @@ def _poll(connection: abc.PGconn) -> None:
 @contextmanager
 def _traced(connection: abc.PGconn) -> Iterator[list[bytes]]:
     """Yield a list that gets the trace at the end; by a pipe, because it may contain secrets."""
-    said: list[bytes] = []
+    trace: list[bytes] = []
     out, into = os.pipe()
     os.set_blocking(out, False)
     os.set_blocking(into, False)
     try:
         connection.trace(into)
-        yield said
+        yield trace
         connection.untrace()
-        said.append(os.read(out, 1 << 16))
+        trace.append(os.read(out, 1 << 16))
     except BlockingIOError:
         pass  # nothing was written
     finally:

@@ -47,13 +47,13 @@ def by_python(function: Function, rows: pa.Table) -> pa.Table:
 
 def as_answers(answers: Sequence[Resolved | str]) -> pa.Table:
     """Make a table of answers; a string is the error of a message that could not be resolved."""
-    found = [one if isinstance(one, Resolved) else None for one in answers]
+    found = [answer if isinstance(answer, Resolved) else None for answer in answers]
     return pa.table(
         [
-            [one and one.service for one in found],
-            [one and one.broker and one.broker.bytes for one in found],
-            [one and one.key for one in found],
-            [one if isinstance(one, str) else None for one in answers],
+            [answer and answer.service for answer in found],
+            [answer and answer.broker and answer.broker.bytes for answer in found],
+            [answer and answer.key for answer in found],
+            [answer if isinstance(answer, str) else None for answer in answers],
         ],
         schema=ANSWERS,
     )
@@ -82,7 +82,7 @@ def from_columns(said: pa.RecordBatch | pa.Table, count: int) -> pa.RecordBatch:
 def as_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
     """Make a table of messages as a task reads them; columns missing from a row are null."""
     binary = [
-        {name: one.bytes if isinstance(one, UUID) else one for name, one in row.items()}
+        {name: value.bytes if isinstance(value, UUID) else value for name, value in row.items()}
         for row in rows
     ]
     return pa.Table.from_pylist(binary, MESSAGES)
@@ -90,7 +90,7 @@ def as_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
 
 def received(rows: pa.Table) -> Iterator[Received]:
     """Yield the messages one by one, as consumers see them."""
-    ids = [one and UUID(bytes=one) for one in _values(rows["conversation_id"])]
+    ids = [value and UUID(bytes=value) for value in _values(rows["conversation_id"])]
     known = {"conversation_id": ids, "source": [None] * rows.num_rows}
     columns = [known[name] if name in known else _values(rows[name]) for name in READ]
     for row in zip(*columns, strict=True):
@@ -110,28 +110,28 @@ def _by_batch(function: Function, batch: pa.RecordBatch) -> list[pa.RecordBatch]
 
 def _by_message(function: Function, message: Received) -> Resolved | str:
     try:
-        said = function(message)
+        answer = function(message)
     except Exception as error:
         return _raised(error)
-    if said is None:
+    if answer is None:
         return "its classifier returns no service"
-    if isinstance(said, str):
-        return Resolved(service=said)
-    if isinstance(said, Resolved) and isinstance(said.broker, (UUID, type(None))):
-        return said
-    return f"its classifier returned {said!r:.200}, and no name, saf.Resolved or None"
+    if isinstance(answer, str):
+        return Resolved(service=answer)
+    if isinstance(answer, Resolved) and isinstance(answer.broker, (UUID, type(None))):
+        return answer
+    return f"its classifier returned {answer!r:.200}, and no name, saf.Resolved or None"
 
 
-def _answered(said: Any, count: int) -> pa.RecordBatch:
-    if isinstance(said, (pa.RecordBatch, pa.Table)):
-        return from_columns(said, count)
-    if isinstance(said, pa.ChunkedArray):
-        said = said.combine_chunks()
-    if not isinstance(said, pa.Array):
-        raise TypeError(f"returned a {type(said).__name__}, and no Arrow array of services")
-    if pa.types.is_struct(said.type):
-        return from_columns(pa.RecordBatch.from_struct_array(said), count)
-    return from_columns(pa.RecordBatch.from_arrays([said], names=["service"]), count)
+def _answered(answer: Any, count: int) -> pa.RecordBatch:
+    if isinstance(answer, (pa.RecordBatch, pa.Table)):
+        return from_columns(answer, count)
+    if isinstance(answer, pa.ChunkedArray):
+        answer = answer.combine_chunks()
+    if not isinstance(answer, pa.Array):
+        raise TypeError(f"returned a {type(answer).__name__}, and no Arrow array of services")
+    if pa.types.is_struct(answer.type):
+        return from_columns(pa.RecordBatch.from_struct_array(answer), count)
+    return from_columns(pa.RecordBatch.from_arrays([answer], names=["service"]), count)
 
 
 def _plain(column: pa.Array | pa.ChunkedArray) -> pa.Array:

@@ -50,11 +50,11 @@ def _until_configured(name: str, reason: str) -> Unavailable:
 
 def obstacle(rules: ForwardingRules, name: str, quality: str | None) -> SafError | None:
     """Return why the configuration rules out a quality of service at a destination, or None."""
-    there = rules.destinations.get(name)
-    if there is None:
+    destination = rules.destinations.get(name)
+    if destination is None:
         return nowhere(name)
     try:
-        there.check_quality(quality)
+        destination.check_quality(quality)
     except ValueError as error:
         return _until_configured(name, f"by its route, {error}")
     return None
@@ -87,10 +87,12 @@ class DestinationSessions:
         name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
         with forwarding(name, chunk.rows):
             known, stored = self._in_step(
-                part, chunk, lambda there, mine: there.store(mine, exactly_once=exactly_once)
+                part,
+                chunk,
+                lambda destination, own: destination.store(own, exactly_once=exactly_once),
             )
-        mine = {*touched(replace(chunk, prefix=prefix(part)))}
-        new = {p: mark for p, mark in stored.marks.items() if p in mine and known.get(p) != mark}
+        own = {*touched(replace(chunk, prefix=prefix(part)))}
+        new = {p: mark for p, mark in stored.marks.items() if p in own and known.get(p) != mark}
         if new:
             self._stored.append((self._identities[name], new, known))
             self._known[name] |= new
@@ -98,14 +100,14 @@ class DestinationSessions:
 
     def marks(self, part: Part, chunk: Chunk) -> Mapping[Place, Mark]:
         """Ask the destination of a part for its marks of a chunk's lanes; raise as `store` does."""
-        _, marks = self._in_step(part, chunk, lambda there, mine: there.marks(mine))
+        _, marks = self._in_step(part, chunk, lambda destination, own: destination.marks(own))
         return marks
 
     def acknowledge(self, source: psycopg.Connection[Any]) -> None:
         """Write what destinations have stored, in the transaction that moves the position past
         it."""
-        for there, marks, before in self._stored:
-            acknowledge(source, there, marks, before)
+        for destination, marks, before in self._stored:
+            acknowledge(source, destination, marks, before)
 
     def settled(self) -> None:
         """Note that the acknowledgements are committed."""
@@ -125,8 +127,8 @@ class DestinationSessions:
         """
         with self._blamed(name):
             if name not in self._open:
-                there = self.rules.destinations[name]
-                self._open[name] = there.open(name, keep=self.work.keep)
+                settings = self.rules.destinations[name]
+                self._open[name] = settings.open(name, keep=self.work.keep)
             destination = self._open[name]
             identity = self._identities.get(name) or destination.identity()
         if name not in self._identities:
@@ -179,7 +181,9 @@ class DestinationSessions:
         except SafError:
             raise
         except Exception as error:
-            raised_at = [f"{one.filename}:{one.lineno}" for one in extract_tb(error.__traceback__)]
+            raised_at = [
+                f"{frame.filename}:{frame.lineno}" for frame in extract_tb(error.__traceback__)
+            ]
             text = self.rules.destinations[name].redact(said(error))
             log.warning("destination_raised", destination=name, error=text, at=raised_at[-FRAMES:])
             if failed := self._open.pop(name, None):
@@ -191,8 +195,8 @@ class DestinationSessions:
         """Return the marks of a destination that the source remembers; ask the source once."""
         known = self._known.setdefault(name, {})
         if missing := [place for place in places if place not in known]:
-            there = self._identities[name]
-            found = self.source_session.find(lambda source: acknowledged(source, there, missing))
+            identity = self._identities[name]
+            found = self.source_session.find(lambda source: acknowledged(source, identity, missing))
             known |= {place: found.get(place) for place in missing}
         return {place: mark for place in places if (mark := known[place]) is not None}
 

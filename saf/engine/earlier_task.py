@@ -43,7 +43,7 @@ class EarlierTask:
             if lane is not None:
                 self._lanes.hold(lane, "behind others")
                 self._lanes.ahead.add(lane)
-        self._set_aside = {name: pa.array(some, pa.int64()) for name, some in ids.items()}
+        self._set_aside = {name: pa.array(numbers, pa.int64()) for name, numbers in ids.items()}
 
     def fresh(self, rows: pa.Table, destination: str = "") -> pa.Table:
         """Return the messages not set aside for a destination; if empty, for all destinations."""

@@ -59,7 +59,7 @@ class FindingRoutes:
         if not lanes:
             return set()
         found: set[Lane] = set()
-        led = self._led(lanes)
+        routable = self._led(lanes)
         in_time, self._untransformed = True, False
         self._left.clear()
         needed = (
@@ -72,14 +72,14 @@ class FindingRoutes:
             *parking.as_log(needed, found=False),
         ]
         with self.parked.source_session.in_hand(""):
-            for rows in self.parked.read("", led, columns, found=False):
+            for rows in self.parked.read("", routable, columns, found=False):
                 self.parked.isolate("", rows, partial(self._find_routes, found))
                 if self.parked.over or self._untransformed:
                     in_time = False
                     break
-        self._stay(lanes if in_time else [lane for lane in lanes if lane not in led])
+        self._stay(lanes if in_time else [lane for lane in lanes if lane not in routable])
         if not in_time:
-            self.parked.succeed(led)
+            self.parked.succeed(routable)
         return found
 
     def _led(self, lanes: Sequence[Lane]) -> set[Lane]:
@@ -98,10 +98,12 @@ class FindingRoutes:
                 }
             )
         )
-        routers = pa.array([one.service for one in self.parked.work.routes.routers], pa.string())
-        led = pc.or_(rows["route"].is_valid(), pc.is_in(rows["to_service"], routers))
+        routers = pa.array(
+            [router.service for router in self.parked.work.routes.routers], pa.string()
+        )
+        mask = pc.or_(rows["route"].is_valid(), pc.is_in(rows["to_service"], routers))
         others = {lane for lane in lanes if not lane.unrouted}
-        return others.union(unrouted[n] for n in rows.filter(led)["number"].to_pylist())
+        return others.union(unrouted[n] for n in rows.filter(mask)["number"].to_pylist())
 
     def _stay(self, lanes: Sequence[Lane]) -> None:
         """Note that the messages left in these lanes have no way out."""
@@ -122,16 +124,16 @@ class FindingRoutes:
             self.parked.settle(rows.filter(pc.is_null(rows["body"])), set_aside)
             rows = readable
         resolution = self.resolver.resolve(self._transformed(rows))
-        for some, error in resolution.dead:
+        for unresolved, error in resolution.dead:
             # a message that its router cannot resolve leaves its lane
             set_aside = self.parked.aside()
-            set_aside.bury(some, "", "unresolved", error)
-            self.parked.settle(some, set_aside)
+            set_aside.bury(unresolved, "", "unresolved", error)
+            self.parked.settle(unresolved, set_aside)
         routed = self.matcher.route(resolution.rows)
-        there = routed["route"].is_valid()
+        routable = routed["route"].is_valid()
         self._note_left(resolution.waiting)
-        self._note_left(routed.filter(pc.invert(there)))
-        routed = routed.filter(there)
+        self._note_left(routed.filter(pc.invert(routable)))
+        routed = routed.filter(routable)
         found |= self._move(share(routed, self.matcher.matches, self.parked.source_session.choose))
 
     def _note_left(self, rows: pa.Table | None) -> None:
@@ -139,8 +141,8 @@ class FindingRoutes:
         if rows is None:
             return
         for kind in (Kind.RETRY, Kind.REPLAY):
-            mine = rows.filter(pc.equal(rows[KIND], str(kind))).slice(0, 1)
-            for lane in lanes_of(route_lanes(mine))[0]:
+            first = rows.filter(pc.equal(rows[KIND], str(kind))).slice(0, 1)
+            for lane in lanes_of(route_lanes(first))[0]:
                 self._left.setdefault(Lane(kind=kind), lane)
 
     def _transformed(self, rows: pa.Table) -> pa.Table:
@@ -154,10 +156,10 @@ class FindingRoutes:
         rows, why = self.transforming.ready(rows, source_session, led_on=False)
         self._untransformed = why is not None
         routers = pa.array(self.transforming.routers, pa.string())
-        mine = rows.filter(pc.is_in(rows["to_service"], routers))
-        fit = self.transforming.bury_at_fault(mine, set_aside)
+        inputs = rows.filter(pc.is_in(rows["to_service"], routers))
+        fit = self.transforming.bury_at_fault(inputs, set_aside)
         if set_aside:
-            bad = inputs_of(mine, fit, but=True)
+            bad = inputs_of(inputs, fit, but=True)
             self.parked.settle(bad, set_aside)
             rows = inputs_of(rows, bad, but=True)
         self.transforming.keep(fit, source_session)
@@ -165,15 +167,15 @@ class FindingRoutes:
 
     def _move(self, rows: pa.Table) -> set[Lane]:
         to = list(self._copies(rows))
-        lanes = {_lane(there, row) for there, _, some in to for row in some}
-        gone = {row["parked_id"] for _, _, some in to for row in some}
+        lanes = {_lane(name, row) for name, _, copies in to for row in copies}
+        gone = {row["parked_id"] for _, _, copies in to for row in copies}
         subscription_id = self.parked.work.batch.subscription_id
 
         def move(source: psycopg.Connection[Any]) -> None:
             lock_cursors(source, self.parked.work.batch)
             parking.touch(source, subscription_id, lanes, "has found a route")
-            for destination, quality, some in to:
-                parking.copy(source, destination, quality, some)
+            for destination, quality, copies in to:
+                parking.copy(source, destination, quality, copies)
             parking.unpark(source, sorted(gone))
             fail_point("routed")
 
@@ -186,15 +188,15 @@ class FindingRoutes:
         lanes."""
         waited_for_route = pc.equal(rows[KIND], str(Kind.ROUTE))
         rows = in_lanes(rows, found_lanes(either(waited_for_route, route_lanes(rows), rows)))
-        there: dict[tuple[str, str | None], list[int]] = {}
+        by_destination: dict[tuple[str, str | None], list[int]] = {}
         for number in pc.unique(rows["route"]).to_pylist():
             match = self.matcher.matches[number]
             for route in match.routes:
                 if match.to_all or route.destination in self.parked.rules.qualities:
-                    there.setdefault((route.destination, route.quality), []).append(number)
-        for (destination, quality), numbers in there.items():
-            mine = rows.filter(pc.is_in(rows["route"], pa.array(numbers, pa.int32())))
-            yield destination, quality, mine.select(["parked_id", *LANE, *ADDRESS]).to_pylist()
+                    by_destination.setdefault((route.destination, route.quality), []).append(number)
+        for (destination, quality), numbers in by_destination.items():
+            part = rows.filter(pc.is_in(rows["route"], pa.array(numbers, pa.int32())))
+            yield destination, quality, part.select(["parked_id", *LANE, *ADDRESS]).to_pylist()
 
 
 def _lane(destination: str, row: Mapping[str, Any]) -> Lane:

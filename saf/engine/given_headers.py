@@ -24,8 +24,8 @@ def as_written(headers: pa.ChunkedArray) -> pa.ChunkedArray:
     if headers.null_count == len(headers):
         return headers
     texts = pc.unique(headers)
-    made = pa.array([_written(one) for one in texts.to_pylist()], headers.type)
-    return pa.chunked_array([made.take(pc.index_in(headers, texts).combine_chunks())])
+    values = pa.array([_written(text) for text in texts.to_pylist()], headers.type)
+    return pa.chunked_array([values.take(pc.index_in(headers, texts).combine_chunks())])
 
 
 def written(text: str) -> str:
@@ -38,10 +38,10 @@ def written(text: str) -> str:
     found = STRICT.decode(text)
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004 - as for invalid JSON
-    said = as_json(found, _text)
-    said.encode()  # raises for a lone surrogate
-    check_headers(said)
-    return said
+    result = as_json(found, _text)
+    result.encode()  # raises for a lone surrogate
+    check_headers(result)
+    return result
 
 
 def _written(text: str | None) -> str | None:

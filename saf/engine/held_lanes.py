@@ -53,13 +53,13 @@ class HeldLanes:
             found = source_session.find(
                 lambda source: backoff.held(source, batch.subscription_id, batch.shards, older)
             )
-            mine = {lane: why for lane, why in self.held.items() if not lane.of_service}
-            self.held = mine | found
+            others = {lane: why for lane, why in self.held.items() if not lane.of_service}
+            self.held = others | found
 
     def services(self, destination: str) -> frozenset[str]:
         """Return the services whose messages wait for the destination to know them."""
-        mine = [lane for lane in self.held if lane.destination == destination]
-        return frozenset(lane.subject for lane in mine if lane.kind == Kind.SERVICE)
+        lanes = [lane for lane in self.held if lane.destination == destination]
+        return frozenset(lane.subject for lane in lanes if lane.kind == Kind.SERVICE)
 
 
 def _older(rows: pa.Table) -> set[Lane]:

@@ -58,7 +58,7 @@ class InStep:
         first, last = (-LAST, -1) if parked else (rows["id"][0].as_py(), rows["id"][-1].as_py())
         while self._last <= last:  # a message may have several results
             self._read()
-        held[:] = [one for one in held if one["id"][-1].as_py() >= first]
+        held[:] = [batch for batch in held if batch["id"][-1].as_py() >= first]
         if not held:
             return None
         found = pa.Table.from_batches(held)
@@ -80,7 +80,7 @@ class InStep:
             if next(self._batches, None) is not None:
                 raise Unavailable("Spark", "there are evaluated rows after the last")
         of_answers = pc.is_null(batch[ENDED])
-        for held, mine in ((self._answers, of_answers), (self._results, pc.invert(of_answers))):
-            some = batch.filter(mine)
-            if some.num_rows:
-                held.append(some)
+        for held, mask in ((self._answers, of_answers), (self._results, pc.invert(of_answers))):
+            rows = batch.filter(mask)
+            if rows.num_rows:
+                held.append(rows)

@@ -90,10 +90,10 @@ def keep(
     these messages before this transaction has committed durably.
     """
     messages = {"shards": results["shard"], "ids": results["id"]}
-    once = dict.fromkeys(zip(*messages.values(), strict=True))
-    messages = dict(zip(messages, map(list, zip(*once, strict=True)), strict=True))
-    there = {row[0] for row in kept(connection, batch, messages)}
-    new = [place for place, id_ in enumerate(results["id"]) if id_ not in there]
+    distinct = dict.fromkeys(zip(*messages.values(), strict=True))
+    messages = dict(zip(messages, map(list, zip(*distinct, strict=True)), strict=True))
+    known = {row[0] for row in kept(connection, batch, messages)}
+    new = [place for place, id_ in enumerate(results["id"]) if id_ not in known]
     if new:
         connection.execute(DURABLY)
         columns = {name: [column[place] for place in new] for name, column in results.items()}

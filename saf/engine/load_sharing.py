@@ -29,13 +29,13 @@ def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
     ]
     if not shared:
         return rows
-    alone = {
+    single = {
         match.routes[0]: number for number, match in enumerate(matches) if len(match.routes) == 1
     }
     route = rows["route"].to_numpy(zero_copy_only=False)
     taken = pc.fill_null(rows["route"], -1).to_numpy().copy()
     keyed = pc.is_valid(rows["key"]).to_numpy()
-    first, which = _distinct(rows.select(["to_service", "to_broker", "key"]))
+    first, indices = _distinct(rows.select(["to_service", "to_broker", "key"]))
     among = {
         place: matches[int(route[row])]
         for place, row in enumerate(first)
@@ -46,12 +46,12 @@ def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
     numbers = np.full(len(first), -1)
     for place, match in among.items():
         member = match.destinations.index(chosen[askers[place]])
-        numbers[place] = alone[match.routes[member]]
+        numbers[place] = single[match.routes[member]]
     for number in shared:
-        mine = taken == number
-        members = np.array([alone[one] for one in matches[number].routes])
-        taken = np.where(mine & ~keyed, members[rows["id"].to_numpy() % len(members)], taken)
-        taken = np.where(mine & keyed, numbers[which], taken)
+        mask = taken == number
+        members = np.array([single[member_route] for member_route in matches[number].routes])
+        taken = np.where(mask & ~keyed, members[rows["id"].to_numpy() % len(members)], taken)
+        taken = np.where(mask & keyed, numbers[indices], taken)
     column = pa.array(taken.astype(np.int32), mask=taken < 0)
     return rows.set_column(rows.column_names.index("route"), "route", column)
 
@@ -66,14 +66,14 @@ def _distinct(columns: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.
             codes = np.unique(codes * (len(encoded.dictionary) + 1) + numbers, return_inverse=True)[
                 1
             ]
-    _, first, which = np.unique(codes, return_index=True, return_inverse=True)
+    _, first, indices = np.unique(codes, return_index=True, return_inverse=True)
     order = np.argsort(first)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    return first[order], place[which]
+    return first[order], place[indices]
 
 
 def _askers(rows: pa.Table) -> list[Asker]:
-    brokers = [str(UUID(bytes=one)) if one else None for one in rows["to_broker"].to_pylist()]
+    brokers = [str(UUID(bytes=item)) if item else None for item in rows["to_broker"].to_pylist()]
     named = zip(rows["to_service"].to_pylist(), brokers, rows["key"].to_pylist(), strict=True)
-    return [Asker(*one) for one in named]
+    return [Asker(*item) for item in named]

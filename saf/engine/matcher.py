@@ -65,13 +65,13 @@ class _Table:
         self._both: dict[tuple[str, bytes], int] = {}
         self.any = pa.scalar(None, pa.int32())
         for (service, broker), match in matches.items():
-            there = UUID(broker).bytes if broker is not None else None
-            if service is not None and there is not None:
-                self._both[service, there] = number[match]
+            broker_id = UUID(broker).bytes if broker is not None else None
+            if service is not None and broker_id is not None:
+                self._both[service, broker_id] = number[match]
             elif service is not None:
                 self._services[service] = number[match]
-            elif there is not None:
-                self._brokers[there] = number[match]
+            elif broker_id is not None:
+                self._brokers[broker_id] = number[match]
             else:
                 self.any = pa.scalar(number[match], pa.int32())
 
@@ -90,8 +90,8 @@ class _Table:
         width = np.int64(len(broker))
 
         def code(services: pa.Array, brokers: pa.Array) -> pa.Array:
-            which = pc.index_in(services, value_set=service).cast(pa.int64())
-            return pc.add(pc.multiply(which, width), pc.index_in(brokers, value_set=broker))
+            index = pc.index_in(services, value_set=service).cast(pa.int64())
+            return pc.add(pc.multiply(index, width), pc.index_in(brokers, value_set=broker))
 
         named = list(zip(*self._both, strict=True)) or [(), ()]
         codes = code(pa.array(named[0], pa.string()), pa.array(named[1], pa.binary()))

@@ -93,11 +93,11 @@ class ParkedLanes:
             )
             gone.update(number for number in ids if number not in here)
 
-        def remaining(some: pa.Table) -> pa.Table:
+        def remaining(part: pa.Table) -> pa.Table:
             if not gone:
-                return some
-            out = pc.is_in(some["parked_id"], pa.array(list(gone), pa.int64()))
-            return some.filter(pc.invert(out))
+                return part
+            out = pc.is_in(part["parked_id"], pa.array(list(gone), pa.int64()))
+            return part.filter(pc.invert(out))
 
         def bury(message: pa.Table, error: str) -> None:
             if message["parked_id"][0].as_py() not in gone:
@@ -105,8 +105,8 @@ class ParkedLanes:
                 set_aside.bury_as_stored(message, error)
                 self.settle(message, set_aside)
 
-        def make(some: pa.Table) -> None:
-            left = remaining(some)
+        def make(part: pa.Table) -> None:
+            left = remaining(part)
             if left.num_rows:
                 step(left)
 

@@ -83,8 +83,8 @@ def split(
     """
     rows = _behind(rows, {lane for lane in held if lane.unrouted})
     numbers: dict[tuple[str, str | None] | None, list[int | None]] = defaultdict(list)
-    there = pc.unique(rows["route"]).to_pylist()
-    for number in there:
+    routes = pc.unique(rows["route"]).to_pylist()
+    for number in routes:
         match = None if number is None else matches[number]
         if match is None or not (match.to_all or match.routes[0].destination in qualities):
             numbers[None].append(number)
@@ -93,12 +93,12 @@ def split(
             default = qualities.get(route.destination)
             numbers[route.destination, default and (route.quality or default)].append(number)
     parts: list[Part] = []
-    for there_by, mine in numbers.items():
+    for target, own in numbers.items():
         chosen = rows
-        if len(mine) < len(there):
-            chosen = rows.filter(pc.is_in(rows["route"], pa.array(mine, pa.int32())))
+        if len(own) < len(routes):
+            chosen = rows.filter(pc.is_in(rows["route"], pa.array(own, pa.int32())))
         chosen = chosen.drop_columns(["route"])
-        destination, quality = there_by or (None, None)
+        destination, quality = target or (None, None)
         parts += _parts(chosen, destination, quality, held)
     return parts if waiting is None else [*parts, *_parts(waiting, None, None, held)]
 
@@ -116,8 +116,8 @@ def _behind(rows: pa.Table, unrouted: Collection[Lane]) -> pa.Table:
     """
     if not unrouted:
         return rows
-    behind = is_in(route_lanes(rows), unrouted)
-    route = pc.if_else(behind, pa.scalar(None, rows["route"].type), rows["route"])
+    mask = is_in(route_lanes(rows), unrouted)
+    route = pc.if_else(mask, pa.scalar(None, rows["route"].type), rows["route"])
     return rows.set_column(rows.column_names.index("route"), "route", route)
 
 
@@ -128,11 +128,11 @@ def _parts(
     if destination is None:
         yield unroutable(rows)
         return
-    mine = [lane for lane in held if lane.destination == destination and lane.of_service]
-    if mine:
+    lanes = [lane for lane in held if lane.destination == destination and lane.of_service]
+    if lanes:
         found, unknown = found_lanes(route_lanes(rows)), service_lanes(rows)
-        in_found = is_in(found, mine)
-        waits = pc.or_(in_found, is_in(unknown, mine))
+        in_found = is_in(found, lanes)
+        waits = pc.or_(in_found, is_in(unknown, lanes))
         behind = in_lanes(rows, either(in_found, found, unknown)).filter(waits)
         if behind.num_rows:
             yield Part(destination=destination, quality=quality, rows=behind, waits_at=destination)

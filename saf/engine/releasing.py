@@ -142,7 +142,7 @@ class Releasing:
         if destination not in self.rules.qualities:
             return dict.fromkeys(lanes, nowhere(destination))
         main = Lane(destination=destination)
-        of_services = [one for one in lanes if one.kind in (Kind.SERVICE, Kind.FOUND_ROUTE)]
+        of_services = [other for other in lanes if other.kind in (Kind.SERVICE, Kind.FOUND_ROUTE)]
         if main in self.lanes.held:
             return {lane: _behind(lane, main, self.lanes.held[main]) for lane in of_services}
         known_by = {
@@ -166,11 +166,11 @@ class Releasing:
         if main not in lanes or replay not in self.lanes.held or not self._held({replay}):
             return set()
         subscription_id = self.work.batch.subscription_id
-        for one in self.source_session(lambda s: backoff.named(s, subscription_id, {replay})):
-            if one.due:
-                self.parked.hold([main], one.error)
+        for lane in self.source_session(lambda s: backoff.named(s, subscription_id, {replay})):
+            if lane.due:
+                self.parked.hold([main], lane.error)
             else:
-                self.parked.postpone({main: _behind(main, replay, one.error)})
+                self.parked.postpone({main: _behind(main, replay, lane.error)})
         return {main}
 
     def _held(self, lanes: Collection[Lane]) -> Mapping[Lane, str]:
@@ -198,19 +198,21 @@ class Releasing:
 
     def _deliver_ready(self, destination: str, left: set[Lane], rows: pa.Table) -> None:
         set_aside = self.parked.aside(destination)
-        once: list[Part] = []
+        at_most_once: list[Part] = []
         for part in self._fit(destination, rows, set_aside):
             if part.quality == AT_MOST_ONCE:
-                once.append(part)
+                at_most_once.append(part)
             elif destination in set_aside.down:
                 set_aside.wait(part)
             else:
                 self.storing.store(part, set_aside)
         if destination in set_aside.down or self.storing.brake.engaged(destination):
-            for part in once:
+            for part in at_most_once:
                 set_aside.wait(part)
-            once = []
-        sent_once = [number for part in once for number in part.rows["parked_id"].to_pylist()]
+            at_most_once = []
+        sent_once = [
+            number for part in at_most_once for number in part.rows["parked_id"].to_pylist()
+        ]
         later = pc.is_in(rows["parked_id"], pa.array(sent_once, pa.int64()))
         others = rows.filter(pc.invert(later))
         if others.num_rows or set_aside:
@@ -221,7 +223,7 @@ class Releasing:
         if set_aside.down:
             self.parked.postpone(dict.fromkeys(left, next(iter(set_aside.failed.values()))))
             left.clear()
-        for part in once:
+        for part in at_most_once:
             self._deliver_once(part)
 
     def _fit(self, destination: str, rows: pa.Table, set_aside: SetAside) -> Iterator[Part]:
@@ -262,8 +264,8 @@ class Releasing:
         set_aside = self.parked.aside()
         isolate(
             part.rows,
-            lambda some: self.storing.store_once(replace(part, rows=some), set_aside),
-            lambda one, error: set_aside.bury(one, part.waits_at, "rejected", error),
+            lambda rows: self.storing.store_once(replace(part, rows=rows), set_aside),
+            lambda message, error: set_aside.bury(message, part.waits_at, "rejected", error),
         )
         self.parked.settle(part.rows, set_aside)
 
@@ -282,8 +284,8 @@ class Releasing:
             default = self.rules.qualities[destination]
             qualities = pc.coalesce(qualities, by_route, pa.scalar(default))
         for quality in pc.unique(qualities).to_pylist():
-            mine = rows.filter(pc.equal(qualities, quality))
-            yield Part(destination=destination, quality=quality, rows=mine, waits_at=destination)
+            group = rows.filter(pc.equal(qualities, quality))
+            yield Part(destination=destination, quality=quality, rows=group, waits_at=destination)
 
     def _parked(self, destination: str, lanes: Collection[Lane]) -> Iterator[pa.Table]:
         found = any(lane.found for lane in lanes)

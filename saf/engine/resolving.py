@@ -125,8 +125,8 @@ class Resolver:
         broker = str(lane.broker) if lane.broker else None
         if problem := self.problems.get(service):
             return ConfigurationError(problem)
-        elsewhere = self._matcher.routes.elsewhere(service, broker)
-        return Unroutable(service, broker, elsewhere)
+        destinations = self._matcher.routes.elsewhere(service, broker)
+        return Unroutable(service, broker, destinations)
 
     def resolve(self, rows: pa.Table, held: Iterable[Lane] = ()) -> Resolution:
         """Give rows their real addresses; rows behind a lane in ``held`` wait.
@@ -169,7 +169,7 @@ class Resolver:
         left = _is_in(sent, self._routers)
         if not left.any():
             return Resolution(rows=rows)
-        waiting = left & _is_in(sent, [one.subject for one in held if one.unrouted])
+        waiting = left & _is_in(sent, [lane.subject for lane in held if lane.unrouted])
         if self._by_spark is not None:
             unasked = ~self._by_spark.about(rows)
             if "parked_id" in rows.column_names:
@@ -180,15 +180,15 @@ class Resolver:
             now = addressed["to_service"]
             for service in _distinct(now, left):
                 router = self._routers[service]
-                mine = left & _is_in(now, [service])
+                mask = left & _is_in(now, [service])
                 if router.problem is not None:
-                    self.problems |= dict.fromkeys(_distinct(sent, mine), router.problem)
-                    waiting |= mine
-                    left &= ~mine
+                    self.problems |= dict.fromkeys(_distinct(sent, mask), router.problem)
+                    waiting |= mask
+                    left &= ~mask
                     continue
-                answers = self._answers(router, _filtered(addressed, mine))
-                errors |= _errors(np.flatnonzero(mine), answers["error"])
-                addressed = _readdressed(addressed, mine, answers)
+                answers = self._answers(router, _filtered(addressed, mask))
+                errors |= _errors(np.flatnonzero(mask), answers["error"])
+                addressed = _readdressed(addressed, mask, answers)
             left &= _is_in(addressed["to_service"], self._routers)
             left[list(errors)] = False
             if not left.any():
@@ -199,10 +199,10 @@ class Resolver:
             errors[int(row)] = f"more than {MAX_HOPS} routers in a row: {_chain(trails[int(row)])}"
         if waiting.any():
             waiting |= _is_in(sent, _distinct(sent, waiting))
-        away = waiting.copy()
-        away[list(errors)] = True
+        removed = waiting.copy()
+        removed[list(errors)] = True
         return Resolution(
-            rows=_filtered(addressed, ~away),
+            rows=_filtered(addressed, ~removed),
             dead=_dead(rows, errors, waiting),
             waiting=_filtered(rows, waiting) if waiting.any() else None,
         )
@@ -214,31 +214,31 @@ class Resolver:
             return self._classified(router, rows)
         encoded = keys.dictionary_encode()
         names = [*encoded.dictionary.to_pylist(), None]  # None: rows without a key
-        which = pc.fill_null(encoded.indices, -1).to_numpy()
+        indices = pc.fill_null(encoded.indices, -1).to_numpy()
         known = dict(self._memory.resolved(router.service, names[:-1]))
         since = dict.fromkeys(known, 0)
-        asked = which < 0
-        asked[np.unique(which, return_index=True)[1]] = True
-        asked &= np.array([name not in known for name in names])[which]
+        asked = indices < 0
+        asked[np.unique(indices, return_index=True)[1]] = True
+        asked &= np.array([name not in known for name in names])[indices]
         places, own = np.flatnonzero(asked), self._classified(router, _filtered(rows, asked))
-        failed = which[places[own["error"].is_valid().to_numpy()]]
-        again = np.isin(which, failed[failed >= 0]) & ~asked
-        if again.any():  # a key's first row failed: ask for its others
-            places = np.concatenate([places, np.flatnonzero(again)])
-            own = pa.concat_tables([own, self._classified(router, _filtered(rows, again))])
+        failed = indices[places[own["error"].is_valid().to_numpy()]]
+        retries = np.isin(indices, failed[failed >= 0]) & ~asked
+        if retries.any():  # a key's first row failed: ask for its others
+            places = np.concatenate([places, np.flatnonzero(retries)])
+            own = pa.concat_tables([own, self._classified(router, _filtered(rows, retries))])
         new: dict[str, Resolved] = {}
-        for place, answer in _resolved(places, own, which >= 0):
-            name = names[which[place]]
+        for place, answer in _resolved(places, own, indices >= 0):
+            name = names[indices[place]]
             if name not in new:
                 new[name], since[name] = answer, place
         if new:
             known |= self._memory.keep(router.service, new)
         of_keys = as_answers([known.get(name, "") for name in names])
-        take = np.zeros(len(which), np.int64)
+        take = np.zeros(len(indices), np.int64)
         take[places] = np.arange(len(places))
-        beginning = np.array([since.get(name, len(which)) for name in names])
-        follows = np.arange(len(which)) >= beginning[which]
-        take[follows] = len(places) + which[follows]
+        beginning = np.array([since.get(name, len(indices)) for name in names])
+        follows = np.arange(len(indices)) >= beginning[indices]
+        take[follows] = len(places) + indices[follows]
         return pa.concat_tables([own, of_keys]).take(take)
 
     def _classified(self, router: Router, rows: pa.Table) -> pa.Table:
@@ -296,20 +296,20 @@ def _once(router: Router, rows: pa.Table) -> pa.Array:
     conversations = rows["conversation_id"]
     keys = rows["key"] if router.once_per == KEY else pa.nulls(len(rows), pa.string())
     if conversations.null_count < len(conversations):
-        ids = [one and str(UUID(bytes=one)) for one in conversations.to_pylist()]
+        ids = [id_ and str(UUID(bytes=id_)) for id_ in conversations.to_pylist()]
         keys = pc.coalesce(pa.array(ids, pa.string()), keys)
     return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
 
 
 def _later(rows: pa.Table) -> Mask:
     """Return which messages belong to a dialog, but are not its first message."""
-    said = rows["from_initiator"]
-    if said.null_count == len(said):
-        return np.zeros(len(said), np.bool_)
+    flags = rows["from_initiator"]
+    if flags.null_count == len(flags):
+        return np.zeros(len(flags), np.bool_)
     # a COMPARE has the number of the last message, and contains nothing that could be classified
     compares = pc.equal(rows["message_type"], COMPARE)
     follows = pc.or_kleene(pc.greater(rows["sequence"], 1), compares)
-    later = pc.and_(said.is_valid(), pc.fill_null(follows, False))
+    later = pc.and_(flags.is_valid(), pc.fill_null(follows, False))
     return later.to_numpy()  # type: ignore[no-any-return] # pyarrow has no types
 
 
@@ -321,14 +321,14 @@ def _resolved(places: Places, answers: pa.Table, keyed: Mask) -> Iterable[tuple[
             yield place, Resolved(service=row["service"], broker=broker, key=row["key"])
 
 
-def _readdressed(rows: pa.Table, mine: Mask, answers: pa.Table) -> pa.Table:
-    """Set the addresses of the rows ``mine`` to the answers; null answers change nothing."""
+def _readdressed(rows: pa.Table, mask: Mask, answers: pa.Table) -> pa.Table:
+    """Set the addresses of the rows in ``mask`` to the answers; null answers change nothing."""
     for name, answer in zip(ADDRESS, ANSWERS.names[:-1], strict=True):
         new = answers[answer].combine_chunks()
         if new.null_count < len(new):
             old = rows[name].combine_chunks()
-            if not mine.all():
-                new = pc.replace_with_mask(pa.nulls(len(old), new.type), pa.array(mine), new)
+            if not mask.all():
+                new = pc.replace_with_mask(pa.nulls(len(old), new.type), pa.array(mask), new)
             place = rows.column_names.index(name)
             rows = rows.set_column(place, name, pc.coalesce(new, old))
     return rows
@@ -352,7 +352,7 @@ def _dead(rows: pa.Table, errors: Mapping[int, str], waiting: Mask) -> list[tupl
     for row, error in errors.items():
         if not waiting[row]:
             places[f"router {rows['to_service'][row].as_py()!r}: {error}"].append(row)
-    return [(rows.take(sorted(mine)), error) for error, mine in places.items()]
+    return [(rows.take(sorted(indices)), error) for error, indices in places.items()]
 
 
 def _errors(places: Places, errors: pa.ChunkedArray) -> dict[int, str]:

@@ -50,13 +50,13 @@ class Sending:
         Raises:
             SafError: the only destination is down, so parking would gain nothing.
         """
-        once = [part for part in parts if part.quality == AT_MOST_ONCE]
+        at_most_once = [part for part in parts if part.quality == AT_MOST_ONCE]
         others = [part for part in parts if part.quality != AT_MOST_ONCE]
         for part in [part for part in others if not self._waits(part, set_aside)]:
             # the storing of another part may have held its lane since
             if not self._waits(part, set_aside):
                 self.storing.store(part, set_aside)
-        for part in self._attempted(once, position, set_aside):
+        for part in self._attempted(at_most_once, position, set_aside):
             self.storing.store_once(part, set_aside)
         self._stay_open(set_aside)
 
@@ -102,10 +102,10 @@ class Sending:
         The messages of this chunk that it has stored are done: the position moves past them. If
         this is not possible, because an earlier message waits, all waiting messages are parked.
         """
-        alone = Lane(destination=self.work.alone or "")
-        if alone not in set_aside.failed or not set_aside.parked:
+        lane = Lane(destination=self.work.alone or "")
+        if lane not in set_aside.failed or not set_aside.parked:
             return
-        error, batch = set_aside.failed[alone], self.work.batch
+        error, batch = set_aside.failed[lane], self.work.batch
         taken, first = set_aside.taken, set_aside.waits_from()
         if taken and (first is None or taken > first):
             return
@@ -113,8 +113,8 @@ class Sending:
         def stay(source: psycopg.Connection[Any]) -> None:
             if taken and first is not None:
                 advance(source, batch, first - 1)
-            moving = [alone] if taken else []
-            backoff.postpone(source, batch.subscription_id, {alone: error}, moving)
+            moving = [lane] if taken else []
+            backoff.postpone(source, batch.subscription_id, {lane: error}, moving)
             self.storing.brake.write(source)
 
         self.source_session(stay)

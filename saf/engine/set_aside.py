@@ -192,8 +192,8 @@ class SetAside:
         subscription_id = self.work.batch.subscription_id
         rows: list[dict[str, Any]] = []
         for destination in {part.waits_at for part in self.parked}:
-            mine = [part for part in self.parked if part.waits_at == destination]
-            dicts = [row for part in mine for row in self._parked(part)]
+            parts = [part for part in self.parked if part.waits_at == destination]
+            dicts = [row for part in parts for row in self._parked(part)]
             here = parking.known(source, subscription_id, destination, dicts)
             rows += [row for row in dicts if row["message_id"] not in here]
         if rows:
@@ -240,7 +240,7 @@ class SetAside:
         def write(source: psycopg.Connection[Any]) -> None:
             before = lock_cursors(source, self.work.batch)
             if self.from_lanes:
-                buried = [one.id for one in self.unread]
+                buried = [item.id for item in self.unread]
                 for rows, *_ in self.dead:
                     buried += rows["parked_id"].to_pylist()
                 self.write_from_lanes(source, buried)
@@ -297,9 +297,9 @@ class SetAside:
         for destination in {destination for _, destination, _, _ in self.dead}:
             dicts = [
                 row
-                for rows, there, reason, error in self.dead
-                if there == destination
-                for row in self._dicts(rows, destination=there, reason=reason, error=error)
+                for rows, name, reason, error in self.dead
+                if name == destination
+                for row in self._dicts(rows, destination=name, reason=reason, error=error)
             ]
             here = dead.known(source, subscription_id, destination, dicts)
             new = [row for row in dicts if row["message_id"] not in here]
@@ -346,13 +346,13 @@ class SetAside:
 
 def _tell(source: psycopg.Connection[Any], rows: Iterable[dict[str, Any]]) -> None:
     """Send an Error to the dialog ends here at the source that have sent these messages."""
-    said = [row for row in rows if row["from_initiator"] is not None]
-    if said:
+    dialog_rows = [row for row in rows if row["from_initiator"] is not None]
+    if dialog_rows:
         source.execute(
             TELL,
             {
-                "conversation_id": [row["conversation_id"] for row in said],
-                "is_initiator": [row["from_initiator"] for row in said],
-                "error": [row["error"] for row in said],
+                "conversation_id": [row["conversation_id"] for row in dialog_rows],
+                "is_initiator": [row["from_initiator"] for row in dialog_rows],
+                "error": [row["error"] for row in dialog_rows],
             },
         )

@@ -67,7 +67,7 @@ def _in_windows(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
             nonlocal asked
             if asked is not columns:
                 rows = bounded(given(cursor, window.rows(batch, asked)))
-                whole = [complete for some in rows if (complete := completed(some)) is not None]
+                whole = [complete for piece in rows if (complete := completed(piece)) is not None]
                 if len(whole) == len(rows):
                     return whole
                 asked = columns  # later windows will have full columns too

@@ -96,8 +96,8 @@ class Storing:
         if part.rows.num_rows and (braked := self.brake.engaged(name)):
             self._wait(part, set_aside, braked)
             return
-        behind = self.lanes.services(name) if part.main else frozenset()
-        chunk = replace(self._chunk(part), behind=behind)
+        services = self.lanes.services(name) if part.main else frozenset()
+        chunk = replace(self._chunk(part), behind=services)
         if part.rows.num_rows and not chunk.rows.num_rows:
             self._leave_out(part, chunk, set_aside)
             return
@@ -151,9 +151,9 @@ class Storing:
             stored = self.destinations.store(part, chunk)
         except AnotherBroker as error:
             error.rows = inputs_of(part.rows, error.rows)
-            mine, others = _told_apart(error)
+            own, others = _told_apart(error)
             self._let_wait(others, set_aside, error)
-            self.store_once(replace(part, rows=mine), set_aside)
+            self.store_once(replace(part, rows=own), set_aside)
         except Rejected as error:
             # rejected messages were not stored, so their neighbours have not left yet
             part = self._without_stored(part, set_aside, error, perf_counter() - began)
@@ -189,9 +189,9 @@ class Storing:
         """Return a part without the messages that its destination stored although it raised."""
         if error.stored is None:
             return part
-        there = inputs_of(part.rows, error.stored)
-        set_aside.take(there)
-        self._note(replace(part, rows=there), there.num_rows, seconds)
+        stored = inputs_of(part.rows, error.stored)
+        set_aside.take(stored)
+        self._note(replace(part, rows=stored), stored.num_rows, seconds)
         return replace(part, rows=inputs_of(part.rows, error.stored, but=True))
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:
@@ -230,7 +230,7 @@ class Storing:
         except REFUSES as error:
             self._wait(part, set_aside, error)
             raise
-        stored = {place: one.number for place, one in marks.items()}
+        stored = {place: mark.number for place, mark in marks.items()}
         return beyond(rows, chunk.batch.number, stored, prefix(part))
 
     def _wait(self, part: Part, set_aside: SetAside, error: SafError) -> None:
@@ -287,18 +287,18 @@ class Storing:
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         if self.rules.destinations[part.destination].capabilities.takes_dialogs:
             return part
-        spoken = pc.is_valid(part.rows["conversation_id"])
-        if not pc.any(spoken).as_py():
+        mask = pc.is_valid(part.rows["conversation_id"])
+        if not pc.any(mask).as_py():
             return part
         topics = pa.array([*self.work.routes.topics], pa.string())
-        spoken = pc.and_not(spoken, pc.is_in(part.rows["to_service"], topics))
-        rows = part.rows.filter(spoken)
+        mask = pc.and_not(mask, pc.is_in(part.rows["to_service"], topics))
+        rows = part.rows.filter(mask)
         if rows.num_rows:
             services = sorted(pc.unique(rows["to_service"]).to_pylist())
             self._let_wait(
                 rows, set_aside, NoDialogs(f"destination {part.destination!r}", services)
             )
-        return replace(part, rows=part.rows.filter(pc.invert(spoken)))
+        return replace(part, rows=part.rows.filter(pc.invert(mask)))
 
     def _store_halves(self, part: Part, set_aside: SetAside, error: Rejected) -> None:
         """Store as much as possible of a part in which the destination rejects something."""
@@ -409,6 +409,6 @@ def _halves(part: Part) -> tuple[Part, Part]:
 
 def _told_apart(error: AnotherBroker) -> tuple[pa.Table, pa.Table]:
     """Split refused rows into those for the destination, and the others."""
-    others = pa.array([UUID(one).bytes for one in error.others], pa.binary())
-    away = pc.is_in(error.rows["to_broker"], value_set=others, skip_nulls=True)
-    return error.rows.filter(pc.invert(away)), error.rows.filter(away)
+    others = pa.array([UUID(other).bytes for other in error.others], pa.binary())
+    mask = pc.is_in(error.rows["to_broker"], value_set=others, skip_nulls=True)
+    return error.rows.filter(pc.invert(mask)), error.rows.filter(mask)

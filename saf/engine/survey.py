@@ -159,13 +159,13 @@ def survey(cursor: Querying, batch: Batch) -> list[Window]:
     cursor.execute(BY_PAGES)
     found: list[Window] = []
     for start in range(0, len(windows), AT_ONCE):
-        some = windows[start : start + AT_ONCE]
-        each = ", ".join(LOWEST.format(rows=window.rows(batch, ["id"])) for window in some)
-        cursor.execute(f"SELECT ARRAY[{each}]")
+        group = windows[start : start + AT_ONCE]
+        queries = ", ".join(LOWEST.format(rows=window.rows(batch, ["id"])) for window in group)
+        cursor.execute(f"SELECT ARRAY[{queries}]")
         ((lowest,),) = cursor.fetchall()
         found += [
             replace(window, lowest=id_)
-            for window, id_ in zip(some, lowest, strict=True)
+            for window, id_ in zip(group, lowest, strict=True)
             if id_ is not None
         ]
     return sorted(found, key=lambda window: window.lowest)

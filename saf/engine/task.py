@@ -96,7 +96,10 @@ class Task:
             self.matcher,
             self.source_session,
             answers,
-            transforms={one: self.transforming.problems.get(one) for one in rules.transforms},
+            transforms={
+                transform: self.transforming.problems.get(transform)
+                for transform in rules.transforms
+            },
         )
         self.destinations = DestinationSessions(work, rules, self.source_session)
         self.storing = Storing(
@@ -136,7 +139,9 @@ class Task:
                     self.source_session.find(lambda s: learn_set_aside(s, self.work.batch))
                 releasing.release_all()
                 cut = chunks(batches, self.rules.chunk_rows, self.rules.chunk_bytes)
-                for rows, last in with_last(cut) if self.closes else ((one, False) for one in cut):
+                for rows, last in (
+                    with_last(cut) if self.closes else ((part, False) for part in cut)
+                ):
                     self._refuse_doubled(rows)
                     self.end = int(rows["id"][-1].as_py()) if last else None
                     stop = isolate(rows, self._forward, self._bury, self.earlier.look)
@@ -205,8 +210,8 @@ class Task:
         resolved = resolution.rows
         if self.resolver:
             self.lanes.look(self.source_session, self.work.batch, fit, resolved)
-        for some, error in resolution.dead:
-            set_aside.bury(some, "", "unresolved", error)
+        for rows, error in resolution.dead:
+            set_aside.bury(rows, "", "unresolved", error)
         matches = self.matcher.matches
         routed = self.earlier.unfinished(self.matcher.route(resolved), matches)
         shared = share(routed, matches, self.source_session.choose)
@@ -222,9 +227,9 @@ class Task:
     def _refuse_doubled(self, rows: pa.Table) -> None:
         """Reject rows with the same id, because marks cannot tell them apart."""
         ids = rows["id"].to_numpy()
-        again = np.flatnonzero(np.diff(ids, prepend=self.read) == 0)
-        if again.size:
-            why = f"saf.outbox has several messages with id {ids[again[0]]}"
+        repeats = np.flatnonzero(np.diff(ids, prepend=self.read) == 0)
+        if repeats.size:
+            why = f"saf.outbox has several messages with id {ids[repeats[0]]}"
             raise Restored(self.work.dsn.database, f"broker {self.work.broker!r}", [why])
         self.read = int(ids[-1])
 

@@ -145,7 +145,7 @@ class Transforming:
             in_step,
             max_bytes=rules.max_bytes,
             not_deterministic=rules.not_deterministic,
-            routers=[one.service for one in work.routes.routers],
+            routers=[router.service for router in work.routes.routers],
         )
 
     def __bool__(self) -> bool:
@@ -171,23 +171,23 @@ class Transforming:
 
     def bury_at_fault(self, rows: pa.Table, set_aside: SetAside) -> pa.Table:
         """Make dead letters of messages that a transform fails on; return the others."""
-        mine = self._mine(rows)
-        if not mine.any():
+        mask = self._mine(rows)
+        if not mask.any():
             return rows
         wrong: dict[str, list[int]] = {}
-        spoken = rows["conversation_id"].is_valid().to_numpy()
-        for place in np.flatnonzero(mine & spoken).tolist():
+        of_dialogs = rows["conversation_id"].is_valid().to_numpy()
+        for place in np.flatnonzero(mask & of_dialogs).tolist():
             wrong.setdefault(OF_DIALOGS, []).append(place)
         faults = self._faults.keys() - self._kept
         if faults:
             ids = log_ids(rows).to_numpy()
-            at_fault = mine & ~spoken & np.isin(ids, list(faults))
+            at_fault = mask & ~of_dialogs & np.isin(ids, list(faults))
             for place in np.flatnonzero(at_fault).tolist():
                 wrong.setdefault(self._faults[int(ids[place])], []).append(place)
         for why, places in wrong.items():
-            some = rows.take(places)
-            service = self._services(some)[0].as_py()
-            set_aside.bury(some, "", "rejected", f"transform of {service!r}: {why}")
+            bad = rows.take(places)
+            service = self._services(bad)[0].as_py()
+            set_aside.bury(bad, "", "rejected", f"transform of {service!r}: {why}")
         if not wrong:
             return rows
         left = np.ones(rows.num_rows, np.bool_)
@@ -199,12 +199,12 @@ class Transforming:
 
         None of these messages may be sent before.
         """
-        mine = _is_in(self._services(rows), self._keeping & self._evaluated.given.keys())
-        mine &= ~_is_in(log_ids(rows), self._kept)
+        mask = _is_in(self._services(rows), self._keeping & self._evaluated.given.keys())
+        mask &= ~_is_in(log_ids(rows), self._kept)
         if "parked_id" in rows.column_names:
-            mine &= _is_in(log_ids(rows), self._evaluated.parked)
-        if mine.any():
-            self._count(memory.keep_results(self._as_kept(rows.filter(pa.array(mine)))))
+            mask &= _is_in(log_ids(rows), self._evaluated.parked)
+        if mask.any():
+            self._count(memory.keep_results(self._as_kept(rows.filter(pa.array(mask)))))
 
     def ready(
         self, rows: pa.Table, memory: Memory, *, led_on: bool = True
@@ -246,20 +246,20 @@ class Transforming:
 
     def _made(self, rows: pa.Table) -> tuple[pa.Table, Places, pa.ChunkedArray]:
         """Return messages' results: rows, each row's ordinal within its message, and its part."""
-        mine = self._mine(rows)
+        mask = self._mine(rows)
         ids, of_results = log_ids(rows).to_numpy(), self._now["id"].to_numpy()
         first = np.searchsorted(of_results, ids, "left")
-        count = np.where(mine, np.searchsorted(of_results, ids, "right") - first, 1)
+        count = np.where(mask, np.searchsorted(of_results, ids, "right") - first, 1)
         source = np.repeat(np.arange(len(ids)), count)
         nth = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
-        made = mine[source]
-        kept = made & np.isin(ids, list(self._kept))[source]
-        result = pa.array(first[source] + nth, pa.int64(), mask=~made)
+        row_mask = mask[source]
+        kept = row_mask & np.isin(ids, list(self._kept))[source]
+        result = pa.array(first[source] + nth, pa.int64(), mask=~row_mask)
         out, services = _taken(rows, source), self._services(rows)
         services = services.take(pa.array(source, pa.int64()))
         for name in GIVEN:
-            givers = [one for one, given in self._evaluated.given.items() if name in given]
-            given = kept | (made & _is_in(services, givers))
+            givers = [service for service, given in self._evaluated.given.items() if name in given]
+            given = kept | (row_mask & _is_in(services, givers))
             if given.any():
                 new = self._now[name].take(result)
                 new = new if given.all() else pc.if_else(pa.array(given), new, out[name])
@@ -269,11 +269,11 @@ class Transforming:
     def _as_kept(self, rows: pa.Table) -> dict[str, list[Any]]:
         """Return messages' results as they are kept, with a row for each message left out."""
         out, nth, parts = self._made(rows)
-        nothing = rows.filter(pa.array(~_is_in(log_ids(rows), log_ids(out).to_pylist())))
-        count = nothing.num_rows
+        left_out = rows.filter(pa.array(~_is_in(log_ids(rows), log_ids(out).to_pylist())))
+        count = left_out.num_rows
         columns = {
-            "shard": out["shard"].to_pylist() + nothing["shard"].to_pylist(),
-            "id": log_ids(out).to_pylist() + log_ids(nothing).to_pylist(),
+            "shard": out["shard"].to_pylist() + left_out["shard"].to_pylist(),
+            "id": log_ids(out).to_pylist() + log_ids(left_out).to_pylist(),
             "number": nth.tolist() + [0] * count,
             "part": parts.to_pylist() + [None] * count,
         }
@@ -286,10 +286,12 @@ class Transforming:
         self._kept.update(row[0] for row in kept)
         columns = dict(zip(("id", *kept_results.RESULT), zip(*kept, strict=True), strict=True))
         columns["ended"] = (False,) * len(kept)
-        table = pa.table([pa.array(columns[one.name], one.type) for one in RESULT], schema=RESULT)
+        table = pa.table(
+            [pa.array(columns[column.name], column.type) for column in RESULT], schema=RESULT
+        )
         others = self._now.filter(pa.array(~_is_in(self._now["id"], {row[0] for row in kept})))
-        made = table.filter(pc.is_valid(table["body"]))
-        self._now = _in_order(pa.concat_tables([others, made]))
+        results = table.filter(pc.is_valid(table["body"]))
+        self._now = _in_order(pa.concat_tables([others, results]))
 
     def _services(self, rows: pa.Table) -> pa.ChunkedArray:
         """Return the service that each message was sent to, before any router redirected it."""
@@ -314,11 +316,11 @@ class Transforming:
         headers = as_written(now["headers"])
         ids, parts = now["id"], now["part"]
         size = pc.binary_length(now["body"])
-        again = np.zeros(len(ids), np.bool_)
-        again[1:] = (ids.to_numpy()[1:] == ids.to_numpy()[:-1]) if len(ids) else []
-        alone = pc.fill_null(parts, -1).to_numpy()
-        same = again.copy()
-        same[1:] &= (alone[1:] == alone[:-1]) | (alone[1:] < 0) | (alone[:-1] < 0)
+        repeats = np.zeros(len(ids), np.bool_)
+        repeats[1:] = (ids.to_numpy()[1:] == ids.to_numpy()[:-1]) if len(ids) else []
+        number = pc.fill_null(parts, -1).to_numpy()
+        doubles = repeats.copy()
+        doubles[1:] &= (number[1:] == number[:-1]) | (number[1:] < 0) | (number[:-1] < 0)
         for wrong, why in (
             (pc.is_null(now["body"]), "it gives no body"),
             (
@@ -331,7 +333,7 @@ class Transforming:
             ),
             (pc.fill_null(pc.less(parts, 0), False), "it gives a part a number below 0"),
             (
-                pa.chunked_array([pa.array(same)]),
+                pa.chunked_array([pa.array(doubles)]),
                 "it returns several messages for it, without a different number for each in a "
                 "column part",
             ),
@@ -368,8 +370,8 @@ def _named(rows: pa.Table) -> dict[str, list[int]]:
 
 def _as_results(rows: pa.Table) -> pa.Table:
     """Return results with all columns; columns missing from ``rows`` are null."""
-    there, lacking = {*rows.column_names}, pa.nulls(rows.num_rows)
-    columns = [rows[name] if name in there else lacking for name in RESULT.names]
+    known, lacking = {*rows.column_names}, pa.nulls(rows.num_rows)
+    columns = [rows[name] if name in known else lacking for name in RESULT.names]
     return pa.table(columns, RESULT.names).cast(RESULT)
 
 
@@ -389,8 +391,8 @@ def _in_order(results: pa.Table) -> pa.Table:
     return results.take(pc.sort_indices(results, [("id", "ascending"), ("part", "ascending")]))
 
 
-def _is_in(values: pa.ChunkedArray, some: Collection[Any]) -> Mask:
-    found = pc.is_in(values, pa.array(some, values.type))
+def _is_in(values: pa.ChunkedArray, wanted: Collection[Any]) -> Mask:
+    found = pc.is_in(values, pa.array(wanted, values.type))
     return found.to_numpy()  # type: ignore[no-any-return]
 
 

@@ -45,8 +45,8 @@ def _checked(rows: pa.Table, since: int | None) -> pa.ChunkedArray:
         return pa.chunked_array([pa.nulls(rows.num_rows, pa.bool_())])
     # a parked message has another number as its id
     ids = rows["log_id" if "log_id" in rows.column_names else "id"]
-    spoken = pc.and_(pc.greater(ids, since), pc.is_valid(rows["from_service"]))
-    return pc.and_(spoken, pc.fill_null(pc.starts_with(rows["headers"], "{"), True))
+    mask = pc.and_(pc.greater(ids, since), pc.is_valid(rows["from_service"]))
+    return pc.and_(mask, pc.fill_null(pc.starts_with(rows["headers"], "{"), True))
 
 
 def _renamed(headers: pa.ChunkedArray, checked: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -62,7 +62,7 @@ def _said(
 ) -> pa.ChunkedArray:
     kind = headers.type
     known = pc.unique(services)
-    said = pa.array(
+    entries = pa.array(
         [
             None
             if name is None
@@ -76,7 +76,7 @@ def _said(
     whole = pc.binary_join_element_wise(
         pc.utf8_slice_codeunits(given, 0, -1),
         comma,
-        said.take(pc.index_in(services, known).combine_chunks()),
+        entries.take(pc.index_in(services, known).combine_chunks()),
         pa.scalar("", kind),
     )
     return pc.if_else(checked, whole, headers)

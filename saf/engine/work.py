@@ -103,7 +103,7 @@ class ForwardingRules:
     @property
     def qualities(self) -> dict[str, str]:
         """The default quality of service of each destination."""
-        return {name: there.quality for name, there in self.destinations.items()}
+        return {name: destination.quality for name, destination in self.destinations.items()}
 
 
 @dataclass(kw_only=True)

@@ -258,9 +258,9 @@ class SourceBroker:
     def _sized(self, connection: psycopg.Connection[Any], work: Work) -> Work:
         if not cursor.has_more_than(connection, work.batch, LITTLE):
             return work
-        some = replace(work.batch, epochs=work.batch.epochs[:SAMPLE])
-        share = DEEP * len(some.epochs) // len(work.batch.epochs)
-        return replace(work, much=True, deep=cursor.has_more_than(connection, some, share))
+        sample = replace(work.batch, epochs=work.batch.epochs[:SAMPLE])
+        share = DEEP * len(sample.epochs) // len(work.batch.epochs)
+        return replace(work, much=True, deep=cursor.has_more_than(connection, sample, share))
 
     def _in_vain(self, work: Work) -> bool:
         down = {lane.destination for lane in self._lanes if lane.kind == Kind.MAIN and not lane.due}
@@ -290,13 +290,15 @@ class SourceBroker:
 
     def note(self, receipts: Iterable[Receipt]) -> None:
         """Note destinations' rejections in a row, for the next cycle."""
-        told = [one for one in receipts if one.destination and one.rejecting is not None]
-        for one in told:
-            self._rejecting.pop(str(one.destination), None)
-        for one in told:
-            if one.rejecting:
-                before = self._rejecting.get(str(one.destination), 0)
-                self._rejecting[str(one.destination)] = max(before, one.rejecting)
+        answered = [
+            receipt for receipt in receipts if receipt.destination and receipt.rejecting is not None
+        ]
+        for receipt in answered:
+            self._rejecting.pop(str(receipt.destination), None)
+        for receipt in answered:
+            if receipt.rejecting:
+                before = self._rejecting.get(str(receipt.destination), 0)
+                self._rejecting[str(receipt.destination)] = max(before, receipt.rejecting)
 
     def look_at_waiting(self) -> None:
         """Read the lanes that wait now. Called after a cycle."""

@@ -95,9 +95,11 @@ class Forwarder:
             max_bytes=options.max_bytes,
             attempts=options.attempts,
             max_rejected=options.max_rejected,
-            transforms={one.service: one.function for one in settings.transforms},
+            transforms={transform.service: transform.function for transform in settings.transforms},
             not_deterministic=frozenset(
-                one.service for one in settings.transforms if not one.deterministic
+                transform.service
+                for transform in settings.transforms
+                if not transform.deterministic
             ),
         )
         self.purging = Purging(settings.purge)
@@ -188,7 +190,9 @@ class Forwarder:
         finally:
             self._leave()
         whole.stopped = True
-        whole.problems = [one for one in self.summary.problems if one["kind"] == SPARK_GONE]
+        whole.problems = [
+            problem for problem in self.summary.problems if problem["kind"] == SPARK_GONE
+        ]
         whole.seconds = time.monotonic() - started
         return whole
 
@@ -305,8 +309,8 @@ class Forwarder:
         """Wait for a job; while waiting, renew leases and pass on stop requests."""
         working = self._at_work(work)
         deep = self._at_work(item for item in work if item.much)
-        began = looked = asked = time.monotonic()
-        gave_way, told = False, set[str]()
+        began = visited_at = asked = time.monotonic()
+        gave_way, notified = False, set[str]()
         stopped_at, tell_at = None, began
         if beside and beside.little:
             self._work(beside.little, 1, cap=beside.cap)
@@ -314,13 +318,13 @@ class Forwarder:
             now = time.monotonic()
             if self._stop:
                 stopped_at = stopped_at or now
-            elif deep and not gave_way and now - looked > self.options.interval_seconds:
+            elif deep and not gave_way and now - visited_at > self.options.interval_seconds:
                 waits = self._look_beside(working, beside) or left_out
                 if waits and now - began > self.options.turn_seconds:
                     gave_way = True
-                looked = time.monotonic()
+                visited_at = time.monotonic()
             if (stopped_at or gave_way) and now >= tell_at:
-                self._tell_to_stop(working if stopped_at else deep, told)
+                self._tell_to_stop(working if stopped_at else deep, notified)
                 tell_at = now + TELL_SECONDS
             self._renew()
             if not vigil.heard and now - asked > self.options.lease_seconds:
@@ -368,15 +372,17 @@ class Forwarder:
             raise error
         return job.result() if job.exception() is None else None
 
-    def _tell_to_stop(self, brokers: Iterable[SourceBroker], told: set[str]) -> None:
+    def _tell_to_stop(self, brokers: Iterable[SourceBroker], notified: set[str]) -> None:
         """Ask brokers' tasks to end after their chunk; add the brokers that were asked to
         ``told``."""
 
         def tell(broker: SourceBroker) -> None:
             broker.stop()
-            told.add(broker.name)
+            notified.add(broker.name)
 
-        self.roster.each(tell, [one for one in brokers if one.name not in told], quiet=True)
+        self.roster.each(
+            tell, [source for source in brokers if source.name not in notified], quiet=True
+        )
 
     def _look_beside(self, working: Sequence[SourceBroker], beside: Beside | None) -> bool:
         """Forward the little work of other brokers; return whether any broker has to wait."""
@@ -434,9 +440,9 @@ class Forwarder:
                 if not receipt.complete:
                     failed.add(name)
         for name in complete:
-            mine = [one for one in receipts if work[one.work].broker == name]
-            self.roster.brokers[name].note(mine)
-        done = _shards(item for mine in complete.values() for item in mine)
+            group = [entry for entry in receipts if work[entry.work].broker == name]
+            self.roster.brokers[name].note(group)
+        done = _shards(item for group in complete.values() for item in group)
         for name, shards in whole.items():
             self.roster.brokers[name].unfinished = done[name] < shards
         self.roster.each(
@@ -448,7 +454,7 @@ class Forwarder:
             self._at_work(work),
         )
         self.summary.batches += sum(
-            len({item.batch.number for item in mine}) for mine in complete.values()
+            len({item.batch.number for item in group}) for group in complete.values()
         )
         if self.roster.once:
             for name in failed:

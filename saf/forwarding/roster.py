@@ -124,8 +124,8 @@ class Roster:
         while left and (self._may_connect(left[-1]) or self._threads.take_results()):
             if self._may_connect(left[-1]):
                 broker = left.pop()
-                look = partial(broker.visit, default_destination, brief=brief)
-                self._start(broker, look, partial(on_result, broker))
+                job = partial(broker.visit, default_destination, brief=brief)
+                self._start(broker, job, partial(on_result, broker))
         self.skipped = bool(left)
         self._threads.finish(set(self.brokers))
         while self.once and not (self._found or but or self.stopped) and self._threads.busy:
@@ -252,17 +252,18 @@ class Roster:
         this run has met.
         """
         listing = ask(name, fleet)
-        known = [one for one in met if one.fleet == name]
+        known = [member for member in met if member.fleet == name]
         gone = missing(known, listing.brokers)
         try:
             if self._memory is not None:
                 self._remember(met)
                 gone = missing(self._memory.known([name]), listing.brokers)
-                self._memory.note_missing(name, [one.name for one in gone])
+                self._memory.note_missing(name, [member.name for member in gone])
         except (SafError, psycopg.Error) as error:
             log.warning("members_not_remembered", fleet=name, error=str(error))
         listing.problems += [
-            (name, MemberMissing(name, one.name, closed=one.name in listing.closed)) for one in gone
+            (name, MemberMissing(name, member.name, closed=member.name in listing.closed))
+            for member in gone
         ]
         return listing
 
@@ -282,24 +283,24 @@ class Roster:
 
     def _enlist(self) -> None:
         """Add new brokers, and remove those that are gone or have moved."""
-        wanted = {name: one for listed in self._listed.values() for name, one in listed.items()}
+        wanted = {name: new for listed in self._listed.values() for name, new in listed.items()}
         for name, broker in list(self.brokers.items()):
-            there = wanted.get(name)
-            if (there is None or there.dsn != broker.dsn) and name not in self._threads.busy:
+            entry = wanted.get(name)
+            if (entry is None or entry.dsn != broker.dsn) and name not in self._threads.busy:
                 broker.leave()
                 self._left(broker.dsn)
                 self._count(broker)
                 del self.brokers[name]
                 self._found = [item for item in self._found if item.broker != name]
                 self._failures.pop(name, None)
-            if isinstance(there, Candidate) and self._visit_at.get(name) == NEVER:
+            if isinstance(entry, Candidate) and self._visit_at.get(name) == NEVER:
                 del self._visit_at[name]
-        for name, one in wanted.items():
+        for name, new in wanted.items():
             if name not in self.brokers:
-                limit = one.max_connections or self.options.max_connections
+                limit = new.max_connections or self.options.max_connections
                 self.brokers[name] = SourceBroker(
                     name,
-                    one.dsn,
+                    new.dsn,
                     lease_seconds=self.options.lease_seconds,
                     max_connections=limit,
                     declared=self._declared,

@@ -52,19 +52,19 @@ def surveyed(
 
     ``meanwhile`` is called periodically while waiting for the surveys.
     """
-    shared = {name: some for name, some in _shared(work).items() if name not in but}
+    shared = {name: batches for name, batches in _shared(work).items() if name not in but}
     if not shared:
         yield list(work)
         return
     pool = ThreadPoolExecutor(len(shared), thread_name_prefix="saf-survey")
-    jobs = {pool.submit(_survey, name, *there): name for name, there in shared.items()}
+    jobs = {pool.submit(_survey, name, *entry): name for name, entry in shared.items()}
     pool.shutdown(wait=False)
     try:
         found = {
             (jobs[job], replace(batch, epochs=())): survey
             for job in _answered(jobs, meanwhile)
-            if (there := job.result())
-            for batch, survey in there.surveys.items()
+            if (entry := job.result())
+            for batch, survey in entry.surveys.items()
         }
         yield [
             replace(item, survey=found.get((item.broker, replace(item.batch, epochs=()))))
@@ -91,14 +91,14 @@ def _shared(work: Sequence[Work]) -> dict[str, tuple[Dsn, list[Batch]]]:
 
 
 def _answered(
-    jobs: Collection[Future[Surveyed | None]], meanwhile: Callable[[], None]
+    jobs: Collection[Future[Surveyed | None]], tick: Callable[[], None]
 ) -> set[Future[Surveyed | None]]:
     """Wait for the surveys, unless one takes too long; return those that are done."""
     until = time.monotonic() + (PATIENCE_SECONDS if len(jobs) == 1 else OTHERS_SECONDS)
     done: set[Future[Surveyed | None]] = set()
     while len(done) < len(jobs) and (left := until - time.monotonic()) > 0:
         done, _ = wait(jobs, timeout=min(TICK_SECONDS, left))
-        meanwhile()
+        tick()
     return done
 
 
@@ -120,5 +120,5 @@ def _survey(name: str, dsn: Dsn, batches: Sequence[Batch]) -> Surveyed | None:
 
 
 def _end(job: Future[Surveyed | None]) -> None:
-    if job.exception() is None and (there := job.result()) is not None:
-        there.session.close()
+    if job.exception() is None and (result := job.result()) is not None:
+        result.session.close()

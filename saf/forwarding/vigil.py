@@ -60,8 +60,8 @@ class Vigil:
         job."""
         now = self._awake()
         seconds = [
-            min(one, now - self._awake_since)
-            for one in silent(connection, self._lives.get(broker, []))
+            min(life, now - self._awake_since)
+            for life in silent(connection, self._lives.get(broker, []))
         ]
         if not seconds:
             self._lost.pop(broker, None)
@@ -74,15 +74,15 @@ class Vigil:
     @property
     def given_up(self) -> Unavailable | None:
         """Why to stop waiting for the job; None: keep waiting."""
-        quiet = self._awake() - self._heard_at
+        silence = self._awake() - self._heard_at
         lost = sorted(name for name, seconds in self._lost.items() if seconds >= self._lease)
         if lost:
             what = f"a task for {', '.join(map(repr, lost))}"
             reason = f"it was not heard of for {self._lease:g} s: its process hangs"
-        elif self.heard and quiet >= SILENT_LEASES * self._lease:
-            what, reason = "Spark", f"no task was heard of for {quiet:.0f} s"
-        elif not self.heard and quiet >= max(self._lease, BEGIN_SECONDS):
-            what, reason = "Spark", f"no task has begun for {quiet:.0f} s"
+        elif self.heard and silence >= SILENT_LEASES * self._lease:
+            what, reason = "Spark", f"no task was heard of for {silence:.0f} s"
+        elif not self.heard and silence >= max(self._lease, BEGIN_SECONDS):
+            what, reason = "Spark", f"no task has begun for {silence:.0f} s"
         else:
             return None
         return Unavailable(what, f"{reason}. The next run forwards what it had in hand")

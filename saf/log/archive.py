@@ -133,8 +133,10 @@ def pieces(folder: Path, broker_id: str, log: str) -> list[Piece]:
 def _write(rows: SlotRows, contents: Contents, folder: Path) -> Path | None:
     """Write messages that no file has yet; return the newest file with messages of the slot."""
     slot = contents.slot
-    before = [one for one in pieces(folder.parent, folder.name, slot.log) if _meets(one, contents)]
-    known = [_keys(pq.read_table(one.path, columns=[*KEY])) for one in before]
+    before = [
+        piece for piece in pieces(folder.parent, folder.name, slot.log) if _meets(piece, contents)
+    ]
+    known = [_keys(pq.read_table(piece.path, columns=[*KEY])) for piece in before]
     part = folder / f"{slot.log}-{slot.number}.{uuid4().hex}.part"
     try:
         read, ends = _copy(rows.batches(), part, pa.chunked_array(known, pa.binary(KEY_BYTES)))
@@ -142,7 +144,7 @@ def _write(rows: SlotRows, contents: Contents, folder: Path) -> Path | None:
             return None
         if ends is None:
             sync(folder)  # the writer that renamed them may have died first
-            return max((one.path for one in before), key=lambda path: path.stat().st_mtime_ns)
+            return max((piece.path for piece in before), key=lambda path: path.stat().st_mtime_ns)
         fail_point("archive_written")
         life = "" if rows.incarnation == FIRST else f"-life-{rows.incarnation}"
         file = _named(part, folder / f"{slot.log}-{slot.number}-{ends[0]}-{ends[1]}{life}.parquet")
@@ -204,5 +206,5 @@ def _keys(rows: pa.Table | pa.RecordBatch) -> pa.Array:
 def _named(part: Path, file: Path) -> Path:
     """Rename a file, or give it the next free name; never replace an existing file."""
     names = (file.with_suffix(f".{number}.parquet") for number in count(2))
-    name = next(one for one in chain([file], names) if not one.exists())
+    name = next(path for path in chain([file], names) if not path.exists())
     return part.rename(name)

@@ -256,21 +256,21 @@ class Reading:
     """Messages to read from each of these."""
 
 
-def _look(connection: psycopg.Connection[Any], backlog: Backlog, look: int) -> None:
+def _look(connection: psycopg.Connection[Any], backlog: Backlog, limit: int) -> None:
     """Read the pending messages of a backlog's shards, and add them."""
-    readings = _readings(connection, backlog, look)
-    rows = [*map(Found._make, fetch(connection, _query(backlog, readings, look)))]
-    _add_in_order(connection, backlog, [row for row in rows if row.alone is None], look)
-    alone: dict[Transaction, list[Found]] = defaultdict(list)
+    readings = _readings(connection, backlog, limit)
+    rows = [*map(Found._make, fetch(connection, _query(backlog, readings, limit)))]
+    _add_in_order(connection, backlog, [row for row in rows if row.alone is None], limit)
+    by_transaction: dict[Transaction, list[Found]] = defaultdict(list)
     for row in rows:
         if row.alone is not None:
-            alone[row.shard, row.alone].append(row)
+            by_transaction[row.shard, row.alone].append(row)
     large: dict[Transaction, list[Found]] = {}
-    for one, some in alone.items():
-        if sum(row.messages for row in some) >= readings[one[0]].most:
-            large[one] = some
+    for transaction, group in by_transaction.items():
+        if sum(row.messages for row in group) >= readings[transaction[0]].most:
+            large[transaction] = group
             continue
-        for row in some:
+        for row in group:
             _add(backlog, row, row.left)
     if large:
         _add_large(connection, backlog, large)
@@ -284,17 +284,17 @@ def _add(backlog: Backlog, row: Found, factor: float) -> None:
 
 
 def _add_in_order(
-    connection: psycopg.Connection[Any], backlog: Backlog, rows: list[Found], look: int
+    connection: psycopg.Connection[Any], backlog: Backlog, rows: list[Found], limit: int
 ) -> None:
     """Add the pending messages of transactions that were read in order."""
-    looked, low, high = _extent(rows)
-    cut = [shard for shard, count in looked.items() if count >= look]
-    factor = dict.fromkeys(looked, 1.0)
+    counts, low, high = _extent(rows)
+    cut = [shard for shard, count in counts.items() if count >= limit]
+    factor = dict.fromkeys(counts, 1.0)
     if cut:
         backlog.exact = False
         for shard, rest in _beyond(connection, backlog.log, cut, high):
-            density = looked[shard] / (high[shard] - low[shard] + 1)
-            factor[shard] += rest * density / looked[shard]
+            density = counts[shard] / (high[shard] - low[shard] + 1)
+            factor[shard] += rest * density / counts[shard]
     for row in rows:
         _add(backlog, row, row.left * factor[row.shard])
 
@@ -316,28 +316,28 @@ def _add_large(
             assert row.slot is not None  # noqa: S101 - sampled separately
             low, high = slots[one].get(row.slot, (row.low, row.high))
             slots[one][row.slot] = min(low, row.low), max(high, row.high)
-    looked = {one: sum(row.messages for row in rows) for one, rows in large.items()}
+    counts = {one: sum(row.messages for row in rows) for one, rows in large.items()}
     rest: dict[Transaction, float] = defaultdict(float)
     for shard, txid, first, last in _ends(connection, backlog.log, large):
         one, before = (shard, txid), max(first - 1, shards[shard].complete(txid))
         if before < last:
             extent = sum(high - low + 1 for low, high in slots[one].values())
-            rest[one] += 1 + (last - before - 1) * looked[one] / extent
+            rest[one] += 1 + (last - before - 1) * counts[one] / extent
     for one, rows in large.items():
         for row in rows:
-            _add(backlog, row, rest[one] / looked[one])
+            _add(backlog, row, rest[one] / counts[one])
 
 
 def _extent(rows: Iterable[Found]) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     """Return the number of rows read, their lowest and their highest id, each by shard."""
-    looked: dict[int, int] = defaultdict(int)
+    counts: dict[int, int] = defaultdict(int)
     low: dict[int, int] = {}
     high: dict[int, int] = {}
     for row in rows:
-        looked[row.shard] += row.messages
+        counts[row.shard] += row.messages
         low[row.shard] = min(low.get(row.shard, row.low), row.low)
         high[row.shard] = max(high.get(row.shard, row.high), row.high)
-    return looked, low, high
+    return counts, low, high
 
 
 def _beyond(
@@ -351,10 +351,10 @@ def _beyond(
 
 
 def _ends(
-    connection: psycopg.Connection[Any], log: str, those: Iterable[Transaction]
+    connection: psycopg.Connection[Any], log: str, transactions: Iterable[Transaction]
 ) -> list[tuple[Any, ...]]:
     """Return the shard, transaction, first id and last id for each transaction and slot."""
-    shards, txids = zip(*those, strict=True)
+    shards, txids = zip(*transactions, strict=True)
     query = sql.SQL(ENDS).format(
         shards=sql.Literal([*shards]),
         txids=sql.Literal([*txids]),
@@ -370,36 +370,36 @@ def _of_slots(log: str, query: str) -> sql.Composed:
 
 
 def _readings(
-    connection: psycopg.Connection[Any], backlog: Backlog, look: int
+    connection: psycopg.Connection[Any], backlog: Backlog, limit: int
 ) -> dict[int, Reading]:
     """Return where to read each shard."""
     known = _not_complete_from(connection, backlog)
     found = {}
-    for one in backlog.shards:
-        first, in_progress = begun_since(one.done)
-        start, begun = known.get(one.shard, (first, None))
-        alone = [*in_progress, *([begun] if begun else [])]
-        most = max(1, look // max(1, len(alone)))
-        found[one.shard] = Reading(start=start, alone=alone, most=most)
+    for shard in backlog.shards:
+        first, in_progress = begun_since(shard.done)
+        start, begun = known.get(shard.shard, (first, None))
+        txids = [*in_progress, *([begun] if begun else [])]
+        most = max(1, limit // max(1, len(txids)))
+        found[shard.shard] = Reading(start=start, alone=txids, most=most)
     return found
 
 
-def _query(backlog: Backlog, readings: Mapping[int, Reading], look: int) -> sql.Composed:
+def _query(backlog: Backlog, readings: Mapping[int, Reading], limit: int) -> sql.Composed:
     shards = backlog.shards
-    where = [readings[one.shard] for one in shards]
+    where = [readings[item.shard] for item in shards]
     columns = {
-        "shards": [one.shard for one in shards],
-        "start": [one.start for one in where],
-        "alone": [f"{{{','.join(one.alone)}}}" for one in where],
-        "most": [one.most for one in where],
-        "open": [one.open for one in shards],
-        "position": [one.position for one in shards],
-        "beyond": [one.beyond for one in shards],
+        "shards": [item.shard for item in shards],
+        "start": [item.start for item in where],
+        "alone": [f"{{{','.join(item.alone)}}}" for item in where],
+        "most": [item.most for item in where],
+        "open": [item.open for item in shards],
+        "position": [item.position for item in shards],
+        "beyond": [item.beyond for item in shards],
     }
     return sql.SQL(READ).format(
         log=sql.Identifier("saf", backlog.log),
         written=sql.Identifier(AGE_COLUMN[backlog.log]),
-        look=sql.Literal(look),
+        look=sql.Literal(limit),
         slot_rows=sql.Literal(SLOT_ROWS),
         **{name: sql.Literal(values) for name, values in columns.items()},
     )
@@ -412,14 +412,14 @@ def _not_complete_from(
 
     The first transaction of the rest, and the transaction before, which may contain the position.
     """
-    in_hand = [one for one in backlog.shards if one.open is not None and one.position]
+    in_hand = [item for item in backlog.shards if item.open is not None and item.position]
     if not in_hand:
         return {}
     columns = {
-        "shards": [one.shard for one in in_hand],
-        "positions": [one.position for one in in_hand],
-        "low": [int(begun_since(one.done)[0]) for one in in_hand],
-        "high": [int(begun_since(one.open)[0]) for one in in_hand if one.open],
+        "shards": [item.shard for item in in_hand],
+        "positions": [item.position for item in in_hand],
+        "low": [int(begun_since(item.done)[0]) for item in in_hand],
+        "high": [int(begun_since(item.open)[0]) for item in in_hand if item.open],
     }
     query = sql.SQL(NOT_COMPLETE_FROM).format(
         log=sql.Identifier("saf", backlog.log),

@@ -90,7 +90,7 @@ class Batch:
 
     def of(self, shards: Collection[int]) -> Batch:
         """Return the batch with only some of its shards."""
-        return replace(self, epochs=tuple(one for one in self.epochs if one[0] in shards))
+        return replace(self, epochs=tuple(epoch for epoch in self.epochs if epoch[0] in shards))
 
     def select(self, columns: Iterable[str | sql.Composable]) -> str:
         """Return the query for the batch's remaining rows, ordered by id.

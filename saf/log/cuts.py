@@ -166,7 +166,7 @@ class Counted:
 
 
 def _cut(taken: list[Part], position: int | None) -> Cut:
-    first, last = min(one.first_txid for one in taken), max(one.last_txid for one in taken)
+    first, last = min(row.first_txid for row in taken), max(row.last_txid for row in taken)
     return Cut(position=position, written_by=(first, last))
 
 

@@ -20,10 +20,10 @@ def make_folder(folder: Path) -> None:
 
     An existing folder may not be durable: the process that created it may have died before that.
     """
-    made = [folder, *(one for one in folder.parents if not one.exists())]
+    folders = [folder, *(path for path in folder.parents if not path.exists())]
     folder.mkdir(parents=True, exist_ok=True)
-    for one in made:
-        sync(one.parent)
+    for path in folders:
+        sync(path.parent)
 
 
 def sync(folder: Path) -> None:

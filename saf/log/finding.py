@@ -151,11 +151,11 @@ def find(
         if (row := table.look(message_id, pages)) is not None:
             return Search(row=row)
         if number < len(steps) and time.monotonic() > until:
-            left = sum(one.after - one.first for one in steps[number:])
+            left = sum(part.after - part.first for part in steps[number:])
             return Search(
                 place=f"{pages.slot}.{pages.first}",
                 since=table.oldest(pages),
-                part=1 - left / sum(one.after for one in slots),
+                part=1 - left / sum(part.after for part in slots),
             )
     return Search()
 
@@ -251,13 +251,13 @@ def _steps(slots: Sequence[Pages], place: tuple[int, int] | None) -> Iterator[Pa
     rest = list(slots)
     if place is not None:
         number, page = place
-        at = next((at for at, one in enumerate(slots) if one.slot == number), None)
+        at = next((at for at, part in enumerate(slots) if part.slot == number), None)
         if at is not None:
-            there = slots[at]
-            rest = [Pages(slot=number, first=0, after=min(page, there.after)), *slots[at + 1 :]]
-    for one in rest:
-        for after in range(one.after, 0, -STEP_PAGES):
-            yield Pages(slot=one.slot, first=max(0, after - STEP_PAGES), after=after)
+            pages = slots[at]
+            rest = [Pages(slot=number, first=0, after=min(page, pages.after)), *slots[at + 1 :]]
+    for part in rest:
+        for after in range(part.after, 0, -STEP_PAGES):
+            yield Pages(slot=part.slot, first=max(0, after - STEP_PAGES), after=after)
 
 
 def _around(table: _Table, slots: Sequence[Pages], when: datetime) -> Iterator[Pages]:
@@ -265,10 +265,10 @@ def _around(table: _Table, slots: Sequence[Pages], when: datetime) -> Iterator[P
     when = min(max(when, FIRST_MOMENT + CLOCKS), LAST_DAY).astimezone(UTC)
     since = when - CLOCKS
     chosen = slots[-1]
-    for one in slots:
-        begun = table.oldest(one)
+    for pages in slots:
+        begun = table.oldest(pages)
         if begun is not None and begun <= when + CLOCKS:
-            chosen = one
+            chosen = pages
             break
     first = first_page(chosen.after, lambda page: table.newest(chosen.slot, page), since)
     for page in range(max(0, first - BEFORE_PAGES), chosen.after, STEP_PAGES):

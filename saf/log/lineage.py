@@ -173,8 +173,8 @@ ASKED_WHOLE = _questions(COUNTED, DOUBLED, GAVE_TWINS)
 
 def asked(log: str, *, all_readers: bool = False, whole: bool = False) -> str:
     """Return the statement that reports a log's broken invariants."""
-    which = "true" if all_readers else PROVE[log]
-    return (ASKED_WHOLE if whole else ASKED).format(log=log, which=which)
+    condition = "true" if all_readers else PROVE[log]
+    return (ASKED_WHOLE if whole else ASKED).format(log=log, which=condition)
 
 
 def problems(

@@ -77,7 +77,9 @@ class Offset:
         except TypeError:
             raise ValueError(str(dict(given))) from None
         types = {"str": str, "int": int, "bool": bool}
-        if any(type(getattr(found, one.name)) is not types[str(one.type)] for one in fields(cls)):
+        if any(
+            type(getattr(found, field.name)) is not types[str(field.type)] for field in fields(cls)
+        ):
             raise ValueError(str(dict(given)))
         return found
 
@@ -105,7 +107,7 @@ class Range(Batch):
             snapshot, position = map(sql.Literal, self.until)
             parts.append(sql.SQL(UP_TO).format(done=snapshot, position=position))  # type: ignore[arg-type]
         if self.written_by is not None:
-            first, last = (sql.Literal(str(one)) for one in self.written_by)
+            first, last = (sql.Literal(str(txid)) for txid in self.written_by)
             parts.append(sql.SQL(WRITTEN_BY).format(first=first, last=last))  # type: ignore[arg-type]
         return sql.Composed(parts).as_string(None)
 
@@ -118,7 +120,7 @@ def between(
     written_by: tuple[int, int] | None = None,
 ) -> Range:
     """Return the rows of some shards that ``end`` has and ``start`` lacks."""
-    same = start.open != "" and start.open == end.end
+    same_batch = start.open != "" and start.open == end.end
     return Range(
         log=log,
         subscription_id=end.subscription,
@@ -126,11 +128,11 @@ def between(
         number=end.batch,
         done=start.done,
         open=end.end,
-        position=start.position if same else 0,
+        position=start.position if same_batch else 0,
         route_version=None,
         opened_at=datetime.now(UTC),
         epochs=tuple((shard, 0) for shard in shards),
-        before=(start.open, start.position) if start.open and not same else None,
+        before=(start.open, start.position) if start.open and not same_batch else None,
         until=(end.done, end.position) if end.open else None,
         written_by=written_by,
     )
@@ -147,9 +149,9 @@ def shows_all_of(later: str, earlier: str) -> bool:
     first, end, running = _parts(earlier)
     later_first, later_end, later_running = _parts(later)
     del first, later_first
-    return end <= later_end and all(one in running for one in later_running if one < end)
+    return end <= later_end and all(txid in running for txid in later_running if txid < end)
 
 
 def _parts(snapshot: str) -> tuple[int, int, set[int]]:
     first, end, running = snapshot.split(":")
-    return int(first), int(end), {int(one) for one in running.split(",") if one}
+    return int(first), int(end), {int(txid) for txid in running.split(",") if txid}

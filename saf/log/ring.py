@@ -287,10 +287,10 @@ def _obstacle(
     readers = fetch(connection, READERS, {"log": slot.log})
     if not readers:
         return replace(slot, state="unread")
-    behind = _behind(connection, slot, readers)
-    if behind:
-        return replace(slot, state="needed", subscription=behind)
-    shards = [shard for _, _, some in readers for shard in some]
+    subscription = _behind(connection, slot, readers)
+    if subscription:
+        return replace(slot, state="needed", subscription=subscription)
+    shards = [shard for _, _, numbers in readers for shard in numbers]
     if contents and _behind(connection, slot, [("", contents.snapshot, shards)]) is not None:
         return replace(slot, state="changed")
     return None
@@ -340,12 +340,12 @@ def _survey(connection: psycopg.Connection[Any], slot: Slot) -> Contents:
 
 
 def _age(
-    connection: psycopg.Connection[Any], slot: Slot, which: dict[str, sql.SQL]
+    connection: psycopg.Connection[Any], slot: Slot, columns: dict[str, sql.SQL]
 ) -> float | None:
     """Return the approximate age of a slot's newest or oldest message; None if empty."""
     with connection.transaction():
         connection.execute(BY_INDEX)
-        ((age,),) = fetch(connection, _compose(AGE, slot, **which))
+        ((age,),) = fetch(connection, _compose(AGE, slot, **columns))
     return None if age is None else float(age)
 
 

@@ -362,11 +362,11 @@ class Member:
             Fenced: the others have removed this member.
         """
         held = dict(fetch(connection, HOLDINGS, self._params))
-        me = str(self.member_id)
-        if me not in held:
+        own_id = str(self.member_id)
+        if own_id not in held:
             raise Fenced(f"member {self.name}", [])
         ((shards,),) = fetch(connection, SHARDS, self._params)
-        return fair_share(held, shards)[me] - int(held[me])
+        return fair_share(held, shards)[own_id] - int(held[own_id])
 
     def hold(
         self, connection: psycopg.Connection[Any], shards: Iterable[tuple[int, int]]

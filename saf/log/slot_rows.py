@@ -43,8 +43,10 @@ class SlotRows:
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield the current rows, in the types in which PostgreSQL sends them."""
         log = self.slot.log
-        some = [bounded(name, kept=KEPT.format(log=log)) for name in COLUMNS_OF_LOG[log]]
-        columns = sql.SQL(", ").join(sql.Identifier(c) if isinstance(c, str) else c for c in some)
+        expressions = [bounded(name, kept=KEPT.format(log=log)) for name in COLUMNS_OF_LOG[log]]
+        columns = sql.SQL(", ").join(
+            sql.Identifier(c) if isinstance(c, str) else c for c in expressions
+        )
         query = sql.SQL(ROWS).format(columns=columns, slot=sql.Identifier("saf", self.slot.table))
         self.cursor.adbc_statement.set_options(
             **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}

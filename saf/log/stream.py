@@ -171,15 +171,15 @@ def check(given: Offset, known: State) -> None:
             committed progress.
         StreamSetBack: the database has less than it had when the offset was handed out.
     """
-    mine, what, name = known.committed, known.what, known.name
-    if given.broker != mine.broker:
+    own, what, name = known.committed, known.what, known.name
+    if given.broker != own.broker:
         raise NotThisStream(
             f"{what}: the checkpoint was made with broker {given.broker}, and this is "
-            f"{mine.broker}: fix the name in saf.toml, or begin with a new checkpoint"
+            f"{own.broker}: fix the name in saf.toml, or begin with a new checkpoint"
         )
-    if given.incarnation != mine.incarnation:
+    if given.incarnation != own.incarnation:
         raise StreamSetBack(what, name, "was repaired after it was set back")
-    if given.subscription != mine.subscription:
+    if given.subscription != own.subscription:
         raise NotThisStream(
             f"{what}: the subscription {name!r} is not the checkpoint's subscription: that was "
             "dropped, and messages that it had not committed may be purged. Begin with a new "
@@ -193,8 +193,8 @@ def check(given: Offset, known: State) -> None:
         shows_all_of(known.end, given.end) and shows_all_of(known.now, given.end)
     ):
         raise StreamSetBack(what, name, f"has another batch {given.batch:,} than the checkpoint")
-    if not shows_all_of(given.done, mine.done) or (
-        given.open and given.open == mine.open and given.position < mine.position
+    if not shows_all_of(given.done, own.done) or (
+        given.open and given.open == own.open and given.position < own.position
     ):
         raise NotThisStream(
             f"{what}: the stream {name!r} has committed more than the checkpoint holds, and what "
@@ -290,11 +290,11 @@ def create(
         NotThisStream: a subscription of this name is not a stream's.
     """
     with connection.transaction():
-        made = fetch(connection, CREATE, {"name": name, "log": log})
-        if not made:
+        created = fetch(connection, CREATE, {"name": name, "log": log})
+        if not created:
             find(connection, what, log, name)
             return False
-        connection.execute(CURSORS, {"subscription_id": made[0][0], "start": start})
+        connection.execute(CURSORS, {"subscription_id": created[0][0], "start": start})
         return True
 
 

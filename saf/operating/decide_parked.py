@@ -156,8 +156,8 @@ def discard(
             connection.execute(LET_KEYS_GO_ON, params)
             _tell_conversations(connection, params)
             if rows.arrived:
-                ((who,),) = fetch(connection, WHO)
-                give_up(connection, rows.arrived, who)
+                ((operator,),) = fetch(connection, WHO)
+                give_up(connection, rows.arrived, operator)
             parking.unpark(connection, rows.parked_ids)
             for subscription_id, lanes in rows.forgettable.items():
                 backoff.forget(connection, subscription_id, lanes)
@@ -185,10 +185,10 @@ def redirect(
         if rows:
             rows.note(connection)
             number = audit(connection, f"redirect to {to}", rows.message_ids, why, person)
-            there = Lane(destination=to, kind=Kind.RETRY)
+            target = Lane(destination=to, kind=Kind.RETRY)
             for subscription_id, lanes in rows.lanes.items():
                 # all lanes in one statement, because others lock them in the order of lanes
-                parking.touch(connection, subscription_id, [*lanes, there], "redirected")
+                parking.touch(connection, subscription_id, [*lanes, target], "redirected")
             params: dict[str, Any] = {"to": to, "person": person, "number": number}
             params |= {"parked_ids": rows.parked_ids, "subscription_ids": [*rows.lanes]}
             connection.execute(PARK, params)
@@ -220,7 +220,7 @@ class _Rows:
         """Messages that have reached an end of a conversation."""
         self._shards: dict[int, set[int]] = {}
         """The shards of messages that have not arrived, by subscription."""
-        for _, _, subscription_id, log, destination, kind, subject, broker, shard, *said in rows:
+        for _, _, subscription_id, log, destination, kind, subject, broker, shard, *dialog in rows:
             lane = Lane(
                 destination=destination,
                 kind=Kind(kind),
@@ -232,7 +232,7 @@ class _Rows:
                 self.forgettable.setdefault(subscription_id, set()).add(lane)
             if log == "outbox":
                 self._shards.setdefault(subscription_id, set()).add(shard)
-            conversation_id, from_initiator, name = said
+            conversation_id, from_initiator, name = dialog
             if log == "inbox" and conversation_id is not None and from_initiator is not None:
                 self.arrived.append((conversation_id, from_initiator, name))
 
@@ -270,24 +270,24 @@ def _locked(
 ) -> _Rows:
     """Lock out processes that might have the chosen messages in hand; then lock the messages."""
     params = asdict(chosen) | {"limit": limit, "to": to}
-    mine: set[tuple[int, str, int]] = set()
+    places: set[tuple[int, str, int]] = set()
     shards: dict[int, list[int]] = {}
     for subscription_id, log, destination, shard in fetch(connection, CONCERNED, params):
         if log == "inbox":
             shards.setdefault(subscription_id, []).append(shard)
         else:
-            mine.add((subscription_id, destination, -1))
+            places.add((subscription_id, destination, -1))
     owned: set[tuple[int, int]] = set()
-    in_hand.alone(connection, {(subscription_id, there) for subscription_id, there, _ in mine})
+    in_hand.alone(connection, {(subscription_id, name) for subscription_id, name, _ in places})
     for subscription_id in sorted(shards):
         claimed = {"subscription_id": subscription_id, "shards": shards[subscription_id]}
         for shard, is_owned in fetch(connection, CLAIM, claimed):
-            mine.add((subscription_id, "", shard))
+            places.add((subscription_id, "", shard))
             if is_owned:
                 owned.add((subscription_id, shard))
-    if not mine:
+    if not places:
         return _Rows([])
-    subscription_ids, destinations, numbers = zip(*mine, strict=True)
+    subscription_ids, destinations, numbers = zip(*places, strict=True)
     params |= {
         "subscription_ids": list(subscription_ids),
         "destinations": list(destinations),

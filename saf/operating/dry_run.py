@@ -48,15 +48,15 @@ class DryRun:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the dry run as a dict for JSON."""
-        said: dict[str, Any] = {
+        result: dict[str, Any] = {
             "service": self.service,
             "dead": self.dead,
             "waits": self.waits,
             "resolved": None,
         }
         if self.dead is None and self.waits is None:
-            said["resolved"] = self.goes.as_dict()
-        return said
+            result["resolved"] = self.goes.as_dict()
+        return result
 
 
 InSql = Callable[[Routes], tuple[Routes, Answers | None]]
@@ -93,34 +93,34 @@ def try_out(
 
     ``in_sql`` evaluates classifiers in SQL, if it can; see `saf.spark.dry_run`.
     """
-    there = configuration(connection, default_destination, declared)
-    in_force, router = there.in_force, router_that_forwards(there, message.service)
+    current = configuration(connection, default_destination, declared)
+    in_force, router = current.in_force, router_that_forwards(current, message.service)
     if router is not None and lives_here(connection, router.service):
         routes = with_problems(replace(in_force, routers=(router,)))
     else:
         routes = with_problems(in_force)
     answers = None
-    if any(one.service == message.service for one in routes.routers):
+    if any(item.service == message.service for item in routes.routers):
         routes, answers = in_sql(routes)
     resolver = Resolver(
         routes.routers,
         Matcher(routes),
         _Recall(connection),
         answers,
-        further=[one.service for one in in_force.routers],
+        further=[item.service for item in in_force.routers],
     )
     created = {"id": 0, "shard": 0, "created_at": datetime.now(UTC)}
     rows = as_table([encode(message)._asdict() | created])
     resolution = resolver.resolve(rows)
-    (goes,) = (resolution.rows if len(resolution.rows) else rows).to_pylist()
-    broker = goes["to_broker"]
+    (row,) = (resolution.rows if len(resolution.rows) else rows).to_pylist()
+    broker = row["to_broker"]
     return DryRun(
         service=message.service,
         goes=explain(
             connection,
-            goes["to_service"],
+            row["to_service"],
             str(UUID(bytes=broker)) if broker else None,
-            goes["key"],
+            row["key"],
             default_destination=default_destination,
             declared=declared,
         ),

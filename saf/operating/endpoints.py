@@ -67,21 +67,25 @@ def find(settings: Settings, known: Mapping[str, Endpoint] | None = None) -> Fou
                 connection = broker.dsn.connect(role="endpoint", autocommit=True)
                 with connection:
                     check_schema(connection)
-                    there = stored(connection, where, settings.dispatch.networks)
+                    listed = stored(connection, where, settings.dispatch.networks)
         except SafError as error:
             found.unread.append(error)
-            had = {name: one for name, one in (known or {}).items() if one.broker == where}
-            found.endpoints = had | found.endpoints
+            previous = {
+                name: endpoint
+                for name, endpoint in (known or {}).items()
+                if endpoint.broker == where
+            }
+            found.endpoints = previous | found.endpoints
             continue
-        for name, one in there.items():
+        for name, endpoint in listed.items():
             if name in found.endpoints:
                 found.wrong[name] = ConfigurationError(
                     f"two endpoints are called {name!r}: one is in broker {where!r}"
                 )
-            elif isinstance(one, SafError):
-                found.wrong[name] = one
+            elif isinstance(endpoint, SafError):
+                found.wrong[name] = endpoint
             else:
-                found.endpoints[name] = one
+                found.endpoints[name] = endpoint
     return found
 
 
@@ -97,7 +101,7 @@ class Following:
         """Find the current endpoints."""
         found = find(self._settings, self._known)
         self._known = found.endpoints
-        problems = {str(one) for one in found.problems}
+        problems = {str(error) for error in found.problems}
         for problem in problems - self._logged:
             log.warning("endpoints_not_read", detail=problem)
         self._logged = problems

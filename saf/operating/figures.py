@@ -169,8 +169,10 @@ def asker(settings: Settings) -> Ask:
         return [
             _sample(m.OLDEST_TRANSACTION, seconds, name),
             *(
-                one if isinstance(one, Sample) else _sample(one.metric, one.value(now), *one.labels)
-                for one in known.figures
+                figure
+                if isinstance(figure, Sample)
+                else _sample(figure.metric, figure.value(now), *figure.labels)
+                for figure in known.figures
             ),
         ]
 
@@ -179,9 +181,9 @@ def asker(settings: Settings) -> Ask:
 
 def _until(connection: psycopg.Connection[Any], now: datetime, settings: Settings) -> datetime:
     """Return the end of the figures' validity: a route's expiry sends messages elsewhere."""
-    expiries = [one.expires_at for one in settings.declared.routes if one.expires_at is not None]
-    expiries += [one for (one,) in fetch(connection, EXPIRIES)]
-    return min([now + timedelta(seconds=KEPT_SECONDS), *(one for one in expiries if one > now)])
+    expiries = [item.expires_at for item in settings.declared.routes if item.expires_at is not None]
+    expiries += [item for (item,) in fetch(connection, EXPIRIES)]
+    return min([now + timedelta(seconds=KEPT_SECONDS), *(item for item in expiries if item > now)])
 
 
 def _figures(
@@ -189,15 +191,15 @@ def _figures(
 ) -> Iterator[Sample | Timed]:
     """Yield the figures of a broker. Reads only."""
     refuse(connection)
-    for one in backlogs(connection):
-        mine = (broker, one.log, one.subscription)
-        yield _age(m.LAG, one.oldest, *mine)
-        unowned = sum(shard.owner is None for shard in one.shards)
-        yield _sample(m.UNOWNED, unowned, *mine)
-        if one.log == "inbox":
-            yield _sample(m.UNREAD, one.messages, broker, one.subscription)
-        elif one.subscription == "forwarder":
-            yield from _pending(connection, broker, one, settings)
+    for backlog in backlogs(connection):
+        labels = (broker, backlog.log, backlog.subscription)
+        yield _age(m.LAG, backlog.oldest, *labels)
+        unowned = sum(shard.owner is None for shard in backlog.shards)
+        yield _sample(m.UNOWNED, unowned, *labels)
+        if backlog.log == "inbox":
+            yield _sample(m.UNREAD, backlog.messages, broker, backlog.subscription)
+        elif backlog.subscription == "forwarder":
+            yield from _pending(connection, broker, backlog, settings)
     for *subscription, leases in fetch(connection, MEMBERS):
         yield _live(leases, broker, *subscription)
     yield from _set_aside(connection, broker)
@@ -298,7 +300,7 @@ def _age(metric: Metric, moment: datetime | None, *labels: str) -> Timed:
 def _live(leases: list[datetime], *labels: str) -> Timed:
     """Return the number of members whose leases have not expired."""
     return Timed(
-        metric=m.MEMBERS, labels=labels, value=lambda now: sum(one > now for one in leases)
+        metric=m.MEMBERS, labels=labels, value=lambda now: sum(lease > now for lease in leases)
     )
 
 

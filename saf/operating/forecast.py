@@ -81,17 +81,17 @@ class Forecast:
     def by_route(self) -> dict[str, int]:
         """Return the number of messages per route; routes that share messages all count them."""
         counts: Counter[str] = Counter()
-        for one in self.going:
-            for route in one.way.routes:
-                counts[route] += one.messages
+        for group in self.going:
+            for route in group.way.routes:
+                counts[route] += group.messages
         return dict(counts)
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
         return {
-            "pending": sum(one.messages for one in self.going),
+            "pending": sum(group.messages for group in self.going),
             "exact": self.exact,
-            "going": [one.as_dict() for one in self.going],
+            "going": [group.as_dict() for group in self.going],
             "by_route": self.by_route(),
             "lanes": [lane.as_dict() for lane in self.lanes],
             "lanes_waiting": self.waiting.lanes,
@@ -133,30 +133,35 @@ def forecast(
     """
     refuse(connection)
     routes = current_routes(connection, default_destination, declared)
-    (mine,) = (
-        one
-        for one in backlogs(connection)
-        if (one.log, one.subscription) == ("outbox", "forwarder")
+    (backlog,) = (
+        item
+        for item in backlogs(connection)
+        if (item.log, item.subscription) == ("outbox", "forwarder")
     )
     waiting = parked(connection, LANES, "forwarder")
     held = {lane.destination: lane.messages for lane in waiting.shown if lane.kind == Kind.MAIN}
     going = []
-    for address, part in mine.by_address.items():
-        its = way(routes, address)
-        behind = [name for name in its.destinations if held.get(name)]
+    for address, part in backlog.by_address.items():
+        target = way(routes, address)
+        behind = [name for name in target.destinations if held.get(name)]
         if behind:
             how = "; ".join(
-                f"{its.how}, behind {held[name]:,} parked for {name}" for name in behind
+                f"{target.how}, behind {held[name]:,} parked for {name}" for name in behind
             )
-            its = Way(destinations=its.destinations, how=how, routes=its.routes, to_all=its.to_all)
+            target = Way(
+                destinations=target.destinations,
+                how=how,
+                routes=target.routes,
+                to_all=target.to_all,
+            )
         going.append(
             Going(
                 service=address[0],
                 to_broker=None if address[1] is None else str(address[1]),
                 messages=round(part.messages),
                 oldest=part.oldest,
-                way=its,
+                way=target,
             )
         )
-    going.sort(key=lambda one: (-one.messages, one.service, one.to_broker or ""))
-    return Forecast(going=tuple(going), exact=mine.exact, waiting=waiting)
+    going.sort(key=lambda item: (-item.messages, item.service, item.to_broker or ""))
+    return Forecast(going=tuple(going), exact=backlog.exact, waiting=waiting)

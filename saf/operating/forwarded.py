@@ -47,7 +47,7 @@ class Forwarded:
         return {
             "forwarded": self.everything,
             "waits": self.waits,
-            "left": {state: one.as_dict() for state, one in self.left.items()},
+            "left": {state: left.as_dict() for state, left in self.left.items()},
         }
 
 
@@ -77,6 +77,6 @@ def forwarded(
                     "because many younger ones are pending: ask again later, or add --timeout "
                     "with more seconds",
                 ) from None
-            for one in page.shown:
-                left[state] = one
+            for lane in page.shown:
+                left[state] = lane
     return Forwarded(left=left)

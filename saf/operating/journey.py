@@ -135,7 +135,7 @@ def stay(
     """
     params: dict[str, Any] = {"message_id": message_id}
     until = time.monotonic() + (seconds if look_seconds is None else look_seconds)
-    there, here = Search(), Search()
+    outbox_search, inbox_search = Search(), Search()
     sent: Details | None = None
     try:
         with connection.transaction():
@@ -143,7 +143,7 @@ def stay(
             slots = finding.written(connection) if key is None else {}
             if key is None:
                 half = (until - time.monotonic()) / 2
-                there = finding.find(
+                outbox_search = finding.find(
                     connection,
                     "outbox",
                     message_id,
@@ -152,11 +152,11 @@ def stay(
                     about=about,
                     place=places.get("outbox"),
                 )
-            if there.row is not None or key is not None:
-                which = there.row or message_id
-                sent = outbox.details(connection, which, key=key, seconds=seconds)
+            if outbox_search.row is not None or key is not None:
+                row = outbox_search.row or message_id
+                sent = outbox.details(connection, row, key=key, seconds=seconds)
             if key is None:
-                here = finding.find(
+                inbox_search = finding.find(
                     connection,
                     "inbox",
                     message_id,
@@ -165,7 +165,7 @@ def stay(
                     about=about or (sent.message.created_at if sent else None),
                     place=places.get("inbox"),
                 )
-            stored = _stored(connection, message_id, here.row, key)
+            stored = _stored(connection, message_id, inbox_search.row, key)
             readings: tuple[Reading, ...] = ()
             if stored is not None:
                 refuse(connection)
@@ -180,8 +180,8 @@ def stay(
                     attempts = tries.execute(ATTEMPTED, params).fetchall()
             decided: list[Decided] = []
             if is_audited:
-                with psycopg.Cursor(connection, row_factory=class_row(Decided)) as some:
-                    decided = some.execute(DECIDED, params).fetchall()
+                with psycopg.Cursor(connection, row_factory=class_row(Decided)) as decisions:
+                    decided = decisions.execute(DECIDED, params).fetchall()
     except psycopg.errors.QueryCanceled:
         raise UsageError(
             f"it took longer than {seconds:g} s to look for message {message_id}: add the time "
@@ -195,16 +195,18 @@ def stay(
         aside=(*parked, *dead),
         decided=tuple(decided),
         unfinished={
-            log: one for log, one in (("outbox", there), ("inbox", here)) if one.place is not None
+            log: search
+            for log, search in (("outbox", outbox_search), ("inbox", inbox_search))
+            if search.place is not None
         },
     )
 
 
 def body(connection: psycopg.Connection[Any], there: Stay) -> bytes | None:
     """Return the body of a message where a broker has it; None if it was removed."""
-    for log, one in (("outbox", there.sent and there.sent.row), ("inbox", there.stored)):
-        if one is not None:
-            found = fetch(connection, BODY.format(log=log), asdict(one))
+    for log, row in (("outbox", there.sent and there.sent.row), ("inbox", there.stored)):
+        if row is not None:
+            found = fetch(connection, BODY.format(log=log), asdict(row))
             return bytes(found[0][0]) if found else None
     return None
 

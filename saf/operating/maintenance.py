@@ -87,8 +87,8 @@ def purge_broker(
         Restored: the database was restored into another cluster.
         Unavailable: the archive cannot be written; its slot is kept, and everything else is done.
     """
-    ((mine,),) = fetch(connection, TAKE_TURN)
-    if not mine:
+    ((turn,),) = fetch(connection, TAKE_TURN)
+    if not turn:
         return Outcome(slots=(), route_versions=0, busy=True)
     try:
         health.refuse(connection)

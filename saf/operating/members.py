@@ -64,7 +64,7 @@ class Membership:
     def as_dict(self, *, shards: bool = False) -> dict[str, Any]:
         """Return a dict for JSON; with ``shards``, list each shard, too."""
         held, backlog = self.held, self.backlog
-        said: dict[str, Any] = {
+        result: dict[str, Any] = {
             "subscription": backlog.subscription,
             "log": backlog.log,
             "service": backlog.service,
@@ -73,16 +73,16 @@ class Membership:
             "lag_seconds": self.lag_seconds(backlog.oldest),
             "members": [
                 {
-                    **asdict(one),
-                    "joined_at": one.joined_at.isoformat(),
-                    "shards": ranges(held.get(one.name, [])),
+                    **asdict(item),
+                    "joined_at": item.joined_at.isoformat(),
+                    "shards": ranges(held.get(item.name, [])),
                 }
-                for one in self.members
+                for item in self.members
             ],
             "unowned_shards": ranges(held.get(None, [])),
         }
         if shards:
-            said["shards"] = [
+            result["shards"] = [
                 {
                     "shard": row.shard,
                     "owner": row.owner,
@@ -95,9 +95,9 @@ class Membership:
                 for row in backlog.shards
                 for part in [backlog.by_shard[row.shard]]
             ]
-        for member in said["members"]:
+        for member in result["members"]:
             del member["subscription_id"]
-        return said
+        return result
 
 
 def memberships(connection: psycopg.Connection[Any], *, look: int = LOOK) -> list[Membership]:
@@ -115,9 +115,11 @@ def memberships(connection: psycopg.Connection[Any], *, look: int = LOOK) -> lis
     ((now,),) = fetch(connection, NOW)
     return [
         Membership(
-            backlog=one,
-            members=tuple(m for m in members if m.subscription_id == one.shards[0].subscription_id),
+            backlog=backlog,
+            members=tuple(
+                m for m in members if m.subscription_id == backlog.shards[0].subscription_id
+            ),
             now=now,
         )
-        for one in found
+        for backlog in found
     ]

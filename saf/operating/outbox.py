@@ -241,21 +241,21 @@ def messages(
             (shards,) = of_broker(connection, SHARDS)
             params["shard"] = shard_of(wanted.key, shards)
         if wanted.state in OF_STATE:
-            looked = Looked(rows=_rows(connection, OF_STATE[wanted.state], params))
+            reading = Looked(rows=_rows(connection, OF_STATE[wanted.state], params))
             found = tuple(
-                Sent(**{k: v for k, v in row.items() if k != "page_end"}) for row in looked.rows
+                Sent(**{k: v for k, v in row.items() if k != "page_end"}) for row in reading.rows
             )
         else:
-            looked = _looked(connection, params, look_seconds)
+            reading = _looked(connection, params, look_seconds)
             found = tuple(
-                one
-                for one in _with_state(connection, looked.rows)
-                if wanted.state is None or one.state == wanted.state
+                sent
+                for sent in _with_state(connection, reading.rows)
+                if wanted.state is None or sent.state == wanted.state
             )
-    end = looked.rows[-1]["page_end"] if len(looked.rows) == limit else None
-    if looked.place is not None:
-        end = f"{looked.place}.0"  # all ids are greater
-    return SentPage(shown=found, next=end, before=looked.before)
+    end = reading.rows[-1]["page_end"] if len(reading.rows) == limit else None
+    if reading.place is not None:
+        end = f"{reading.place}.0"  # all ids are greater
+    return SentPage(shown=found, next=end, before=reading.before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +332,7 @@ def details(
     return Details(
         message=message,
         row=Row(id=row["id"], shard=row["shard"], txid=row["txid"]),
-        set_aside=tuple({k: v for k, v in one.items() if k != "id"} for one in aside),
+        set_aside=tuple({k: v for k, v in state.items() if k != "id"} for state in aside),
         **{name: row[name] for name in names},
     )
 
@@ -367,8 +367,8 @@ def _with_state(
     """Yield messages of the outbox with their states; cursors only show which are complete."""
     ids = [row["id"] for row in rows if row["complete"]]
     aside: dict[int, dict[str, Any]] = {}
-    for one in _rows(connection, SET_ASIDE, {"ids": ids}) if ids else []:
-        aside.setdefault(one["id"], one)
+    for state in _rows(connection, SET_ASIDE, {"ids": ids}) if ids else []:
+        aside.setdefault(state["id"], state)
     for row in rows:
         names = ("id", "message_id", "service", "key", "message_type", "bytes", "created_at")
         known = {name: row[name] for name in names}
@@ -391,8 +391,8 @@ def place_at(place: str | None, state: State | None) -> Place | None:
         return None
     txid, dot, number = ("0", ".", place) if state in OF_STATE else place.partition(".")
     if not (dot and NUMBER.fullmatch(txid) and NUMBER.fullmatch(number)):
-        said = "the place at the end of the page before, with the same --state"
-        raise foreign(place, "these messages", said=said)
+        hint = "the place at the end of the page before, with the same --state"
+        raise foreign(place, "these messages", said=hint)
     return txid, int(number)
 
 

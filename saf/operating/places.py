@@ -84,8 +84,8 @@ def _stores(settings: Settings) -> dict[str, Broker]:
     """Return the destinations that are brokers."""
     return {
         name: Broker(dsn=dsn)
-        for name, one in settings.destinations.items()
-        if (dsn := one.broker())
+        for name, destination in settings.destinations.items()
+        if (dsn := destination.broker())
     }
 
 
@@ -97,8 +97,8 @@ def _place(settings: Settings, name: str) -> Broker:
             f"--broker {name}: the destination {name!r} is of kind {kind!r}, and no broker"
         )
     if name not in places:
-        there = ", ".join(settings.brokers)
-        raise ConfigurationError(f"--broker {name}: no [brokers.{name}] in saf.toml, only {there}")
+        names = ", ".join(settings.brokers)
+        raise ConfigurationError(f"--broker {name}: no [brokers.{name}] in saf.toml, only {names}")
     return places[name]
 
 

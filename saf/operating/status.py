@@ -171,10 +171,10 @@ class BrokerStatus:
             "lanes": [lane.as_dict() for lane in self.lanes],
             "lanes_waiting": self.waiting.lanes,
             "dead_letters": self.dead_letters,
-            "dropped": [one.as_dict() for one in self.dropped],
+            "dropped": [item.as_dict() for item in self.dropped],
             "streams": [
-                {**asdict(one), "opened_at": one.opened_at and one.opened_at.isoformat()}
-                for one in self.streams
+                {**asdict(item), "opened_at": item.opened_at and item.opened_at.isoformat()}
+                for item in self.streams
             ],
             "members": [
                 {**asdict(member), "shards": ranges(member.shards)} for member in self.members

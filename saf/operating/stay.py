@@ -120,20 +120,20 @@ class Stay:
         return {
             "sent": self.sent and self.sent.as_dict(),
             "stored": self.stored and _plain(self.stored),
-            "subscriptions": [_plain(one) for one in self.readings],
-            "attempts": [_plain(one) for one in self.attempts],
-            "set_aside": [_plain(one) for one in self.aside],
-            "decided": [_plain(one) for one in self.decided],
+            "subscriptions": [_plain(item) for item in self.readings],
+            "attempts": [_plain(item) for item in self.attempts],
+            "set_aside": [_plain(item) for item in self.aside],
+            "decided": [_plain(item) for item in self.decided],
             "not_looked_through": {
-                log: {"looked_at_since": one.since and one.since.isoformat(), "part": one.part}
-                for log, one in self.unfinished.items()
+                log: {"looked_at_since": item.since and item.since.isoformat(), "part": item.part}
+                for log, item in self.unfinished.items()
             },
         }
 
 
-def _plain(one: Any) -> dict[str, Any]:
+def _plain(item: Any) -> dict[str, Any]:
     known: dict[type, Callable[[Any], Any]] = {UUID: str, datetime: datetime.isoformat}
-    plain = {k: known.get(type(v), lambda same: same)(v) for k, v in asdict(one).items()}
+    plain = {k: known.get(type(v), lambda value: value)(v) for k, v in asdict(item).items()}
     plain.pop("txid", None)
     if plain.get("headers") is not None:
         with suppress(ValueError, RecursionError):  # as text if Python cannot decode them

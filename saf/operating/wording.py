@@ -59,8 +59,10 @@ def shown(text: str, *, lines: bool = False) -> str:
     if text.isprintable():
         return text
     return "".join(
-        one
-        if one.isprintable() or unicodedata.category(one) == SEPARATOR or (lines and one in "\n\t")
-        else one.encode("unicode_escape").decode()
-        for one in text
+        character
+        if character.isprintable()
+        or unicodedata.category(character) == SEPARATOR
+        or (lines and character in "\n\t")
+        else character.encode("unicode_escape").decode()
+        for character in text
     )

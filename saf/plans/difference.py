@@ -42,11 +42,11 @@ class Change:
     def details(self) -> Iterator[str]:
         """Yield the values that will be set, with their previous values."""
         for name, wanted in (self.wanted or {}).items():
-            there = (self.there or {}).get(name)
+            existing = (self.there or {}).get(name)
             if self.there is None and _is_worth_saying(name, wanted):
                 yield f"{name} {_said(wanted)}"
-            elif self.there is not None and name in self.there and there != wanted:
-                yield f"{name} {_said(wanted)}, was {_said(there)}"
+            elif self.there is not None and name in self.there and existing != wanted:
+                yield f"{name} {_said(wanted)}, was {_said(existing)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,35 +78,35 @@ def difference(
         ConfigurationError: an existing entry differs from the plan and cannot be changed.
     """
     removed: list[Change] = []
-    made: list[Change] = []
+    changes: list[Change] = []
     kept: list[tuple[Table, Key]] = []
     for table in TABLES:
         if table.name not in wanted:
             continue
-        there, mine = table.listed(connection), wanted[table.name]
-        for key in there:
-            if key not in mine and prune and table.remove is not None:
-                removed.append(Change(action="remove", table=table, key=key, there=there[key]))
-            elif key not in mine:
+        existing, planned = table.listed(connection), wanted[table.name]
+        for key in existing:
+            if key not in planned and prune and table.remove is not None:
+                removed.append(Change(action="remove", table=table, key=key, there=existing[key]))
+            elif key not in planned:
                 kept.append((table, key))
-        for key, values in mine.items():
-            if key not in there:
-                made.append(Change(action="create", table=table, key=key, wanted=values))
-            elif not table.same(there[key], values):
+        for key, values in planned.items():
+            if key not in existing:
+                changes.append(Change(action="create", table=table, key=key, wanted=values))
+            elif not table.same(existing[key], values):
                 change = Change(
-                    action="change", table=table, key=key, there=there[key], wanted=values
+                    action="change", table=table, key=key, there=existing[key], wanted=values
                 )
                 if not table.changes:
                     raise _fixed(change)
-                made.append(change)
-    before = {one.name for one in services(connection)}
+                changes.append(change)
+    before = {item.name for item in services(connection)}
     after = {key[0] for key in wanted.get("services", {})} | (
-        before - {one.key[0] for one in removed if one.table.name == "services"}
+        before - {item.key[0] for item in removed if item.table.name == "services"}
     )
     ruled, rules = len(senders(connection)), wanted.get("senders", {})
-    unruled = sum(one.table.name == "senders" for one in removed)
+    unruled = sum(item.table.name == "senders" for item in removed)
     return Difference(
-        changes=(*reversed(removed), *made),
+        changes=(*reversed(removed), *changes),
         kept=tuple(kept),
         refused=refused(connection, after) if not before else {},
         any_again=bool(before) and not after,
@@ -173,5 +173,5 @@ def _said(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return " and ".join(map(str, value))
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {one}" for name, one in value.items())
+        return ", ".join(f"{name} {item}" for name, item in value.items())
     return "none" if value is None else str(value)

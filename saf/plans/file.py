@@ -131,9 +131,9 @@ class BrokerPlan(_Table):
         Raises:
             ConfigurationError: an entry is repeated.
         """
-        said = self.model_dump(include=self.model_fields_set, by_alias=True)
+        given = self.model_dump(include=self.model_fields_set, by_alias=True)
         found = {
-            table.name: table.entries(said[table.name]) for table in TABLES if table.name in said
+            table.name: table.entries(given[table.name]) for table in TABLES if table.name in given
         }
         for (name,), values in found.get("endpoints", {}).items():
             stored.check(name, values["url"], values["settings"])
@@ -196,14 +196,14 @@ def check(plan: Plan, settings: Settings) -> None:
     for name, broker in plan.brokers.items():
         for number, route in enumerate(broker.routes):
             where = f"brokers.{name}.routes.{number}"
-            there = settings.destinations.get(route.destination)
-            if there is None:
+            destination = settings.destinations.get(route.destination)
+            if destination is None:
                 raise ConfigurationError(
                     f"{where}: no [destinations.{route.destination}] in saf.toml"
                     f"{did_you_mean(route.destination, settings.destinations)}"
                 )
             try:
-                there.check_quality(route.quality)
+                destination.check_quality(route.quality)
             except ValueError as error:
                 raise ConfigurationError(f"{where}.quality: {error}") from None
 
@@ -214,11 +214,11 @@ def broker_plan(entries: Mapping[str, Entries]) -> BrokerPlan:
     Raises:
         ConfigurationError: an entry cannot be expressed in a plan; the error names it.
     """
-    said = {
+    values = {
         table.name: table.written(entries[table.name]) for table in TABLES if table.name in entries
     }
     try:
-        return BrokerPlan(**said)
+        return BrokerPlan(**values)
     except pydantic.ValidationError as error:
         problems = "; ".join(map(_explained, error.errors()))
         raise ConfigurationError(f"a plan cannot express an existing entry: {problems}") from None
@@ -226,12 +226,12 @@ def broker_plan(entries: Mapping[str, Entries]) -> BrokerPlan:
 
 def as_tables(plan: BrokerPlan) -> dict[str, Any]:
     """Return a plan for `saf.plans.toml`, with all tables, but without values that are defaults."""
-    said = plan.model_dump(exclude_defaults=True, by_alias=True)
-    for one in said.get("message_types", ()):
-        if "schema" in one:
-            one["schema"] = json.dumps(one["schema"])
+    values = plan.model_dump(exclude_defaults=True, by_alias=True)
+    for entry in values.get("message_types", ()):
+        if "schema" in entry:
+            entry["schema"] = json.dumps(entry["schema"])
     empty = plan.model_dump(by_alias=True)
-    return {table.name: said.get(table.name, empty[table.name]) for table in TABLES}
+    return {table.name: values.get(table.name, empty[table.name]) for table in TABLES}
 
 
 def _explained(problem: Any) -> str:

@@ -71,7 +71,7 @@ class Table:
                 (name,): {self.value: values} if self.value else dict(values)
                 for name, values in table.items()
             }
-        rows = [one if isinstance(one, Mapping) else {self.key[0]: one} for one in table]
+        rows = [entry if isinstance(entry, Mapping) else {self.key[0]: entry} for entry in table]
         found: Entries = {}
         for row in rows:
             key = tuple(row[field] for field in self.key)
@@ -103,15 +103,15 @@ class Table:
 
 
 def _services(connection: Connection) -> Entries:
-    return {(one.name,): {} for one in services.services(connection)}
+    return {(service.name,): {} for service in services.services(connection)}
 
 
 def _subscriptions(connection: Connection) -> Entries:
     """Return subscriptions, without the services' own, which come and go with their service."""
     return {
-        (one.name,): {"service": one.service}
-        for one in services.subscriptions(connection)
-        if one.service != one.name
+        (item.name,): {"service": item.service}
+        for item in services.subscriptions(connection)
+        if item.service != item.name
     }
 
 
@@ -129,15 +129,15 @@ def _endpoints(connection: Connection) -> Entries:
 
 def _routers(connection: Connection) -> Entries:
     return {
-        (one.router.service,): {
-            "kind": one.router.kind,
-            "expression": one.router.expression,
-            "once_per": one.router.once_per,
-            "mode": one.mode,
-            "comment": one.comment,
-            "enabled": one.enabled,
+        (item.router.service,): {
+            "kind": item.router.kind,
+            "expression": item.router.expression,
+            "once_per": item.router.once_per,
+            "mode": item.mode,
+            "comment": item.comment,
+            "enabled": item.enabled,
         }
-        for one in routes.configuration(connection).routers
+        for item in routes.configuration(connection).routers
     }
 
 
@@ -150,14 +150,14 @@ def _add_router(connection: Connection, key: Key, values: Values) -> None:
 
 def _routes(connection: Connection) -> Entries:
     return {
-        (one.route.service, one.route.broker, one.route.destination): {
-            "quality": one.route.quality,
-            "expires_at": one.expires_at,
-            "comment": one.comment,
-            "local": one.local,
-            "enabled": one.enabled,
+        (item.route.service, item.route.broker, item.route.destination): {
+            "quality": item.route.quality,
+            "expires_at": item.expires_at,
+            "comment": item.comment,
+            "local": item.local,
+            "enabled": item.enabled,
         }
-        for one in routes.configuration(connection).routes
+        for item in routes.configuration(connection).routes
     }
 
 
@@ -179,8 +179,11 @@ def _add_route(connection: Connection, key: Key, values: Values) -> None:
 
 def _message_types(connection: Connection) -> Entries:
     return {
-        (one.name, one.version): {"validation": one.validation, "schema": one.schema}
-        for one in message_types(connection)
+        (message_type.name, message_type.version): {
+            "validation": message_type.validation,
+            "schema": message_type.schema,
+        }
+        for message_type in message_types(connection)
     }
 
 
@@ -190,14 +193,15 @@ def _create_type(connection: Connection, key: Key, values: Values) -> None:
 
 
 def _contracts(connection: Connection) -> Entries:
-    newest = {one.name: one.version for one in message_types(connection)}  # the last version wins
+    # the last version wins
+    newest = {item.name: item.version for item in message_types(connection)}
     return {
         (contract.name, contract.version): {
-            "types": {one.name: one.sent_by for one in contract.types.values()},
+            "types": {item.name: item.sent_by for item in contract.types.values()},
             "type_versions": {
-                one.name: one.version
-                for one in contract.types.values()
-                if one.version != newest[one.name]
+                item.name: item.version
+                for item in contract.types.values()
+                if item.version != newest[item.name]
             },
         }
         for contract in contracts.contracts(connection)
@@ -214,7 +218,9 @@ def _grants(connection: Connection) -> Entries:
 
 
 def _senders(connection: Connection) -> Entries:
-    return {(one.role, one.from_service, one.to_service): {} for one in senders.senders(connection)}
+    return {
+        (rule.role, rule.from_service, rule.to_service): {} for rule in senders.senders(connection)
+    }
 
 
 TABLES = (

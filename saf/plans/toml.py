@@ -20,21 +20,21 @@ def document(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[s
     >>> print(*document({"a": {"names": ["x"], "b c": {"n": 1}, "rows": [{"s": "it's"}]}}), sep="|")
     [a]|names = ["x"]||[a."b c"]|n = 1||[[a.rows]]|s = "it's"|
     """
-    values = {name: one for name, one in table.items() if not _tables(one) and not _rows(one)}
+    values = {name: item for name, item in table.items() if not _tables(item) and not _rows(item)}
     if values and path:
         yield f"[{_name(path)}]"
-    for name, one in values.items():
-        yield from _assigned(_name((name,)), one)
+    for name, item in values.items():
+        yield from _assigned(_name((name,)), item)
     if values:
         yield ""
-    for name, one in table.items():
-        if _tables(one):
-            yield from document(one, (*path, name)) if one else [f"[{_name((*path, name))}]", ""]
+    for name, item in table.items():
+        if _tables(item):
+            yield from document(item, (*path, name)) if item else [f"[{_name((*path, name))}]", ""]
     for name, rows in table.items():
         for row in rows if _rows(rows) else ():
             yield f"[[{_name((*path, name))}]]"
-            for field, one in row.items():
-                yield from _assigned(_name((field,)), one)
+            for field, item in row.items():
+                yield from _assigned(_name((field,)), item)
             yield ""
 
 
@@ -52,7 +52,7 @@ def _assigned(name: str, value: object) -> Iterator[str]:
         yield line
         return
     yield f"{name} = ["
-    yield from (f"    {_value(one)}," for one in value)
+    yield from (f"    {_value(item)}," for item in value)
     yield "]"
 
 
@@ -60,7 +60,9 @@ def _value(value: object) -> str:
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, Mapping):
-        inside = ", ".join(f"{_name((str(name),))} = {_value(one)}" for name, one in value.items())
+        inside = ", ".join(
+            f"{_name((str(name),))} = {_value(item)}" for name, item in value.items()
+        )
         return f"{{{inside}}}" if not inside else f"{{ {inside} }}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_value, value))}]"
@@ -77,8 +79,8 @@ def _text(text: str) -> str:
     "Zürich\u00ad \u0085 \u007f \U000e0001 \t"
     """
     return "".join(
-        one if one.isprintable() else _escape(ord(one))
-        for one in json.dumps(str(text), ensure_ascii=False)
+        character if character.isprintable() else _escape(ord(character))
+        for character in json.dumps(str(text), ensure_ascii=False)
     )
 
 

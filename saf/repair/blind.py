@@ -49,37 +49,39 @@ class Blind:
 
     def add(self, entries: Sequence[Entry], routes: Routes, may_be_there: Unread) -> None:
         """Add a message, given all rows with its id."""
-        discarded = any(one.state == "discarded" for one in entries)
-        for one in entries:
-            if one.state not in ("complete", "aside") or not may_be_there.may_have(one):
+        discarded = any(entry.state == "discarded" for entry in entries)
+        for entry in entries:
+            if entry.state not in ("complete", "aside") or not may_be_there.may_have(entry):
                 continue
             held = {
-                each.where
-                for each in entries
-                if each.state == "set_aside" and (each.shard, each.id) == (one.shard, one.id)
+                other.where
+                for other in entries
+                if other.state == "set_aside" and (other.shard, other.id) == (entry.shard, entry.id)
             }
-            if one.state == "complete":
-                self.messages.append((one.shard, one.id))
+            if entry.state == "complete":
+                self.messages.append((entry.shard, entry.id))
             elif "" not in held:
-                self._add_aside(one, held, routes, discarded=discarded)
+                self._add_aside(entry, held, routes, discarded=discarded)
 
     def _add_aside(
-        self, one: Entry, held: Collection[str], routes: Routes, *, discarded: bool
+        self, entry: Entry, held: Collection[str], routes: Routes, *, discarded: bool
     ) -> None:
         """Add a message that is set aside for some destinations, or was discarded."""
-        if any(router.service == one.service for router in routes.routers):
+        if any(router.service == entry.service for router in routes.routers):
             if not {*self.destinations} <= {*held}:
-                self.messages.append((one.shard, one.id))
+                self.messages.append((entry.shard, entry.id))
             return
-        ways = copied_to(routes, one.service, one.broker)
-        mine = tuple(way for way in ways if way in self.destinations and way not in held)
-        if len(ways) < 2 or not mine:  # noqa: PLR2004 - a single destination lacks it
+        ways = copied_to(routes, entry.service, entry.broker)
+        lacking = tuple(way for way in ways if way in self.destinations and way not in held)
+        if len(ways) < 2 or not lacking:  # noqa: PLR2004 - a single destination lacks it
             return
         if discarded:
-            self.uncertain.update(mine)
+            self.uncertain.update(lacking)
             return
-        address = (one.service, one.broker, one.key)
-        self.copies.append(Copy(shard=one.shard, id=one.id, destinations=mine, address=address))
+        address = (entry.service, entry.broker, entry.key)
+        self.copies.append(
+            Copy(shard=entry.shard, id=entry.id, destinations=lacking, address=address)
+        )
 
 
 def everything_sent(
@@ -115,10 +117,10 @@ def everything_sent(
             destinations=destinations,
             purged=kept if since < kept and here.may_be_purged() else None,
         )
-        may_be_there = unread_of(here.connection, destinations, routes)
+        unread = unread_of(here.connection, destinations, routes)
         current = routes(here.connection)
         sent = here.stream(in_order(SENT, shards, state="state"), both.params)
         aside = (here.stream(query, both.params) for query in (SET_ASIDE, DISCARDED))
         for _, rows in groupby(merge(sent, *aside, key=itemgetter(0)), key=itemgetter(0)):
-            found.add([Entry._make(row) for row in rows], current, may_be_there)
+            found.add([Entry._make(row) for row in rows], current, unread)
     return found

@@ -131,18 +131,18 @@ def give_new_id(
         UsageError: a member runs at the copy, or the other broker is not its original.
     """
     if original is not None:
-        mine, other = place(connection), place(original)
-        if mine.broker_id != other.broker_id or mine.database == other.database:
+        own, other = place(connection), place(original)
+        if own.broker_id != other.broker_id or own.database == other.database:
             raise UsageError(
                 f"database {original.info.dbname!r} is not the original of "
                 f"{connection.info.dbname!r}: they are not two databases with one broker_id"
             )
     with connection.transaction():
         connection.execute(LOCK)
-        if alive := [name for (name,) in fetch(connection, ALIVE)]:
-            raise UsageError(f"stop all forwarders and receivers first: {', '.join(alive)}")
-        waiting = [one for (one,) in fetch(connection, WAITING)]
-        known = [one for some in _some(waiting) for one in _known(original, some)]
+        if members := [name for (name,) in fetch(connection, ALIVE)]:
+            raise UsageError(f"stop all forwarders and receivers first: {', '.join(members)}")
+        waiting = [id_ for (id_,) in fetch(connection, WAITING)]
+        known = [id_ for ids in _some(waiting) for id_ in _known(original, ids)]
         for statement in GIVE_UP:
             connection.execute(statement, {"message_ids": known})
         for statement in FORGET:
@@ -161,7 +161,7 @@ def _known(original: psycopg.Connection[Any] | None, message_ids: Sequence[UUID]
     """Return those messages that the original has, or has set aside."""
     if original is None:
         return []
-    return [one for (one,) in fetch(original, KNOWN, {"message_ids": list(message_ids)})]
+    return [id_ for (id_,) in fetch(original, KNOWN, {"message_ids": list(message_ids)})]
 
 
 def _some(message_ids: Sequence[UUID]) -> Iterator[Sequence[UUID]]:

@@ -257,22 +257,22 @@ def rebase(
         raise RowsGone(connection.info.dbname, gone)
     if not (force or _wrong(connection, known)):
         return None  # without having locked anything
-    received, there = [*monologs()], [*targets()]
+    received, all_targets = [*monologs()], [*targets()]
     with connection.transaction(force_rollback=dry_run):
         connection.execute(LOCK)
         wrong = _wrong(connection, known)
         if not (force or wrong):
             return None
         why = tuple(lineage.problems(connection, whole=True))
-        alive = [name for (name,) in fetch(connection, ALIVE)]
-        if alive:
-            raise UsageError(f"stop all forwarders and receivers first: {', '.join(alive)}")
+        members = [name for (name,) in fetch(connection, ALIVE)]
+        if members:
+            raise UsageError(f"stop all forwarders and receivers first: {', '.join(members)}")
         ((newest,),) = fetch(connection, NEWEST)
         differ = _ahead(connection, known)
         ahead: dict[str, SetBack] = {}
-        if any(one.ahead for one in differ.values()):
-            ahead = {name: one for name, one in differ.items() if one.farther}
-        highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
+        if any(item.ahead for item in differ.values()):
+            ahead = {name: item for name, item in differ.items() if item.farther}
+        highest = max((e for item in known.values() for e in item.epochs.values()), default=0)
         doubled = sum(_remove_doubled(connection, log) for log in lineage.LOGS)
         with whole.updatable_logs(connection):
             foreign = bool(lineage.foreign(connection))
@@ -295,14 +295,14 @@ def rebase(
             connection.execute(BELONG)
             connection.execute(TIMELINE)
             raise_incarnation(connection, _newest(known, ahead), received)
-            told = settle(connection, there)
+            second_targets = settle(connection, all_targets)
         for wrong_still in lineage.problems(connection, whole=True):
             raise UsageError(f"not repaired, nothing was changed: {wrong_still}")
     return Rebased(
         rows=rows,
         destinations_ahead=tuple(ahead),
         remembered_until=newest,
-        second_targets=told,
+        second_targets=second_targets,
         why=why,
         here=here,
         new_ids=new_ids,
@@ -312,17 +312,21 @@ def rebase(
 
 def _wrong(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> bool:
     return bool(lineage.problems(connection, whole=True)) or any(
-        one.ahead for one in _ahead(connection, known).values()
+        comparison.ahead for comparison in _ahead(connection, known).values()
     )
 
 
 def _ahead(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> dict[str, SetBack]:
-    return {name: set_back(connection, name, there) for name, there in known.items()}
+    return {name: set_back(connection, name, record) for name, record in known.items()}
 
 
 def _newest(known: Mapping[str, Known], ahead: Mapping[str, SetBack]) -> datetime | None:
     """Return when the newest batch was opened that a destination knows and its source does not."""
-    marks = (known[name].marks.get(place) for name, one in ahead.items() for place in one.ahead)
+    marks = (
+        known[name].marks.get(place)
+        for name, comparison in ahead.items()
+        for place in comparison.ahead
+    )
     return max((m.opened_at for m in marks if m is not None and m.opened_at), default=None)
 
 
@@ -336,11 +340,11 @@ def _go_on_after(
     three continue after the highest number of any mark. The times of messages set aside are kept,
     too.
     """
-    marks = [mark for there in known for mark in there.marks.values()]
+    marks = [mark for record in known for mark in record.marks.values()]
     numbers = max((mark.batch for mark in marks), default=0)
     places = max((mark.position for mark in marks), default=0)
     params = {
-        "shards": shards_of(place for one in ahead for place in one.farther),
+        "shards": shards_of(place for comparison in ahead for place in comparison.farther),
         "numbers": numbers,
         "found": [str(kind) for kind in FOUND.values()],
     }
@@ -354,16 +358,16 @@ def _go_on_after(
     connection.execute(MOVE_FOUND, params)
     times = [
         (shard, mark.set_aside_at)
-        for there in known
-        for (_, shard), mark in there.marks.items()
+        for record in known
+        for (_, shard), mark in record.marks.items()
         if mark.set_aside_at
     ]
     connection.execute(
         REMEMBER_SET_ASIDE,
         {"shards": [shard for shard, _ in times], "times": [at for _, at in times]},
     )
-    for there, one in zip(known, ahead, strict=True):
-        adopt(connection, there.destination, there.marks, one.farther)
+    for record, comparison in zip(known, ahead, strict=True):
+        adopt(connection, record.destination, record.marks, comparison.farther)
 
 
 def _remove_doubled(connection: psycopg.Connection[Any], log: str) -> int:
@@ -378,8 +382,8 @@ def _new_ids(connection: psycopg.Connection[Any], log: str, *, is_moved: bool) -
     """Give new ids to messages whose ids were assigned before; return how many."""
     ((last,),) = fetch(connection, lineage.LAST_ID.format(log=log))
     ((highest,),) = fetch(connection, lineage.COUNTED.format(log=log))
-    went_back = highest is not None and highest > last
-    if not (went_back or fetch(connection, lineage.TWINS.format(log=log))):
+    is_behind = highest is not None and highest > last
+    if not (is_behind or fetch(connection, lineage.TWINS.format(log=log))):
         return 0
     parts = {
         "log": sql.Identifier("saf", log),
@@ -388,7 +392,7 @@ def _new_ids(connection: psycopg.Connection[Any], log: str, *, is_moved: bool) -
     }
     new = sql.SQL(NEW_HERE if is_moved else NEW_SINCE).format(**parts)
     ((count,),) = fetch(connection, sql.SQL("SELECT count(*) FROM ({}) AS new").format(new))
-    if went_back:
+    if is_behind:
         fetch(connection, GO_ON, {"sequence": f"saf.{log}_id_seq", "highest": highest})
     connection.execute(sql.SQL(NEW_IDS).format(new=new, **parts))
     return int(count)
@@ -418,7 +422,7 @@ def _rebase_log(connection: psycopg.Connection[Any], log: str, epoch: int) -> in
     ((now, own),) = fetch(connection, NOW)
     # no complete row keeps a transaction id beyond this transaction's
     xmin, xmax = (min(int(limit), own) for limit in now.split(":")[:2])
-    in_progress = [one for one in now.split(":")[2].split(",") if one and int(one) < xmax]
+    in_progress = [txid for txid in now.split(":")[2].split(",") if txid and int(txid) < xmax]
     if states and max(txids.values()) >= xmin:
         raise UsageError(
             f"saf.{log} has {len(states)} combinations of subscriptions and states, more than "
@@ -429,10 +433,10 @@ def _rebase_log(connection: psycopg.Connection[Any], log: str, epoch: int) -> in
     subscriptions = fetch(connection, SUBSCRIPTIONS, {"log": log})
     for place, (subscription_id,) in enumerate(subscriptions):
 
-        def snapshot(unseen: str, place: int = place) -> str:
-            mine = [str(t) for state, t in txids.items() if state and state[place] in unseen]
-            listed = [*mine, *in_progress]
-            return f"{listed[0] if mine else xmin}:{xmax}:{','.join(listed)}"
+        def snapshot(letters: str, place: int = place) -> str:
+            numbers = [str(t) for state, t in txids.items() if state and state[place] in letters]
+            listed = [*numbers, *in_progress]
+            return f"{listed[0] if numbers else xmin}:{xmax}:{','.join(listed)}"
 
         connection.execute(
             REWRITE,

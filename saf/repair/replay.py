@@ -103,7 +103,7 @@ def replay(
             for destination, messages in found.items():
                 if only is not None and destination not in only:
                     continue
-                message_ids = [one[2] for one in messages]
+                message_ids = [message[2] for message in messages]
                 sent[destination] += message_ids
                 if not dry_run:
                     number = audit(connection, "replay", message_ids, why)

@@ -126,8 +126,8 @@ def send_again(
         connection = stack.enter_context(_connected(f"broker {name!r}", source))
         brokers = {
             one: stack.enter_context(_connected(f"destination {one!r}", dsn))
-            for one, there in destinations.items()
-            if (dsn := there.broker())
+            for one, settings in destinations.items()
+            if (dsn := settings.broker())
         }
         with _turn(connection):
             known, behind = _behind(connection, destinations)
@@ -194,11 +194,11 @@ def _behind(
     (source,) = of_broker(connection, IDENTITY)
     known: dict[str, Known] = {}
     behind: dict[str, SetBack] = {}
-    for name, there in destinations.items():
-        if not there.capabilities.exactly_once:
+    for name, settings in destinations.items():
+        if not settings.capabilities.exactly_once:
             continue
-        before = remembered(connection, there.identity(name))
-        known[name] = there.known(name, source, role="replay")
+        before = remembered(connection, settings.identity(name))
+        known[name] = settings.known(name, source, role="replay")
         differ = set_back(connection, name, known[name], before)
         if differ.behind:
             behind[name] = differ
@@ -211,9 +211,9 @@ def _let_go_on(
     known: Mapping[str, Known],
 ) -> None:
     """Let destinations that were set back continue, in the caller's transaction."""
-    for one, differ in behind.items():
-        adopt(connection, known[one].destination, known[one].marks, differ.behind)
-        retry_now(connection, one)
+    for name, differ in behind.items():
+        adopt(connection, known[name].destination, known[name].marks, differ.behind)
+        retry_now(connection, name)
     compare(connection)
 
 
@@ -229,19 +229,19 @@ def _let_subscribers_know(
 ) -> None:
     """Tell subscribers at brokers that were set back which of their monologs have gaps."""
     source_id, shards = of_broker(connection, SOURCE)
-    for one in behind.keys() & brokers.keys():
+    for name in behind.keys() & brokers.keys():
         lacking = _Lacking(
-            destination=one,
+            destination=name,
             shards=shards,
-            reached=reached(known[one].marks, behind[one].behind),
+            reached=reached(known[name].marks, behind[name].behind),
             compared=compared,
             retention=timedelta(seconds=retention_seconds),
             routes=routes,
         )
-        spoken = sent_monologs(connection, one)
-        heard = received_monologs(brokers[one], source_id)
+        sent = sent_monologs(connection, name)
+        arrived = received_monologs(brokers[name], source_id)
         subscribers_set_back(
-            connection, known[one].destination, spoken, heard,
+            connection, known[name].destination, sent, arrived,
             is_behind=lacking.is_behind, may_lack=lacking.may_lack,
         )  # fmt: skip
 
@@ -271,8 +271,8 @@ def _gap(
     """Return the range that a destination may have lost and that was not compared, or purged."""
     oldest = [
         moment
-        for one, differ in behind.items()
-        for moment in reached(known[one].marks, differ.behind).values()
+        for name, differ in behind.items()
+        for moment in reached(known[name].marks, differ.behind).values()
     ]
     if span.since is None or not oldest:
         return None

@@ -87,16 +87,18 @@ def explain(
 
     ``identities`` is as for `saf.routing.routes.configuration`.
     """
-    there = configuration(connection, default_destination, declared, identities)
+    current = configuration(connection, default_destination, declared, identities)
     asker = Asker(service, broker, key or "")
     choice = None if key is None else chosen(connection, [asker]).get(asker)
-    in_force = there.in_force
-    router = any(one.service == service for one in in_force.routers)
+    in_force = current.in_force
+    router = any(entry.service == service for entry in in_force.routers)
     match = None if router else in_force.match(service, broker)
     message = (service, broker, key)
-    verdicts = [_judged(one, there, match, message, choice) for one in there.routes]
-    if local := next((one for one in there.routes if _is_taken_here(one, service, broker)), None):
-        verdicts = [_beside_local(one, local) for one in verdicts]
+    verdicts = [_judged(entry, current, match, message, choice) for entry in current.routes]
+    if local := next(
+        (entry for entry in current.routes if _is_taken_here(entry, service, broker)), None
+    ):
+        verdicts = [_beside_local(entry, local) for entry in verdicts]
     if match is not None and broker is not None and not any(verdict.takes for verdict in verdicts):
         by_itself = Configured(route=match.routes[0], origin="broker_id")
         verdicts.append(Verdict(route=by_itself, takes=True, why="it is that broker"))
@@ -110,69 +112,69 @@ def explain(
 
 
 def _judged(
-    one: Configured,
-    there: Configuration,
+    entry: Configured,
+    current: Configuration,
     match: Match | None,
     message: tuple[str, str | None, str | None],
     choice: str | None,
 ) -> Verdict:
     service, broker, key = message
-    why = _out_of_force(one, there) or _elsewhere(one, there, service, broker)
+    why = _out_of_force(entry, current) or _elsewhere(entry, current, service, broker)
     if not why and match is None:
         why = f"{service!r} is a router"
-        if broker is not None and service in there.topics:
-            why = f"a topic, and it is not known whether {one.route.destination!r} is that broker"
+        if broker is not None and service in current.topics:
+            why = f"a topic, and it is not known whether {entry.route.destination!r} is that broker"
     if why or match is None:
-        return Verdict(route=one, takes=False, why=why)
+        return Verdict(route=entry, takes=False, why=why)
     winner = match.routes[0]
-    if one.route not in match.routes:
-        by = next((r for r in match.routes if r.destination == one.route.destination), None)
-        if match.to_all and by and not one.route.fallback:
+    if entry.route not in match.routes:
+        by = next((r for r in match.routes if r.destination == entry.route.destination), None)
+        if match.to_all and by and not entry.route.fallback:
             why = f"the topic goes there by a more specific route, {describe(by)}"
         else:
             why = f"less specific than {describe(winner)}"
     elif match.to_all:
-        return Verdict(route=one, takes=True, why="a topic goes to every destination")
+        return Verdict(route=entry, takes=True, why="a topic goes to every destination")
     elif not match.shared:
-        return Verdict(route=one, takes=True, why="the most specific match")
+        return Verdict(route=entry, takes=True, why="the most specific match")
     elif choice not in match.destinations:
         shared = f"shares with {len(match.routes) - 1} more"
         turn = "messages without a key in turn" if key is None else "the key has not chosen yet"
-        return Verdict(route=one, takes=True, why=f"{shared}: {turn}")
-    elif choice == one.route.destination:
-        return Verdict(route=one, takes=True, why=f"shares, and key {key!r} has chosen it")
+        return Verdict(route=entry, takes=True, why=f"{shared}: {turn}")
+    elif choice == entry.route.destination:
+        return Verdict(route=entry, takes=True, why=f"shares, and key {key!r} has chosen it")
     else:
         why = f"shares, and key {key!r} has chosen {choice!r}"
-    return Verdict(route=one, takes=False, why=why)
+    return Verdict(route=entry, takes=False, why=why)
 
 
-def _is_taken_here(one: Configured, service: str, broker: str | None) -> bool:
-    return one.local and one.enabled and one.route.service == service and broker is None
+def _is_taken_here(entry: Configured, service: str, broker: str | None) -> bool:
+    return entry.local and entry.enabled and entry.route.service == service and broker is None
 
 
-def _beside_local(one: Verdict, local: Configured) -> Verdict:
-    if one.route is local:
-        return replace(one, takes=True, why="local: its sender stores it in this inbox")
-    return replace(one, takes=False, why=f"a local route takes it, {describe(local.route)}")
+def _beside_local(verdict: Verdict, local: Configured) -> Verdict:
+    if verdict.route is local:
+        return replace(verdict, takes=True, why="local: its sender stores it in this inbox")
+    return replace(verdict, takes=False, why=f"a local route takes it, {describe(local.route)}")
 
 
-def _out_of_force(one: Configured, there: Configuration) -> str:
-    if not one.enabled:
+def _out_of_force(entry: Configured, current: Configuration) -> str:
+    if not entry.enabled:
         return "disabled"
-    if one.expired(there.now):
-        return f"expired at {one.expires_at:%Y-%m-%d %H:%M:%S%z}"
+    if entry.expired(current.now):
+        return f"expired at {entry.expires_at:%Y-%m-%d %H:%M:%S%z}"
     return ""
 
 
-def _elsewhere(one: Configured, there: Configuration, service: str, broker: str | None) -> str:
-    if one.route.service not in (None, service):
-        return f"for another service, {one.route.service!r}"
-    if one.route.broker not in (None, broker):
-        return f"for another broker, {one.route.broker}"
-    if broker is None or (known := there.brokers.get(one.route.destination)) == broker:
+def _elsewhere(entry: Configured, current: Configuration, service: str, broker: str | None) -> str:
+    if entry.route.service not in (None, service):
+        return f"for another service, {entry.route.service!r}"
+    if entry.route.broker not in (None, broker):
+        return f"for another broker, {entry.route.broker}"
+    if broker is None or (known := current.brokers.get(entry.route.destination)) == broker:
         return ""
     if known is not None:
-        return f"destination {one.route.destination!r} is another broker, {known}"
-    if broker in there.brokers.values():
-        return f"it is not known which broker {one.route.destination!r} is, and another one is it"
+        return f"destination {entry.route.destination!r} is another broker, {known}"
+    if broker in current.brokers.values():
+        return f"it is not known which broker {entry.route.destination!r} is, and another one is it"
     return ""

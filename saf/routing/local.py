@@ -102,9 +102,9 @@ def refuse_local(connection: psycopg.Connection[Any], service: str, what: str) -
 @contextmanager
 def transaction(connection: psycopg.Connection[Any]) -> Iterator[None]:
     """Run the block in the caller's transaction, or in one that can make a route local."""
-    mine = connection.info.transaction_status == TransactionStatus.IDLE
+    own = connection.info.transaction_status == TransactionStatus.IDLE
     with connection.transaction():
-        if mine:
+        if own:
             connection.execute(READ_COMMITTED)
         yield
 
@@ -123,8 +123,8 @@ def keep(
             schema.
     """
     trigger = f"{TRIGGER}{route_id}"
-    there = bool(fetch(connection, EXISTS, {"trigger": trigger}))
-    if there == wanted:
+    exists = bool(fetch(connection, EXISTS, {"trigger": trigger}))
+    if exists == wanted:
         return
     names = {"trigger": sql.Identifier(trigger), "service": sql.Literal(service)}
     try:

@@ -147,13 +147,13 @@ class Routes:
         """Matches for messages to brokers that destinations are known to be: by service, or any."""
         matches: dict[Named, Match] = {}
         for broker in sorted(set(self.brokers.values())):
-            there = [name for name in sorted(self.brokers) if self.brokers[name] == broker]
-            leading = [r for r in self.routes if r.destination in there]
-            mine = self._compiled(r for r in leading if r.broker in (None, broker))
-            by_itself = Match(routes=(Route(broker=broker, destination=there[0]),))
-            for service in {service for service, _ in mine} | {None}:
-                named = [one for one in precedence(service, broker) if one in mine]
-                matches[service, broker] = mine[named[0]] if named else by_itself
+            names = [name for name in sorted(self.brokers) if self.brokers[name] == broker]
+            leading = [r for r in self.routes if r.destination in names]
+            compiled = self._compiled(r for r in leading if r.broker in (None, broker))
+            by_itself = Match(routes=(Route(broker=broker, destination=names[0]),))
+            for service in {service for service, _ in compiled} | {None}:
+                named = [pair for pair in precedence(service, broker) if pair in compiled]
+                matches[service, broker] = compiled[named[0]] if named else by_itself
         return matches
 
     @cached_property
@@ -197,9 +197,11 @@ class Routes:
 
     def elsewhere(self, service: str, broker: str | None) -> Mapping[str, str]:
         """Return the destinations of matching routes that are known to be other brokers."""
-        there = [route.destination for route in self.routes if route.matches(service, broker)]
-        known = {name: self.brokers[name] for name in there if name in self.brokers}
-        return {name: one for name, one in known.items() if broker not in (None, one)}
+        names = [route.destination for route in self.routes if route.matches(service, broker)]
+        known = {name: self.brokers[name] for name in names if name in self.brokers}
+        return {
+            name: broker_id for name, broker_id in known.items() if broker not in (None, broker_id)
+        }
 
     def _compiled(self, routes: Iterable[Route]) -> dict[Named, Match]:
         """Return the match for each service and broker that some routes name."""
@@ -211,14 +213,14 @@ class Routes:
         matches = {named: Match(routes=tuple(group)) for named, group in groups.items()}
         for topic in self.topics:
             for broker in {broker for _, broker in groups} | {None}:
-                each: dict[str, Route] = {}
+                by_destination: dict[str, Route] = {}
                 for named in precedence(topic, broker):
                     for route in groups.get(named, ()):
-                        if not (route.fallback and each):
-                            each.setdefault(route.destination, route)
-                if each:
+                        if not (route.fallback and by_destination):
+                            by_destination.setdefault(route.destination, route)
+                if by_destination:
                     matches[topic, broker] = Match(
-                        routes=tuple(each.values()), to_all=len(each) > 1
+                        routes=tuple(by_destination.values()), to_all=len(by_destination) > 1
                     )
         return matches
 
@@ -232,7 +234,7 @@ def distinct_matches(routes: Routes) -> list[Match]:
     """Return all different matches of some routes; for routes that share, also each route alone."""
     matches: dict[Match, None] = {}
     compiled = (routes.matches, routes.matches_of_known, routes.matches_of_unknown)
-    for match in chain.from_iterable(some.values() for some in compiled):
+    for match in chain.from_iterable(group.values() for group in compiled):
         matches[match] = None
         if match.shared:
             matches.update({Match(routes=(route,)): None for route in match.routes})

@@ -77,9 +77,9 @@ def keep(
     params = {
         "router": router,
         "keys": list(new),
-        "services": [one.service for one in new.values()],
-        "brokers": [one.broker for one in new.values()],
-        "to_keys": [one.key for one in new.values()],
+        "services": [row.service for row in new.values()],
+        "brokers": [row.broker for row in new.values()],
+        "to_keys": [row.key for row in new.values()],
     }
     connection.execute(KEEP, params)
     return resolved(connection, router, new)

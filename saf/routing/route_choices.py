@@ -123,7 +123,7 @@ def choose(
         connection.execute(USED, _columns(unnoted))
     if gone:
         connection.execute(GONE, _columns(gone))
-    new = {asker: one for asker, one in among.items() if asker in gone or asker not in known}
+    new = {asker: choice for asker, choice in among.items() if asker in gone or asker not in known}
     if new:
         turns = _take_turns(connection, new)
         taken = [among[asker][turns[asker] % len(among[asker])] for asker in new]

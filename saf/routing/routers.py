@@ -91,9 +91,9 @@ def add_router(
             mode; a function not written as ``module:function``; SQL in a router that forwards.
     """
     router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
-    one = ConfiguredRouter(router=router, origin="saf.router", mode=mode, comment=comment)
-    check(one)
-    params = _params(one)
+    configured = ConfiguredRouter(router=router, origin="saf.router", mode=mode, comment=comment)
+    check(configured)
+    params = _params(configured)
     if fetch(connection, IS_TOPIC, params):
         raise UsageError(f"{service!r} is a topic: a router may resolve to it, but not be one")
     refuse_local(connection, service, "a router")
@@ -123,9 +123,9 @@ def enable_router(
         ConfigurationError: the router does not exist.
     """
     with connection.transaction():
-        for one in declared.routers:
-            if one.router.service == service:
-                connection.execute(STAND_IN, _params(one))
+        for item in declared.routers:
+            if item.router.service == service:
+                connection.execute(STAND_IN, _params(item))
         _change(connection, ENABLE, service, enabled=enabled)
 
 
@@ -184,7 +184,7 @@ def imported(whose: str, name: str) -> Callable[[Any], Any]:
 
 def with_problems(routes: Routes) -> Routes:
     """Return the routes; a router whose function cannot be imported here gets that problem."""
-    return replace(routes, routers=tuple(_with_problem(one) for one in routes.routers))
+    return replace(routes, routers=tuple(_with_problem(item) for item in routes.routers))
 
 
 def _with_problem(router: Router) -> Router:
@@ -202,14 +202,14 @@ def as_dict(one: ConfiguredRouter) -> dict[str, Any]:
     return {**_params(one), "enabled": one.enabled, "origin": one.origin}
 
 
-def _params(one: ConfiguredRouter) -> dict[str, Any]:
+def _params(configured: ConfiguredRouter) -> dict[str, Any]:
     return {
-        "service": one.router.service,
-        "kind": one.router.kind,
-        "expression": one.router.expression,
-        "once_per": one.router.once_per,
-        "mode": one.mode,
-        "comment": one.comment,
+        "service": configured.router.service,
+        "kind": configured.router.kind,
+        "expression": configured.router.expression,
+        "once_per": configured.router.once_per,
+        "mode": configured.mode,
+        "comment": configured.comment,
     }
 
 
@@ -217,5 +217,5 @@ def _change(
     connection: psycopg.Connection[Any], statement: str, service: str, **more: object
 ) -> None:
     if not fetch(connection, statement, {"service": service, **more}):
-        there = ", ".join(repr(name) for (name,) in fetch(connection, NAMES)) or "none"
-        raise ConfigurationError(f"saf.router has no {service!r}, only {there}")
+        known = ", ".join(repr(name) for (name,) in fetch(connection, NAMES)) or "none"
+        raise ConfigurationError(f"saf.router has no {service!r}, only {known}")

@@ -158,10 +158,12 @@ class Configuration:
     @property
     def in_force(self) -> Routes:
         """Routes in force now; with the default destination only without a wildcard route."""
-        routes = [one.route for one in self.routes if one.in_force(self.now)]
+        routes = [entry.route for entry in self.routes if entry.in_force(self.now)]
         if any(route.specificity == 0 for route in routes):
             routes = [route for route in routes if not route.fallback]
-        routers = tuple(one.router for one in self.routers if one.enabled and one.mode == REDIRECT)
+        routers = tuple(
+            entry.router for entry in self.routers if entry.enabled and entry.mode == REDIRECT
+        )
         return Routes(
             routes=tuple(routes), topics=self.topics, routers=routers, brokers=self.brokers
         )
@@ -180,16 +182,16 @@ def configuration(
     """
     ((now, of_routes, names, of_routers, known),) = fetch(connection, CONFIGURED)
     routes = [_configured(**row) for row in of_routes]
-    rows = {one.named for one in routes}
-    routers = {one.router.service: one for one in declared.routers}
+    rows = {entry.named for entry in routes}
+    routers = {entry.router.service: entry for entry in declared.routers}
     routers |= {row["service"]: _configured_router(**row) for row in of_routers}
-    routes += [one for one in declared.routes if one.named not in rows]
+    routes += [entry for entry in declared.routes if entry.named not in rows]
     if default_destination:
         fallback = Route(destination=default_destination, fallback=True)
         routes.append(Configured(route=fallback, origin="default"))
     place = {route: number for number, route in enumerate(by_precedence(r.route for r in routes))}
     return Configuration(
-        routes=tuple(sorted(routes, key=lambda one: place[one.route])),
+        routes=tuple(sorted(routes, key=lambda entry: place[entry.route])),
         topics=declared.topics | set(names),
         routers=tuple(routers[service] for service in sorted(routers)),
         brokers=_brokers(known or {}, identities),
@@ -220,7 +222,7 @@ def _brokers(
 ) -> dict[str, str]:
     if identities is None:
         return dict(latest)
-    brokers = {name: said or latest.get(name) for name, said in identities.items()}
+    brokers = {name: identity or latest.get(name) for name, identity in identities.items()}
     return {name: broker for name, broker in brokers.items() if broker is not None}
 
 
@@ -235,8 +237,8 @@ def _configured_router(
 
 def router_that_forwards(there: Configuration, service: str) -> Router | None:
     """Return the router of a service if it is in force and forwards."""
-    found = (one for one in there.routers if one.router.service == service)
-    return next((one.router for one in found if one.enabled and one.mode == FORWARD), None)
+    found = (entry for entry in there.routers if entry.router.service == service)
+    return next((entry.router for entry in found if entry.enabled and entry.mode == FORWARD), None)
 
 
 def current_routes(
@@ -292,8 +294,8 @@ def add_route(
         )
     with transaction(connection):
         if local and (others := fetch(connection, OTHER_LOCAL, params)):
-            there = Route(service=service, destination=others[0][0])
-            raise UsageError(f"there is a local route already, of {describe(there)}: remove it")
+            existing = Route(service=service, destination=others[0][0])
+            raise UsageError(f"there is a local route already, of {describe(existing)}: remove it")
         ((route_id, added),) = fetch(connection, ADD, params)
         keep(connection, route_id, service, wanted=local)
     return bool(added)
@@ -332,15 +334,15 @@ def enable_route(
     """
     named = (service, str(broker) if broker else None, destination)
     with transaction(connection):
-        for one in declared.routes:
-            if one.named == named:
+        for entry in declared.routes:
+            if entry.named == named:
                 values = {
                     "service": service,
                     "broker": broker,
                     "destination": destination,
-                    "quality": one.route.quality,
-                    "expires_at": one.expires_at,
-                    "comment": one.comment,
+                    "quality": entry.route.quality,
+                    "expires_at": entry.expires_at,
+                    "comment": entry.comment,
                 }
                 connection.execute(STAND_IN, values)
         route_id, local = _change(connection, ENABLE, destination, service, broker, enabled=enabled)
@@ -374,8 +376,8 @@ def remove_topic(connection: psycopg.Connection[Any], name: str) -> None:
         ConfigurationError: the topic does not exist.
     """
     if not fetch(connection, REMOVE_TOPIC, {"name": name}):
-        there = ", ".join(map(repr, topics(connection))) or "none"
-        raise ConfigurationError(f"saf.topic has no {name!r}, only {there}")
+        known = ", ".join(map(repr, topics(connection))) or "none"
+        raise ConfigurationError(f"saf.topic has no {name!r}, only {known}")
 
 
 def freeze(connection: psycopg.Connection[Any], routes: Routes) -> int:
@@ -473,4 +475,4 @@ def _change(
 
 
 def _rows(routes: Iterable[Configured]) -> str:
-    return "; ".join(describe(one.route) for one in routes) or "none"
+    return "; ".join(describe(entry.route) for entry in routes) or "none"

@@ -51,7 +51,7 @@ class Audited:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as a dict for JSON."""
-        ids = [str(one) for one in self.first_message_ids]
+        ids = [str(id_) for id_ in self.first_message_ids]
         return asdict(self) | {"audit_at": self.audit_at.isoformat(), "first_message_ids": ids}
 
 
@@ -85,7 +85,7 @@ def page(
 ) -> Page[Audited]:
     """Return a page of `audited`."""
     return page_of(
-        lambda most: audited(connection, most, before), limit, lambda one: str(one.audit_id)
+        lambda most: audited(connection, most, before), limit, lambda entry: str(entry.audit_id)
     )
 
 

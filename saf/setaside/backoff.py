@@ -281,15 +281,15 @@ def any_due(connection: psycopg.Connection[Any], subscription_id: int) -> bool:
 
 def any_lane(connection: psycopg.Connection[Any], subscription_id: int) -> bool:
     """Whether any lane waits, due or not."""
-    ((there,),) = fetch(connection, ANY_LANE, {"subscription_id": subscription_id})
-    return bool(there)
+    ((exists,),) = fetch(connection, ANY_LANE, {"subscription_id": subscription_id})
+    return bool(exists)
 
 
 def any_of_services(connection: psycopg.Connection[Any], subscription_id: int) -> bool:
     """Whether lanes of services wait, due or not."""
     params = {"subscription_id": subscription_id, "of_service": list(OF_SERVICE)}
-    ((there,),) = fetch(connection, ANY_OF_SERVICES, params)
-    return bool(there)
+    ((exists,),) = fetch(connection, ANY_OF_SERVICES, params)
+    return bool(exists)
 
 
 def summary(connection: psycopg.Connection[Any], subscription_id: int) -> Summary:

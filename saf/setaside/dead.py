@@ -245,10 +245,10 @@ def bury_as_stored(
         "not_before": not_before,
         "max_bytes": max_bytes,
         "setting": setting,
-        "shards": [one.shard for one in rows],
-        "ids": [one.id for one in rows],
-        "reasons": [one.reason for one in rows],
-        "errors": [one.error for one in rows],
+        "shards": [row.shard for row in rows],
+        "ids": [row.id for row in rows],
+        "reasons": [row.reason for row in rows],
+        "errors": [row.error for row in rows],
     }
     number = "parked_id" if table == "parked" else "id"
     connection.execute(BURY_AS_STORED.format(table=table, id=number), params)
@@ -280,7 +280,7 @@ def page(
     return page_of(
         lambda most: dead_letters(connection, chosen, most, to=to),
         limit,
-        lambda one: str(one.dead_letter_id),
+        lambda row: str(row.dead_letter_id),
     )
 
 

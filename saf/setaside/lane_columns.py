@@ -32,8 +32,8 @@ def has_lanes(rows: pa.Table) -> bool:
 def lanes_of(rows: pa.Table, destination: str = "") -> tuple[list[Lane], npt.NDArray[np.int64]]:
     """Return the distinct lanes, in order of appearance, and each message's index among them."""
     encoded = _keys(rows).combine_chunks().dictionary_encode()
-    which = encoded.indices.to_numpy().astype(np.int64)
-    _, first = np.unique(which, return_index=True)
+    indices = encoded.indices.to_numpy().astype(np.int64)
+    _, first = np.unique(indices, return_index=True)
     lanes = [
         Lane(
             destination=destination,
@@ -43,7 +43,7 @@ def lanes_of(rows: pa.Table, destination: str = "") -> tuple[list[Lane], npt.NDA
         )
         for row in rows.select(LANE).take(pa.array(first)).to_pylist()
     ]
-    return lanes, which
+    return lanes, indices
 
 
 def in_lanes(rows: pa.Table, lanes: pa.Table) -> pa.Table:
@@ -70,8 +70,8 @@ def found_lanes(lanes: pa.Table) -> pa.Table:
 
 def service_lanes(rows: pa.Table) -> pa.Table:
     """Return the lanes in which messages wait for their destination to know their services."""
-    nobody = pa.chunked_array([pa.repeat(_NOBODY, rows.num_rows)])
-    return _lanes(Kind.SERVICE, rows["to_service"], nobody)
+    no_broker = pa.chunked_array([pa.repeat(_NOBODY, rows.num_rows)])
+    return _lanes(Kind.SERVICE, rows["to_service"], no_broker)
 
 
 def either(which: pa.ChunkedArray, one: pa.Table, other: pa.Table) -> pa.Table:
@@ -96,7 +96,7 @@ def given_of(rows: pa.Table) -> dict[str, list[Any]]:
     return {
         "kinds": rows[KIND].to_pylist(),
         "subjects": rows["subject"].to_pylist(),
-        "brokers": [UUID(bytes=one) for one in rows["broker"].to_pylist()],
+        "brokers": [UUID(bytes=broker) for broker in rows["broker"].to_pylist()],
     }
 
 

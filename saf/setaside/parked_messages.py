@@ -181,7 +181,7 @@ def page(
     return page_of(
         lambda most: parked_messages(connection, chosen, most),
         limit,
-        lambda one: str(one.parked_id),
+        lambda row: str(row.parked_id),
     )
 
 

@@ -177,8 +177,8 @@ def park(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) ->
             broker=row["broker"],
         )
         lanes[row["subscription_id"]].add(lane)
-    for subscription_id, some in lanes.items():
-        touch(connection, subscription_id, some, "behind others")
+    for subscription_id, subscription_lanes in lanes.items():
+        touch(connection, subscription_id, subscription_lanes, "behind others")
     copy_in(connection, rows)
 
 
@@ -249,8 +249,11 @@ def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> li
 def as_log(columns: Sequence[str | sql.Composable], *, found: bool) -> list[str | sql.Composable]:
     """Return a log's columns, and ``batch``, for messages in lanes, as the watermark knows them."""
     as_found = {"id": sql.SQL("parked_id AS id"), "batch": sql.SQL("0::bigint AS batch")}
-    there = as_found if found else {"id": sql.SQL("position AS id")}
-    return [there.get(one, one) if isinstance(one, str) else one for one in columns]
+    replacements = as_found if found else {"id": sql.SQL("position AS id")}
+    return [
+        replacements.get(column, column) if isinstance(column, str) else column
+        for column in columns
+    ]
 
 
 def set_aside(
@@ -326,7 +329,7 @@ def in_lanes(
             destination=sql.Literal(destination),
             kinds=sql.Literal(columns_of_lanes["kinds"]),
             subjects=sql.Literal(columns_of_lanes["subjects"]),
-            brokers=sql.Literal([str(one) for one in columns_of_lanes["brokers"]]),
+            brokers=sql.Literal([str(broker) for broker in columns_of_lanes["brokers"]]),
             shards=sql.Literal(batch.shards),
             after=sql.Literal(batch.position),
             order=sql.SQL("parked_id" if found else "batch, position"),

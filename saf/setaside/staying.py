@@ -97,7 +97,7 @@ def in_words(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     {'it waits for its deliver_at, and holds nobody up': 4}
     """
     found: Counter[str] = Counter()
-    for one in counts:
-        for why, number in one.items():
+    for count in counts:
+        for why, number in count.items():
             found[WHY[why]] += number
     return dict(found)

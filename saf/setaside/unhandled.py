@@ -56,8 +56,8 @@ class Unhandled:
 
     def __str__(self) -> str:
         what = "without a type" if self.message_type is None else f"of type {self.message_type!r}"
-        some = f"{self.messages:,} message{'s' * (self.messages != 1)}"
-        return f"{some} {what} wait{'s' * (self.messages == 1)} for a handler"
+        count = f"{self.messages:,} message{'s' * (self.messages != 1)}"
+        return f"{count} {what} wait{'s' * (self.messages == 1)} for a handler"
 
 
 def unhandled(connection: psycopg.Connection[Any]) -> list[Unhandled]:
@@ -72,18 +72,18 @@ def awaited(shards: str) -> str:
     ORDER BY the index makes the planner use it. If most lanes wait for one type, the planner
     assumes this of every type, and would scan the table, hoping to meet a lane early.
     """
-    mine = f"""b.subscription_id = %(subscription_id)s AND b.awaits_handler
+    condition = f"""b.subscription_id = %(subscription_id)s AND b.awaits_handler
           AND b.shard = ANY ({shards})"""
     return f"""(SELECT b.shard, b.subject FROM unnest(%(types)s::text[]) AS t (message_type)
      CROSS JOIN LATERAL (
         SELECT b.shard, b.subject FROM saf.backoff b
-        WHERE {mine}
+        WHERE {condition}
           AND hashtextextended(b.message_type, 0) = hashtextextended(t.message_type, 0)
           AND b.message_type = t.message_type
         ORDER BY b.since LIMIT 100) AS b)
     UNION ALL
     (SELECT b.shard, b.subject FROM saf.backoff b
-     WHERE {mine}
+     WHERE {condition}
           AND %(types)s::text[] IS NULL
      ORDER BY hashtextextended(b.message_type, 0), b.since LIMIT 100)"""
 
@@ -94,4 +94,4 @@ def possible(types: Collection[str | None]) -> list[str]:
     >>> possible(["OrderPaid", "a\\0b", "\\udc80", None])
     ['OrderPaid']
     """
-    return [one for one in types if one is not None and not IMPOSSIBLE.search(one)]
+    return [item for item in types if item is not None and not IMPOSSIBLE.search(item)]

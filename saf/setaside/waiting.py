@@ -166,10 +166,10 @@ def parked(
         with psycopg.Cursor(connection, row_factory=class_row(_Parked)) as cursor:
             return cursor.execute(PARKED, params | {"limit": limit}).fetchall()
 
-    page = page_of(read, limit, lambda one: one.place)
+    page = page_of(read, limit, lambda lane: lane.place)
     return Waiting(
         shown=tuple(
-            Parked(**{f.name: getattr(one, f.name) for f in fields(Parked)}) for one in page.shown
+            Parked(**{f.name: getattr(lane, f.name) for f in fields(Parked)}) for lane in page.shown
         ),
         next=page.next,
         lanes=page.shown[0].lanes if page.shown else 0,
@@ -191,7 +191,7 @@ def place_at(place: str | None) -> Place | None:
     if place is None:
         return None
     try:
-        return [str(one) for one in PLACES.validate_json(place)]
+        return [str(value) for value in PLACES.validate_json(place)]
     except ValueError:
         raise foreign(place, "lanes") from None
 

@@ -53,23 +53,23 @@ class Answers:
         Raises:
             Unavailable: some answers are missing.
         """
-        one, wanted = self._compiled[router.expression], rows[self._name].to_numpy()
+        expression, wanted = self._compiled[router.expression], rows[self._name].to_numpy()
         if not np.isin(wanted, self._ids).all():
             why = "Spark has not evaluated the expressions for all messages of its routers in SQL"
             raise Unavailable(f"broker {self._broker!r}", why)
         places = self._order[np.searchsorted(self._ids, wanted)]
-        said = self._now[one.column].take(places).combine_chunks()
-        if said.null_count:
-            self._note(one, rows.filter(pc.is_null(said)))
-        return as_said(one, said)
+        answers = self._now[expression.column].take(places).combine_chunks()
+        if answers.null_count:
+            self._note(expression, rows.filter(pc.is_null(answers)))
+        return as_said(expression, answers)
 
-    def _note(self, one: Compiled, rows: pa.Table) -> None:
+    def _note(self, expression: Compiled, rows: pa.Table) -> None:
         """Keep the first few messages for which an expression raised."""
         number = "log_id" if "log_id" in rows.column_names else "id"
         small = rows.filter(pc.less_equal(pc.binary_length(rows["body"]), LARGEST))
         for row in small.slice(0, MOST - len(self.raised)).to_pylist():
             message = {name: row[name] for name in (*EXPRESSED, "shard")}
-            self.raised.append(Raised(text=one.text, message={**message, "id": row[number]}))
+            self.raised.append(Raised(text=expression.text, message={**message, "id": row[number]}))
 
 
 def as_said(one: Compiled, said: pa.Array) -> pa.Table:
@@ -78,10 +78,10 @@ def as_said(one: Compiled, said: pa.Array) -> pa.Table:
         texts = said.dictionary_encode()
         answers = [*map(_answer, texts.dictionary.to_pylist()), RAISED]
         return as_answers(answers).take(pc.fill_null(texts.indices, len(answers) - 1))
-    nothing = pa.nulls(len(said))
+    nulls = pa.nulls(len(said))
     services = pc.if_else(pc.equal(said, b""), pa.scalar(None, said.type), said)
     errors = pc.if_else(pc.is_null(said), RAISED, pa.scalar(None, pa.string()))
-    return pa.table([services, nothing, nothing, errors], ANSWERS.names).cast(ANSWERS)
+    return pa.table([services, nulls, nulls, errors], ANSWERS.names).cast(ANSWERS)
 
 
 def _answer(text: bytes) -> Resolved | str:

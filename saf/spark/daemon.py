@@ -116,15 +116,15 @@ def _hand_over(path: str) -> bool:
 
     Return False if no daemon accepts them.
     """
-    mine = json.dumps([sys.argv, dict(os.environ)]).encode()
+    request = json.dumps([sys.argv, dict(os.environ)]).encode()
     try:
-        with socket.socket(socket.AF_UNIX) as there:
-            there.connect(path)
-            socket.send_fds(there, [b"\n"], STREAMS)
-            there.sendall(mine + b"\n")
-            if there.recv(1) != b"\n":
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(path)
+            socket.send_fds(connection, [b"\n"], STREAMS)
+            connection.sendall(request + b"\n")
+            if connection.recv(1) != b"\n":
                 return False
-            there.recv(1)
+            connection.recv(1)
     except OSError:
         return False
     return True
@@ -136,17 +136,17 @@ def _take_over(listening: socket.socket) -> bool:
     shutil.rmtree(Path(listening.getsockname()).parent, ignore_errors=True)
     if listening not in ready:
         return False
-    there, _ = listening.accept()
-    _, streams, _, _ = socket.recv_fds(there, 1, len(STREAMS))
-    with there.makefile("rb") as file:
+    connection, _ = listening.accept()
+    _, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
+    with connection.makefile("rb") as file:
         sys.argv, environment = json.loads(file.readline())
-    for mine, its in zip(STREAMS, streams, strict=True):
-        os.dup2(its, mine)
-        os.close(its)
+    for own, received in zip(STREAMS, streams, strict=True):
+        os.dup2(received, own)
+        os.close(received)
     os.environ.clear()
     os.environ.update(environment)
-    there.sendall(b"\n")
-    there.detach()  # keep it open until this process ends
+    connection.sendall(b"\n")
+    connection.detach()  # keep it open until this process ends
     return True
 
 

@@ -45,7 +45,7 @@ class DryRuns:
 
         Return no answers if Spark's packages are not installed.
         """
-        if not any(one.kind == SQL and not one.problem for one in routes.routers):
+        if not any(router.kind == SQL and not router.problem for router in routes.routers):
             return routes, None
         try:
             session.require_packages()
@@ -70,12 +70,12 @@ class _Answers:
         return np.ones(len(rows), np.bool_)
 
     def to(self, router: Router, rows: pa.Table) -> pa.Table:
-        one = self._compiled[router.expression]
-        return pa.concat_tables([self._to(one, row) for row in rows.to_pylist()])
+        expression = self._compiled[router.expression]
+        return pa.concat_tables([self._to(expression, row) for row in rows.to_pylist()])
 
-    def _to(self, one: Compiled, message: Mapping[str, Any]) -> pa.Table:
-        why = reason(self._spark, Raised(text=one.text, message=message))
+    def _to(self, expression: Compiled, message: Mapping[str, Any]) -> pa.Table:
+        why = reason(self._spark, Raised(text=expression.text, message=message))
         if why is not None:
             return as_answers([f"{RAISED}: {why}"])
-        text = answer(self._spark, one.text, message) or ""
-        return as_said(one, pa.array([text.encode()], pa.binary()))
+        text = answer(self._spark, expression.text, message) or ""
+        return as_said(expression, pa.array([text.encode()], pa.binary()))

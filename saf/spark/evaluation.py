@@ -76,7 +76,7 @@ def receipts(
     at_once = min(len(work), max(1, spark.sparkContext.defaultParallelism))
     with ThreadPoolExecutor(max_workers=at_once) as pool:
         evaluated = pool.map(run, work)
-        return [*meanwhile(), *(receipt for some in evaluated for receipt in some)]
+        return [*meanwhile(), *(receipt for part in evaluated for receipt in part)]
 
 
 @dataclass(kw_only=True)
@@ -136,13 +136,13 @@ class Evaluation:
         transforms.item = self.item
         usable = transforms.usable()
         evaluated = Evaluated(
-            given={service: one.given for service, one in usable.items()},
+            given={service: result.given for service, result in usable.items()},
             problems=transforms.problems,
             faults=transforms.faults,
             parked=frozenset[int]().union(*transforms.parked.values()),
             last=transforms.last,
         )
-        frames = [one.frame for one in usable.values()]
+        frames = [result.frame for result in usable.values()]
         if self.compiled:
             max_bytes, last = self.rules.max_bytes, transforms.last
             frames.append(answers_of(self.spark, self.item, self.compiled, max_bytes, last=last))
@@ -187,7 +187,7 @@ def in_order(spark: SparkSession, frames: Sequence[DataFrame]) -> DataFrame:
         F.lit(LAST).alias("id"),
         F.lit(True).alias(ENDED),
     )
-    whole = reduce(lambda some, more: some.unionByName(more, True), [*frames, end]).coalesce(1)
+    whole = reduce(lambda rows, more: rows.unionByName(more, True), [*frames, end]).coalesce(1)
     streams = not frames or (len(frames) == 1 and keeps_order(frames[0]))
     return whole if streams else whole.sortWithinPartitions("id")
 
@@ -210,7 +210,7 @@ def deliver(
         running = Task(number, item, rules, answers, transforming, partly=evaluated.last < LAST)
         with closing(messages(item, rules.max_bytes)) as rows:
             receipts = bounded(number, item, lambda: running.run(up_to(rows, evaluated.last)))
-        said = pickle.dumps((receipts, answers.raised if answers else []))
-        yield pa.RecordBatch.from_pydict({"said": [said]})
+        data = pickle.dumps((receipts, answers.raised if answers else []))
+        yield pa.RecordBatch.from_pydict({"said": [data]})
 
     return task

@@ -111,18 +111,18 @@ def answers_of(
     """
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
-    routers = [one for one in item.routes.routers if only in (None, one.expression)]
-    columns = frozenset[str]().union(*(one.columns for one in compiled.values()))
+    routers = [entry for entry in item.routes.routers if only in (None, entry.expression)]
+    columns = frozenset[str]().union(*(entry.columns for entry in compiled.values()))
     kinds = {"id": "long"} | {name: kind for name, kind in EXPRESSED.items() if name in columns}
     asked = []
     if len(compiled) > 1:
         kinds["asked"] = "int"
         asked.append(_asked(routers, compiled))
     selected = columns | {"to_service"}
-    some = f"to_service = ANY ({sql.Literal([r.service for r in routers]).as_string(None)})"
+    condition = f"to_service = ANY ({sql.Literal([r.service for r in routers]).as_string(None)})"
     queries = [
         f"SELECT {', '.join(kinds)} FROM ({messages}) AS m "
-        f"WHERE {some} AND id <= {last} ORDER BY id"
+        f"WHERE {condition} AND id <= {last} ORDER BY id"
         for messages in (
             *_parked(item, [*as_spark_sees(selected, max_bytes), *asked]),
             item.batch.rows(["id", *as_spark_sees(selected, max_bytes, item.batch.log), *asked]),
@@ -131,25 +131,27 @@ def answers_of(
     rows = messages_of(spark, item, kinds, queries)
     if "body" in columns:
         rows = with_derived(rows)
-    each = [(one.number, one.column, F.expr(one.safe)) for one in compiled.values()]
-    if len(each) == 1:
-        answers = [answer.alias(column) for _, column, answer in each]
+    answer_columns = [
+        (entry.number, entry.column, F.expr(entry.safe)) for entry in compiled.values()
+    ]
+    if len(answer_columns) == 1:
+        answers = [answer.alias(column) for _, column, answer in answer_columns]
     else:
         own = reduce(
-            lambda o, one: F.when(F.col("asked") == one[0], one[2]).otherwise(o),
-            each,
+            lambda o, entry: F.when(F.col("asked") == entry[0], entry[2]).otherwise(o),
+            answer_columns,
             F.lit(None).cast("binary"),
         )
         rows = rows.withColumn("own", own)
         # the other columns are needed only if a router passes a message on to another router
         text = F.col("own").cast("string")
         named = F.coalesce(F.get_json_object(text, "$.service"), text)
-        handed_on = named.isin(*{one.service for one in item.routes.routers})
+        handed_on = named.isin(*{entry.service for entry in item.routes.routers})
         answers = [
             F.when(F.col("asked") == number, F.col("own"))
             .when((F.col("asked") == OF_NONE) | handed_on, answer)
             .alias(column)
-            for number, column, answer in each
+            for number, column, answer in answer_columns
         ]
     return rows.select("id", F.lit(None).cast("boolean").alias(ENDED), *answers)
 
@@ -158,7 +160,7 @@ def _asked(routers: Sequence[Router], compiled: Mapping[str, Compiled]) -> sql.C
     """Return the column with the number of the expression of each message's router."""
     of = [compiled[r.expression].number if r.expression in compiled else OF_NONE for r in routers]
     return sql.SQL("({}::int[])[array_position({}::text[], to_service)] AS asked").format(
-        sql.Literal(of), sql.Literal([one.service for one in routers])
+        sql.Literal(of), sql.Literal([router.service for router in routers])
     )
 
 

@@ -43,12 +43,14 @@ def of_expressions(
     """Return the expressions that end a job, with the reasons."""
 
     def why(only: str | None = None) -> str | None:
-        said = raised(answers_of(spark, item, compiled, max_bytes, only=only))
-        return said and f"Spark fails with its expression: {said}"
+        reason = raised(answers_of(spark, item, compiled, max_bytes, only=only))
+        return reason and f"Spark fails with its expression: {reason}"
 
     if not compiled or (of_all := why()) is None:
         return {}
-    of_each = {one: said for one in compiled if (said := why(one)) is not None}
+    of_each = {
+        expression: reason for expression in compiled if (reason := why(expression)) is not None
+    }
     return of_each or dict.fromkeys(compiled, of_all)
 
 

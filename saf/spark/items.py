@@ -25,7 +25,7 @@ Numbered = tuple[int, Work]
 
 def partitions(numbered: Sequence[Numbered]) -> list[bytes]:
     """Return the content of each item's partition."""
-    return [pickle.dumps(one) for one in numbered]
+    return [pickle.dumps(item) for item in numbered]
 
 
 def opened(handed: bytes) -> Numbered:

@@ -117,13 +117,13 @@ def _version(executable: Path) -> str | None:
     if match and os.access(executable, os.X_OK):
         return match[1]
     try:
-        said = subprocess.run(  # noqa: S603 the Java that the user pointed at
+        output = subprocess.run(  # noqa: S603 the Java that the user pointed at
             [executable, "-version"], capture_output=True, text=True, timeout=30, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    match = re.search(r'version "(\d[^"]*)"', said.stderr)
-    return match[1] if match and said.returncode == 0 else None
+    match = re.search(r'version "(\d[^"]*)"', output.stderr)
+    return match[1] if match and output.returncode == 0 else None
 
 
 def _embedded() -> Java | None:

@@ -100,10 +100,10 @@ class Jvm:
         Raises:
             SafError: the JVM ended instead, after writing the reason to stderr.
         """
-        told = self.folder / "gateway"
+        path = self.folder / "gateway"
         deadline = time.monotonic() + START_SECONDS
         try:
-            while not told.exists():
+            while not path.exists():
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     self.kill()
                     self.said.join(1)
@@ -112,7 +112,7 @@ class Jvm:
                         "(spark.driver.memory) are the usual reasons"
                     )
                 time.sleep(0.01)
-            data = told.read_bytes()
+            data = path.read_bytes()
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
         (port, length) = struct.unpack(">ii", data[:8])
@@ -154,10 +154,10 @@ def launch(java: Java, conf: Mapping[str, str], env: Mapping[str, str]) -> Jvm:
         preexec_fn=_ignore_interrupts,  # noqa: PLW1509 the one system call is safe after a fork
     )
     assert process.stdout is not None  # noqa: S101 it is a pipe
-    said = threading.Thread(target=_pass_on, args=[process.stdout], daemon=True)
-    said.start()
+    reader = threading.Thread(target=_pass_on, args=[process.stdout], daemon=True)
+    reader.start()
     in_shell = line[: len(SHELL)] == [*SHELL]
-    return Jvm(process=left_to_itself(process), folder=folder, in_shell=in_shell, said=said)
+    return Jvm(process=left_to_itself(process), folder=folder, in_shell=in_shell, said=reader)
 
 
 def command(java: Java, conf: Mapping[str, str]) -> list[str]:
@@ -234,10 +234,10 @@ def _prune(folder: Path) -> None:
         _size_file(old).unlink(missing_ok=True)
 
 
-def _pass_on(said: IO[bytes]) -> None:
+def _pass_on(output: IO[bytes]) -> None:
     # the process that ends the JVM may have closed the pipe already
     with suppress(ValueError, OSError):
-        while data := os.read(said.fileno(), 65536):
+        while data := os.read(output.fileno(), 65536):
             os.write(2, data)
 
 

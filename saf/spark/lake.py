@@ -77,9 +77,9 @@ class ToDelta:
         application = self.application or _query(batch)
         table = MicroBatches(self.settings, self.by)
         rows = table.begin(application, number, to_arrow_schema(batch.schema, timezone="UTC"))
-        said = {"table": self.settings.table, "query": application, "batch": number}
+        details = {"table": self.settings.table, "query": application, "batch": number}
         if rows is None:
-            log.info("appended_already", **said)
+            log.info("appended_already", **details)
             return
 
         def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

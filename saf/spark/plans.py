@@ -27,9 +27,11 @@ def columns_read(frame: DataFrame) -> frozenset[str] | None:
         if kind in HIDING or node.subqueries().size():
             return None
         if kind == READER and kind_of(node.child()) == "Range":
-            read |= {one.exprId().id(): str(one.name()) for one in items(node.output())}
+            read |= {
+                attribute.exprId().id(): str(attribute.name()) for attribute in items(node.output())
+            }
         else:
-            found |= {one.exprId().id() for one in items(node.references().toSeq())}
+            found |= {attribute.exprId().id() for attribute in items(node.references().toSeq())}
     return frozenset(name for number, name in read.items() if number in found)
 
 

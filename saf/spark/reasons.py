@@ -67,8 +67,8 @@ def answer(spark: SparkSession, text: str, message: Mapping[str, Any]) -> str | 
     )
     frame: Any = with_derived(row).select(F.expr(text))._jdf
     # one row of constants: the optimized plan contains only the expression itself
-    said = frame.queryExecution().optimizedPlan().expressions().apply(0).eval(None)
-    return None if said is None else str(said.toString())
+    value = frame.queryExecution().optimizedPlan().expressions().apply(0).eval(None)
+    return None if value is None else str(value.toString())
 
 
 def reason(spark: SparkSession, raised: Raised) -> str | None:
@@ -87,7 +87,9 @@ def reason(spark: SparkSession, raised: Raised) -> str | None:
 
 def explain(spark: SparkSession, item: Work, raised: Iterable[Raised]) -> None:
     """Write the expressions' errors into the dead letters of one item of work."""
-    found = [(one.message, why) for one in raised if (why := reason(spark, one)) is not None]
+    found = [
+        (problem.message, why) for problem in raised if (why := reason(spark, problem)) is not None
+    ]
     if not found:
         return
     try:

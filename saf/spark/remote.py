@@ -105,18 +105,20 @@ class ConnectRunner:
 
         seal = self._seal
         assert seal is not None  # noqa: S101 - `start` comes first
-        some = [without_sql(item, NO_SQL) for item in work]
+        parts = [without_sql(item, NO_SQL) for item in work]
         with suppress(Exception):  # where this setting is forbidden, some items share a task
-            self._spark.conf.set(PARALLELISM, str(len(some)))
+            self._spark.conf.set(PARALLELISM, str(len(parts)))
         self._spark.addTag(group)
         try:
-            packed = pa.table({items.ITEM: [seal.closed(one) for one in enumerate(some)]})
+            packed = pa.table(
+                {items.ITEM: [seal.closed(numbered) for numbered in enumerate(parts)]}
+            )
             function = task(seal.name, seal.closed(rules))
             done = self._spark.createDataFrame(packed).mapInArrow(function, "said binary")
             return [
                 receipt
-                for said in done.toArrow()["said"].to_pylist()
-                for receipt in pickle.loads(said)  # noqa: S301 - our own bytes  # nosec B301
+                for data in done.toArrow()["said"].to_pylist()
+                for receipt in pickle.loads(data)  # noqa: S301 - our own bytes  # nosec B301
             ]
         finally:
             self._spark.removeTag(group)
@@ -194,7 +196,7 @@ def slots(spark: Any) -> int:
         before = spark.conf.get(PARALLELISM, None)
         spark.conf.unset(PARALLELISM)
     try:
-        said = spark.range(PARTS).mapInArrow(greet, "version string").toArrow()["version"]
+        versions = spark.range(PARTS).mapInArrow(greet, "version string").toArrow()["version"]
     except PySparkException as error:
         if "No module named" not in str(error) and "PYTHON_VERSION_MISMATCH" not in str(error):
             raise
@@ -207,13 +209,13 @@ def slots(spark: Any) -> int:
             with suppress(Exception):
                 spark.conf.set(PARALLELISM, before)
     here = version("saf-outbox")
-    others = sorted({*said.to_pylist()} - {here})
+    others = sorted({*versions.to_pylist()} - {here})
     if others:
         raise ConfigurationError(
             f"the Python of the cluster's tasks has saf {', '.join(others)}, and this machine has "
             f"{here}: install the same there"
         )
-    return len(said)
+    return len(versions)
 
 
 def greet(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -265,9 +267,9 @@ def _translated(ask: Callable[[], T]) -> T:
         raise SparkGone(_words(error)) from error
     except PySparkException as error:
         code = getattr(error, "getGrpcStatusCode", lambda: None)()
-        away = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        is_lost = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         closed = "Channel closed" in str(error)  # by `ConnectRunner.abandon`
-        if away or closed or "INVALID_HANDLE." in str(error):
+        if is_lost or closed or "INVALID_HANDLE." in str(error):
             raise SparkGone(_words(error)) from error
         raise JobFailed(_words(error)) from error
 

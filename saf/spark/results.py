@@ -51,17 +51,17 @@ def transformed(
 
     function = imported(whose, name)
     try:
-        said = function(messages)
+        outcome = function(messages)
     except Exception as error:
-        said = f"raises {type(error).__name__}: {first_line(error)}"
-        raise ConfigurationError(f"{whose}: {name} {said}") from error
+        outcome = f"raises {type(error).__name__}: {first_line(error)}"
+        raise ConfigurationError(f"{whose}: {name} {outcome}") from error
     try:
-        usable = _usable(said, whose, name)
+        usable = _usable(outcome, whose, name)
     except PySparkException as error:  # e.g. two columns with the same name
         raise ConfigurationError(
             f"{whose}: what {name} returns cannot be used: {first_line(error)}"
         ) from error
-    if deterministic and (why := changing(said)):
+    if deterministic and (why := changing(outcome)):
         raise ConfigurationError(
             f"{whose}: {name} {why}, which differs when a batch is read again: set "
             "`deterministic = false` in saf.toml, and its results are kept before they are sent"
@@ -69,16 +69,16 @@ def transformed(
     return usable
 
 
-def _usable(said: Any, whose: str, name: str) -> Usable:
+def _usable(result: Any, owner: str, name: str) -> Usable:
     from pyspark.sql import DataFrame
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
     from pyspark.sql.types import BinaryType, IntegralType, MapType, StringType
 
-    if not isinstance(said, DataFrame):
+    if not isinstance(result, DataFrame):
         raise ConfigurationError(
-            f"{whose}: {name} returns a {type(said).__name__}, and no DataFrame"
+            f"{owner}: {name} returns a {type(result).__name__}, and no DataFrame"
         )
-    kinds = {field.name: field.dataType for field in said.schema}
+    kinds = {field.name: field.dataType for field in result.schema}
     allowed: dict[str, tuple[type, ...]] = {
         "id": (IntegralType,),
         "part": (IntegralType,),
@@ -88,18 +88,18 @@ def _usable(said: Any, whose: str, name: str) -> Usable:
     for column in ("id", "body"):
         if column not in kinds:
             raise ConfigurationError(
-                f"{whose}: {name} gives no column {column}, only {', '.join(kinds) or 'none'}"
+                f"{owner}: {name} gives no column {column}, only {', '.join(kinds) or 'none'}"
             )
     for column in KINDS.keys() & kinds.keys():
         if not isinstance(kinds[column], allowed.get(column, (StringType,))):
             raise ConfigurationError(
-                f"{whose}: {name} gives a column {column} of the type "
+                f"{owner}: {name} gives a column {column} of the type "
                 f"{kinds[column].simpleString()}"
             )
     if isinstance(kinds.get("headers"), MapType):
-        said = said.withColumn("headers", F.to_json("headers"))
+        result = result.withColumn("headers", F.to_json("headers"))
     columns = [F.col(name).cast(kind).alias(name) for name, kind in KINDS.items() if name in kinds]
-    frame = said.select(*columns, F.lit(False).alias(ENDED))
+    frame = result.select(*columns, F.lit(False).alias(ENDED))
     return Usable(frame=frame, given=frozenset({*GIVEN} & kinds.keys()))
 
 

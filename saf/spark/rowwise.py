@@ -120,8 +120,8 @@ def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> s
                 return f"it uses {name}, which is not a column of a message"
         elif kind not in SYNTAX:
             return f"it has a {kind.rstrip('$')}, which does not look at one row alone"
-    if (said := _of_now(spark, expression)) is not None:
-        return f"it uses {said}, which is another time at each reading"
+    if (literal := _of_now(spark, expression)) is not None:
+        return f"it uses {literal}, which is another time at each reading"
     return None
 
 
@@ -152,8 +152,8 @@ def _of_now(spark: SparkSession, expression: str) -> str | None:
     parser = getattr(jvm, f"{CATALYST}parser")
     stream = parser.UpperCaseCharStream(jvm.org.antlr.v4.runtime.CharStreams.fromString(expression))
     tokens = parser.SqlBaseLexer(stream).getAllTokens()
-    said = [str(token.getText()) for token in tokens if token.getChannel() == 0]
-    for kind, literal in pairwise(said):
+    texts = [str(token.getText()) for token in tokens if token.getChannel() == 0]
+    for kind, literal in pairwise(texts):
         if kind.upper() in TYPES and OF_NOW.match(literal.lstrip("rR").strip("'\"")):
             return f"{kind} {literal}"
     return None

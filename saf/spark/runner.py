@@ -65,8 +65,8 @@ class SparkRunner:
     def _run(
         self, work: Sequence[items.Numbered], rules: ForwardingRules, group: str
     ) -> list[Receipt]:
-        evaluated = [one for one in work if rules.transforms or one[1].routes.in_sql]
-        others = [one for one in work if not rules.transforms and not one[1].routes.in_sql]
+        evaluated = [item for item in work if rules.transforms or item[1].routes.in_sql]
+        others = [item for item in work if not rules.transforms and not item[1].routes.in_sql]
         if not evaluated:
             return self._deliver(others, rules)
         from saf.spark.evaluation import receipts  # imports Arrow at the driver

@@ -127,10 +127,12 @@ def first_line(error: BaseException) -> str:
     "Thrown: Traceback: KeyError: 'k'"
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith("An error occurred while calling")]
-    first = (told or lines or [type(error).__name__])[0].lstrip(": ")
+    own_lines = [line for line in lines if not line.startswith("An error occurred while calling")]
+    first = (own_lines or lines or [type(error).__name__])[0].lstrip(": ")
     if first.endswith(":"):  # the traceback of a Python error in a task ends with the error
-        first = next((f"{first} {line}" for line in reversed(told) if RAISED.match(line)), first)
+        first = next(
+            (f"{first} {line}" for line in reversed(own_lines) if RAISED.match(line)), first
+        )
     return first.rstrip(".")
 
 

@@ -145,8 +145,8 @@ class Transforms:
         if parked := self.parked.get(service):
             of_parked = sql.SQL(OF_PARKED).format(
                 columns=sql.SQL(", ").join(
-                    sql.Identifier(one) if isinstance(one, str) else one
-                    for one in as_spark_sees(selected, max_bytes)
+                    sql.Identifier(column) if isinstance(column, str) else column
+                    for column in as_spark_sees(selected, max_bytes)
                 ),
                 subscription_id=subscription,
                 ids=sql.Literal(sorted(parked)),
@@ -158,14 +158,14 @@ class Transforms:
 
 def routers_of(item: Work, rules: ForwardingRules) -> frozenset[str]:
     """Return the routers that have a transform."""
-    return frozenset(one.service for one in item.routes.routers) & {*rules.transforms}
+    return frozenset(router.service for router in item.routes.routers) & {*rules.transforms}
 
 
 def last_at_once(item: Work, rules: ForwardingRules) -> int:
     """Return the id of the `AT_ONCE`-th message to evaluate in a deep backlog; else `LAST`."""
     if not item.deep:
         return LAST
-    in_sql = [one.service for one in item.routes.in_sql]
+    in_sql = [router.service for router in item.routes.in_sql]
     query = sql.SQL(NTH).format(
         messages=sql.SQL(item.batch.rows(["id", "to_service"])),
         services=sql.Literal([*rules.transforms, *in_sql]),
@@ -211,4 +211,6 @@ def parked_of(item: Work, rules: ForwardingRules) -> dict[str, frozenset[int]]:
 
 def _by_service(found: Mapping[int, str]) -> dict[str, frozenset[int]]:
     services = set(found.values())
-    return {one: frozenset(i for i, service in found.items() if service == one) for one in services}
+    return {
+        name: frozenset(i for i, service in found.items() if service == name) for name in services
+    }

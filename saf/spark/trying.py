@@ -51,10 +51,10 @@ def tried(
         spark = SparkSession.builder.getOrCreate()
         row = [1, *(_plain(message.get(name)) for name in EXPRESSED)]
         schema = ", ".join(f"{name} {kind}" for name, kind in SEEN.items())
-        seen = as_seen(spark.createDataFrame([row], schema))
+        frame = as_seen(spark.createDataFrame([row], schema))
         try:
             usable = transformed(
-                seen, f"transform of {service!r}", function, deterministic=deterministic
+                frame, f"transform of {service!r}", function, deterministic=deterministic
             )
         except ConfigurationError as error:
             return Tried(waits=str(error))
@@ -72,8 +72,10 @@ def tried(
     going = transforming.bury_at_fault(rows, aside)
     if aside.dead:
         return Tried(dead=aside.dead[0][3])
-    made = transforming.outputs(going).select(SHOWN).to_pylist()
-    return Tried(messages=[{**one, "message_id": UUID(bytes=one["message_id"])} for one in made])
+    outputs = transforming.outputs(going).select(SHOWN).to_pylist()
+    return Tried(
+        messages=[{**output, "message_id": UUID(bytes=output["message_id"])} for output in outputs]
+    )
 
 
 def _plain(value: object) -> object:

@@ -170,13 +170,13 @@ def forged(patient: Patient) -> Found:
 
 def forgers(patient: Patient) -> Found:
     """Report roles that may write columns that only the server should set, e.g. transaction ids."""
-    for whose, tables in grants.forgers(patient.connection):
+    for holder, tables in grants.forgers(patient.connection):
         yield (
-            "error" if whose == "PUBLIC" else "warning",
-            f"{whose} and its members may write any column of saf.{tables[0]}"
+            "error" if holder == "PUBLIC" else "warning",
+            f"{holder} and its members may write any column of saf.{tables[0]}"
             f"{f' and {len(tables) - 1} more tables' if tables[1:] else ''}, as no kind of role "
             "may: a message with a transaction that is still to come is never forwarded",
-            grants.forgers_cure(whose),
+            grants.forgers_cure(holder),
         )
 
 
@@ -226,17 +226,17 @@ def _left_lying(
         name=sql.Literal(log),
     )
     stuck = patient.limits.stuck_seconds
-    for name, count, age, others, alive, stream, opened in patient.ask(query, seconds=stuck):
+    for name, count, age, others, live, stream, opened in patient.ask(query, seconds=stuck):
         if stream:
             if count and age >= stuck:
                 yield _abandoned(patient, name, log, count, age, opened=opened)
         elif count and age >= stuck:
             yield (
-                "warning" if alive else "error",
+                "warning" if live else "error",
                 f"subscription {name!r} of the {log} has {counted(count, 'message')} to read, the "
-                f"oldest for {age:.0f} s, and {'is slow or stuck' if alive else 'no live member'}; "
+                f"oldest for {age:.0f} s, and {'is slow or stuck' if live else 'no live member'}; "
                 "the slots that they are in cannot be purged",
-                f"look at its log and at `{patient.command(*shown_by)}`" if alive else start,
+                f"look at its log and at `{patient.command(*shown_by)}`" if live else start,
             )
         elif others:
             yield (
@@ -293,17 +293,17 @@ def parked_by(config: Settings) -> Check:
         }
         with psycopg.Cursor(patient.connection, row_factory=class_row(Failing)) as cursor:
             found = cursor.execute(LANES, params).fetchall()
-        for one in found:
-            again = (
+        for row in found:
+            next_step = (
                 "is not tried again before an operator says so"
-                if one.braked
-                else f"is tried again at {one.next_attempt_at.isoformat()}"
+                if row.braked
+                else f"is tried again at {row.next_attempt_at.isoformat()}"
             )
             yield (
                 "error",
-                f"the lane of {one.own} has failed {counted(one.attempts, 'time')}, has "
-                f"{counted(one.messages, 'message')} parked in it, and {again}: {one.error}",
-                _what_helps(patient, config, one),
+                f"the lane of {row.own} has failed {counted(row.attempts, 'time')}, has "
+                f"{counted(row.messages, 'message')} parked in it, and {next_step}: {row.error}",
+                _what_helps(patient, config, row),
             )
         if found and (more := found[0].lanes - len(found)):
             yield (
@@ -316,28 +316,28 @@ def parked_by(config: Settings) -> Check:
     return parked
 
 
-def _what_helps(patient: Patient, config: Settings, one: Failing) -> str:
+def _what_helps(patient: Patient, config: Settings, row: Failing) -> str:
     """Return an operator's next step for a lane: a command, if one helps."""
-    lane_of = ("--destination", one.destination, "--kind", one.kind, "--subject", one.subject)
-    if one.kind in (lane.Kind.SERVICE, lane.Kind.FOUND_ROUTE) and one.needs_operator:
-        create = shlex.join(("saf", "service", "create", one.subject, "--broker", one.destination))
-        meant = did_you_mean(one.subject, _living(config, one.destination))
+    lane_of = ("--destination", row.destination, "--kind", row.kind, "--subject", row.subject)
+    if row.kind in (lane.Kind.SERVICE, lane.Kind.FOUND_ROUTE) and row.needs_operator:
+        create = shlex.join(("saf", "service", "create", row.subject, "--broker", row.destination))
+        hint = did_you_mean(row.subject, _living(config, row.destination))
         return (
-            f"{create}; or, if the sender has misspelt it{meant}, correct the sender, and give up "
+            f"{create}; or, if the sender has misspelt it{hint}, correct the sender, and give up "
             f"what waits: {patient.command('parked', 'discard', *lane_of, '--why', 'misspelt')}"
         )
-    if one.unrouted and one.broker is None:
-        return patient.command("route", "add", "DESTINATION", "--service", one.subject)
-    if one.needs_operator and one.destination:
-        retry = patient.command("parked", "retry-now", "--destination", one.destination)
+    if row.unrouted and row.broker is None:
+        return patient.command("route", "add", "DESTINATION", "--service", row.subject)
+    if row.needs_operator and row.destination:
+        retry = patient.command("parked", "retry-now", "--destination", row.destination)
         return f"do what the error says; then {retry}"
     return "fix the cause that the error names; no message is lost"
 
 
 def _living(config: Settings, destination: str) -> list[str]:
     """Return the services that live at a destination; empty if it does not answer."""
-    there = config.destinations.get(destination)
-    dsn = there.broker() if there is not None else None
+    settings = config.destinations.get(destination)
+    dsn = settings.broker() if settings is not None else None
     if dsn is None:
         return []
     try:
@@ -394,10 +394,10 @@ def constraints(patient: Patient) -> Found:
 
 def no_handler(patient: Patient) -> Found:
     """Report messages that wait for a handler of their type."""
-    for one in unhandled(patient.connection):
+    for group in unhandled(patient.connection):
         yield (
             "warning",
-            f"subscription {one.subscription!r}: {one}, since {one.since.isoformat()}",
+            f"subscription {group.subscription!r}: {group}, since {group.since.isoformat()}",
             'deploy a worker that handles the type; if nobody will, run one with unhandled="dead"',
         )
 
@@ -412,7 +412,7 @@ ORDER BY b.endpoint
 
 def endpoints(patient: Patient) -> Found:
     """Report endpoints to which dispatchers send nothing."""
-    for name, subscription, state, since, error, paused_at, who in patient.ask(ENDPOINTS):
+    for name, subscription, state, since, error, paused_at, person in patient.ask(ENDPOINTS):
         what = f"endpoint {name!r} of subscription {subscription!r}"
         waits = "its messages wait, and the slots that they are in cannot be purged"
         resume = shlex.join(("saf", "endpoint", "resume", name))
@@ -426,7 +426,7 @@ def endpoints(patient: Patient) -> Found:
             cure = "fix the endpoint; saf retries it"
             yield "warning", f"{what} is down since {since}: {error}; {waits}", cure
         if paused_at is not None:
-            yield "warning", f"{what} was paused by {who} at {paused_at}; {waits}", resume
+            yield "warning", f"{what} was paused by {person} at {paused_at}; {waits}", resume
 
 
 DEAD = "SELECT reason, count(*), min(error) FROM saf.dead_letter GROUP BY 1 ORDER BY 1"
@@ -449,7 +449,7 @@ WHERE error_code = %(code)s AND NOT ended_here GROUP BY service ORDER BY service
 
 
 def dialogs_set_back(patient: Patient) -> Found:
-    """Report dialogs that failed because one end has forgotten what the other one knows."""
+    """Report dialogs that failed because one end has forgotten what the other end knows."""
     for service, count in patient.ask(FAILED_DIALOGS, code=Code.SET_BACK):
         yield (
             "warning",

@@ -127,11 +127,11 @@ def examine(
     login, of the check `LOGIN`.
     """
     of_source, of_store = _of_source(config), (*BROKER, parked_by(config))
-    databases = [("broker", name, one.dsn, of_source) for name, one in config.brokers.items()]
+    databases = [("broker", name, item.dsn, of_source) for name, item in config.brokers.items()]
     databases += [
         ("destination", name, dsn, of_store)
-        for name, one in config.destinations.items()
-        if (dsn := one.broker())
+        for name, item in config.destinations.items()
+        if (dsn := item.broker())
     ]
     found: list[Finding] = []
     patients: list[Patient] = []
@@ -154,7 +154,7 @@ def examine(
             found += _examined(patient, dsn, checks)
         found += _disagreements(patients)
         places = [
-            (patient.where, patient.name, one) for patient in patients for one in _place(patient)
+            (patient.where, patient.name, item) for patient in patients for item in _place(patient)
         ]
     fleets = [*_fleets(config, limits, clock, places)]
     return [*found, *_elsewhere(config), *fleets, *_copies(places)]
@@ -168,24 +168,26 @@ def _of_source(config: Settings) -> tuple[Check, ...]:
 
 def _elsewhere(config: Settings) -> Iterator[Finding]:
     """Yield findings of the kinds themselves about destinations that are not brokers."""
-    for name, there in config.destinations.items():
-        if there.broker() is not None:
+    for name, destination in config.destinations.items():
+        if destination.broker() is not None:
             continue
         where = f"destination {name!r}"
         try:
-            problems = [*there.problems(name)]
-            more = there.guarantee(name).more
+            problems = [*destination.problems(name)]
+            more = destination.guarantee(name).more
         except Refused as error:
-            said = there.redact(error.reason)
-            yield Finding(check=LOGIN, where=where, severity="error", what=said, cure=error.cure)
+            reason = destination.redact(error.reason)
+            yield Finding(check=LOGIN, where=where, severity="error", what=reason, cure=error.cure)
             continue
         except Unavailable as error:
-            yield _unreachable(where, there.redact(error.reason))
+            yield _unreachable(where, destination.redact(error.reason))
             continue
         except Exception as error:
             to_do = "fix the cause; until then its messages wait at their sources"
-            said = there.redact(str(error) or type(error).__name__)
-            yield Finding(check="destination", where=where, severity="error", what=said, cure=to_do)
+            reason = destination.redact(str(error) or type(error).__name__)
+            yield Finding(
+                check="destination", where=where, severity="error", what=reason, cure=to_do
+            )
             continue
         yield Finding(check=REACHABLE, where=where, severity="ok")
         for what, to_do in problems:
@@ -196,20 +198,20 @@ def _elsewhere(config: Settings) -> Iterator[Finding]:
 
 def _missing(config: Settings, listing: Listing) -> Iterator[Finding]:
     """Yield findings for fleet members that forwarders have met, but that are no longer listed."""
-    there = memory(config)
+    registry = memory(config)
     asked = {*config.fleets} - listing.unlisted
-    if there is None or not asked:
+    if registry is None or not asked:
         return
     try:
-        known = there.known(asked)
+        known = registry.known(asked)
     except (SafError, psycopg.Error):
         return  # the store's own examination reports this
-    for one in missing(known, listing.brokers):
-        error = MemberMissing(one.fleet, one.name, closed=one.name in listing.closed)
-        cure = shlex.join(("saf", "fleet", "forget", one.name))
+    for member in missing(known, listing.brokers):
+        error = MemberMissing(member.fleet, member.name, closed=member.name in listing.closed)
+        cure = shlex.join(("saf", "fleet", "forget", member.name))
         yield Finding(
             check="fleet_member",
-            where=f"fleet {one.fleet!r}",
+            where=f"fleet {member.fleet!r}",
             severity="error",
             what=str(error),
             cure=f"bring it back; or, if it is gone for good, {cure}",
@@ -228,12 +230,12 @@ def _copies(places: Iterable[tuple[str, str, Place]]) -> Iterator[Finding]:
     """Yield findings for databases that have another database's broker_id."""
     originals: dict[UUID, tuple[str, str, Place]] = {}
     found: set[tuple[int, int]] = set()
-    for where, name, one in sorted(places, key=lambda known: known[2].database):
-        _, original, first = originals.setdefault(one.broker_id, (where, name, one))
-        if one.database == first.database or one.database in found:
+    for where, name, identity in sorted(places, key=lambda known: known[2].database):
+        _, original, first = originals.setdefault(identity.broker_id, (where, name, identity))
+        if identity.database == first.database or identity.database in found:
             continue
-        found.add(one.database)
-        error = SameBroker(name, original, one.broker_id)
+        found.add(identity.database)
+        error = SameBroker(name, original, identity.broker_id)
         cure = shlex.join(("saf", "broker", "new-id", "--broker", name))
         yield Finding(check="broker_id", where=where, severity="error", what=str(error), cure=cure)
 
@@ -268,7 +270,7 @@ def _fleets(
                     continue
                 yield Finding(check=REACHABLE, where=where, severity="ok")
                 yield from _examined(patient, broker.dsn, _of_source(config))
-                places += [(where, name, one) for one in _place(patient)]
+                places += [(where, name, identity) for identity in _place(patient)]
         except Unavailable as error:
             yield _not_let_in(where, error, broker.dsn)
         except ConfigurationError as error:
@@ -319,10 +321,10 @@ def _examined(patient: Patient, dsn: Dsn, checks: tuple[Check, ...]) -> Iterator
 
 def _made(check: Check, patient: Patient) -> Iterator[Finding]:
     name, where = check.__name__, patient.where
-    quiet = True
+    is_ok = True
     try:
         for severity, what, to_do in check(patient):
-            quiet = False
+            is_ok = False
             yield Finding(check=name, where=where, severity=severity, what=what, cure=to_do)
     except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
         yield Finding(
@@ -352,7 +354,7 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
             cure=RESTORE if incomplete else "fix the cause; then run the doctor again",
         )
     else:
-        if quiet:
+        if is_ok:
             yield Finding(check=name, where=where, severity="ok")
 
 
@@ -371,12 +373,12 @@ def _disagreements(patients: list[Patient]) -> Iterator[Finding]:
             clocks.append((patient, *skew_of(patient)))
         except psycopg.Error:
             continue  # its connection was lost, and its own examination reports this
-    for (one, ahead, blur), (other, behind, more_blur) in combinations(clocks, 2):
+    for (first, ahead, blur), (other, behind, more_blur) in combinations(clocks, 2):
         seconds = abs(ahead - behind)
-        if seconds - blur - more_blur > one.limits.skew_seconds:
+        if seconds - blur - more_blur > first.limits.skew_seconds:
             yield Finding(
                 check="clocks_agree",
-                where=f"{one.where} and {other.where}",
+                where=f"{first.where} and {other.where}",
                 severity="warning",
                 what=f"their clocks differ by {seconds:.0f} s: a range of time is not the same",
                 cure="let both follow the same time servers (NTP)",

@@ -27,12 +27,12 @@ def dialogs_by(config: Settings) -> Check:
         for service, broker in patient.ask(DIALOGS):
             match = in_force.match(service, broker)
             for name in match.destinations if match else ():
-                there = config.destinations.get(name)
-                if there is not None and not there.capabilities.takes_dialogs:
+                settings = config.destinations.get(name)
+                if settings is not None and not settings.capabilities.takes_dialogs:
                     yield (
                         "error",
                         f"dialogs with service {service!r} go to destination {name!r} of kind "
-                        f"{there.kind!r}, which takes no messages of dialogs: they are parked",
+                        f"{settings.kind!r}, which takes no messages of dialogs: they are parked",
                         f"{patient.command('route', 'add', 'BROKER', '--service', service)}, where "
                         "BROKER is a destination of kind 'postgresql'",
                     )
@@ -62,12 +62,12 @@ def given_early_by(config: Settings) -> Check:
         for service, broker, messages in patient.ask(GIVEN_LATER):
             match = in_force.match(service, broker)
             for name in match.destinations if match else ():
-                there = config.destinations.get(name)
-                if there is not None and not there.capabilities.holds:
+                settings = config.destinations.get(name)
+                if settings is not None and not settings.capabilities.holds:
                     yield (
                         "warning",
                         f"{counted(messages, 'message')} for service {service!r}, of the newest, "
-                        f"have a deliver_at, and destination {name!r} of kind {there.kind!r} "
+                        f"have a deliver_at, and destination {name!r} of kind {settings.kind!r} "
                         "holds no message until then: it gets them immediately",
                         "let its readers heed the time that comes with a message; or route the "
                         "service to an inbox",
@@ -92,28 +92,28 @@ def local_by(config: Settings) -> Check:
     def local(patient: Patient) -> Found:
         """Check that local routes lead to their own broker, and serve plain services only."""
         default = config.forwarder.default_destination
-        there = configuration(patient.connection, default, config.declared)
-        routers = {one.router.service for one in there.routers}
+        current = configuration(patient.connection, default, config.declared)
+        routers = {item.router.service for item in current.routers}
         for service, destination, here, works in patient.ask(LOCAL):
-            this = (destination, "--service", service)
-            remove = patient.command("route", "remove", *this)
+            arguments = (destination, "--service", service)
+            remove = patient.command("route", "remove", *arguments)
             if not works:
                 yield (
                     "warning",
                     f"the local route of service {service!r} has no trigger at the outbox: its "
                     "messages wait for the forwarder",
-                    f"{patient.command('route', 'disable', *this)}, then "
-                    + patient.command("route", "enable", *this),
+                    f"{patient.command('route', 'disable', *arguments)}, then "
+                    + patient.command("route", "enable", *arguments),
                 )
-            elif there.brokers.get(destination, here) != here:
+            elif current.brokers.get(destination, here) != here:
                 yield (
                     "warning",
                     f"the route of service {service!r} to {destination!r} is local, and that is "
                     "another broker: messages that their sender does not store go there",
                     f"{remove}, and add it to the destination that is this broker",
                 )
-            if service in there.topics or service in routers:
-                what = "topic" if service in there.topics else "router"
+            if service in current.topics or service in routers:
+                what = "topic" if service in current.topics else "router"
                 yield (
                     "error",
                     f"{what} {service!r} has a local route: its messages stay in this inbox",
@@ -129,17 +129,17 @@ def routes_by(config: Settings) -> Check:
     def routes(patient: Patient) -> Found:
         """Check that routes in force have destinations, topics a route, and routers a function."""
         default = config.forwarder.default_destination
-        there = configuration(patient.connection, default, config.declared)
-        in_force = there.in_force
-        configured = {one.route: one for one in there.routes}
+        current = configuration(patient.connection, default, config.declared)
+        in_force = current.in_force
+        configured = {item.route: item for item in current.routes}
         for route in in_force.routes:
             if route.destination not in config.destinations:
-                meant = did_you_mean(route.destination, config.destinations)
+                hint = did_you_mean(route.destination, config.destinations)
                 yield (
                     "error",
                     f"the route of {describe(route)} leads to a destination that saf.toml does not "
                     "know: its messages are parked",
-                    f"add [destinations.{route.destination}] to saf.toml{meant}, or "
+                    f"add [destinations.{route.destination}] to saf.toml{hint}, or "
                     + _removed(patient, configured[route]),
                 )
             else:
@@ -162,8 +162,8 @@ def routes_by(config: Settings) -> Check:
                     f"{instead}",
                     _removed(patient, configured[route]),
                 )
-        led = {route.service for route in in_force.routes}
-        for topic in sorted(() if None in led else in_force.topics - led):
+        services = {route.service for route in in_force.routes}
+        for topic in sorted(() if None in services else in_force.topics - services):
             yield (
                 "warning",
                 f"topic {topic!r} has no destination: its messages are parked",
@@ -189,11 +189,11 @@ def routes_by(config: Settings) -> Check:
     return routes
 
 
-def _removed(patient: Patient, one: Configured) -> str:
+def _removed(patient: Patient, entry: Configured) -> str:
     """Return the command that removes a route; a route from saf.toml has no row to remove."""
-    if one.origin != "saf.route":
+    if entry.origin != "saf.route":
         return "take it out of saf.toml"
-    return patient.command("route", "remove", *_named(one.route))
+    return patient.command("route", "remove", *_named(entry.route))
 
 
 def _named(route: Route) -> list[str]:
@@ -203,8 +203,8 @@ def _named(route: Route) -> list[str]:
     return [route.destination, *service, *broker]
 
 
-def _kept(one: Configured) -> list[str]:
+def _kept(entry: Configured) -> list[str]:
     """Return the options that keep a route's settings when it is added again."""
-    expires = ["--expires", one.expires_at.isoformat()] if one.expires_at is not None else []
-    comment = ["--comment", one.comment] if one.comment is not None else []
+    expires = ["--expires", entry.expires_at.isoformat()] if entry.expires_at is not None else []
+    comment = ["--comment", entry.comment] if entry.comment is not None else []
     return [*expires, *comment]

@@ -48,12 +48,12 @@ WHERE (s.setdatabase = 0 OR d.datname = current_database())
 
 def synchronous_commit(patient: Patient) -> Found:
     """Check that no default lets a crash undo commits. saf's own sessions set ``on``."""
-    for (whose,) in patient.ask(ASYNCHRONOUS):
+    for (scope,) in patient.ask(ASYNCHRONOUS):
         yield (
             "error",
-            f"synchronous_commit = off by default for {whose}: a crash may undo commits of "
+            f"synchronous_commit = off by default for {scope}: a crash may undo commits of "
             "applications here, such as received messages",
-            f"set it to on for {whose}; turn it off per transaction where that may be",
+            f"set it to on for {scope}; turn it off per transaction where that may be",
         )
 
 
@@ -114,6 +114,6 @@ def clock_skew(patient: Patient) -> Found:
 def skew_of(patient: Patient) -> tuple[float, float]:
     """Return the seconds by which the server is ahead of this machine, and their uncertainty."""
     before = patient.clock()
-    ((there,),) = patient.ask("SELECT extract(epoch FROM clock_timestamp())::float")
+    ((server_time,),) = patient.ask("SELECT extract(epoch FROM clock_timestamp())::float")
     after = patient.clock()
-    return there - (before + after) / 2, (after - before) / 2
+    return server_time - (before + after) / 2, (after - before) / 2

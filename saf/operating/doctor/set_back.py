@@ -34,11 +34,11 @@ def set_back_by(config: Settings) -> Check:
                 )
             if found.behind:
                 since = found.since and f"since a batch of {found.since.isoformat()}"
-                such_as = f", such as: {found.lower}" if found.lower else ""
+                example = f", such as: {found.lower}" if found.lower else ""
                 yield (
                     "error",
                     f"destination {name!r} has lost messages that it acknowledged of "
-                    f"{in_words(shards_of(found.behind))}, {since or 'or never had any'}{such_as}; "
+                    f"{in_words(shards_of(found.behind))}, {since or 'or never had any'}{example}; "
                     "it seems to be restored from a backup, and gets no messages",
                     REPAIR,
                 )
@@ -50,12 +50,12 @@ def _met(patient: Patient, config: Settings) -> Iterator[tuple[str, SetBack]]:
     """Yield how the forwarder would find each destination that answers: set back or not."""
     source = patient.connection
     (broker_id,) = of_broker(source, IDENTITY)
-    for name, there in config.destinations.items():
-        if not there.capabilities.exactly_once:
+    for name, destination in config.destinations.items():
+        if not destination.capabilities.exactly_once:
             continue
         try:
-            before = remembered(source, there.identity(name))
-            known = there.known(name, broker_id, role="doctor")
+            before = remembered(source, destination.identity(name))
+            known = destination.known(name, broker_id, role="doctor")
         except (psycopg.OperationalError, SafError):
             continue  # its own examination reports this
         with source.transaction():

@@ -153,22 +153,22 @@ def lost(
         messages: list[tuple[int, int]] = []
         copies: list[Copy] = []
         uncertain: Counter[str] = Counter()
-        for one in _differences(both, figures(both), routes):
-            if one.kind == "uncertain":
-                uncertain.update(one.lost_at)
-            if one.kind != "lost" or one.id is None:
+        for difference in _differences(both, figures(both), routes):
+            if difference.kind == "uncertain":
+                uncertain.update(difference.lost_at)
+            if difference.kind != "lost" or difference.id is None:
                 continue
-            if one.lost_at:
+            if difference.lost_at:
                 copies.append(
                     Copy(
-                        shard=one.shard,
-                        id=one.id,
-                        destinations=one.lost_at,
-                        address=(one.service, one.broker, one.key),
+                        shard=difference.shard,
+                        id=difference.id,
+                        destinations=difference.lost_at,
+                        address=(difference.service, difference.broker, difference.key),
                     )
                 )
             else:
-                messages.append((one.shard, one.id))
+                messages.append((difference.shard, difference.id))
         return Lost(
             messages=sorted(messages),
             copies=copies,

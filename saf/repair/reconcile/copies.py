@@ -107,11 +107,11 @@ class Copies:
     def lost(self, entries: Sequence[Entry]) -> Lost:
         """Return which destinations have lost a message, given every row with its id."""
         sent = next((e for e in entries if e.state in ("complete", "aside")), None)
-        there = [e for e in entries if e.state in ("stored", "set_aside")]
-        address = next((e for e in (*there, sent) if e and e.service in self.topics), None)
+        copies = [e for e in entries if e.state in ("stored", "set_aside")]
+        address = next((e for e in (*copies, sent) if e and e.service in self.topics), None)
         if sent is None or address is None:
             return Lost(address=entries[0])
-        others = {e.where for e in there}
+        others = {e.where for e in copies}
         given_up = max((e.created_at for e in entries if e.state == "discarded"), default=None)
         missing = {
             name: lacking
@@ -159,12 +159,12 @@ def set_back_copies(
     if not found:
         return None
     frozen = versions(here.connection)
-    replaced = [one.created_at for one in frozen[1:]]
+    replaced = [version.created_at for version in frozen[1:]]
     return Copies(
         routes=routes(here.connection),
         earlier=[
-            (one.routes, until)
-            for one, until in zip(frozen, [*replaced, None], strict=bool(frozen))
+            (version.routes, until)
+            for version, until in zip(frozen, [*replaced, None], strict=bool(frozen))
         ],
         destinations=found,
         topics=frozenset(topics),
@@ -183,10 +183,10 @@ def copied_to(routes: Routes, service: str, broker: UUID | None = None) -> tuple
 def _begun(here: Side, side: Reading, source: UUID, topics: Collection[str]) -> dict[str, datetime]:
     """Return, for each topic, when a destination began to get its messages."""
     begun = [
-        (topic, ALWAYS if one.is_first else one.created_at)
-        for one in versions(here.connection)
+        (topic, ALWAYS if version.is_first else version.created_at)
+        for version in versions(here.connection)
         for topic in topics
-        if side.name in copied_to(one.routes, topic)
+        if side.name in copied_to(version.routes, topic)
     ]
     begun += here.fetch(MADE, {"destination": side.name})
     begun += side.begun(source, topics)

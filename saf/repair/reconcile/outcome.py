@@ -14,7 +14,7 @@ Kind = Literal[
 
 
 HARMLESS = ("in_flight", "not_compared", "uncertain")
-"""Kinds of differences that are no fault, as far as can be seen."""
+"""Kinds of differences that are not faults, as far as can be seen."""
 
 Figures = tuple[int, int]
 """The number of messages, and the sum of the hashes of their ids."""

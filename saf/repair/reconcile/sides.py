@@ -65,20 +65,20 @@ def read_both(
     """
     with ExitStack() as stack:
         here = stack.enter_context(open_side(name, f"broker {name!r}", source, "outbox"))
-        there: list[Reading] = []
+        sides: list[Reading] = []
         unread: dict[str, str] = {}
-        for one, settings in destinations.items():
+        for destination, settings in destinations.items():
             try:
-                there.append(stack.enter_context(settings.reading(one)))
+                sides.append(stack.enter_context(settings.reading(destination)))
             except CannotReadBack as error:
-                unread[one] = error.why
+                unread[destination] = error.why
         with unavailable_if_lost(here.what):
             refuse(here.connection)
         ((broker_id, shards, subscription_id, snapshot, now, topics),) = here.fetch(SOURCE, {})
-        _refuse_twins(there)
+        _refuse_twins(sides)
         purged = [f"outbox of {here.what}"] if here.may_be_purged() else []
         purged += [
-            f"{what} of destination {side.name!r}" for side in there if (what := side.purged())
+            f"{what} of destination {side.name!r}" for side in sides if (what := side.purged())
         ]
         span = Range(since=since, until=until)
         if since is None and purged:
@@ -94,7 +94,7 @@ def read_both(
         }
         yield Both(
             source=here,
-            destinations=tuple(there),
+            destinations=tuple(sides),
             unread=unread,
             range=span,
             what=Compared(
@@ -106,9 +106,9 @@ def read_both(
         )
 
 
-def _refuse_twins(there: list[Reading]) -> None:
+def _refuse_twins(sides: list[Reading]) -> None:
     known: dict[UUID, str] = {}
-    for side in there:
+    for side in sides:
         identity = side.identity()
         if identity in known:
             raise ConfigurationError(

@@ -49,5 +49,5 @@ def unread_of(
     """Return destinations that cannot be read back, with all routes that the source has."""
     if not destinations:
         return Unread(destinations=frozenset())
-    frozen = [one.routes for one in versions(source)]
+    frozen = [version.routes for version in versions(source)]
     return Unread(destinations=frozenset(destinations), routes=[routes(source), *frozen])

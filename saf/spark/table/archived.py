@@ -88,8 +88,8 @@ class Log:
             return False
         query = sql.SQL(IS_THERE).format(slot=sql.Identifier("saf", f"{self.name}_{slot}"))
         given = {**message, "message_id": str(message["message_id"])}
-        ((there,),) = fetch(self.connection, query, given)
-        return bool(there)
+        ((exists,),) = fetch(self.connection, query, given)
+        return bool(exists)
 
 
 def plan(
@@ -128,8 +128,8 @@ def plan(
 
 def _in_folder(folder: Path, log: Log) -> Found:
     found = pieces(folder.absolute(), log.broker_id, log.name)
-    lives = {one.incarnation for one in found}
-    left = [one.path for one in found if not log.has(one.slot, _first(one.path))]
+    lives = {item.incarnation for item in found}
+    left = [item.path for item in found if not log.has(item.slot, _first(item.path))]
     return Found(
         files={str(path): path.stat().st_size for path in left},
         incarnation=log.incarnation if lives <= {log.incarnation} else 0,
@@ -163,7 +163,7 @@ def _in_table(settings: Delta, log: Log, conditions: Iterable[Condition]) -> Fou
         fragments = archive.messages_of(*of).get_fragments(filter=expression(conditions))
         life = table.transaction_version(archive.life_mark(log.broker_id, log.name))
         return Found(
-            files={one.path: bytes_of[one.path] for one in fragments},
+            files={fragment.path: bytes_of[fragment.path] for fragment in fragments},
             incarnation=life or 0,
             in_log=tuple(in_log),
         )
@@ -177,7 +177,7 @@ def _divided(files: Mapping[str, int], number: int) -> list[tuple[str, ...]]:
     """
     parts: list[list[str]] = [[] for _ in range(number)]
     sizes = [0] * number
-    for path, size in sorted(files.items(), key=lambda one: -one[1]):
+    for path, size in sorted(files.items(), key=lambda file: -file[1]):
         least = sizes.index(min(sizes))
         parts[least].append(path)
         sizes[least] += size

@@ -73,19 +73,21 @@ def expression(conditions: Iterable[Condition]) -> pc.Expression:
     '(true and (id > 7))'
     """
     found = pc.scalar(True)
-    for one in conditions:
-        found &= _as_arrow(one)
+    for condition in conditions:
+        found &= _as_arrow(condition)
     return found
 
 
-def _as_arrow(one: Condition) -> pc.Expression:
-    column, kind = ds.field(one.column), TYPES.get(one.column, pa.string())
-    if one.operator in ("null", "not null"):
-        return column.is_null() if one.operator == "null" else column.is_valid()
-    if one.column == "shard":  # a number may not fit into the column's own type
+def _as_arrow(condition: Condition) -> pc.Expression:
+    column, kind = ds.field(condition.column), TYPES.get(condition.column, pa.string())
+    if condition.operator in ("null", "not null"):
+        return column.is_null() if condition.operator == "null" else column.is_valid()
+    if condition.column == "shard":  # a number may not fit into the column's own type
         column = column.cast(kind)
-    values = [v.astimezone(UTC) if one.column == "created_at" else v for v in one.values]
-    if one.operator == "in":
+    values = [
+        v.astimezone(UTC) if condition.column == "created_at" else v for v in condition.values
+    ]
+    if condition.operator == "in":
         return column.isin(pa.array(values, kind))
     (value,) = pa.array(values, kind)
     return {
@@ -93,7 +95,7 @@ def _as_arrow(one: Condition) -> pc.Expression:
         ">=": column >= value,
         "<": column < value,
         "<=": column <= value,
-    }[one.operator]
+    }[condition.operator]
 
 
 def _filesystem(part: Archived) -> FileSystem:
@@ -108,7 +110,7 @@ def _rows(
     files: FileSystem, path: str, names: list[str], wanted: pc.Expression
 ) -> Iterator[pa.RecordBatch]:
     file = ds.dataset(path, filesystem=files, format="parquet")
-    groups = [group for one in file.get_fragments() for group in one.row_groups]
+    groups = [group for fragment in file.get_fragments() for group in fragment.row_groups]
     size = sum(group.total_byte_size for group in groups)
     count = sum(group.num_rows for group in groups)
     yield from file.to_batches(
@@ -126,5 +128,5 @@ def readable(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise Unavailable(what, " ".join(said.split()) or type(error).__name__) from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise Unavailable(what, " ".join(reason.split()) or type(error).__name__) from None

@@ -152,7 +152,7 @@ def _types(log: str) -> dict[str, tuple[DataType, ...]]:
     return types
 
 
-def _same(one: DataType, other: DataType) -> bool:
-    if isinstance(one, MapType) and isinstance(other, MapType):
-        return one.keyType == other.keyType and one.valueType == other.valueType
-    return one == other
+def _same(first: DataType, other: DataType) -> bool:
+    if isinstance(first, MapType) and isinstance(other, MapType):
+        return first.keyType == other.keyType and first.valueType == other.valueType
+    return first == other

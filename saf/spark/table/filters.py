@@ -105,11 +105,11 @@ def condition(given: Filter) -> Condition | None:
 def shards_of(conditions: Iterable[Condition], shards: int) -> list[int]:
     """Return those of ``shards`` shards that may contain rows matching all conditions."""
     found = set(range(shards))
-    for one in conditions:
-        if one.among is not None and one.column == "key":
-            found &= {shard_of(key, shards) for key in one.among}
-        elif one.among is not None and one.column == "shard":
-            found &= set(one.among)
+    for item in conditions:
+        if item.among is not None and item.column == "key":
+            found &= {shard_of(key, shards) for key in item.among}
+        elif item.among is not None and item.column == "shard":
+            found &= set(item.among)
     return sorted(found)
 
 

@@ -114,12 +114,12 @@ class Followed:
                     what=self.what,
                     broker=self.name,
                     dsn=self.dsn,
-                    batch=some,
+                    batch=batch,
                     kept=storage.kept,
                     files=storage.files,
                     deep=deep,
                 )
-                for some in rows.split(number)
+                for batch in rows.split(number)
             ]
 
     def commit(self, end: Offset) -> None:
@@ -127,8 +127,8 @@ class Followed:
         with self._contact() as connection:
             known = self._state(connection)
             self._checked(end, known)
-            mine = known.committed
-            if (end.done, end.open, end.position) == (mine.done, mine.open, mine.position):
+            last = known.committed
+            if (end.done, end.open, end.position) == (last.done, last.open, last.position):
                 return
             epoch = self._mine(connection, known)
             stream.commit(connection, known, epoch, end)

@@ -211,9 +211,9 @@ def for_sink(given: Mapping[str, str], *, stream: bool) -> Options:
     Raises:
         ConfigurationError: the error names the option.
     """
-    mine = {name: value for name, value in given.items() if name.lower() != CHECKPOINT}
-    said = any(name.lower() == "log" for name in mine)
-    options = options_of(mine if said else {**mine, "log": "outbox"})
+    own = {name: value for name, value in given.items() if name.lower() != CHECKPOINT}
+    has_log = any(name.lower() == "log" for name in own)
+    options = options_of(own if has_log else {**own, "log": "outbox"})
     refuse(options, OF_STREAMS, "streams that are read: spark.readStream")
     refuse(options, OF_READS, "batch reads: spark.read")
     refuse(options, ("partitions",), "reads; repartition() sent rows")

@@ -117,7 +117,7 @@ def staged(
             columns[name] = rows[field.name]
     if "to_broker" in columns:  # Python takes more spellings of a UUID than PostgreSQL does
         given = rows["to_broker"].dictionary_encode()
-        brokers = [str(UUID(one)) for one in given.dictionary.to_pylist()]
+        brokers = [str(UUID(value)) for value in given.dictionary.to_pylist()]
         columns["to_broker"] = pa.array(brokers, pa.string()).take(given.indices)
     columns["body"] = rows["body"].cast(pa.binary())
     columns["headers"] = _headers(rows, first)
@@ -160,7 +160,7 @@ def _suspect(rows: pa.RecordBatch) -> int | None:
                 pc.match_substring(column, "\0"),
             ]
         elif name == "to_broker":
-            unknown = [one for one in pc.unique(column).to_pylist() if not _is_uuid(one)]
+            unknown = [value for value in pc.unique(column).to_pylist() if not _is_uuid(value)]
             wrong.append(pc.is_in(column, pa.array(unknown, pa.string())))
         elif name in TIMES:
             earliest = pa.scalar(FIRST_MOMENT, column.type)
@@ -170,8 +170,8 @@ def _suspect(rows: pa.RecordBatch) -> int | None:
             wrong.append(pc.less_equal(column, pa.scalar(datetime.now(UTC), column.type)))
     wrong.append(pc.is_null(rows["service"]))
     found = wrong[0]
-    for one in wrong[1:]:
-        found = pc.or_(found, pc.fill_null(one, False))
+    for value in wrong[1:]:
+        found = pc.or_(found, pc.fill_null(value, False))
     place = pc.index(found, True).as_py()
     return None if place < 0 else int(place)
 
@@ -252,7 +252,7 @@ def _is_uuid(text: str | None) -> bool:
         return False
 
 
-def _is_a(one: DataType, other: DataType) -> bool:
-    if isinstance(one, MapType) and isinstance(other, MapType):
-        return one.keyType == other.keyType and one.valueType == other.valueType
-    return one == other
+def _is_a(kind: DataType, other: DataType) -> bool:
+    if isinstance(kind, MapType) and isinstance(other, MapType):
+        return kind.keyType == other.keyType and kind.valueType == other.valueType
+    return kind == other

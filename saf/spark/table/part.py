@@ -76,15 +76,15 @@ class Query:
         names = fields.columns_read(self.asked, others)
         if not common:
             return fields.at_source(names, kept=kept)
-        some = [name for name in names if name not in UNCOMMON]
-        return [*fields.at_source(some, kept=kept), MORE_THAN_COMMON]
+        common_names = [name for name in names if name not in UNCOMMON]
+        return [*fields.at_source(common_names, kept=kept), MORE_THAN_COMMON]
 
     def of(self, rows: str, *, common: bool = False) -> str:
         """Return the whole query around ``rows``, a query for its `columns`."""
         names = self.names
         if common:
             names = [*(name for name in names if name not in UNCOMMON), MORE]
-        conditions = " AND ".join(["true", *(one.text for one in self.conditions)])
+        conditions = " AND ".join(["true", *(condition.text for condition in self.conditions)])
         return (
             sql.SQL(ROWS)
             .format(
@@ -133,7 +133,11 @@ def _in_windows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
             nonlocal common
             if common:
                 rows = bounded(given(cursor, query.of(window.rows(batch, few), common=True)))
-                whole = [one for some in rows if (one := completed(some, query.names)) is not None]
+                whole = [
+                    complete
+                    for piece in rows
+                    if (complete := completed(piece, query.names)) is not None
+                ]
                 if len(whole) == len(rows):
                     return whole
                 common = False  # expect the same columns in the other windows
@@ -152,8 +156,8 @@ def _unpurged(part: Part) -> Iterator[bulk.BulkCursor]:
         ((files,),) = cursor.fetchall()
         purged = [
             slot
-            for slot, (now, then) in enumerate(zip(files, part.files, strict=True))
-            if now != then
+            for slot, (now, before) in enumerate(zip(files, part.files, strict=True))
+            if now != before
         ]
         if purged and not _keeps(cursor, part.batch):
             raise PurgedMeanwhile(part.what, log, purged)

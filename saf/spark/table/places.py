@@ -22,8 +22,8 @@ def configured(name: str, config: Path | None, *, fleets: bool = False) -> dict[
     settings = load(config, delivers=False)
     stores = {
         place: Broker(dsn=dsn)
-        for place, one in settings.destinations.items()
-        if (dsn := one.broker())
+        for place, destination in settings.destinations.items()
+        if (dsn := destination.broker())
     }
     places = {**stores, **settings.brokers}
     if name in places:

@@ -98,9 +98,9 @@ class Outgoing:
             ConfigurationError: the role may not send.
         """
         attempts = [
-            staging.Attempt(attempt=one.attempt, messages=one.messages)
-            for one in sorted(written, key=lambda one: one.partition)
-            if one.attempt is not None
+            staging.Attempt(attempt=message.attempt, messages=message.messages)
+            for message in sorted(written, key=lambda message: message.partition)
+            if message.attempt is not None
         ]
 
         def commit() -> bool:
@@ -122,7 +122,9 @@ class Outgoing:
 
     def discard(self, messages: Messages) -> None:
         """Remove the rows that tasks of a failed job staged, as far as known."""
-        attempts = [one.attempt for one in _written(messages) if one.attempt is not None]
+        attempts = [
+            message.attempt for message in _written(messages) if message.attempt is not None
+        ]
         if not attempts:
             return
         try:
@@ -185,9 +187,11 @@ class Epochs(DataSourceStreamArrowWriter):
     def commit(self, messages: Messages, batchId: int) -> None:  # noqa: N803 - Spark's
         """Send the rows that all tasks of a micro-batch staged."""
         written = _written(messages)
-        application = self._application or next((one.query for one in written if one.query), None)
+        application = self._application or next(
+            (message.query for message in written if message.query), None
+        )
         if application is None:
-            if any(one.messages for one in written):
+            if any(message.messages for message in written):
                 raise ConfigurationError(
                     "Spark does not identify the query: give it a unique name by the "
                     "option txnAppId"
@@ -202,4 +206,4 @@ class Epochs(DataSourceStreamArrowWriter):
 
 
 def _written(messages: Messages) -> list[Written]:
-    return [one for one in messages if isinstance(one, Written)]
+    return [message for message in messages if isinstance(message, Written)]

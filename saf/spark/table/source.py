@@ -102,8 +102,8 @@ class Scan(DataSourceReader):
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
         """Store filters that the database can apply; return the others."""
         asked = [(given, condition(given)) for given in filters]
-        self._conditions = tuple(one for _, one in asked if one is not None)
-        return [given for given, one in asked if one is None]
+        self._conditions = tuple(pushed for _, pushed in asked if pushed is not None)
+        return [given for given, pushed in asked if pushed is None]
 
     def partitions(self) -> Sequence[InputPartition]:
         """Take the snapshot, and divide the shards and the files of an archive evenly."""
@@ -124,7 +124,7 @@ class Scan(DataSourceReader):
 
         now = snapshot.take(options.what, dsn, options.log, look)
         shards = shards_of(self._conditions, now.shards)
-        there = [
+        parts = [
             Part(
                 what=options.what,
                 broker=broker,
@@ -137,7 +137,7 @@ class Scan(DataSourceReader):
             )
             for batch in now.batch(shards).split(self._partitions)
         ]
-        return [*there, *left]
+        return [*parts, *left]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a partition, in a task."""

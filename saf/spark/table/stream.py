@@ -73,7 +73,7 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def initialOffset(self) -> Offsets:  # noqa: N802 - Spark's name
         """Return the subscription's place at each broker; register missing subscriptions."""
-        found = self._each(self._brokers(), lambda one: one.begin())
+        found = self._each(self._brokers(), lambda broker: broker.begin())
         return {name: offset.as_dict() for name, offset in found.items()}
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
@@ -85,7 +85,7 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
         """Remember the current snapshots: this run reads no further."""
-        self._until = self._each(self._brokers(), lambda one: one.now())
+        self._until = self._each(self._brokers(), lambda broker: broker.now())
 
     def latestOffset(self, start: Offsets, limit: ReadLimit) -> Offsets:  # noqa: N802 - Spark's name
         """Open batches at brokers with new messages, and cut them at the limit."""
@@ -93,10 +93,11 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._refuse_others(before, brokers)
         until = self._until
         if until is not None:
-            brokers = {name: one for name, one in brokers.items() if name in until}
+            brokers = {name: broker for name, broker in brokers.items() if name in until}
         served, allowed = self._served(before, brokers, self._limit(limit))
         found = self._each(
-            served, lambda one: one.advance(before.get(one.name), self._end(one), allowed)
+            served,
+            lambda broker: broker.advance(before.get(broker.name), self._end(broker), allowed),
         )
         # a broker that waits for its turn has new messages, or is unavailable
         result = {name: offset.as_dict() for name, offset in {**before, **found}.items()}
@@ -116,7 +117,7 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         number = max(1, self._partitions // max(1, len(news)))
         planned = self._each(
             {name: brokers[name] for name in news},
-            lambda one: one.parts(before.get(one.name), after[one.name], number),
+            lambda broker: broker.parts(before.get(broker.name), after[broker.name], number),
             all_of_them=True,
         )
         return [part for name in news for part in planned[name]]
@@ -124,8 +125,8 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def commit(self, end: Offsets) -> None:
         """Commit the offsets to the subscription at each broker."""
         offsets, brokers = _read(end), self._brokers()
-        there = {name: brokers[name] for name in offsets if name in brokers}
-        self._each(there, lambda one: one.commit(offsets[one.name]))
+        followed = {name: brokers[name] for name in offsets if name in brokers}
+        self._each(followed, lambda broker: broker.commit(offsets[broker.name]))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a partition, in a task."""
@@ -187,16 +188,18 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return the brokers to read next, and the limit for each."""
         if limit.is_none or len(brokers) <= 1:
             return dict(brokers), limit
-        news = self._each(brokers, lambda one: one.has_news(before.get(one.name), self._end(one)))
+        news = self._each(
+            brokers, lambda broker: broker.has_news(before.get(broker.name), self._end(broker))
+        )
         busy = [name for name, has in news.items() if has]
         most = min(len(busy), limit.rows)
         first, self._turn = self._turn, self._turn + most
-        mine = {busy[(first + number) % len(busy)] for number in range(most)}
-        quiet = {name for name, has in news.items() if not has}
-        return {n: brokers[n] for n in brokers if n in mine | quiet}, limit.share(max(1, most))
+        turn = {busy[(first + number) % len(busy)] for number in range(most)}
+        idle = {name for name, has in news.items() if not has}
+        return {n: brokers[n] for n in brokers if n in turn | idle}, limit.share(max(1, most))
 
-    def _end(self, one: Followed) -> str | None:
-        return None if self._until is None else self._until[one.name]
+    def _end(self, broker: Followed) -> str | None:
+        return None if self._until is None else self._until[broker.name]
 
     def _each(
         self,
@@ -212,7 +215,7 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         found: dict[str, T] = {}
         failed: list[Unavailable] = []
         with ThreadPoolExecutor(AT_ONCE, "saf stream") as threads:
-            asked = {name: threads.submit(action, one) for name, one in brokers.items()}
+            asked = {name: threads.submit(action, broker) for name, broker in brokers.items()}
         for name, answer in asked.items():
             try:
                 found[name] = answer.result()
@@ -231,7 +234,7 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 def _read(given: Mapping[str, Any]) -> dict[str, Offset]:
     try:
-        return {name: Offset.from_dict(one) for name, one in given.items()}
+        return {name: Offset.from_dict(offset) for name, offset in given.items()}
     except (TypeError, ValueError):
         raise NotThisStream(
             f"the checkpoint has an offset that is not one of the format saf, {dict(given)}: "
@@ -239,9 +242,9 @@ def _read(given: Mapping[str, Any]) -> dict[str, Offset]:
         ) from None
 
 
-def _same(one: Offset | None, other: Offset) -> bool:
+def _same(first: Offset | None, other: Offset) -> bool:
     """Return whether two offsets have the same rows."""
-    return one is not None and (one.done, one.open, one.position) == (
+    return first is not None and (first.done, first.open, first.position) == (
         *(other.done, other.open),
         other.position,
     )

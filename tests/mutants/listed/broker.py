@@ -183,8 +183,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a rebase misses transactions in progress",
         REBASE,
-        "listed = [*mine, *in_progress]",
-        "listed = mine",
+        "listed = [*numbers, *in_progress]",
+        "listed = numbers",
         f"{REBASED}::test_what_is_in_progress_is_not_lost_though_younger_transactions_have_ended",
     ),
     mutant(
@@ -307,8 +307,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a batch has a row twice",
         "saf/engine/task.py",
-        "        if again.size:\n",
-        "        if again.size < 0:\n",
+        "        if repeats.size:\n",
+        "        if repeats.size < 0:\n",
         "moves/test_restored_over.py::"
         "test_messages_that_were_pending_then_and_now_are_not_stored_twice",
     ),
@@ -346,8 +346,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a rebase does not wait for members at work",
         REBASE,
-        "        if alive:\n",
-        "        if not alive and force:\n",
+        "        if members:\n",
+        "        if not members and force:\n",
         f"{HONEST}::test_a_rebase_beside_a_member_at_work_is_refused",
     ),
     mutant(

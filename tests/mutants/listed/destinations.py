@@ -58,8 +58,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a doctor takes any destination for one that holds messages",
         "saf/operating/doctor/routing.py",
-        "not there.capabilities.holds",
-        "there.capabilities.holds",
+        "not settings.capabilities.holds",
+        "settings.capabilities.holds",
         "contract/test_given_early.py::"
         "test_a_route_and_a_run_say_that_a_destination_holds_no_message",
     ),
@@ -161,7 +161,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the name of a folder of messages is not durable",
         "saf/log/disk.py",
-        "        sync(one.parent)\n",
+        "        sync(path.parent)\n",
         "        pass\n",
         "contract/test_jsonl.py::"
         "test_the_names_of_its_folders_are_durable_before_a_message_counts_as_stored",
@@ -470,8 +470,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a connection that the server has closed is taken for a good one",
         "saf/database/patience.py",
-        "return bool(look.poll(0))",
-        "return False and bool(look.poll(0))",
+        "return bool(poller.poll(0))",
+        "return False and bool(poller.poll(0))",
         "contract/test_connections.py::test_what_the_server_has_cut_meanwhile_costs_no_message",
     ),
     mutant(

@@ -343,7 +343,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a test calls what an endpoint does",
         "saf/cli/endpoint.py",
-        'if one.mode in ("soap", "xmlrpc"):',
+        'if entry.mode in ("soap", "xmlrpc"):',
         "if False:",
         f"{COMMANDS}::test_a_test_has_the_form_of_the_endpoint_and_calls_nothing",
     ),

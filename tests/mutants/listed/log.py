@@ -22,8 +22,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a search that goes on leaves out a step",
         FINDING,
-        "after=min(page, there.after)), *slots",
-        "after=max(0, min(page, there.after) - STEP_PAGES)), *slots",
+        "after=min(page, pages.after)), *slots",
+        "after=max(0, min(page, pages.after) - STEP_PAGES)), *slots",
         f"{FOUND}::test_a_search_whose_time_is_over_says_how_far_it_was_and_goes_on_there",
     ),
     mutant(

@@ -111,8 +111,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "ages stand still while nothing is committed",
         FIGURES,
-        "_sample(one.metric, one.value(now), *one.labels)",
-        "_sample(one.metric, one.value(known.at), *one.labels)",
+        "_sample(figure.metric, figure.value(now), *figure.labels)",
+        "_sample(figure.metric, figure.value(known.at), *figure.labels)",
         f"{OF_FIGURES}::test_ages_and_leases_go_on_although_nothing_is_committed",
     ),
     mutant(
@@ -379,8 +379,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "two purges are at work",
         MAINTENANCE,
-        "    if not mine:\n",
-        "    if mine is None:\n",
+        "    if not turn:\n",
+        "    if turn is None:\n",
         "contract/test_ring.py::test_of_two_purges_at_once_one_does_nothing",
     ),
     mutant(
@@ -417,8 +417,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a killed purge leaves messages in two files",
         ARCHIVE,
-        "if _meets(one, contents)]",
-        "if not _meets(one, contents)]",
+        "if _meets(piece, contents)\n",
+        "if not _meets(piece, contents)\n",
         f"{ARCHIVES}::test_a_purge_that_is_killed_neither_loses_nor_doubles_a_message",
         f"{ARCHIVES}::test_what_was_archived_and_stays_is_not_archived_again",
     ),
@@ -584,8 +584,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an export has characters that a terminal is not shown",
         "saf/plans/toml.py",
-        "one if one.isprintable() else _escape(ord(one))",
-        "one",
+        "character if character.isprintable() else _escape(ord(character))",
+        "character",
         "integration/test_apply.py::test_what_no_terminal_is_to_show_is_exported_as_toml_has_it",
     ),
     mutant(

@@ -19,8 +19,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what a plan does not name goes without --prune",
         DIFFERENCE,
-        "if key not in mine and prune and table.remove is not None:",
-        "if key not in mine and table.remove is not None:",
+        "if key not in planned and prune and table.remove is not None:",
+        "if key not in planned and table.remove is not None:",
         f"{APPLIED}::test_what_the_plan_does_not_name_stays_and_is_said_and_goes_with_prune",
     ),
     mutant(

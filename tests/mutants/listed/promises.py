@@ -31,8 +31,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a repair leaves alone what was in hand at the backup",
         "saf/repair/rebase.py",
-        "shards_of(place for one in ahead for place in one.farther)",
-        "shards_of(place for one in ahead for place in one.ahead)",
+        "shards_of(place for comparison in ahead for place in comparison.farther)",
+        "shards_of(place for comparison in ahead for place in comparison.ahead)",
         "contract/test_set_back.py::test_what_was_in_hand_at_the_backup_and_set_aside_after_it_is_not_dropped",
     ),
     mutant(

@@ -221,15 +221,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the default destination is a route like others",
         MATCHING,
-        "if not (route.fallback and each):",
+        "if not (route.fallback and by_destination):",
         "if route:",
         f"{OF_ROUTES}::test_a_topic_goes_to_the_default_destination_only_if_no_route_matches",
     ),
     mutant(
         "a topic's message goes to a destination by its least specific route",
         MATCHING,
-        "each.setdefault(route.destination, route)",
-        "each[route.destination] = route",
+        "by_destination.setdefault(route.destination, route)",
+        "by_destination[route.destination] = route",
         OF_MATCHING,
     ),
     mutant(
@@ -249,22 +249,22 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a row does not stand in for a route of the file",
         ROUTES,
-        "routes += [one for one in declared.routes if one.named not in rows]",
-        "routes += [one for one in declared.routes if one.named not in rows or one]",
+        "routes += [entry for entry in declared.routes if entry.named not in rows]",
+        "routes += [entry for entry in declared.routes if entry.named not in rows or entry]",
         f"{OF_ROUTES}::test_routes_of_the_file_count_like_rows_and_a_row_stands_in_for_one",
     ),
     mutant(
         "a router that forwards redirects",
         ROUTES,
-        "if one.enabled and one.mode == REDIRECT)",
-        "if one.enabled)",
+        "if entry.enabled and entry.mode == REDIRECT\n",
+        "if entry.enabled\n",
         f"{OF_ROUTERS}::test_to_a_router_that_forwards_messages_go_as_to_any_service",
     ),
     mutant(
         "a disabled router counts",
         ROUTES,
-        "if one.enabled and one.mode == REDIRECT)",
-        "if one.mode == REDIRECT)",
+        "if entry.enabled and entry.mode == REDIRECT\n",
+        "if entry.mode == REDIRECT\n",
         f"{OF_ROUTERS}::test_a_router_that_is_disabled_or_removed_is_an_ordinary_service",
     ),
     mutant(
@@ -307,7 +307,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a classifier is asked for a key again",
         "saf/engine/resolving.py",
-        "        asked &= np.array([name not in known for name in names])[which]\n",
+        "        asked &= np.array([name not in known for name in names])[indices]\n",
         "",
         f"{OF_ROUTERS}::"
         "test_a_router_classifies_the_first_message_of_a_key_and_later_ones_bypass_it",
@@ -336,21 +336,21 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a key's choice is not explained",
         "saf/routing/explain.py",
-        "    elif choice == one.route.destination:",
-        "    elif choice != one.route.destination:",
+        "    elif choice == entry.route.destination:",
+        "    elif choice != entry.route.destination:",
         f"{EXPLAINED}::test_of_routes_that_share_a_key_takes_the_one_that_it_has_chosen",
     ),
     mutant(
         "a route for another broker is explained as taken",
         "saf/routing/explain.py",
-        "if one.route.broker not in (None, broker):",
-        "if one.route.broker not in (None, broker) and broker:",
+        "if entry.route.broker not in (None, broker):",
+        "if entry.route.broker not in (None, broker) and broker:",
         f"{EXPLAINED}::test_why_a_route_is_not_taken_is_said",
     ),
     mutant(
         "why a route is out of force is not said",
         "saf/routing/explain.py",
-        "why = _out_of_force(one, there) or _elsewhere(",
+        "why = _out_of_force(entry, current) or _elsewhere(",
         "why = _elsewhere(",
         f"{EXPLAINED}::test_why_a_route_is_not_taken_is_said",
     ),

@@ -609,8 +609,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is set aside of another message holds a copy back",
         BLIND,
-        'if each.state == "set_aside" and (each.shard, each.id) == (one.shard, one.id)',
-        'if each.state == "set_aside"',
+        'if other.state == "set_aside" and (other.shard, other.id) == (entry.shard, entry.id)',
+        'if other.state == "set_aside"',
         f"{OF_COPY}a_copy_goes_again_to_destinations_for_which_it_is_not_set_aside",
     ),
     mutant(
@@ -623,15 +623,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the only destination of what is set aside may have got it",
         BLIND,
-        "if len(ways) < 2 or not mine:",
-        "if not mine:",
+        "if len(ways) < 2 or not lacking:",
+        "if not lacking:",
         f"{OF_COPY}the_only_destination_has_not_got_what_is_set_aside",
     ),
     mutant(
         "what is pending goes again",
         BLIND,
-        'if one.state not in ("complete", "aside") or not',
-        'if one.state not in ("complete", "aside", "pending") or not',
+        'if entry.state not in ("complete", "aside") or not',
+        'if entry.state not in ("complete", "aside", "pending") or not',
         f"{OF_COPY}a_message_that_is_complete_goes_again_and_one_that_is_pending_does_not",
     ),
     mutant(

@@ -72,8 +72,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what a destination may have lost, and nobody knows, is not sent again",
         "saf/repair/blind.py",
-        'if one.state == "complete":',
-        'if one.state == "pending":',
+        'if entry.state == "complete":',
+        'if entry.state == "pending":',
         "contract/test_https.py::test_one_that_was_set_back_gets_all_again_that_was_sent_since_a_time_"
         "that_a_person_says",
     ),
@@ -118,7 +118,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is sent again is taken for failed while the open batch has not passed it",
         "saf/engine/releasing.py",
-        "            if one.due:\n",
+        "            if lane.due:\n",
         "            if False:\n",
         "contract/test_jsonl.py::"
         "test_a_folder_that_was_set_back_is_refused_and_gets_again_what_it_has_lost",

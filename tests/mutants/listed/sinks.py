@@ -33,7 +33,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "partitions are sent as they come",
         SINK,
-        "sorted(written, key=lambda one: one.partition)",
+        "sorted(written, key=lambda message: message.partition)",
         "written",
         f"{SINKS}::test_messages_are_sent_together_in_the_order_of_partitions_and_rows",
     ),

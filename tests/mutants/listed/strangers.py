@@ -138,7 +138,7 @@ SURVIVORS: list[Mutant] = [
     mutant(
         "of a large transaction, what was read is all that is left",
         "saf/log/backlog.py",
-        "            _add(backlog, row, rest[one] / looked[one])\n",
+        "            _add(backlog, row, rest[one] / counts[one])\n",
         "            _add(backlog, row, row.left)\n",
         "contract/test_backlog.py::"
         "test_of_a_transaction_that_went_on_at_the_last_batch_the_rest_is_left",
@@ -162,8 +162,8 @@ SURVIVORS: list[Mutant] = [
     mutant(
         "a checkpoint may lack what was committed of its batch",
         "saf/log/stream.py",
-        "given.open and given.open == mine.open and given.position < mine.position",
-        "given.open and given.open == mine.open and given.position < 0",
+        "given.open and given.open == own.open and given.position < own.position",
+        "given.open and given.open == own.open and given.position < 0",
         "unit/test_checkpoints.py::test_a_checkpoint_that_lacks_what_was_committed_is_refused",
     ),
     mutant(
@@ -192,7 +192,7 @@ SURVIVORS: list[Mutant] = [
     mutant(
         "the default destination gets a topic's messages beside others",
         "saf/routing/matching.py",
-        "if not (route.fallback and each):",
+        "if not (route.fallback and by_destination):",
         "if True:",
         "unit/test_matching.py::test_the_default_destination_is_in_no_topics_match_beside_others",
     ),
@@ -564,8 +564,8 @@ OF_THEIR_KIND: list[Mutant] = [
     mutant(
         "a checkpoint of a later incarnation goes on",
         STREAM,
-        "if given.incarnation != mine.incarnation:",
-        "if given.incarnation < mine.incarnation:",
+        "if given.incarnation != own.incarnation:",
+        "if given.incarnation < own.incarnation:",
         f"{CHECKPOINTS}::test_a_checkpoint_of_a_database_that_had_more_is_refused",
     ),
     mutant(
@@ -578,8 +578,8 @@ OF_THEIR_KIND: list[Mutant] = [
     mutant(
         "services wait for other destinations too",
         HELD_LANES,
-        "mine = [lane for lane in self.held if lane.destination == destination]",
-        "mine = [lane for lane in self.held]",
+        "lanes = [lane for lane in self.held if lane.destination == destination]",
+        "lanes = [lane for lane in self.held]",
         f"{THE_HELD}::test_services_that_wait_are_those_of_one_destination_and_of_their_kind",
     ),
 ]

@@ -21,7 +21,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was read of a batch comes again with the next one",
         OFFSET,
-        "before=(start.open, start.position) if start.open and not same else None",
+        "before=(start.open, start.position) if start.open and not same_batch else None",
         "before=None",
         f"{STREAMS}::test_without_a_limit_spark_gets_all_that_is_there",
     ),
@@ -42,7 +42,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a repaired broker's old offsets are taken for its own",
         STREAM,
-        "    if given.incarnation != mine.incarnation:\n",
+        "    if given.incarnation != own.incarnation:\n",
         "    if given.incarnation < 0:\n",
         f"{STREAMS}::test_a_database_in_another_cluster_is_refused_until_it_is_rebased"
         "_and_then_by_its_checkpoint",

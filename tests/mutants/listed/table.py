@@ -67,8 +67,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is archived and in the log still is read twice out of a folder",
         ARCHIVED,
-        "if not log.has(one.slot, _first(one.path))]",
-        "if one]",
+        "if not log.has(item.slot, _first(item.path))]",
+        "if item]",
         f"{OF_ARCHIVES}::test_what_is_archived_and_has_not_left_the_log_is_read_once",
     ),
     mutant(
@@ -104,7 +104,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "filters of an archive let rows without a value pass",
         ROWS,
-        'return column.is_null() if one.operator == "null" else column.is_valid()',
+        'return column.is_null() if condition.operator == "null" else column.is_valid()',
         "return column.is_valid()",
         f"{OF_ARCHIVES}::test_filters_let_the_same_messages_of_an_archive_pass",
     ),

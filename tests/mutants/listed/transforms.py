@@ -66,22 +66,22 @@ MUTANTS: list[Mutant] = [
     mutant(
         "rows without numbers have one id",
         TRANSFORMING,
-        "| (alone[1:] < 0) | (alone[:-1] < 0)",
+        "| (number[1:] < 0) | (number[:-1] < 0)",
         "",
         f"{UNIT}::test_a_result_that_cannot_be_sent_makes_a_dead_letter_of_its_message_alone",
     ),
     mutant(
         "what counts for a message that is read again is what was made of it last",
         TRANSFORMING,
-        "        made = table.filter(",
-        "        others, table = self._now, table.slice(0, 0)\n        made = table.filter(",
+        "        results = table.filter(",
+        "        others, table = self._now, table.slice(0, 0)\n        results = table.filter(",
         f"{UNIT}::test_what_is_kept_counts_and_what_is_new_is_kept_with_what_is_left_out",
     ),
     mutant(
         "what a transform has left out may be sent the next time",
         TRANSFORMING,
-        "        count = nothing.num_rows\n",
-        "        nothing = nothing.slice(0, 0)\n        count = nothing.num_rows\n",
+        "        count = left_out.num_rows\n",
+        "        left_out = left_out.slice(0, 0)\n        count = left_out.num_rows\n",
         f"{UNIT}::test_what_is_kept_counts_and_what_is_new_is_kept_with_what_is_left_out",
     ),
     mutant(
@@ -146,7 +146,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what nobody needs any more is held",
         IN_STEP,
-        'held[:] = [one for one in held if one["id"][-1].as_py() >= first]',
+        'held[:] = [batch for batch in held if batch["id"][-1].as_py() >= first]',
         "held[:] = [*held]",
         "unit/test_in_step.py::test_no_more_is_held_for_a_consumer_than_up_to_the_messages_in_hand",
     ),

@@ -133,8 +133,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a list does not say that it has not looked at everything",
         "saf/operating/outbox.py",
-        "before=looked.before",
-        "before=looked.before if looked.rows else None",
+        "before=reading.before",
+        "before=reading.before if reading.rows else None",
         f"{PAGES}::test_messages_that_are_rare_are_looked_for_further_on",
     ),
     mutant(
