@@ -128,7 +128,7 @@ class SafForwardOperator(BaseOperator):
         outcome = f"saf forward has ended with exit code {done.code}"
         suffix = f": {cause}" if (cause := reasons(done)) else ""
         if done.code == MEND:
-            raise AirflowFailException(f"{outcome}: a person has to mend something{suffix}")
+            raise AirflowFailException(f"{outcome}: an operator must fix something{suffix}")
         arrived = done.said.get("by_service")
         if done.code == TRY_AGAIN and self.succeed_in_part and arrived:
             self.log.warning("%s, and only in part%s", outcome, suffix)

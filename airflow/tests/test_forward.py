@@ -102,7 +102,7 @@ def test_a_broken_configuration_fails_at_once(site: Site) -> None:
     site.config.write_text("[brokers.shop]\nhost = 7\n")
     site.dag("broken", forward())
     output = site.test("broken")
-    assert "exit code 2: a person has to mend something" in output
+    assert "exit code 2: an operator must fix something" in output
     assert site.states("broken")["forward"] == ("failed", 1)
 
 

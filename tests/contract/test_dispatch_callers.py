@@ -147,7 +147,7 @@ def test_a_proxy_does_not_learn_what_an_endpoint_is_told_by_tls() -> None:
         ({"proxy_user": "saf"}, "belong together"),
         ({"batch_of": "key"}, 'without mode = "batch"'),
         ({"mode": "batch", "reply": True}, "several messages"),
-        ({"template": "{{nothing}}"}, "is none of"),
+        ({"template": "{{nothing}}"}, "is not one of"),
         ({"reply_type": "x"}, "without reply = true"),
     ],
 )

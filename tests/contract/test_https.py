@@ -312,7 +312,7 @@ def test_one_that_was_set_back_to_before_what_was_purged_since_says_which_time_i
     assert since is not None
     assert abs(oldest - timedelta(days=3) - since) < timedelta(minutes=5)
     assert abs(now - timedelta(days=1) - until_) < timedelta(minutes=5)
-    assert "it may have been purged" in in_words(sent)
+    assert "they may have been purged" in in_words(sent)
 
 
 def test_while_it_is_down_messages_are_parked_in_order_and_others_go_on(
@@ -588,7 +588,7 @@ def test_its_certificate_has_to_be_of_those_that_are_trusted(mom: Dsn, tmp_path:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"server": "http://partner.example.com/saf"}, "say https://"),
+        ({"server": "http://partner.example.com/saf"}, "use https://"),
         ({"server": "ftp://partner.example.com"}, "not a URL such as https://"),
         ({"server": "https://user:secret@partner.example.com"}, "no user and password"),
         ({"server": "https://partner.example.com/?token=1"}, "nothing after"),
@@ -681,7 +681,7 @@ def test_what_would_take_more_memory_than_it_has_bytes_is_not_understood() -> No
         (stream(rows, compression="zstd"), "more than plain rows"),
         (stream(rows, compression="lz4"), "more than plain rows"),
         (stream(rows, compression="lz4", metadata_version=old), "more than plain rows"),
-        (b"", "it is no chunk"),
+        (b"", "not a chunk"),
     ):
         with pytest.raises(NotUnderstood, match=says):
             chunk_of(hostile)

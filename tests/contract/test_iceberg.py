@@ -525,8 +525,8 @@ def test_what_cannot_be_a_catalog_or_a_table_is_refused(tmp_path: Path) -> None:
     for wrong, said in (
         ({"table": "messages"}, "not a table with its namespace"),
         ({"table": "shop..messages"}, "not a table with its namespace"),
-        ({"catalog": "mysql://db/lake"}, "no address of a catalog"),
-        ({"catalog": "sqlite:///"}, "no address of a catalog"),
+        ({"catalog": "mysql://db/lake"}, "not an address of a catalog"),
+        ({"catalog": "sqlite:///"}, "not an address of a catalog"),
         ({"catalog": "postgresql://saf:hunter2@db/lake"}, "give a login by username"),
         ({"warehouse": "file:///lake"}, "neither a folder nor an address"),
         ({"warehouse": None}, "a catalog in a database needs a folder"),

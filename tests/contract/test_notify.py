@@ -127,7 +127,7 @@ def test_of_several_threads_that_fail_alike_the_next_run_hears_nothing(inbox: Ds
         notify.switch(connection, False)
     worker = saf.Worker(inbox, SUBSCRIPTION, listen=True, threads=3)
     worker.handler()(lambda *_: None)
-    with pytest.raises(ConfigurationError, match="notifies nobody"):
+    with pytest.raises(ConfigurationError, match="sends no notifications"):
         worker.run()
     with connect(inbox) as connection:
         notify.switch(connection, True)

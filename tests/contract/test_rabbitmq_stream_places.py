@@ -126,10 +126,10 @@ def test_it_is_reached_with_tls_by_who_has_its_rights_and_by_nobody_else(tmp_pat
 
 def test_what_is_no_address_is_named() -> None:
     for server, said in {
-        "rabbit:5552": "is no address",
-        "amqp://rabbit": "is no address",
+        "rabbit:5552": "is not an address",
+        "amqp://rabbit": "is not an address",
         "rabbitmq-stream://saf:hunter2@rabbit": "give a login by username",
-        "rabbitmq-stream://": "is no address",
+        "rabbitmq-stream://": "is not an address",
         "rabbitmq-stream://rabbit:x": "Port could not be cast",
         "rabbitmq-stream://rabbit/a/b": "a virtual host is one name",
         "rabbitmq-stream://rabbit,,": "lacks a host",

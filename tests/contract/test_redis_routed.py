@@ -62,7 +62,7 @@ def test_headers_of_the_sender_are_fields_and_what_cannot_be_one_is_a_dead_lette
     (first, _) = queue.entries()
     assert (first["trace"], first["n"], first["deep"]) == ("ü", "1.5", '{"a":[null]}')
     assert [reason for reason, _ in dead] == ["rejected"] * 3
-    for (_, error), named in zip(dead, ("'body'", "'saf-id'", "no JSON object"), strict=True):
+    for (_, error), named in zip(dead, ("'body'", "'saf-id'", "not a JSON object"), strict=True):
         assert named in error
 
 

@@ -16,14 +16,14 @@ ROLE = "CREATE ROLE saf_no_right LOGIN; GRANT USAGE ON SCHEMA saf TO saf_no_righ
 BROKEN = {
     "refuses this user": ROLE,
     "is read-only": "ALTER DATABASE {} SET default_transaction_read_only = on",
-    "is not whole": "ALTER TABLE saf.watermark RENAME TO gone",
+    "is incomplete": "ALTER TABLE saf.watermark RENAME TO gone",
     "has no saf schema": "ALTER SCHEMA saf RENAME TO gone",
     "has saf schema 0001": "UPDATE saf.alembic_version SET version_num = '0001'",
 }
 WHOLE_AGAIN = {
     "is read-only": "SET TRANSACTION READ WRITE; "
     "ALTER DATABASE {} SET default_transaction_read_only = off",
-    "is not whole": "ALTER TABLE saf.gone RENAME TO watermark",
+    "is incomplete": "ALTER TABLE saf.gone RENAME TO watermark",
     "has no saf schema": "ALTER SCHEMA gone RENAME TO saf",
 }
 

@@ -198,9 +198,9 @@ def test_an_event_as_json_is_stored_as_well(inbox: Dsn, url: str) -> None:
         ({"secret": "whsec_" + "eHh4" * 8}, 401, "no signature in it is right"),
         ({"at": 1_000_000_000}, 401, "s ago"),
         ({"ce_id": ""}, 400, "the event has no id"),
-        ({"ce_specversion": "0.3"}, 400, "no event of CloudEvents 1.0"),
+        ({"ce_specversion": "0.3"}, 400, "not an event of CloudEvents 1.0"),
         ({"content_type": "application/cloudevents-batch+json"}, 400, "is not understood"),
-        ({"content_type": "application/cloudevents+json", "body": b"["}, 400, "is no JSON"),
+        ({"content_type": "application/cloudevents+json", "body": b"["}, 400, "is not JSON"),
         ({"ce_subject": "x" * 2000}, 400, "key: 2,000 bytes are more than 1,024"),
         ({"ce_type": "a%00b"}, 400, "holds a NUL byte"),
         (
@@ -213,8 +213,8 @@ def test_an_event_as_json_is_stored_as_well(inbox: Dsn, url: str) -> None:
         ({"ce_id": "%ED%A0%80"}, 400, "the event's id is not Unicode text"),
         ({**AS_JSON, "body": whole('"id": "\\ud800"')}, 400, "the event's id is not Unicode text"),
         ({**AS_JSON, "body": whole('"source": "\\ud800"')}, 400, "source is not Unicode text"),
-        ({**AS_JSON, "body": b"[1]"}, 400, "is no JSON object"),
-        ({**AS_JSON, "body": whole('"data": NaN')}, 400, "is no JSON"),
+        ({**AS_JSON, "body": b"[1]"}, 400, "is not a JSON object"),
+        ({**AS_JSON, "body": whole('"data": NaN')}, 400, "is not JSON"),
         ({**AS_JSON, "body": whole('"data": 1, "n": 1e400')}, 400, "headers: not JSON"),
         (
             {**AS_JSON, "body": whole('"datacontenttype": "a\\u0000", "data": 1')},

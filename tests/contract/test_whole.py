@@ -323,7 +323,9 @@ def test_a_repair_removes_doubled_rows_that_a_publication_publishes(
     with connect(app) as source:
         with (
             connect(as_user(app, login)) as other,
-            pytest.raises(UsageError, match=r"publication 'everything'.*drop it meanwhile"),
+            pytest.raises(
+                UsageError, match=r"publication 'everything'.*drop the publication first"
+            ),
             whole.deletable_doubles(other),
         ):
             pass

@@ -59,7 +59,7 @@ def test_an_honest_word_that_a_database_does_not_answer_is_no_finding(
     ("answer", "why"),
     [
         (httpx.Response(503, text="in maintenance"), "503: in maintenance"),
-        (httpx.Response(404, text="there is no such page"), ""),
+        (httpx.Response(404, text="no such page"), ""),
         (None, "no answer in 30 s"),
     ],
 )

@@ -290,7 +290,7 @@ def test_a_dry_run_and_a_no_change_nothing_and_without_a_terminal_it_does_not_gu
 ) -> None:
     said = run(folder, "apply", "plan.toml", "--dry-run")
     assert "service billing" in said
-    assert "say --yes" in run(folder, "apply", "plan.toml", code=USAGE)
+    assert "add --yes" in run(folder, "apply", "plan.toml", code=USAGE)
     with connect(app) as connection:
         assert routes.configuration(connection).routes == ()
 
@@ -362,7 +362,7 @@ def test_the_first_services_say_whose_messages_will_wait(folder: Path, mom: Dsn)
         ("[broker.mom]", "unknown setting broker (did you mean 'brokers'?)"),
         ("[brokers.mom]\nservice = ['a']", "unknown setting brokers.mom.service (did you mean"),
         ("[brokers.mom]\nservices = ['a', 'a']", "brokers.mom: service a appears twice"),
-        ("[brokers.mon]\nservices = ['a']", "there is no [brokers.mon]"),
+        ("[brokers.mon]\nservices = ['a']", "no [brokers.mon]"),
         ("[[brokers.shop.routes]]\ndestination = 'mon'", "did you mean 'mom'?"),
         ("[brokers.shop.grants]\na = ['reader']", "brokers.shop.grants.a.0: Input should be"),
         ("[brokers.shop]\nservices = ['a']\n[brokers.mom]\nservices = ['a']", None),

@@ -85,7 +85,7 @@ def test_a_default_destination_that_is_not_there_is_refused_with_the_one_that_wa
     tmp_path: Path,
 ) -> None:
     said = wrong_file(tmp_path, MINIMAL + '[forwarder]\ndefault_destination = "mon"\n')
-    assert "there is no [destinations.mon] (did you mean 'mom'?)" in said
+    assert "[destinations.mon] is missing (did you mean 'mom'?)" in said
 
 
 @pytest.mark.parametrize(

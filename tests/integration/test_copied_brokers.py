@@ -111,6 +111,6 @@ def test_only_a_copy_gets_a_new_id(config: Path) -> None:
     refused = saf("broker", "new-id", "--broker", "app", "--config", config)
     assert refused.returncode == 2
     assert "no other broker of saf.toml has the broker_id of 'app'" in refused.stderr
-    assert "say --alone" in refused.stderr
+    assert "add --alone" in refused.stderr
     unknown = saf("broker", "new-id", "--broker", "shop", "--config", config)
     assert "saf.toml names no broker 'shop'" in unknown.stderr

@@ -132,7 +132,7 @@ def test_where_the_file_cannot_be_written_nothing_is_done(
         file = folder / "saf.toml"
         done = saf("init", "--config", file, cwd=tmp_path, env=bare)
         assert done.returncode == USAGE
-        assert f"{file} cannot be written: {folder} is no folder" in done.stderr
+        assert f"{file} cannot be written: {folder} is not a folder" in done.stderr
     with connect(Dsn(bare["SHOP_DSN"])) as connection:
         assert fetch(connection, "SELECT to_regnamespace('saf') IS NULL") == [(True,)]
 

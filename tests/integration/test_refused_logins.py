@@ -18,7 +18,7 @@ SECRET = "not-the-canary"
 
 LOGINS: dict[str, tuple[dict[str, str], str]] = {
     "a wrong password": ({"user": "keeper", "password": SECRET}, "the password is wrong"),
-    "no password": ({"user": "keeper"}, "none is given"),
+    "no password": ({"user": "keeper"}, "wrong or missing"),
     "a role that is not there": ({"user": "nobody"}, "CREATE ROLE"),
     "a role that may not log in": ({"user": "nologin"}, "LOGIN"),
     "a role that pg_hba.conf keeps out": ({"user": "outsider"}, "pg_hba.conf"),

@@ -259,8 +259,8 @@ def test_a_router_that_cannot_be_is_refused_with_the_reason(folder: Path) -> Non
 
     assert "use --sql, --arrow or --python" in add()
     assert "use --sql, --arrow or --python" in add("--sql", "text", "--python", "a:b")
-    assert "no module:function" in add("--python", "airports")
-    assert "say --elsewhere" in add("--python", "airprts:by_country")
+    assert "not module:function" in add("--python", "airports")
+    assert "add --elsewhere" in add("--python", "airprts:by_country")
     there = ("router", "add", "orders", "--python", "airprts:by_country", "--elsewhere")
     assert saf(*there, cwd=folder).returncode == DONE
     assert "is a router" in refused(saf("topic", "add", "orders", cwd=folder))
@@ -379,7 +379,7 @@ def test_a_router_that_forwards_is_listed_as_such_and_served_only_where_it_is(
     [
         ('[routers.x]\nkind = "sql"\nexpression = "a"\nmode = "forward"\n', "needs Spark"),
         ('[routers.x]\nkind = "java"\nexpression = "a"\n', "'sql', 'arrow' or 'python'"),
-        ('[routers.x]\nkind = "arrow"\nexpression = "a"\n', "no module:function"),
+        ('[routers.x]\nkind = "arrow"\nexpression = "a"\n', "not module:function"),
         ('[routers.x]\nkind = "sql"\nexpresion = "a"\n', "did you mean 'expression'?"),
         ('[topics.x]\n[routers.x]\nkind = "sql"\nexpression = "a"\n', "is a topic too"),
         ('[[routes]]\ndestination = "epr"\n', "did you mean 'erp'?"),

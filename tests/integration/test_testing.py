@@ -237,7 +237,7 @@ def test_what_is_nearest_is_shown_first_and_long_bodies_are_cut(database: Databa
     with pytest.raises(AssertionError) as failed:
         sent.one(to_service="billing", body="y" * 10_000, message_type=None)
     lines = str(failed.value).splitlines()
-    assert "none of the 11 that are there matches" in lines[0]
+    assert "none of the 11 existing ones matches" in lines[0]
     assert lines[1].startswith("  - to_service='billing', body='xxx")
     assert lines[2].startswith("      body is 'xxx")
     assert lines[-1] == "  … and 6 more"

@@ -81,7 +81,7 @@ def test_spark_connect_without_an_address_is_refused_even_if_there_is_nothing_to
     assert done.returncode == USAGE, done.stderr
     said = sentence(done.stderr)
     assert named in said
-    assert "say --remote sc://host:15002" in said
+    assert "use --remote sc://host:15002" in said
 
 
 def test_spark_submit_with_remote_is_understood(folder: Path, app: Dsn) -> None:

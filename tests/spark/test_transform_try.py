@@ -50,7 +50,7 @@ def test_a_message_of_an_outbox_is_shown_as_it_would_be_sent_and_stays(
     assert "CAST_INVALID_INPUT" in said["dead"]
     code, said = tried(tmp_path, "labels", "--body", "no JSON")
     assert code == 1
-    assert "headers that are no JSON object" in said["dead"]
+    assert "headers that are not a JSON object" in said["dead"]
     code, said = tried(tmp_path, "broken", "--body", "1")
     assert code == 75
     assert "gives no column id" in said["waits"]
