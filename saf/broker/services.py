@@ -305,4 +305,4 @@ def _first(names: Sequence[str], others: Mapping[str, int]) -> str:
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
     names = ", ".join(map(repr, known)) or "none"
-    return f"{what} {name!r} does not exist here, only {names}: create it with `saf {what} create`"
+    return f"no {what} {name!r} here, only {names}: create it with `saf {what} create`"

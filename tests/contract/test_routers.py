@@ -313,8 +313,8 @@ def test_dead_letters_of_a_batch_read_again_are_there_once(
         ("fail", "told to fail"),
         ("nobody", "its classifier returns no service"),
         ("LGA", "it names 'LGA', which no route leads to"),
-        ("x" * 256, "no service's name"),
-        ("", "no service's name"),
+        ("x" * 256, "not a service name"),
+        ("", "not a service name"),
     ],
 )
 def test_a_classifier_that_raises_says_nothing_or_names_an_unknown_service_makes_a_dead_letter(

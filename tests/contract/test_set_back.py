@@ -682,7 +682,7 @@ def test_the_commands_name_what_a_store_has_lost_and_bring_exactly_that(
     said = saf("rebase", cwd=tmp_path)
     assert said.returncode == 0, said.stderr
     assert "5 for mom to be sent again" in said.stdout
-    assert "mom had been set back, and may go on" in said.stdout
+    assert "mom had been set back, and may continue" in said.stdout
     assert "sent again" not in saf("rebase", cwd=tmp_path).stdout
     run(app, mom=older)
     assert numbers(older) == list(range(15))

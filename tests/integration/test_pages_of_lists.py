@@ -56,7 +56,7 @@ def test_a_page_says_the_command_that_goes_on(
         connection.execute(many)
     options = ["--limit", "50", "--config", str(config)]
     first = saf(*command, "--broker", "shop", *options).stdout
-    said = re.search(r"shop: go on with (--broker shop --after .+)", first)
+    said = re.search(r"shop: continue with (--broker shop --after .+)", first)
     assert said is not None, first
     second = saf(*command, *shlex.split(said[1]), "--json", *options)
     whole = json.loads(

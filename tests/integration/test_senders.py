@@ -275,7 +275,7 @@ def test_the_first_rule_is_refused_while_other_writers_would_have_none(
             add_senders(owner, "nobody", "shop")
         with pytest.raises(ConfigurationError, match=r"no such rule"):
             remove_senders(owner, other)
-        with pytest.raises(UsageError, match=r"no service's name"):
+        with pytest.raises(UsageError, match=r"not a service name"):
             add_senders(owner, other, "")
     with pytest.raises(ConfigurationError, match=rf"{other} may not send"):
         send(login(app, other), "shop")

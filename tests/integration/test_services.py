@@ -136,7 +136,7 @@ def test_the_commands_create_list_and_remove(config: Path) -> None:
         "mom: from now on, it stores messages for its services only; others wait\n"
     )
     assert run("service", "create", "billing", "shop") == (
-        "mom: service billing is there already\nmom: service shop created\n"
+        "mom: service billing already exists\nmom: service shop created\n"
     )
     run("service", "remove", "shop")
     run("subscription", "create", "audit", "--service", "billing", "--from-now")
@@ -159,7 +159,7 @@ def test_the_commands_create_list_and_remove(config: Path) -> None:
 
 def test_a_mistake_is_answered_with_a_sentence_and_code_2(config: Path) -> None:
     for arguments, said in (
-        (["service", "remove", "billing"], "service 'billing' does not exist here"),
+        (["service", "remove", "billing"], "no service 'billing' here"),
         (["subscription", "create", "a", "--service", "billing"], "no service 'billing' here"),
         (["subscription", "create", "a"], "--service NAME or --all-services"),
         (["service", "create", "a", "--broker", "nowhere"], "no [brokers.nowhere]"),

@@ -198,7 +198,7 @@ def test_a_decision_that_is_interrupted_ends_with_its_step_and_says_what_is_done
         (["dead", "discard"], "Give numbers, a filter, or --all"),
         (["dead", "list", "--reason", "boredom"], "the reasons are rejected, expired"),
         (["dead", "show", "7"], "no dead letter 7"),
-        (["parked", "list", "--broker", "shp"], "there is no [brokers.shp], only shop"),
+        (["parked", "list", "--broker", "shp"], "no [brokers.shp] in saf.toml, only shop"),
     ],
 )
 def test_what_was_meant_is_asked_in_one_sentence(
