@@ -606,7 +606,7 @@ def test_a_stream_is_registered_shown_and_dropped_on_the_command_line(
     fill(app, 5)
     asked = ("subscription", "create", "lake", "--stream", "outbox", "--broker", "app")
     assert command(*asked, cwd=tmp_path).stdout == "app: stream lake registered\n"
-    assert command(*asked, cwd=tmp_path).stdout == "app: stream lake is there already\n"
+    assert command(*asked, cwd=tmp_path).stdout == "app: stream lake already exists\n"
     stream = query(config, maxRowsPerTrigger=2)
     stream.step()
     stream.step()
