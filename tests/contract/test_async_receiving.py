@@ -306,7 +306,7 @@ def test_what_gives_no_connection_of_asyncio_is_refused_by_name(inbox: Dsn) -> N
         pytest.fail("refused")
     worker = saf.Worker(pool(inbox), SUBSCRIPTION)
     worker.handler()(effect)
-    with pytest.raises(UsageError, match="handlers are async"):
+    with pytest.raises(UsageError, match="async handlers"):
         worker.drain()
 
 

@@ -118,11 +118,15 @@ def test_all_programs_but_one_stand_still_with_what_is_below_them_and_go_on(
         some = family(programs.running[name].pid)
         return [one.status() == psutil.STATUS_STOPPED for one in some]
 
+    def names(name: str) -> set[str]:
+        return {process.name() for process in family(programs.running[name].pid)}
+
     programs = Programs(tmp_path, {})
     for name in ("application", "forward"):
         programs.start(name, ["sh", "-c", "sleep 100; true"])
     try:
-        until(lambda: all(states(name) == [False, False] for name in programs.running))
+        # a child that is stopped before its exec keeps its parent waiting, and not stopped
+        until(lambda: all(names(name) == {"sh", "sleep"} for name in programs.running))
         programs.stand_still(True, but="application")
         until(lambda: states("forward") == [True, True])
         assert states("application") == [False, False]

@@ -206,7 +206,7 @@ def test_only_lanes_that_would_be_tried_are_counted_before_they_are_retried(
                             .replace("'forwarder'", "'billing'"), [1])  # fmt: skip
     page = there.client().get("/parked/confirm", params={"broker": "mom"}).text
     assert "</bdi></strong>: 2 lanes<" in page
-    assert "4 lanes more match, and go on waiting" in page
+    assert "4 lanes more match, and keep waiting" in page
     page = there.client().get("/parked/confirm", params={"broker": "mom", "lane": "later"}).text
     assert "Nothing waits that could be tried now" in page
     assert "1 lane more match" in page
@@ -292,7 +292,7 @@ def test_messages_that_are_rare_are_looked_for_further_on(
     steps = 0
     while 'badge idle">pending' not in page:
         assert "None so far" in page
-        assert "Only what was sent before" in page
+        assert "Only messages sent before" in page
         (further,) = re.findall(r'href="([^"]+)">Look further<', page)
         page = visitor.get(html.unescape(further)).text
         steps += 1
@@ -473,7 +473,9 @@ def test_a_message_with_a_trace_links_to_where_traces_are_shown(
         assert f'href="https://traces.example/{TRACE}?a=1&amp;b=2"' in page
         page = visitor.get("/message", params={"id": message_id(app, "forged")}).text
         assert "traces.example" not in page
-    with pytest.raises(ConfigurationError, match=r"ui\.trace_url: .* with \{trace_id\} in it"):
+    with pytest.raises(
+        ConfigurationError, match=r"ui\.trace_url: .* must contain \{trace_id\} once"
+    ):
         settings(tmp_path / "saf.toml", {"shop": app}, {"mom": mom}, 'trace_url = "javascript:1"')
 
 
