@@ -185,7 +185,7 @@ def test_conversations_are_listed_as_they_stand(app: Dsn, mom: Dsn) -> None:
         assert saf.conversations(connection, service="nobody") == []
         (only,) = saf.conversations(connection, handle=one.handle)
         assert only.expires_at is not None
-        with pytest.raises(UsageError, match="no state 'open', only started_outbound"):
+        with pytest.raises(UsageError, match="unknown state 'open', only started_outbound"):
             saf.conversations(connection, states=["open"])
     with connect(mom) as connection:
         (there,) = saf.conversations(connection, limit=5)
