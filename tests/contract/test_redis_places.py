@@ -75,7 +75,7 @@ def test_a_cluster_that_cannot_be_reached_or_is_asked_as_one_server_says_so(
         with pytest.raises(Unavailable, match="Cluster mode is not enabled"):
             alone.identity("events")
         one.client().config_set("requirepass", "hunter2")
-        with pytest.raises(Refused, match=r"Mend username and password in saf\.toml"):
+        with pytest.raises(Refused, match=r"Fix username and password in saf\.toml"):
             alone.identity("events")
     with ExitStack() as stack:
         events, server = by_cluster(stack, tmp_path)
@@ -83,7 +83,7 @@ def test_a_cluster_that_cannot_be_reached_or_is_asked_as_one_server_says_so(
         named = events.model_copy(
             update={"server": events.server.replace("redis+cluster", "redis")}
         )
-        with pytest.raises(Refused, match=r"Say redis\+cluster:// in saf\.toml"):
+        with pytest.raises(Refused, match=r"Use redis\+cluster:// in saf\.toml"):
             named.identity("events")
 
 

@@ -116,7 +116,7 @@ def test_it_says_what_a_rabbitmq_server_gives_and_whether_it_can_be_used(
     configuration(tmp_path, app, f"{server}\n{login}")
     refused = saf("destination", "check", "there", cwd=tmp_path)
     assert refused.returncode == 2
-    assert "the login is refused. Mend its login" in refused.stderr
+    assert "the login is refused. Fix its login" in refused.stderr
     assert "hunter2" not in refused.stderr + refused.stdout
     configuration(tmp_path, app, 'kind = "rabbitmq_stream"\nserver = "rabbitmq-stream://[::1]:1"')
     gone = saf("destination", "check", "there", cwd=tmp_path)
