@@ -85,7 +85,7 @@ def test_a_search_whose_time_is_over_says_how_far_it_was_and_goes_on_there(app: 
         parts = [one.part for one in before]
         assert parts == sorted(set(parts))
         assert 0 < parts[0] < parts[-1] < 1
-        with pytest.raises(UsageError, match="no place"):
+        with pytest.raises(UsageError, match="not a place"):
             find(connection, "outbox", oldest, seconds=0, place="(0,1)")
 
 

@@ -236,7 +236,8 @@ class Link:
                 raise
             raise Unavailable(
                 self.what,
-                f"{self.settings.server} sent an unknown answer ({type(error).__name__})",
+                f"{self.settings.server} sent an answer that is not understood "
+                f"({type(error).__name__})",
             ) from None
 
     def _tls(self) -> ssl.SSLContext:
