@@ -181,7 +181,7 @@ def test_a_table_that_lacks_what_was_before_is_refused(table: Path) -> None:
     with pytest.raises(Unavailable):
         append(batches, 4, rows(4))
     table.mkdir()
-    with pytest.raises(NotThisStream, match="is not there"):
+    with pytest.raises(NotThisStream, match="is missing"):
         append(batches, 4, rows(4))
     assert [*table.iterdir()] == []
 

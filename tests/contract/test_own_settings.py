@@ -23,9 +23,17 @@ SETTINGS = [
     "SET ROLE {tenant}",
     "SET search_path = tenant",
     "SET LOCAL search_path = ''",
-    "SET statement_timeout = '1ms'; SELECT",
+    "SET statement_timeout = '250ms'; SELECT",
     "SET LOCAL array_nulls = off",
 ]
+
+
+# longer than the handler's timeout, which a busy machine takes less than to set saf's own again
+SLOW = """
+CREATE FUNCTION tenant.slow() RETURNS trigger LANGUAGE plpgsql
+    AS 'BEGIN PERFORM pg_sleep(0.3); RETURN NULL; END';
+CREATE TRIGGER slow AFTER INSERT OR UPDATE ON saf.cursor EXECUTE FUNCTION tenant.slow()
+"""
 
 
 @pytest.fixture
@@ -58,6 +66,13 @@ def put(owner: psycopg.Connection[Any], count: int) -> None:
     )
 
 
+def slow_down(mom: Dsn, setting: str) -> None:
+    """Let saf's statements take longer than a handler's timeout."""
+    if "timeout" in setting:
+        with connect(mom) as owner:
+            owner.execute(SLOW)
+
+
 def left(mom: Dsn) -> tuple[int, int]:
     with connect(mom) as connection:
         ((aside, dead),) = fetch(
@@ -81,6 +96,7 @@ def test_what_a_handler_sets_is_no_matter_to_a_worker(
     mom: Dsn, inbox: tuple[Dsn, str], setting: str
 ) -> None:
     receiver, tenant = inbox
+    slow_down(mom, setting)
     worker = saf.Worker(receiver, "billing", max_messages=7)
     begins = [True]
     found: set[tuple[str, str]] = set()
@@ -110,6 +126,7 @@ def test_what_a_block_sets_is_no_matter_to_its_delivery(
     mom: Dsn, inbox: tuple[Dsn, str], setting: str, through: str
 ) -> None:
     receiver, tenant = inbox
+    slow_down(mom, setting)
     engine = sa.create_engine(Database(receiver).url)
     given: Any = engine if through == "SQLAlchemy" else receiver
     count = 0
