@@ -513,7 +513,7 @@ def test_whatever_a_partner_answers_about_a_chunk_no_message_is_to_blame(
         there = Https(server=stranger.url, secret=SecretStr(SECRET))
         with (
             closing(there.open("partner")) as destination,
-            pytest.raises(Unavailable, match=r"not understood|does not say what it has stored"),
+            pytest.raises(Unavailable, match=r"not understood|does not list what it stored"),
         ):
             destination.store(forwarder.chunk(forwarder.messages(2)), exactly_once=True)
 
