@@ -41,6 +41,7 @@ POSTGRESQLS = (
     "permission denied",
     "canceling statement due to lock timeout",
     "query would be affected by row-level security",
+    "it does not have a replica identity",
 )
 """Errors of PostgreSQL itself."""
 

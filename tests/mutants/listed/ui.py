@@ -155,7 +155,7 @@ MUTANTS: list[Mutant] = [
         "all messages of a lane are counted for a page",
         "saf/ui/pages/parked.py",
         "after=after, most=MOST",
-        "offset=_first(visit)",
+        "after=after",
         "ui/test_ui_parked.py"
         "::test_of_a_lane_no_more_messages_are_counted_than_a_page_has_time_for",
     ),
