@@ -12,9 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 ROOT = Path(__file__).parents[2]
 FULL_MARK = "pytest.mark.full"
+
+PARSING = Lock()
+"""Held while a file is parsed: Python 3.11 raises SystemError if two threads do so at a time."""
 
 LONGEST_SECONDS = 240.0
 """A bug that makes its tests hang has been noticed after so long."""
@@ -83,7 +87,8 @@ def _functions(path: str) -> Mapping[str, bool]:
     file = ROOT / "tests" / path
     if not file.is_file():
         return {}
-    tree = ast.parse(file.read_text())
+    with PARSING:
+        tree = ast.parse(file.read_text())
     whole = any(
         isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node) and _is_full(node.value)
         for node in tree.body
