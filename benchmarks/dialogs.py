@@ -26,7 +26,7 @@ from benchmarks.memory import peak_mib
 from benchmarks.stage import RESULTS, Stage, execute, median
 from saf.broker.services import create_service
 from saf.database import Dsn
-from saf.dialogs.fragments import FRAGMENT_BYTES
+from saf.dialogs.dialog import FRAGMENT_BYTES
 from saf.receiving.link import connected
 from saf.receiving.receive import Receiver
 from saf.testing.cycle import Cycle, forwarding_rules

@@ -30,7 +30,7 @@ from benchmarks.stage import Stage, execute
 from saf.broker.services import create_service, create_subscription
 from saf.database import Dsn
 from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.running import run as run_dispatchers
+from saf.dispatch.dispatcher import run as run_dispatchers
 from saf.dispatch.settings import Endpoint
 
 MESSAGES, IN_FLIGHT, ROUNDS = 20_000, 100, 3

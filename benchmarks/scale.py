@@ -28,7 +28,7 @@ from saf.database import Dsn
 from saf.destinations.postgresql import Postgresql
 from saf.engine.work import Work
 from saf.forwarding.forwarder import Forwarder
-from saf.forwarding.plan import plan
+from saf.forwarding.surveys import plan
 from saf.log.cursor import Batch
 from saf.routing.matching import Route, Routes
 from saf.spark import session

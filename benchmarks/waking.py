@@ -1,6 +1,6 @@
 """What could wake a forwarder, and what could run its little work: the candidates, side by side.
 
-*Bells*: the poll that the forwarder makes (`saf.forwarding.quiet`); a NOTIFY in the sender's
+*Bells*: the poll that the forwarder makes (`saf.forwarding.broker`); a NOTIFY in the sender's
 transaction; a temporary logical slot that is read as a stream, of the ids alone. How long each
 takes from the sender's COMMIT to the process that waits, and what of the senders' tps is left.
 
@@ -27,7 +27,7 @@ from psycopg import pq
 from benchmarks.send import BUSINESS, CLIENTS, ROUNDS, TABLES, pgbench, send_statement
 from benchmarks.stage import Stage, cpu_seconds, execute, percentile
 from saf.database import Dsn, fetch
-from saf.forwarding.quiet import ASK
+from saf.forwarding.broker import ASK
 from saf.log.pauses import SHORTEST_SECONDS
 from saf.spark import session
 

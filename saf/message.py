@@ -45,7 +45,7 @@ FRAGMENT, WHOLE = f"{RESERVED_HEADER}fragment", f"{RESERVED_HEADER}whole"
 """Headers of a large body's fragments: on each fragment but the last, and on the last."""
 VERIFIED_FROM, CLAIMED_FROM = f"{RESERVED_HEADER}verified-from", f"{RESERVED_HEADER}claimed-from"
 """Headers about the sender: the service that its source has verified, and a claim that a sender
-made under that name; see `saf.engine.vouching`."""
+made under that name; see `saf.engine.storing`."""
 SIGNATURE, LINEAGE = f"{RESERVED_HEADER}signature", f"{RESERVED_HEADER}lineage"
 """The sender's signature (`saf.signing.signer`), and the incarnations of its broker that an end of
 a dialog has had (`saf.dialogs.lineage`)."""

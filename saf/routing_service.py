@@ -35,14 +35,13 @@ from uuid import UUID, uuid5
 import psycopg
 
 from saf.columns import SENT
-from saf.database import backslashes
+from saf.database import parameters
 from saf.dialogs.arrival import end_too
 from saf.dialogs.endpoints import columns
 from saf.dialogs.passing import begin_partner, partner, pass_on
 from saf.dialogs.statements import END, ERROR, TIMER, Code
 from saf.engine.classifying import as_table
-from saf.engine.matcher import Matcher
-from saf.engine.resolving import MAX_HOPS, Resolver
+from saf.engine.resolving import MAX_HOPS, Matcher, Resolver
 from saf.errors import ConfigurationError, Unavailable, UnreadableHeaders
 from saf.message import DEFAULT_MAX_BYTES, SIGNATURE, Number, Row, as_json
 from saf.received import Received
@@ -104,7 +103,7 @@ class RoutingService(Loop):
         max_messages: most messages in one transaction.
         threads: deliveries that this process handles at a time.
         policy: treatment of messages that cannot be sent on.
-        listen: be notified when messages arrive; see `saf.receiving.notify`.
+        listen: be notified when messages arrive; see `saf.receiving.link`.
         stop_timeout: seconds that the messages in hand may take after SIGTERM, SIGINT or `stop`;
             then they are rolled back, and `run` raises `StopTimeout`.
         require_signed: send on only messages that are signed by one of the ``keys``.
@@ -239,7 +238,7 @@ class RoutingService(Loop):
         if self.signer is not None:
             rows = [row | _signed(self.signer, row) for row in rows]
         if rows:
-            raw.execute(SEND_ON, backslashes.in_arrays(raw, columns(SENT_ON, rows)))
+            raw.execute(SEND_ON, parameters.in_arrays(raw, columns(SENT_ON, rows)))
 
     @property
     def _too_far(self) -> str:

@@ -27,15 +27,8 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
-from saf.database import (
-    HAS_SCHEMA,
-    SCHEMA_REVISION,
-    Meaning,
-    backslashes,
-    meaning,
-    require_schema,
-)
-from saf.database.poolers import unprepared
+from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Meaning, meaning, parameters, require_schema
+from saf.database.dsn import unprepared
 from saf.errors import AutocommitError, ConfigurationError, RowsGone, UsageError
 
 if TYPE_CHECKING:
@@ -265,7 +258,7 @@ class _Psycopg(OnPsycopg):
         return self.connection
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
-        params = params and backslashes.in_arrays(self.connection, params)
+        params = params and parameters.in_arrays(self.connection, params)
         psycopg.Cursor(self.connection).execute(statement, params, prepare=self.prepare)
 
     def fetch(self, statement: str, params: Mapping[str, Any] | None = None) -> Rows:
@@ -309,7 +302,7 @@ class _SQLAlchemy:
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
         if params and (raw := self._psycopg) is not None:
-            params = backslashes.in_arrays(raw, params)
+            params = parameters.in_arrays(raw, params)
         with self._unprepared():
             self.connection.execute(_text(statement), params)
 

@@ -13,8 +13,8 @@ from psycopg.rows import dict_row
 
 from saf.database import Dsn
 from saf.log.ring import SLOT_ROWS
-from saf.spark.table import archived_rows, part
-from saf.spark.table.archived_rows import Archived
+from saf.spark.table import archived, part
+from saf.spark.table.archived import Archived
 from saf.spark.table.source import Messages
 from tests.pipeline import connect, run, send
 
@@ -75,7 +75,7 @@ class Reading:
         """The bodies that its tasks give, sorted."""
         found: list[str] = []
         for one in self.parts:
-            read: Any = archived_rows.read if isinstance(one, Archived) else part.read
+            read: Any = archived.read if isinstance(one, Archived) else part.read
             for rows in read(one, self._query):
                 found += [body.decode() for body in rows["body"].to_pylist()]
         return sorted(found)

@@ -17,8 +17,7 @@ import pytest
 import uvicorn
 
 from saf.database import Dsn, fetch
-from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.running import run
+from saf.dispatch.dispatcher import Dispatcher, run
 from saf.dispatch.settings import Endpoint
 from tests.certificates import certificate as make_certificate
 from tests.needed import needed

@@ -26,8 +26,7 @@ from saf.errors import Fenced, Unavailable
 from saf.operating.doctor import examine
 from saf.repair.reconcile import reconcile
 from saf.setaside.lane import Kind
-from saf.testing.forwarder import Forwarder
-from saf.testing.victim import start
+from saf.testing.forwarder import Forwarder, start
 from tests.destinations import know, route, send_to
 from tests.lossy import Lossy
 from tests.pipeline import bodies, connect, forward, let_time_pass, send, stores

@@ -4,7 +4,7 @@
  * has shards 1 and 2, at the epoch 1; the second one has taken over shard 2, at the epoch 2, so it
  * has another name; the third one has both again, at the epoch 3. All have the same message of
  * shard 2 in hand, and each goes on however late. Kafka compares nothing: it fences by name only.
- * What they know of each other is in the log of the marks (saf.destinations.kafka.marks).
+ * What they know of each other is in the log of the marks (saf.destinations.kafka.server).
  *
  * Proven: the message is stored once, and after a newer owner has stored, an older one stores
  * nothing.

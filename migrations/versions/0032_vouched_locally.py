@@ -26,7 +26,7 @@ END $$;
 DECLARED = """DECLARE
     source uuid;
 """
-# As in `saf.engine.vouching`. A snapshot from before the removal of the last rule still shows the
+# As in `saf.engine.storing`. A snapshot from before the removal of the last rule still shows the
 # rule, although senders are no longer checked. So unless each statement has its own snapshot, the
 # row is locked, which fails if it has changed since.
 VOUCHED = """\

@@ -1,6 +1,6 @@
 """The command ``saf``. One file per command; logic lives in the library.
 
-`saf.cli.exit_codes` defines the exit codes. A user's mistake gets one sentence on stderr and no
+`saf.cli.console` defines the exit codes. A user's mistake gets one sentence on stderr and no
 traceback.
 """
 
@@ -26,7 +26,6 @@ from saf.cli import (
     demo,
     destination,
     dialog,
-    dispatch,
     doctor,
     endpoint,
     fleet,
@@ -34,7 +33,6 @@ from saf.cli import (
     grant,
     inbox,
     init,
-    lake,
     members,
     message,
     metrics,
@@ -56,9 +54,17 @@ from saf.cli import (
     ui,
     worker,
 )
-from saf.cli.console import echo, plain_console, shown_event, write_any_character
-from saf.cli.exit_codes import INTERRUPTED, in_words
-from saf.cli.output import give_up_output, is_of_output, open_standard_streams
+from saf.cli.console import (
+    INTERRUPTED,
+    echo,
+    give_up_output,
+    in_words,
+    is_of_output,
+    open_standard_streams,
+    plain_console,
+    shown_event,
+    write_any_character,
+)
 from saf.database import REVISION
 from saf.errors import SafError
 from saf.tracing import carried
@@ -104,7 +110,7 @@ app.command("members")(members.command)
 app.command("metrics")(metrics.command)
 app.command("ui")(ui.command)
 app.command("worker")(worker.command)
-app.command("dispatch")(dispatch.command)
+app.command("dispatch")(endpoint.command)
 app.add_typer(endpoint.app, name="endpoint")
 app.add_typer(broker.app, name="broker")
 app.add_typer(fleet.app, name="fleet")
@@ -122,7 +128,7 @@ app.add_typer(contract.app, name="contract")
 app.add_typer(parked.app, name="parked")
 app.add_typer(dead.app, name="dead")
 app.add_typer(destination.app, name="destination")
-app.add_typer(lake.app, name="lake")
+app.add_typer(destination.lake, name="lake")
 app.command("purge")(purge.command)
 app.command("reconcile")(reconcile.command)
 app.command("replay")(replay.command)

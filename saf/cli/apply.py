@@ -11,10 +11,8 @@ from typing import Annotated, Any
 import psycopg
 import typer
 
-from saf.broker.granted import OTHER
 from saf.cli.brokers import AsJson, Config, Round, Where, chosen, everywhere
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.cli.route import warn_of_early
 from saf.config import Broker, Settings, load
 from saf.database import Dsn
@@ -22,9 +20,8 @@ from saf.errors import ConfigurationError, UsageError
 from saf.fleets import Listing as Found
 from saf.plans.difference import Difference, broker_id, difference, listed
 from saf.plans.difference import apply as make_good
-from saf.plans.file import BrokerPlan, Plan, as_tables, broker_plan, check, read
-from saf.plans.tables import Entries
-from saf.plans.toml import document
+from saf.plans.file import BrokerPlan, Plan, as_tables, broker_plan, check, document, read
+from saf.plans.tables import OTHER, Entries
 
 HEADER = (
     "# What the brokers have, as `saf export` has found it; `saf apply FILE` makes them so again.",

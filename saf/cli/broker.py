@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 
 from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.config import Broker, Settings, load
 from saf.database import unavailable_if_lost
 from saf.errors import UsageError
-from saf.operating.identity import identity
+from saf.operating.status import identity
 from saf.operating.wording import counted
 from saf.repair.new_id import Renewed, give_new_id, place
 

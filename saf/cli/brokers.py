@@ -15,8 +15,7 @@ import psycopg
 import typer
 
 from saf.broker import health
-from saf.cli.console import echo
-from saf.cli.exit_codes import INTERRUPTED
+from saf.cli.console import INTERRUPTED, echo
 from saf.config import Broker, Settings
 from saf.database import check_schema, unavailable_if_lost
 from saf.database.background import Background

@@ -1,22 +1,106 @@
-r"""Output of commands for users: all values are data, and are shown literally.
+"""Output of commands for users: all values are data, and are shown literally.
 
 Senders choose names, keys, errors and bodies. None of them may reach the terminal as control
 characters: `echo` and `plain_console` pass all text through `shown`, and no command prints in any
 other way. JSON has its own escapes.
+
+Exit codes: how a command ended, for the process that started it.
+
+They tell a scheduler what to do: nothing, retry later, or call an operator. docs/operations.md
+shows this for cron, systemd and Airflow, and the files in jobs/ do it.
+
+Standard streams that are closed or full: a command does its work in any case.
+
+A service manager or a script may start ``saf`` without standard output or error (`>&-`), or with a
+full disk behind it. The next file or connection would get the number of a closed descriptor, and
+then the printed output. So closed descriptors are opened on the null device first. If output cannot
+be written, a command ends after its work, with a sentence and without a traceback; a forwarder in a
+loop continues.
+
+Listings: rows for users that lose nothing in a narrow terminal or a pipe.
+
+Every table that a command prints is a `Listing`. It never cuts a name, handle, number, date or
+error, and wraps lines only at spaces:
+
+- In a pipe, each row is one line of any length: for grep and the like.
+- In a wide terminal, each row is one line, too; but a long text, such as an error, is below its
+  row.
+- In a narrower terminal, the values of a row follow each other with their names, as many per line
+  as fit. A value longer than a line continues on the next line, indented further.
+
+Programs read the output of ``--json`` instead.
 """
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
-from textwrap import wrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from textwrap import fill, wrap
 from typing import Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from saf.errors import SafError, Unavailable, UsageError
 from saf.operating.wording import shown
+
+INTERRUPTED = 130
+WIDTH = 76
+"""Characters per line, in a terminal of 80 columns."""
+
+EXIT_CODES = {
+    0: "done, nothing to do, or stopped on request; messages may wait for a route or a service",
+    Unavailable.exit_code: "try again later: a database, a destination or Spark does not answer",
+    UsageError.exit_code: "an operator must fix it: usage, settings, schema, login or rights",
+    SafError.exit_code: "anything else; of a comparison or an examination: it has found something",
+    INTERRUPTED: "interrupted before the end (Ctrl-C)",
+}
+
+
+def in_words() -> str:
+    """Return the table for the end of a help text, which keeps its lines.
+
+    >>> in_words().splitlines()[4]
+    '75   try again later: a database, a destination or Spark does not answer'
+    """
+    lines = [
+        fill(meaning, WIDTH, initial_indent=f"{code:<5}", subsequent_indent=" " * 5)
+        for code, meaning in EXIT_CODES.items()
+    ]
+    return "\n".join(["\b", "Exit codes:", *lines])
+
+
+CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+
+
+def open_standard_streams() -> None:
+    """Open closed standard streams on the null device."""
+    for descriptor, (name, mode) in enumerate(STREAMS):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
+        if getattr(sys, name) is None:
+            null = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - it stays open
+            setattr(sys, name, null)
+
+
+def is_of_output(error: OSError) -> bool:
+    """Return whether writing to standard output failed: an error of a file names the file."""
+    return error.filename is None and error.errno in CANNOT_BE_WRITTEN
+
+
+def give_up_output() -> None:
+    """Write nothing more to standard output: Python would retry on exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
 
 STACK = "stack"
 """The key that structlog prints on separate lines: the origin of an exception."""
@@ -94,3 +178,99 @@ class PlainConsole(Console):
         lines = folded(shown(text), self.width, others=others) if self.is_terminal else [text]
         for line in lines:
             self.print(line, style=style, soft_wrap=True)
+
+
+GAP = "  "
+INDENT = "    "
+NOTHING = "nothing found"
+
+
+class Listing:
+    """Rows with these columns.
+
+    ``below`` names a column of long texts, which a terminal shows below their rows.
+    """
+
+    def __init__(self, *columns: str, below: str = "") -> None:
+        self._columns = columns
+        self._below = below
+        self._rows: list[tuple[tuple[str, ...], str]] = []
+
+    def add(self, *cells: str, below: str = "") -> None:
+        """Add a row with one text per column, and the long text, which may be empty."""
+        self._rows.append((tuple(map(shown, cells)), shown(below)))
+
+    def show(self) -> None:
+        """Print the rows in the width of standard output; or a line if there are no rows."""
+        if not self._rows:
+            echo(NOTHING)
+            return
+        console = plain_console()
+        for line in self.lines(console.width if console.is_terminal else None):
+            echo(line)
+
+    def lines(self, width: int | None) -> Iterable[str]:
+        """Return the lines for a terminal of the given width, or for a pipe (None).
+
+        >>> listing = Listing("broker", "reason", below="error")
+        >>> listing.add("shop", "rejected", below="it is no number: seven")
+        >>> "$".join(listing.lines(None))
+        'broker  reason    error$shop    rejected  it is no number: seven'
+        >>> "$".join(listing.lines(20))
+        'broker  reason$shop    rejected$    it is no number:$    seven'
+        >>> "$".join(listing.lines(15))
+        'broker: shop$    reason: rejected$    it is no$    number:$    seven'
+
+        A value too long for one line is wrapped at spaces:
+
+        >>> listing = Listing("to")
+        >>> listing.add("erp, lake, mom, shop")
+        >>> "$".join(listing.lines(18))
+        'to: erp, lake,$        mom, shop'
+        """
+        rows = [(cells, below) for cells, below in self._rows]
+        if width is None:
+            names = (*self._columns, self._below) if self._below else self._columns
+            return _aligned([names, *((*cells, below)[: len(names)] for cells, below in rows)])
+        table = _aligned([self._columns, *(cells for cells, _ in rows)])
+        if all(cell_len(line) <= width for line in table):
+            return [
+                table[0],
+                *(
+                    line
+                    for row, (_, below) in zip(table[1:], rows, strict=True)
+                    for line in (row, *folded(below, width, INDENT, INDENT))
+                ),
+            ]
+        return [
+            line
+            for cells, below in rows
+            for line in (
+                *_flowing(self._columns, cells, width),
+                *folded(below, width, INDENT, INDENT),
+            )
+        ]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    return [
+        GAP.join(
+            cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _flowing(names: Sequence[str], cells: Sequence[str], width: int) -> list[str]:
+    lines: list[str] = []
+    for name, cell in zip(names, cells, strict=True):
+        if not cell:
+            continue
+        text = f"{name}: {cell}"
+        if lines and cell_len(lines[-1]) + len(GAP) + cell_len(text) <= width:
+            lines[-1] += GAP + text
+        else:
+            first = f"{INDENT if lines else ''}{name}: "
+            lines += folded(cell, width, first, 2 * INDENT)
+    return lines

@@ -11,8 +11,7 @@ import psycopg
 import typer
 
 from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.config import ENCODING, load
 from saf.dialogs.contracts import contracts, create_contract, create_message_type
 from saf.errors import ConfigurationError

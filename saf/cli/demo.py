@@ -19,8 +19,7 @@ import typer
 from rich.console import Console
 
 from saf.cli import demo_dialog, demo_flights, demo_lake
-from saf.cli.console import echo, plain_console
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo, plain_console
 from saf.cli.progress import ProgressBar
 from saf.errors import MissingExtra, UsageError
 from saf.operating.wording import counted

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from psycopg import sql
 from rich.text import Text
 
-from saf.cli.console import plain_console
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, plain_console
 from saf.config import Broker, Route, Settings
 from saf.destinations.postgresql import Postgresql
 from saf.operating.wording import shown

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from saf.cli import demo_flights
-from saf.cli.console import plain_console
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, plain_console
 
 if TYPE_CHECKING:
     from saf.broker.embedded import EmbeddedServer

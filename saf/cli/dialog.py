@@ -21,13 +21,18 @@ from saf.cli.brokers import (
     rows_of,
     say_next,
 )
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.config import load
 from saf.dialogs.comparing import compare
-from saf.dialogs.conversations import Conversation, clean_up, conversations, page, place_at
+from saf.dialogs.conversations import (
+    Conversation,
+    clean_up,
+    conversations,
+    exchange,
+    page,
+    place_at,
+)
 from saf.dialogs.dialog import open_dialog
-from saf.dialogs.exchange import exchange
 from saf.dialogs.states import State
 from saf.errors import DialogNotFound, UsageError
 from saf.operating.wording import at

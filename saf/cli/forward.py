@@ -1,4 +1,7 @@
-"""``saf forward``: run the forwarder, once or in a loop."""
+"""``saf forward``: run the forwarder, once or in a loop.
+
+``saf forward --explain``: what a run would do now.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from saf.cli import forecast
-from saf.cli.console import echo, plain_console
+from saf.cli import parked
+from saf.cli.brokers import Round, chosen
+from saf.cli.console import Listing, echo, is_of_output, plain_console
 from saf.cli.metrics import Listen, Push, Textfile, published
-from saf.cli.output import is_of_output
 from saf.cli.progress import ProgressBar, ProgressLog
 from saf.config import Settings, load, with_options
 from saf.errors import UsageError
 from saf.logger import Log
+from saf.operating.forecast import forecast
 from saf.operating.wording import at, counted
 from saf.signals import stop_on_signals
 
@@ -27,6 +31,47 @@ if TYPE_CHECKING:
     from saf.forwarding.summary import Summary
     from saf.spark.remote import ConnectRunner
     from saf.spark.runner import SparkRunner
+
+
+def explain(settings: Settings, *, as_json: bool) -> None:
+    """Print what a run would do at each source."""
+    default, declared = settings.forwarder.default_destination, settings.declared
+    round_ = Round(chosen(settings, None))
+    found = round_.visit("forecast", lambda connection, _: forecast(connection, default, declared))
+    if as_json:
+        rows = [{"broker": name, **result.as_dict()} for name, result in found.items()]
+        echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
+        round_.finish(say=False)
+        return
+    listing = Listing(
+        "broker", "messages", "service", "to broker", "goes to", "oldest", below="how"
+    )
+    for name, result in found.items():
+        for group in result.going:
+            about = "" if result.exact else "about "
+            since = at(group.oldest) if group.oldest else ""
+            listing.add(
+                name, f"{about}{group.messages:,}", group.service, group.to_broker or "",
+                ", ".join(group.way.destinations) or "nowhere", since, below=group.way.how,
+            )  # fmt: skip
+    listing.show()
+    by_route = Listing("broker", "messages", "route")
+    for name, result in found.items():
+        for route, messages in result.by_route().items():
+            by_route.add(name, f"{messages:,}", route)
+    if any(result.by_route() for result in found.values()):
+        by_route.show()
+    if any(result.lanes for result in found.values()):
+        parked.listing({name: result.waiting for name, result in found.items()}).show()
+    for name, result in found.items():
+        due = sum(lane.due for lane in result.lanes)
+        if result.waiting.lanes:
+            echo(
+                f"{name}: {counted(result.waiting.messages, 'message')} parked in "
+                f"{counted(result.waiting.lanes, 'lane')}, {due} to be tried first"
+            )
+    round_.finish(say=True)
+
 
 log = Log("saf.forward")
 
@@ -81,7 +126,7 @@ def command(
     """
     settings = load(config)
     if explained:
-        forecast.explain(settings, as_json=as_json)
+        explain(settings, as_json=as_json)
         return
     if metrics is not None and not loop:
         raise UsageError(

@@ -9,13 +9,12 @@ from typing import Annotated
 import typer
 
 from saf.cli.brokers import AsJson, Config, Limit, Round, Store, store, stores
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.cli.status import show_dropped
 from saf.config import load
 from saf.operating.wording import at
 from saf.receiving import inbox
-from saf.receiving.notify import switch
+from saf.receiving.link import switch
 from saf.setaside.dropped import dropped
 from saf.setaside.unhandled import unhandled
 

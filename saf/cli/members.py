@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.config import load
 from saf.errors import UsageError, ranges
 from saf.operating.members import Membership, memberships

@@ -11,12 +11,11 @@ from uuid import UUID
 import typer
 
 from saf.cli.brokers import AsJson, Config, Round, Where, everywhere, moment
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.config import load
 from saf.errors import UsageError
 from saf.operating import journey
-from saf.operating.stay import Stay
+from saf.operating.journey import Stay
 from saf.operating.wording import at, counted
 
 

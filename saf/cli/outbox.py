@@ -23,13 +23,11 @@ from saf.cli.brokers import (
     rows_of,
     say_next,
 )
-from saf.cli.console import echo, write
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo, write
 from saf.config import load
 from saf.errors import UsageError
 from saf.operating import outbox
-from saf.operating.forwarded import forwarded
-from saf.operating.outbox import SECONDS, STATES, Details, SentPage, Wanted
+from saf.operating.outbox import SECONDS, STATES, Details, SentPage, Wanted, forwarded
 from saf.operating.wording import at
 
 app = typer.Typer(no_args_is_help=True, help="The messages that were sent, and how far they are.")

@@ -18,7 +18,7 @@ from rich.console import Console
 from saf.logger import Log
 
 if TYPE_CHECKING:
-    from saf.forwarding.meter import Progress
+    from saf.forwarding.summary import Progress
 
 
 log = Log("saf.forward")

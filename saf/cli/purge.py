@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.cli.metrics import Push, Textfile, published
 from saf.config import load, with_options
 from saf.operating.maintenance import Outcome, count_purged, purge_by_rules

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen, routes_of
-from saf.cli.console import echo, paragraph
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo, paragraph
 from saf.config import load
 from saf.operating.wording import at, counted
 from saf.repair.reconcile import Difference, Outcome, Range, reconcile

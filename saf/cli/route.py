@@ -13,8 +13,7 @@ import psycopg
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
-from saf.cli.console import echo, paragraph
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo, paragraph
 from saf.config import Settings, did_you_mean, load
 from saf.database import of_broker
 from saf.destinations.identities import Identities

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, Store, chosen, store
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.cli.metrics import published
 from saf.cli.route import show_explanation
 from saf.cli.worker import StopTimeout, WorkersListen, listening, supervise

@@ -12,8 +12,7 @@ import typer
 
 from saf.broker import senders
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.config import load
 from saf.database import Dsn, check_schema, unavailable_if_lost
 

@@ -10,8 +10,7 @@ import typer
 
 from saf.broker import services
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.config import load
 
 app = typer.Typer(no_args_is_help=True, help="Services: what messages are addressed to.")

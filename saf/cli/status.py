@@ -10,8 +10,7 @@ import typer
 
 from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.config import load
 from saf.errors import ranges
 from saf.operating.status import BrokerStatus, broker_status

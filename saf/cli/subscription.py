@@ -11,8 +11,7 @@ import typer
 from saf.broker import services
 from saf.broker.services import Start
 from saf.cli.brokers import AsJson, Config, Round, Store, everywhere, store, stores
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.cli.service import Discard
 from saf.config import load
 from saf.errors import UsageError

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import echo
-from saf.cli.listing import Listing
+from saf.cli.console import Listing, echo
 from saf.cli.route import configured
 from saf.config import load
 from saf.routing import routes

@@ -69,7 +69,7 @@ def try_(
         if not columns:
             round_.finish(say=True)
             raise ConfigurationError(f"no outbox has a message {message}")
-    from saf.spark.trying import tried  # Arrow takes a while to import
+    from saf.spark.evaluation import tried  # Arrow takes a while to import
 
     result = tried(
         service,

@@ -5,26 +5,24 @@ and that reads long lists page by page. Queries belong to the packages that send
 tables of the schema, with one exception: the schema's revision is checked here.
 """
 
-from saf.database.arrays import array
 from saf.database.asking import (
     DURABLY,
+    HAS_SCHEMA,
     LOST,
+    REVISION,
+    SCHEMA_REVISION,
     NoAnswer,
+    check_schema,
     fetch,
     of_broker,
+    require_revision,
+    require_schema,
     the_row,
     unavailable_if_lost,
 )
 from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
 from saf.database.dsn import Dsn, refuse_unescaped, without_driver
-from saf.database.revision import (
-    HAS_SCHEMA,
-    REVISION,
-    SCHEMA_REVISION,
-    check_schema,
-    require_revision,
-    require_schema,
-)
+from saf.database.parameters import array
 from saf.database.sqlstates import Meaning, meaning, translated
 
 __all__ = [

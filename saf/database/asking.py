@@ -1,4 +1,7 @@
-"""Asking a database, and the meaning of its errors: it is lost, it hangs, a right is missing."""
+"""Asking a database, and the meaning of its errors: it is lost, it hangs, a right is missing.
+
+The schema's revision: library and database must use the same tables.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from psycopg.abc import QueryNoTemplate
 from psycopg.rows import tuple_row
 
 from saf.database.sqlstates import Meaning, meaning, translated
-from saf.errors import Rejected, RowsGone
+from saf.errors import Rejected, RowsGone, SchemaMismatch, SchemaMissing
 
 
 class NoAnswer(psycopg.OperationalError):
@@ -88,3 +91,49 @@ def the_row(found: Sequence[tuple[Any, ...]], database: str) -> tuple[Any, ...]:
     if not found:
         raise RowsGone(database, ["saf.broker has no row"])
     return found[0]
+
+
+REVISION = "0036"
+"""The Alembic revision of the schema that this library reads and writes."""
+
+SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
+# Not to_regclass: for a user without USAGE on the schema it fails, and with it the transaction.
+# Alembic's table outlives a downgrade to the beginning.
+HAS_SCHEMA = """
+SELECT count(*) = 2
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = 'saf' AND c.relname IN ('alembic_version', 'broker')
+"""
+
+
+def check_schema(connection: psycopg.Connection[Any]) -> None:
+    """Check that the library and the database have the same schema.
+
+    It first checks that the table exists, because a failed query would abort the caller's
+    transaction.
+
+    Raises:
+        SchemaMissing, SchemaMismatch, RowsGone: the error names the command that repairs it.
+    """
+    ((exists,),) = fetch(connection, HAS_SCHEMA)
+    found = fetch(connection, SCHEMA_REVISION) if exists else []
+    require_schema(connection.info.dbname, exists, found)
+
+
+def require_schema(database: str, exists: object, found: Sequence[Sequence[Any]]) -> None:
+    """Raise unless ``database`` has the library's own revision.
+
+    ``exists`` is the answer to `HAS_SCHEMA`, and ``found`` the rows of `SCHEMA_REVISION`.
+    """
+    if not exists:
+        raise SchemaMissing(database)
+    if not found:
+        raise RowsGone(database, ["saf.alembic_version is empty"])
+    ((revision,),) = found
+    require_revision(database, revision)
+
+
+def require_revision(database: str, found: str) -> None:
+    """Raise unless ``found``, the revision read from ``database``, is the library's own."""
+    if found != REVISION:
+        raise SchemaMismatch(database, found, REVISION)

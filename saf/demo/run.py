@@ -17,8 +17,7 @@ from saf.destinations.settings import DestinationSettings
 from saf.errors import SafError
 
 if TYPE_CHECKING:
-    from saf.forwarding.meter import Progress
-    from saf.forwarding.summary import Summary
+    from saf.forwarding.summary import Progress, Summary
 
 WRITERS = 2
 CLASSIFIER = "saf.demo.classifier:by_origin"

@@ -25,8 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic_core import from_json
 
-from saf.destinations.packed import BYTES, NONE, joined
-from saf.destinations.texts import quoted
+from saf.destinations.texts import BYTES, NONE, joined, quoted
 
 MEDIA_TYPE = "application/cloudevents+json; charset=utf-8"
 """Content type of an event that is a message's body."""

@@ -6,7 +6,7 @@ source writes the same mark into saf.acknowledged, in the transaction that moves
 
 So at each contact the two marks are the same, with one exception: the answer for some messages got
 lost. Then the destination's mark is higher, and the source still has these messages in hand or has
-parked them, or an operator took them out of their lane (`saf.setaside.taken_out`). Any other
+parked them, or an operator took them out of their lane (`saf.setaside.in_hand`). Any other
 difference means that one side was set back, by an incomplete backup or failover:
 
     the destination's mark is lower            the destination was set back (`saf.errors.Behind`)

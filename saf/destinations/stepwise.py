@@ -23,11 +23,10 @@ import numpy as np
 import pyarrow as pa
 
 from saf.destinations import Chunk, Stored
-from saf.destinations.mapping import Mapped
+from saf.destinations.mapping import Mapped, read, written
 from saf.destinations.marks import Mark, Place
 from saf.destinations.places import Verdict, guarded, judged, last_of, refuse
 from saf.destinations.queues import readable
-from saf.destinations.written import read, written
 from saf.errors import Unavailable
 from saf.failpoints import fail_point
 
@@ -47,7 +46,7 @@ class Step:
     what: Mapped | None
     """The messages; None if only marks move."""
     before: Mapping[Place, str]
-    """Expected marks, in the form of `saf.destinations.written`."""
+    """Expected marks, in the form of `saf.destinations.mapping`."""
     after: Mapping[Place, str]
     """New marks."""
 

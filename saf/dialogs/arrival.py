@@ -21,10 +21,24 @@ arrived, it moves from there to the delayed messages, and is due immediately.
 
 One receiver at a time has related conversations in hand, because it locks the row of their group
 until its transaction ends. Other receivers wait for the row.
+
+Drops: reasons for which an end of a dialog drops a message. Pure.
+
+Messages of dialogs that saf sends unsigned, because a broker or an operator sends them.
+
+    Error     the lifetime is over, a message could not be handled or was given up, an end was set
+              back; with one of saf's own codes, which are below zero
+    timer     to oneself
+    compare   how much an end has sent and received
+
+A receiver that requires signatures takes these messages unsigned, as long as they contain nothing
+else: a forger can end a dialog with one, but do nothing more. An End is not in this list, because a
+forged End would make a dialog that was cut off look complete; nor is an application's own Error.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -39,7 +53,6 @@ from saf.database import fetch
 from saf.dialogs import set_back
 from saf.dialogs.assembly import Assembled, hashes, is_fragment, set_aside, whole
 from saf.dialogs.dialog import Dialog
-from saf.dialogs.drops import no_end, why_dropped
 from saf.dialogs.endpoints import (
     RECEIVE,
     TAKE_BACK,
@@ -54,7 +67,6 @@ from saf.dialogs.facts import Facts, Verdict, judge
 from saf.dialogs.giving_up import fail
 from saf.dialogs.set_back import compare, recognise
 from saf.dialogs.statements import COMPARE, END, ERROR, TIMER, Code
-from saf.dialogs.unsigned import is_harmless
 from saf.errors import ContractViolation, DialogEnded, SchemaViolation
 from saf.message import DEFAULT_MAX_BYTES
 from saf.received import Received
@@ -64,6 +76,59 @@ from saf.receiving.hand import Reader
 from saf.setaside.dropped import Reason
 from saf.setaside.lane import Kind
 from saf.transaction import enter
+
+
+def why_dropped(facts: Facts, message: Received, *, ended_here: bool, over: bool) -> Reason:
+    """Return why `saf.dialogs.facts.judge` drops a message, from the facts before the message.
+
+    ``over``: the dialog's lifetime is over.
+    """
+    if message.sequence is None:
+        return Reason.OUTDATED
+    if message.sequence <= facts.receive_sequence:
+        return Reason.REPEAT
+    if over and not (ended_here or facts.ended_there or facts.error_code is not None):
+        return Reason.EXPIRED
+    return Reason.ENDED
+
+
+def no_end(message: Received) -> str:
+    """Return the error for a message that answers a dialog not begun here."""
+    broker = message.to_broker
+    address = "" if broker is None else f" It is addressed to broker {broker}."
+    return (
+        f"this broker has no end of conversation {message.conversation_id}: the dialog was "
+        f"begun elsewhere, or ended long ago and is forgotten."
+        f"{address}"
+    )
+
+
+LARGEST = 64 * 1024
+"""Maximum size of such a message in bytes."""
+
+
+def is_harmless(message: Received) -> bool:
+    """Return whether a message may be taken without a signature."""
+    if message.conversation_id is None or message.size > LARGEST:
+        return False
+    of_dialog = message.from_initiator is not None
+    if message.message_type == TIMER:
+        return of_dialog and message.sequence is None and message.body == b"{}"
+    match message.message_type, _said(message.body):
+        case str(kind), {"code": int(code), "text": str(), **more}:
+            return kind == ERROR and not more and code < 0
+        case str(kind), {"received": int(), "answer": bool(), **more}:
+            return kind == COMPARE and not more and of_dialog and message.sequence is not None
+        case _:
+            return False
+
+
+def _said(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
 
 # Messages that follow without a gap, and those that need not wait: an Error, or one to be dropped
 MAKE_DUE = f"""

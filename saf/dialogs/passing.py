@@ -16,9 +16,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from saf.dialogs.dialog import Dialog, open_dialog
+from saf.dialogs.dialog import FRAGMENT_BYTES, Dialog, open_dialog
 from saf.dialogs.facts import Facts
-from saf.dialogs.fragments import FRAGMENT_BYTES
 from saf.dialogs.lineage import HEADER as LINEAGE
 from saf.dialogs.statements import END, ERROR, EXPIRE, HELLO, TIMER
 from saf.errors import DialogEnded, DialogExpired, UnreadableBody

@@ -15,11 +15,18 @@ Guarantees:
 - *No transaction waits for an endpoint.*
 
 A dispatcher needs two sessions of the database, which must not be a pooler's.
+
+Running: dispatchers side by side in one process, until it is told to stop.
+
+Endpoints stored in brokers may be added or removed in that time: ``find`` returns the present ones.
+A dispatcher whose endpoint was removed or replaced ends in order; a new one begins.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -30,17 +37,19 @@ import psycopg
 
 from saf.broker import health, services
 from saf.database import Dsn, check_schema, unavailable_if_lost
+from saf.database.background import Background
 from saf.dispatch import source
 from saf.dispatch.http import Client
 from saf.dispatch.session import Session
 from saf.dispatch.settings import Endpoint
-from saf.errors import Fenced, Refused, SafError, Unavailable, UsageError
+from saf.errors import EndpointRemoved, Fenced, Refused, SafError, Unavailable, UsageError
 from saf.logger import Log
 from saf.receiving.failures import exception
 from saf.receiving.hand import Reader
 from saf.receiving.membership import Membership
 from saf.receiving.stopping import STOP_SECONDS
 from saf.receiving.summary import Summary
+from saf.signals import stop_on_signals
 
 if TYPE_CHECKING:
     from saf.signing.signer import Signer
@@ -168,3 +177,153 @@ class Dispatcher:
             service=found.service,
             signer=self.signer,
         )
+
+
+FIND_SECONDS = 5.0
+"""Interval between searches for endpoints, in seconds."""
+
+AGAIN_SECONDS = 60.0
+"""Time after which a failed endpoint is tried again, in seconds."""
+
+KNOWN = (SafError, psycopg.Error)
+"""Errors that are the fault of an endpoint or a database."""
+
+Find = Callable[[], Sequence[Dispatcher]]
+
+
+def run(
+    dispatchers: Sequence[Dispatcher], *, drain: bool = False, find: Find | None = None
+) -> None:
+    """Run dispatchers side by side until SIGTERM or SIGINT; with ``drain``, until all have drained.
+
+    With ``find``, the dispatchers that it returns run too, for as long as it returns them. A
+    dispatcher that fails does not stop the others; unless they drain, it is tried again later. The
+    end does not wait for ``find``, which may hang.
+
+    Raises:
+        SafError: without ``find``, all dispatchers have ended, and at least one has failed.
+    """
+    with _runner() as runner:
+        runner.run(_Running(dispatchers, drain=drain, find=find).run())
+
+
+def _runner() -> asyncio.Runner:
+    """Return a runner with uvloop, which takes less processor time, or with asyncio's own loop."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+class _Running:
+    def __init__(
+        self, dispatchers: Sequence[Dispatcher], *, drain: bool, find: Find | None
+    ) -> None:
+        self._given = dispatchers
+        self._drain = drain
+        self._follows = find is not None
+        self._find = find or (lambda: dispatchers)
+        self._told = asyncio.Event()
+        self._at_work: dict[str, tuple[Dispatcher, asyncio.Event, asyncio.Task[None]]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._failed: dict[str, tuple[float, Exception]] = {}
+        """Failed endpoints among those at work, each with the time and the error."""
+        self._problem = ""
+        self._finding = Background(1, "saf dispatch find")
+        """Brokers may hang during a search, and the end does not wait for them."""
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            loop.call_soon_threadsafe(self._told.set)
+
+        with stop_on_signals(stop):
+            for dispatcher in self._given:
+                self._begin(dispatcher)
+            stop_request = asyncio.create_task(self._told.wait())
+            find_at = time.monotonic() + FIND_SECONDS
+            while not self._told.is_set() and (self._follows or self._busy()):
+                left = None if self._drain else max(0.0, find_at - time.monotonic())
+                waiting_for = {stop_request, *self._busy()}
+                await asyncio.wait(waiting_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if not self._drain and time.monotonic() >= find_at:
+                    search = asyncio.create_task(self._look(self._find))
+                    await asyncio.wait({stop_request, search}, return_when=asyncio.FIRST_COMPLETED)
+                    if search.done():
+                        search.result()
+                    else:
+                        search.cancel()
+                    find_at = time.monotonic() + FIND_SECONDS
+            problems = [] if self._told.is_set() else [error for _, error in self._failed.values()]
+            stop_request.cancel()
+            self._finding.dismiss()
+            for name in [*self._at_work]:
+                self._end(name)
+            ended = await asyncio.gather(*self._ending, return_exceptions=True)
+        errors = [*(result for result in ended if result is not None), *problems]
+        if errors:
+            raise errors[0]
+
+    def _busy(self) -> list[asyncio.Task[None]]:
+        return [task for _, _, task in self._at_work.values() if not task.done()]
+
+    def _begin(self, dispatcher: Dispatcher) -> None:
+        stopping = asyncio.Event()
+        task = asyncio.create_task(self._work(dispatcher, stopping))
+        self._at_work[dispatcher.name] = (dispatcher, stopping, task)
+
+    async def _work(self, dispatcher: Dispatcher, stopping: asyncio.Event) -> None:
+        """Run a dispatcher. If its endpoint or its database fails, the others continue."""
+        try:
+            await dispatcher.run(stopping, drain=self._drain)
+        except Exception as error:
+            log.warning("endpoint_not_dispatched", endpoint=dispatcher.name, **_said(error))
+            _, _, task = self._at_work.get(dispatcher.name, (None, None, None))
+            if task is asyncio.current_task():  # no other dispatcher has taken its name since
+                self._failed[dispatcher.name] = time.monotonic(), error
+        except BaseException:
+            self._told.set()
+            raise
+
+    def _end(self, name: str) -> None:
+        self._failed.pop(name, None)
+        _, stopping, task = self._at_work.pop(name)
+        stopping.set()
+        self._ending.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._ending.discard(task)
+
+    async def _look(self, find: Find) -> None:
+        """Begin new endpoints, and end removed ones."""
+        try:
+            future = asyncio.wrap_future(self._finding.submit(find))
+            found = {one.name: one for one in await future}
+        except KNOWN as error:
+            if str(error) != self._problem:
+                log.warning("endpoints_not_read", detail=str(error))
+            self._problem = str(error)
+            return
+        self._problem = ""
+        for name, (failed_at, failure) in [*self._failed.items()]:
+            is_due = time.monotonic() - failed_at > AGAIN_SECONDS
+            # an endpoint that was removed and is found may have been added again since
+            if is_due or isinstance(failure, EndpointRemoved):
+                self._end(name)  # it begins again below
+        for name, (dispatcher, _, _) in [*self._at_work.items()]:
+            if name not in found or found[name].endpoint != dispatcher.endpoint:
+                log.info("endpoint_ends", endpoint=name)
+                self._end(name)
+        for name, dispatcher in found.items():
+            if name not in self._at_work:
+                log.info("endpoint_begins", endpoint=name)
+                self._begin(dispatcher)
+
+
+def _said(error: Exception) -> dict[str, Any]:
+    """Return the log fields of an error; for errors of saf's own code, with the stack."""
+    return {"detail": str(error)} if isinstance(error, KNOWN) else exception(error)

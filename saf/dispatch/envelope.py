@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import quote
 from uuid import UUID, uuid5
 
-from saf.dispatch import template
+from saf.dispatch import settings
 from saf.dispatch.settings import Endpoint
 from saf.message import CONTENT_TYPE, RESERVED_HEADER, STRICT
 from saf.received import Headers, Received
@@ -87,8 +87,8 @@ def request(message: Received, endpoint: Endpoint) -> Request:
     carried, content_type = _carried(message)
     body = message.body
     if endpoint.template is not None:
-        content_type = endpoint.template_type or template.JSON
-        body = template.filled(endpoint.template, content_type, message)
+        content_type = endpoint.template_type or settings.JSON
+        body = settings.filled(endpoint.template, content_type, message)
     if endpoint.mode == "plain":
         headers = plain(carried)
     elif endpoint.mode == "structured":

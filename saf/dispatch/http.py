@@ -11,18 +11,14 @@ from collections.abc import Mapping
 from urllib.parse import unquote, urljoin, urlsplit
 
 from saf.dispatch import replies
-from saf.dispatch.answers import KEPT, Answer, Meaning, meaning_of, retry_after
-from saf.dispatch.calls import Call
-from saf.dispatch.credentials import authorization, hidden
+from saf.dispatch.calls import Call, Soap, XmlRpc
+from saf.dispatch.credentials import NoToken, Tokens, authorization, hidden
 from saf.dispatch.envelope import Request
 from saf.dispatch.http1 import Http1
 from saf.dispatch.http2 import Http2
-from saf.dispatch.replies import Reply
+from saf.dispatch.replies import KEPT, Answer, Meaning, Reply, meaning_of, retry_after
 from saf.dispatch.settings import Endpoint
-from saf.dispatch.soap import Soap
-from saf.dispatch.tokens import NoToken, Tokens
 from saf.dispatch.transport import Exchanged, NoAnswer, Transport
-from saf.dispatch.xmlrpc import XmlRpc
 from saf.receiving.failures import HIDDEN
 from saf.setaside.isolation import kept
 from saf.signing.webhook import sign

@@ -7,9 +7,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Self
 
 from saf.dispatch.credentials import of_proxy, tls
-from saf.dispatch.guard import guarded_sockets
 from saf.dispatch.settings import Endpoint
-from saf.dispatch.transport import HEADERS, IDLE_SECONDS, Exchanged, NoAnswer, Transport
+from saf.dispatch.transport import (
+    HEADERS,
+    IDLE_SECONDS,
+    Exchanged,
+    NoAnswer,
+    Transport,
+    guarded_sockets,
+)
 from saf.errors import MissingExtra
 
 if TYPE_CHECKING:

@@ -2,21 +2,31 @@
 
 An answer changes the window immediately, in memory. Changes of the endpoint's stored condition are
 collected in `Judge.to_write`; the session writes them, and marks the messages.
+
+A breaker: whether an endpoint is up, and whether a failure is the endpoint's. Pure policy.
+
+One request that fails proves nothing about the endpoint: the message may be to blame. Several
+failures in a row, with no success between them, are the endpoint's failure: the breaker opens. Then
+only one message is sent from time to time, a probe, until a probe succeeds.
+
+An endpoint that is down does not use up the attempts of messages. So a failure does not count as an
+attempt at first; the message is a suspect. If the endpoint accepts another message before the
+breaker opens, it is up, and the attempts of all suspects count (`Breaker.succeeded`). If the
+breaker opens, they do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 import psycopg
 
 from saf.dispatch import replies
-from saf.dispatch.answers import Answer, Meaning
-from saf.dispatch.breaker import Breaker
 from saf.dispatch.condition import Book, Condition
+from saf.dispatch.replies import Answer, Meaning
 from saf.dispatch.settings import Endpoint
 from saf.dispatch.source import TALKS
 from saf.dispatch.talking import Outcome
@@ -26,6 +36,48 @@ from saf.logger import Log
 from saf.received import Received
 from saf.receiving.failures import about
 from saf.receiving.retries import Waiting
+
+T = TypeVar("T")
+"""Data kept about an attempt until it is known whether the attempt counts."""
+
+
+@dataclass(kw_only=True)
+class Breaker(Generic[T]):
+    """A process's knowledge of an endpoint that it considers up.
+
+    >>> breaker = Breaker[str](threshold=2)
+    >>> breaker.failed("A-1"), breaker.succeeded()
+    (False, ['A-1'])
+    >>> breaker.failed("A-1"), breaker.failed("A-2"), breaker.succeeded()
+    (False, True, [])
+    """
+
+    threshold: int
+    """Number of failures in a row that opens the breaker."""
+    failures: int = 0
+    """Number of failures in a row so far."""
+    _suspects: list[T] = field(default_factory=list)
+
+    def failed(self, suspect: T) -> bool:
+        """Note that an attempt has failed; return whether this opens the breaker."""
+        self.failures += 1
+        self._suspects.append(suspect)
+        if self.failures < self.threshold:
+            return False
+        self.reset()
+        return True
+
+    def succeeded(self) -> list[T]:
+        """Note that the endpoint is up; return the attempts that count."""
+        suspects = self._suspects
+        self.reset()
+        return suspects
+
+    def reset(self) -> None:
+        """Forget all failures."""
+        self.failures = 0
+        self._suspects = []
+
 
 UP = (Meaning.DONE, Meaning.REJECTED, Meaning.FAILED)
 """Answers that show that the endpoint is up."""

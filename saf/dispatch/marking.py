@@ -14,16 +14,16 @@ import psycopg
 
 from saf.database import fetch
 from saf.dispatch import replies, talking
-from saf.dispatch.answers import Answer
-from saf.dispatch.marks import Marks
 from saf.dispatch.progress import Mark
+from saf.dispatch.replies import Answer
+from saf.dispatch.window import Marks
 from saf.errors import Fenced
 from saf.failpoints import fail_point
 from saf.outbox import Outbox
 from saf.received import Received
 from saf.receiving import retries
-from saf.receiving.burying import bury_as_stored, fail_unseen
 from saf.receiving.hand import Reader
+from saf.receiving.retries import bury_as_stored, fail_unseen
 from saf.setaside import backoff, dead, parking
 from saf.setaside.isolation import said
 from saf.setaside.lane import NO_BROKER, Kind, Lane

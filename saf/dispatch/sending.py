@@ -14,19 +14,18 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from saf.dispatch import envelope, replies
-from saf.dispatch.answers import Answer, Meaning
 from saf.dispatch.envelope import Request
 from saf.dispatch.http import Client
 from saf.dispatch.judging import Judge
-from saf.dispatch.rate import Apart, Bucket, per_second
-from saf.dispatch.settings import Endpoint
+from saf.dispatch.replies import Answer, Meaning
+from saf.dispatch.settings import Apart, Bucket, Endpoint, per_second
 from saf.dispatch.talking import Outcome
 from saf.dispatch.window import Window
 from saf.failpoints import fail_point
 from saf.metrics.declared import ANSWERS, DISPATCH_SECONDS, IN_FLIGHT
 from saf.metrics.process import count, observe
 from saf.received import Received
-from saf.setaside.expired import EXPIRED
+from saf.setaside.dropped import EXPIRED
 from saf.setaside.isolation import of_messages, said
 from saf.tracing.spans import dispatching
 

@@ -31,7 +31,7 @@ from saf.log.shards import Member
 from saf.logger import Log
 from saf.outbox import Outbox
 from saf.received import Received
-from saf.receiving import notify
+from saf.receiving import link
 from saf.receiving.hand import Reader
 from saf.receiving.membership import Membership
 from saf.receiving.summary import Summary
@@ -201,7 +201,7 @@ class Session:
         if time.monotonic() >= self._trim_at:
             self._trim_at = time.monotonic() + TRIM_SECONDS
             await self._ask(self._book.trim)
-            self._ahead.listens = await self._ask(notify.listen_if_it_notifies)
+            self._ahead.listens = await self._ask(link.listen_if_it_notifies)
 
     async def _probe(self) -> None:
         """Send a probe if one is due and no other dispatcher has taken it."""

@@ -24,7 +24,7 @@ from saf.received import EXPRESSIONS, ID, READ, SHARD, WITH_READABLE, Received
 from saf.receiving.claim import NEW
 from saf.receiving.hand import EXPIRED, LATE, UNREAD, Reader
 from saf.receiving.reading import FATE, IN_BATCH, SINCE, refuse_doubled
-from saf.setaside import expired
+from saf.setaside import dropped
 from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
 
@@ -256,7 +256,7 @@ def take_late(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
 def _is_buried(window: Window, message: Received, fate: int) -> bool:
     """Return whether a message can never be sent; if so, make it a dead letter."""
     if fate == EXPIRED:
-        window.bury(message, "expired", expired.EXPIRED)
+        window.bury(message, "expired", dropped.EXPIRED)
     elif fate == UNREAD:
         window.bury(message, "over_size", None)
     else:

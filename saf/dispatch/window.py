@@ -7,6 +7,8 @@ was answered, or is parked, or is a dead letter; `saf.dispatch.progress` tracks 
 Nothing here queries the database. `Window.marks` returns the rows to write, and from then on the
 window counts them as written. If writing fails, throw the window away: messages in flight, or
 answered and not marked, are sent again.
+
+Marks: the results of messages, as one transaction writes them.
 """
 
 from __future__ import annotations
@@ -16,14 +18,47 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from uuid import UUID
 
-from saf.dispatch.answers import Answer
-from saf.dispatch.marks import Marks
-from saf.dispatch.progress import InHand
+from saf.dispatch.progress import InHand, Mark
+from saf.dispatch.replies import Answer
 from saf.dispatch.talking import Outcome
 from saf.errors import Fenced
 from saf.message import Message
 from saf.received import Received
 from saf.receiving.retries import Waiting
+
+
+@dataclass(kw_only=True)
+class Marks:
+    """Rows to write in one transaction."""
+
+    cursors: list[Mark] = field(default_factory=list)
+    park: list[Received] = field(default_factory=list)
+    """Messages that wait in the lanes of their keys."""
+    late: list[Received] = field(default_factory=list)
+    """Messages that wait for their deliver_at."""
+    waiting: dict[str, Waiting] = field(default_factory=dict)
+    """New waiting states of lanes."""
+    bury: list[tuple[Received, str, str]] = field(default_factory=list)
+    """Dead letters: the message, the reason and the error."""
+    unreadable: list[Received] = field(default_factory=list)
+    """Dead letters to copy inside the database."""
+    unpark: list[int] = field(default_factory=list)
+    move: list[tuple[int, str]] = field(default_factory=list)
+    """Messages that already wait and move to their key's lane, by parked_id."""
+    succeeded: list[str] = field(default_factory=list)
+    """Lanes without messages in memory."""
+    timed: set[int] = field(default_factory=set)
+    """Shards with delayed messages added or removed."""
+    attempts: list[tuple[Received, Answer]] = field(default_factory=list)
+    """Failed attempts, for operators."""
+    replies: list[tuple[Received, Message]] = field(default_factory=list)
+    """Replies of endpoints to messages."""
+    talked: list[tuple[Received, Outcome]] = field(default_factory=list)
+    """Messages of dialogs, which these marks receive."""
+    messages: int = 0
+    """Number of messages completed."""
+    accepted: int = 0
+    """Number of these messages that the endpoint has accepted."""
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.columns import COLUMNS
-from saf.log.arrow import MESSAGES
+from saf.log.columns import MESSAGES
 from saf.received import READ, Received
 from saf.routing.resolved import Resolved
 

@@ -27,21 +27,19 @@ from psycopg import sql
 
 from saf.engine.destination_sessions import nowhere
 from saf.engine.finding_routes import FindingRoutes
-from saf.engine.held_lanes import HeldLanes
-from saf.engine.parked_lanes import ParkedLanes
+from saf.engine.parked_lanes import HeldLanes, ParkedLanes
 from saf.engine.parts import Part
-from saf.engine.receipts import Receipts
 from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
 from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing
 from saf.engine.transforming import Transforming
-from saf.engine.work import ForwardingRules, Work
+from saf.engine.work import ForwardingRules, Receipts, Work
 from saf.errors import ConfigurationError, SafError, Unavailable
 from saf.failpoints import fail_point
 from saf.log.columns import selected
 from saf.log.cursor import lock_cursors
 from saf.routing.matching import AT_MOST_ONCE
-from saf.setaside import backoff, expired, parking
+from saf.setaside import backoff, dropped, parking
 from saf.setaside.isolation import isolate
 from saf.setaside.lane import Kind, Lane, given, service_lane
 from saf.setaside.lane_columns import (
@@ -108,10 +106,10 @@ class Releasing:
 
         def bury(source: psycopg.Connection[Any]) -> int:
             lock_cursors(source, self.work.batch)
-            return expired.bury_unrouted(source, self.work.batch)
+            return dropped.bury_unrouted(source, self.work.batch)
 
-        dead = expired.AT_ONCE
-        while dead == expired.AT_ONCE:
+        dead = dropped.AT_ONCE
+        while dead == dropped.AT_ONCE:
             dead = self.source_session(bury)
             self.receipts.of(None).dead += dead
         fail_point("unrouted_expired")
@@ -254,7 +252,7 @@ class Releasing:
                 never = self.storing.not_stored(part, never, set_aside)
             except SafError:
                 return part  # it waits now, or storing raises the same error
-        set_aside.bury(never, part.waits_at, "expired", expired.EXPIRED)
+        set_aside.bury(never, part.waits_at, "expired", dropped.EXPIRED)
         gone = pc.is_in(part.rows["parked_id"], never["parked_id"].combine_chunks())
         return replace(part, rows=part.rows.filter(pc.invert(gone)))
 

@@ -29,8 +29,7 @@ from saf.log.cursor import lock_cursors, note_set_aside
 from saf.message import MAX_BODY
 from saf.setaside import backoff, dead, dropped, parking
 from saf.setaside.dead import AsStored
-from saf.setaside.dropped import Reason
-from saf.setaside.expired import EXPIRED
+from saf.setaside.dropped import EXPIRED, Reason
 from saf.setaside.lane import FOUND, Lane
 from saf.setaside.lane_columns import KIND, LANE, given_of
 from saf.setaside.parking import ADDRESS

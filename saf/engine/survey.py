@@ -3,7 +3,7 @@
 A log is cut into *windows* of some pages each, and the survey finds the lowest id in each window.
 This reads each row's header, so it is done once per batch: tasks that share the batch share the
 survey. A window's lowest id is that of the whole batch; for the shards of one task it is a lower
-bound, and `saf.engine.windows` needs no more.
+bound, and `saf.engine.source` needs no more.
 
 *Why sharing is safe.* A survey is true in its snapshot while its transaction has the log locked: no
 row that the snapshot shows leaves its page. So each user of the survey locks the log too, and then

@@ -6,7 +6,7 @@ Due parked messages come first, lane by lane; then the batch. Per chunk, ordered
    and the route that each message takes where routes share. Results to remember are written at the
    source, durably, before anything is sent.
 1. One transaction per destination; committed and durable before the next step.
-2. at_most_once routes: record the attempt at the source, durably; then send (`saf.engine.sending`).
+2. at_most_once routes: record the attempt at the source, durably; then send (`saf.engine.task`).
 3. One transaction at the source: move the position, or close the batch with its last chunk; and set
    aside what could not go.
 
@@ -22,42 +22,209 @@ A crash loses nothing: the next run reads the same batch from the last position,
 destination's watermark drops what the destination has. A task never raises for a problem that an
 operator can wait out or repair: it ends, and its receipt names the problem. Receipts, one per task
 and destination, are all that reaches the driver.
+
+Sending: the parts of a chunk, each stored at its destination, parked in its lanes, or buried.
+
+Parts that wait are set aside before anything is stored, so that they are written at the source
+first. If another part were stored before them, a crash would leave them below the watermark,
+unwritten: once their lane is open, they would count as stored.
+
+Parts that are sent at most once go last, after every step that could raise for a message. The
+attempt is recorded at the source, durably, before it is made, because it is not repeated.
+
+An earlier task: its work on a batch's messages before it died.
+
+Messages that it set aside beyond the position are not sent, and new messages wait behind them.
+Messages that it tried to send at most once are not sent again. The earlier task may still be alive:
+Spark starts a second run of a task that is slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 import numpy as np
 import psycopg
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from saf.engine.chunks import chunks, with_last
-from saf.engine.destination_sessions import DestinationSessions
-from saf.engine.earlier_task import EarlierTask
-from saf.engine.finding_routes import FindingRoutes
-from saf.engine.held_lanes import HeldLanes
-from saf.engine.load_sharing import share
-from saf.engine.matcher import Matcher
-from saf.engine.parked_lanes import ParkedLanes
-from saf.engine.parts import split
+from saf.engine.destination_sessions import DestinationSessions, obstacle
+from saf.engine.finding_routes import FindingRoutes, share
+from saf.engine.parked_lanes import HeldLanes, ParkedLanes
+from saf.engine.parts import Part, split
 from saf.engine.pulse import Pulse
-from saf.engine.receipts import Receipts
 from saf.engine.releasing import Releasing
-from saf.engine.resolving import Answers, Resolver
-from saf.engine.sending import Sending
-from saf.engine.set_aside import SetAside
+from saf.engine.resolving import Answers, Matcher, Resolver
+from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
 from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing
 from saf.engine.transforming import Transforming
-from saf.engine.work import ForwardingRules, Receipt, Work
-from saf.errors import Ahead, Behind, Fenced, Rejected, Restored, Unavailable, UsageError
+from saf.engine.work import ForwardingRules, Receipt, Receipts, Work, chunks, with_last
+from saf.errors import Ahead, Behind, Fenced, Rejected, Restored, SafError, Unavailable, UsageError
 from saf.failpoints import fail_point
-from saf.log.cursor import advance, finish, is_finished, learn_set_aside, lock_cursors
+from saf.log.cursor import (
+    Batch,
+    advance,
+    attempt,
+    attempted,
+    finish,
+    is_finished,
+    learn_set_aside,
+    lock_cursors,
+)
+from saf.routing.matching import AT_MOST_ONCE, Match
+from saf.setaside import backoff, parking
 from saf.setaside.isolation import isolate
+from saf.setaside.lane import Lane
+
+
+class EarlierTask:
+    """The work of earlier tasks on one batch. Call `look` first, and after a step has raised."""
+
+    def __init__(self, batch: Batch, source_session: SourceSession, lanes: HeldLanes) -> None:
+        self._batch = batch
+        self._at_source = source_session
+        self._lanes = lanes
+        self._set_aside: dict[str, pa.Array] = {}
+        """For each destination, the ids beyond the position that are already set aside."""
+
+    def look(self) -> None:
+        """Find the messages that are set aside, and hold their lanes."""
+        ids: dict[str, list[int]] = defaultdict(list)
+        found = self._at_source.find(lambda source: parking.set_aside(source, self._batch))
+        for id_, destination, lane in found:
+            ids[destination].append(id_)
+            if lane is not None:
+                self._lanes.hold(lane, "behind others")
+                self._lanes.ahead.add(lane)
+        self._set_aside = {name: pa.array(numbers, pa.int64()) for name, numbers in ids.items()}
+
+    def fresh(self, rows: pa.Table, destination: str = "") -> pa.Table:
+        """Return the messages not set aside for a destination; if empty, for all destinations."""
+        if destination not in self._set_aside:
+            return rows
+        return rows.filter(pc.invert(pc.is_in(rows["id"], self._set_aside[destination])))
+
+    def unfinished(self, routed: pa.Table, matches: Sequence[Match]) -> pa.Table:
+        """Return messages with anything left to do; keep a topic's, as some copy may be left."""
+        if not self._set_aside:
+            return routed
+        topics = [number for number, match in enumerate(matches) if match.to_all]
+        copies = pc.is_in(routed["route"], pa.array(topics, pa.int32()))
+        set_aside = pa.concat_arrays(list(self._set_aside.values()))
+        return routed.filter(pc.or_(copies, pc.invert(pc.is_in(routed["id"], set_aside))))
+
+    def unattempted(
+        self, parts: Iterable[Part], attempted: Mapping[int, int], set_aside: SetAside
+    ) -> list[Part]:
+        """Return parts without the messages that may have been sent at most once; bury these.
+
+        ``attempted`` maps each shard to the id up to which sending has been attempted.
+        """
+        limits = np.zeros(max(attempted) + 1, np.int64)
+        limits[list(attempted)] = list(attempted.values())
+        left = []
+        for part in parts:
+            before = part.rows["id"].to_numpy() <= limits[part.rows["shard"].to_numpy()]
+            if before.any():
+                set_aside.bury(part.rows.filter(pa.array(before)), part.waits_at, *MAY_HAVE_LEFT)
+                part = replace(part, rows=part.rows.filter(pa.array(~before)))  # noqa: PLW2901
+            left.append(part)
+        return [part for part in left if part.rows.num_rows]
+
+
+@dataclass(kw_only=True)
+class Sending:
+    """Sends the parts of one task's chunks."""
+
+    work: Work
+    rules: ForwardingRules
+    source_session: SourceSession
+    lanes: HeldLanes
+    resolver: Resolver
+    storing: Storing
+    earlier: EarlierTask
+
+    def send(self, parts: Sequence[Part], position: int, set_aside: SetAside) -> None:
+        """Send the parts of a chunk that ends at a position; put what cannot go in ``set_aside``.
+
+        Raises:
+            SafError: the only destination is down, so parking would gain nothing.
+        """
+        at_most_once = [part for part in parts if part.quality == AT_MOST_ONCE]
+        others = [part for part in parts if part.quality != AT_MOST_ONCE]
+        for part in [part for part in others if not self._waits(part, set_aside)]:
+            # the storing of another part may have held its lane since
+            if not self._waits(part, set_aside):
+                self.storing.store(part, set_aside)
+        for part in self._attempted(at_most_once, position, set_aside):
+            self.storing.store_once(part, set_aside)
+        self._stay_open(set_aside)
+
+    def _attempted(
+        self, parts: Sequence[Part], position: int, set_aside: SetAside
+    ) -> Sequence[Part]:
+        """Record that parts are about to be sent at most once; return those not tried before."""
+        if not parts:
+            return parts
+        batch = self.work.batch
+        before = self.source_session(lambda source: attempted(source, batch))
+        parts = self.earlier.unattempted(parts, before, set_aside)
+        parts = [part for part in parts if not self._waits(part, set_aside)]
+        if not parts:
+            return parts
+        set_aside.write_ahead(self.source_session)
+        before = self.source_session(lambda source: attempt(source, batch, position))
+        # another run of this task has already tried the attempts that are recorded now
+        return self.earlier.unattempted(parts, before, set_aside)
+
+    def _waits(self, part: Part, set_aside: SetAside) -> bool:
+        """Park a part that cannot go, or waits behind others in its lanes; return whether it
+        waits."""
+        for lane in part.lanes:
+            if lane not in self.lanes.held and (obstacle := self._obstacle(part, lane)):
+                set_aside.failed[lane] = obstacle
+                self.lanes.hold(lane, str(obstacle))
+        # its lane waits; or the part is not in the destination's own lane, so it is behind others
+        waits = not part.main or Lane(destination=part.waits_at) in self.lanes.held
+        if waits:
+            set_aside.wait(part)
+        return waits
+
+    def _obstacle(self, part: Part, lane: Lane) -> SafError | None:
+        """Return why messages cannot leave a lane; None if they can."""
+        if part.destination is None:
+            return self.resolver.obstacle(lane)
+        return obstacle(self.rules, part.destination, part.quality)
+
+    def _stay_open(self, set_aside: SetAside) -> None:
+        """Raise, instead of parking, if the only destination is down.
+
+        The messages of this chunk that it has stored are done: the position moves past them. If
+        this is not possible, because an earlier message waits, all waiting messages are parked.
+        """
+        lane = Lane(destination=self.work.alone or "")
+        if lane not in set_aside.failed or not set_aside.parked:
+            return
+        error, batch = set_aside.failed[lane], self.work.batch
+        taken, first = set_aside.taken, set_aside.waits_from()
+        if taken and (first is None or taken > first):
+            return
+
+        def stay(source: psycopg.Connection[Any]) -> None:
+            if taken and first is not None:
+                advance(source, batch, first - 1)
+            moving = [lane] if taken else []
+            backoff.postpone(source, batch.subscription_id, {lane: error}, moving)
+            self.storing.brake.write(source)
+
+        self.source_session(stay)
+        raise error
+
 
 BEATS = 6
 """Signs of life that a task gives per lease: twice as many as the lease's renewals."""

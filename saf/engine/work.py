@@ -1,18 +1,28 @@
-"""Work and receipts, which the driver and its tasks exchange; imports neither Spark nor Arrow."""
+"""Work and receipts, which the driver and its tasks exchange; imports neither Spark nor Arrow.
+
+Receipts, one per task and destination: all that the driver learns about messages.
+
+Chunks: Arrow batches, cut into tables that are each stored in one transaction.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TypeVar
 from uuid import UUID, uuid4
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from saf.database import Dsn
 from saf.destinations.settings import DestinationSettings
 from saf.engine.survey import Survey
 from saf.log.cursor import Batch
-from saf.metrics.declared import CHUNK_MESSAGES, CHUNK_SECONDS
+from saf.metrics.declared import CHUNK_MESSAGES, CHUNK_SECONDS, Tally
 from saf.metrics.process import OTHER
-from saf.metrics.tally import Tally
 from saf.routing.matching import Routes
 from saf.setaside.parking import Backoff
 
@@ -39,7 +49,7 @@ class Work:
     much: bool = False
     """Whether the work is large enough for more than one task."""
     deep: bool = False
-    """Whether it has too many messages to sort them; see `saf.engine.windows`."""
+    """Whether it has too many messages to sort them; see `saf.engine.source`."""
     survey: Survey | None = None
     """The windows of the batch, if it was surveyed for several tasks."""
     keep: bool = False
@@ -56,7 +66,7 @@ class Work:
     """Messages that each destination has rejected in a row, if any."""
     vouched_since: int | None = None
     """The source has checked the senders of messages with greater ids; None: of no messages. See
-    `saf.engine.vouching`."""
+    `saf.engine.storing`."""
     cycle: str = field(default_factory=lambda: uuid4().hex)
     """Unique id of this attempt at the batch."""
     lease_seconds: float = LEASE_SECONDS
@@ -154,3 +164,87 @@ def add_services(counts: dict[str, int], more: Mapping[str, int]) -> None:
     for service, messages in more.items():
         name = service if service in counts or len(counts) < MOST_SERVICES else OTHER
         counts[name] = counts.get(name, 0) + messages
+
+
+class Receipts:
+    """The receipts of one task."""
+
+    def __init__(self, work: int) -> None:
+        self._work = work
+        self._by_destination: dict[str | None, Receipt] = {}
+
+    def of(self, destination: str | None) -> Receipt:
+        """Return the receipt of a destination; None: for counts of no single destination."""
+        return self._by_destination.setdefault(
+            destination, Receipt(work=self._work, destination=destination)
+        )
+
+    def stored(self, destination: str, rows: int, seconds: float) -> None:
+        """Note that a chunk of ``rows`` messages was stored in one transaction."""
+        receipt = self.of(destination)
+        receipt.chunk_seconds.add(seconds)
+        receipt.chunk_messages.add(rows)
+
+    def delivered(self, destination: str, rows: pa.Table) -> None:
+        """Note that a destination now has these rows."""
+        add_services(self.of(destination).services, _by_service(rows))
+
+    def __iter__(self) -> Iterator[Receipt]:
+        return iter(self._by_destination.values())
+
+
+def _by_service(rows: pa.Table) -> Counter[str]:
+    """Count rows by service; Python sees no message."""
+    counts = rows["to_service"].value_counts()
+    return Counter(
+        dict(zip(*(counts.field(name).to_pylist() for name in ("values", "counts")), strict=True))
+    )
+
+
+T = TypeVar("T")
+
+
+def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[pa.Table]:
+    """Join and split Arrow batches into tables of bounded size.
+
+    A table has at most ``max_rows`` rows, and ends with the batch that reaches ``max_bytes``.
+    """
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        start = 0
+        while start < batch.num_rows:
+            part = batch.slice(start, max_rows - rows)
+            start += part.num_rows
+            held.append(part)
+            rows += part.num_rows
+            size += part.nbytes
+            if rows >= max_rows or size >= max_bytes:
+                yield pa.Table.from_batches(held)
+                held, rows, size = [], 0, 0
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+def up_to(batches: Iterable[pa.RecordBatch], last: int) -> Iterator[pa.RecordBatch]:
+    """Yield the messages with ids up to ``last``; the batches are ordered by id."""
+    for batch in batches:
+        inside = int(pc.sum(pc.less_equal(batch["id"], last)).as_py() or 0)
+        yield batch.slice(0, inside)
+        if inside < batch.num_rows:
+            return
+
+
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yield each item, and whether it is the last one.
+
+    >>> list(with_last("ab")), list(with_last(""))
+    ([('a', False), ('b', True)], [])
+    """
+    rest = iter(items)
+    held = list(islice(rest, 1))
+    for following in rest:
+        yield held.pop(), False
+        held.append(following)
+    for item in held:
+        yield item, True

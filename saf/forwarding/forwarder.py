@@ -28,15 +28,13 @@ from saf.config import Settings
 from saf.database.background import Background
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Fenced, JobFailed, SafError, SparkGone, Unavailable
-from saf.forwarding import reporting
+from saf.forwarding import summary
 from saf.forwarding.broker import SourceBroker
-from saf.forwarding.meter import Meter, Progress
-from saf.forwarding.plan import plan, tasks_within
 from saf.forwarding.purging import Purging
 from saf.forwarding.roster import Roster
 from saf.forwarding.runner import Runner
-from saf.forwarding.summary import Summary
-from saf.forwarding.surveys import surveyed
+from saf.forwarding.summary import Meter, Progress, Summary
+from saf.forwarding.surveys import plan, surveyed, tasks_within
 from saf.forwarding.vigil import BEGIN_SECONDS, SILENT_LEASES, Vigil
 from saf.log.pauses import Pauses
 from saf.logger import Log
@@ -218,7 +216,7 @@ class Forwarder:
         else:
             self._work(found, room, cap=room if limited else None)
         self.roster.rest()
-        reporting.cycle(time.monotonic() - began, self.summary.forwarded - before)
+        summary.cycle(time.monotonic() - began, self.summary.forwarded - before)
         return True
 
     def _work(
@@ -410,7 +408,7 @@ class Forwarder:
     def _settle(
         self, work: Sequence[Work], receipts: Sequence[Receipt], whole: Mapping[str, int]
     ) -> None:
-        reporting.receipts(work, receipts)
+        summary.receipts(work, receipts)
         complete: dict[str, list[Work]] = {item.broker: [] for item in work}
         open_: dict[str, list[Work]] = {item.broker: [] for item in work}
         failed: set[str] = set()
@@ -530,7 +528,7 @@ class Forwarder:
         problem = {"broker": broker, "kind": kind, "error": error}
         if problem not in self.summary.problems:
             self.summary.problems.append(problem)
-            reporting.problem(broker, kind)
+            summary.problem(broker, kind)
 
     def _finish_purges(self) -> None:
         self.roster.leave()  # to archive may take minutes, in which another run can forward

@@ -5,6 +5,8 @@ messages lack are read only where some message has them.
 
 If a row is too large to be read (see `saf.limits`), its large values are NULL, and so is its body.
 The NULL body tells such a row from others.
+
+Arrow types of a message's columns: as they are read, and as Spark passes them on.
 """
 
 from __future__ import annotations
@@ -15,10 +17,36 @@ import pyarrow as pa
 from psycopg import sql
 
 from saf import columns
-from saf.columns import SELDOM
+from saf.columns import MESSAGE, SELDOM
 from saf.limits import HEADERS_READABLE, LONG_NAMES, NAMES_READABLE, body_readable
-from saf.log.arrow import TYPES
 from saf.message import MAX_BODY
+
+MOMENT = pa.timestamp("us", "UTC")
+READ = {
+    "uuid": pa.binary(),
+    "text": pa.string(),
+    "boolean": pa.bool_(),
+    "bigint": pa.int64(),
+    "jsonb": pa.string(),
+    "bytea": pa.binary(),
+    "timestamptz": MOMENT,
+}
+"""Arrow's types by PostgreSQL's, as `saf.log.columns.plain` returns them."""
+TYPES = {column.name: READ[column.type] for column in MESSAGE}
+
+OF_SPARK = {
+    "string": pa.string(),
+    "boolean": pa.bool_(),
+    "long": pa.int64(),
+    "int": pa.int32(),
+    "binary": pa.binary(),
+    "timestamp": MOMENT,
+}
+"""Arrow's types by Spark's names."""
+
+MESSAGES = pa.schema([("id", pa.int64()), ("shard", pa.int16()), *TYPES.items()])
+"""The schema of messages as the engine reads them."""
+
 
 COLUMNS = ("id", "shard", *columns.COLUMNS)
 

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
-from saf.metrics.declared import Metric
-from saf.metrics.tally import Tally
+from saf.metrics.declared import Metric, Tally
 
 MOST_SERIES = 1000
 """Most combinations of labels per metric; further ones are counted under `OTHER`."""

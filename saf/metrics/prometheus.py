@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from saf.errors import ConfigurationError, MissingExtra, Unavailable, UsageError
-from saf.metrics.declared import Metric
+from saf.metrics.declared import Metric, Tally
 from saf.metrics.process import Sample
-from saf.metrics.tally import Tally
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family

@@ -4,19 +4,27 @@
 `saf.setaside.lane`), or to the receivers of their subscription, in the lane of their key and ahead
 of the messages that wait there. `redirect` passes them to the forwarder for another destination.
 `discard` gives them up. All three release keys that waited for the decision, and record in
-``saf.audit`` who decided, when and why. `saf.operating.bulk` decides about many, in chunks.
+``saf.audit`` who decided, when and why. `saf.operating.decide` decides about many, in chunks.
 
 If a dialog's message becomes a dead letter on its way, the other end waits for it. The dialog
 continues in order if the message is retried, and fails at both ends if it is given up. A monolog
 does not wait; its subscribers get an Error in place of a message that is given up.
 
 A dead letter whose batch is open, and not yet past it, stays (`saf.setaside.staying`).
+
+Bulk: an operator's decision about many dead letters or parked messages, done in chunks.
+
+A decision about a million messages in one transaction would hold its locks for minutes, and could
+not be stopped. So each `CHUNK` is a separate transaction, with its own line in the audit: decided
+messages are done, and the others are still set aside. The oldest go first. Messages set aside after
+the decision are not touched, so a message that fails again immediately is not taken twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
 import psycopg
@@ -27,8 +35,50 @@ from saf.dialogs import monologs, statements
 from saf.setaside.audit import ONE_AT_A_TIME, audit
 from saf.setaside.dead import CHOSEN, STAYS, Filter
 from saf.setaside.lane import Kind
+from saf.setaside.parked_messages import ParkedFilter
 from saf.setaside.staying import TAKEN
 from saf.setaside.unhandled import FOR_ALL
+
+Chosen = TypeVar("Chosen", Filter, ParkedFilter)
+Decided_contra = TypeVar("Decided_contra", Filter, ParkedFilter, contravariant=True)
+
+CHUNK = 1000
+"""Number of messages decided about in one transaction."""
+
+
+class Decision(Protocol[Decided_contra]):
+    """A function of `saf.operating.decide` or `saf.operating.decide_parked`."""
+
+    def __call__(
+        self,
+        connection: psycopg.Connection[Any],
+        chosen: Decided_contra,
+        why: str,
+        person: str | None = None,
+        limit: int | None = None,
+    ) -> list[UUID]:
+        """Decide about the oldest of the chosen messages; return their message ids."""
+
+
+def in_chunks(
+    connection: psycopg.Connection[Any],
+    decision: Decision[Chosen],
+    chosen: Chosen,
+    why: str,
+    *,
+    person: str | None = None,
+    chunk: int = CHUNK,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[list[UUID]]:
+    """Decide about all chosen messages that are set aside now; yield the ids of each chunk.
+
+    Before each chunk, ``stop`` is called: if it returns true, the rest stays as it is. The
+    connection is in autocommit.
+    """
+    chosen = chosen.until_now(connection)
+    while not stop() and (done := decision(connection, chosen, why, person, chunk)):
+        yield done
+
 
 LOCKED = f"""
 WITH {TAKEN}

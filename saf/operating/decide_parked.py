@@ -15,7 +15,7 @@ a forwarder or a receiver has in hand at that moment, or that operators may not 
 parked (`saf.setaside.staying`).
 
 No source knows whether a parked message has arrived after all, because a destination stored it and
-its answer got lost (`saf.setaside.taken_out`). A retry is dropped there as a repeat. But then a
+its answer got lost (`saf.setaside.in_hand`). A retry is dropped there as a repeat. But then a
 redirected message arrives at both destinations, and a discarded message has arrived.
 """
 
@@ -36,7 +36,7 @@ from saf.dialogs.giving_up import Lost, give_up
 from saf.errors import Unavailable
 from saf.log.cursor import note_taken_out
 from saf.log.shards import failed, newest
-from saf.setaside import backoff, in_hand, parking, taken_out
+from saf.setaside import backoff, in_hand, parking
 from saf.setaside.audit import ONE_AT_A_TIME, audit
 from saf.setaside.lane import NO_BROKER, SAME_LANE, THE_LANE, Kind, Lane
 from saf.setaside.parked_messages import CHOSEN, FREE, REST_SECONDS, RESTING, ParkedFilter
@@ -244,7 +244,7 @@ class _Rows:
         for subscription_id in sorted(self._shards):
             note_taken_out(connection, subscription_id, self._shards[subscription_id])
         if self._shards:
-            taken_out.note(connection, self.parked_ids)
+            in_hand.note(connection, self.parked_ids)
 
     def check(self) -> None:
         """Raise if the decision took so long that a member may have read a key that became due.

@@ -12,8 +12,7 @@ import psycopg
 
 from saf.broker.services import lives_here
 from saf.engine.classifying import as_table
-from saf.engine.matcher import Matcher
-from saf.engine.resolving import Answers, Resolver
+from saf.engine.resolving import Answers, Matcher, Resolver
 from saf.errors import Unroutable
 from saf.message import Message, encode
 from saf.routing.explain import Explanation, explain

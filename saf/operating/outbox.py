@@ -12,16 +12,30 @@ shows the same for all messages at once; this module reads no more than a page n
 
 A filter that matches few messages may still read a whole log. So statements have a time limit, and
 the error shows how to ask for less. To get a partial result early, limit the time to look
-(`saf.operating.stretches`).
+(`saf.operating.outbox`).
+
+Check that everything up to a moment has been forwarded; schedules wait for this.
+
+Each message that was committed before the moment was created before it. So if no message created
+before it is pending, parked or dead, all of them have been forwarded. Messages committed later, by
+a transaction that began before the moment, were not sent before it.
+
+Stretches: a time-limited search through an outbox for messages that few rows match.
+
+The outbox is read in the order of transactions, a stretch of them per statement: one at first, and
+up to four times as many each time, as long as time is left. So a page of messages that lie close
+together costs little, a page of rare messages reports how far the search came, and neither depends
+on the length of the log. All rows of a transaction are in one stretch.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
 from uuid import UUID
@@ -32,15 +46,77 @@ from psycopg.rows import dict_row
 from saf.broker.health import refuse
 from saf.database import fetch, of_broker
 from saf.database.pages import Page, foreign
-from saf.errors import TookTooLong
+from saf.errors import TookTooLong, Unavailable
 from saf.limits import HEADERS_READABLE
 from saf.log.cursor import BY_INDEX
 from saf.log.finding import Row
 from saf.log.ring import SLOT_ROWS, SLOTS
 from saf.log.shards import LAST, shard_of
-from saf.operating.stretches import Looked, look
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import SAME_LANE
+
+GROWTH = 4
+LEAST_SECONDS = 1e-4
+"""Assumed minimum duration of a statement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """The result of a search, and where it stopped."""
+
+    rows: list[dict[str, Any]]
+    place: str | None = None
+    """The transaction to continue with; None after the last one, or if the page is full."""
+    before: datetime | None = None
+    """About when that transaction's messages were sent."""
+
+
+def look(
+    following: Callable[[str], tuple[str, datetime] | None],
+    within: Callable[[str, str, int], list[dict[str, Any]]],
+    *,
+    txid: str,
+    limit: int,
+    seconds: float,
+) -> Looked:
+    """Search for a page of messages, in at least one stretch.
+
+    Args:
+        following: Returns the first transaction, at or after the given one, that has messages, and
+            when the first of these was created.
+        within: Returns the messages of the transactions from the first one up to, but not
+            including, the second one; at most the given number.
+        txid: The transaction to begin with.
+        limit: Maximum number of messages.
+        seconds: Time after which no new stretch begins.
+    """
+    until = time.monotonic() + seconds
+    rows: list[dict[str, Any]] = []
+    width = 0
+    while (found := following(txid)) is not None:
+        txid, sent_at = found
+        now = time.monotonic()
+        if width and now >= until:
+            return Looked(rows=rows, place=txid, before=sent_at)
+        width = width or 1
+        after = str(int(txid) + width)
+        rows += within(txid, after, limit - len(rows))
+        if len(rows) == limit:
+            break
+        done = time.monotonic()
+        txid, width = after, wider(width, done - now, until - done)
+    return Looked(rows=rows)
+
+
+def wider(width: int, took: float, left: float) -> int:
+    """Return the size of the next stretch, in transactions, from the duration of the last one.
+
+    >>> wider(16, took=0.001, left=0.08), wider(1000, took=0.02, left=0.03), wider(8, 0.5, -0.1)
+    (64, 1500, 1)
+    """
+    in_time = int(width * left / max(took, LEAST_SECONDS))
+    return max(1, min(GROWTH * width, in_time))
+
 
 Place = tuple[str, int]
 """A transaction and an id in the outbox; or "0" and the number of a message set aside."""
@@ -418,3 +494,70 @@ def _rows(
 ) -> list[dict[str, Any]]:
     with psycopg.Cursor[Any](connection, row_factory=dict_row) as cursor:
         return cursor.execute(query, params).fetchall()
+
+
+Left = Literal["pending", "parked", "dead"]
+"""The states of messages that have not been forwarded."""
+
+LEFT: tuple[Left, ...] = ("pending", "parked", "dead")
+
+SNAPSHOT = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forwarded:
+    """The rest of an outbox, as one message of each state."""
+
+    left: dict[Left, Sent]
+
+    @property
+    def everything(self) -> bool:
+        """True if nothing is left."""
+        return not self.left
+
+    @property
+    def waits(self) -> bool:
+        """True if the forwarder will still handle a message, with or without an operator's help.
+
+        Only operators decide about dead letters.
+        """
+        return any(state != "dead" for state in self.left)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a dict for JSON."""
+        return {
+            "forwarded": self.everything,
+            "waits": self.waits,
+            "left": {state: left.as_dict() for state, left in self.left.items()},
+        }
+
+
+def forwarded(
+    connection: psycopg.Connection[Any], wanted: Wanted, *, seconds: float = SECONDS
+) -> Forwarded:
+    """Return which messages an outbox has not forwarded, by state. Reads one snapshot.
+
+    The search stops at the first message of each state, so it reads little while messages are
+    left. It reads pending messages that are younger than wanted, even if they are many.
+
+    Raises:
+        Unavailable: a statement takes longer than ``seconds``. Try again later.
+        Restored: the cursors do not show which messages are pending.
+    """
+    left: dict[Left, Sent] = {}
+    with connection.transaction():
+        # in one snapshot, a message that changes its state is in one of the states
+        connection.execute(SNAPSHOT)
+        for state in LEFT:
+            try:
+                page = messages(connection, replace(wanted, state=state), limit=1, seconds=seconds)
+            except TookTooLong:
+                raise Unavailable(
+                    "the answer",
+                    f"it took longer than {seconds:g} s to look for {state} messages, perhaps "
+                    "because many younger ones are pending: ask again later, or add --timeout "
+                    "with more seconds",
+                ) from None
+            for lane in page.shown:
+                left[state] = lane
+    return Forwarded(left=left)

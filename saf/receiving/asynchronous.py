@@ -5,25 +5,58 @@
             await delivery.connection.execute(…)
 
 This runs `saf.receive` in a thread while the task awaits it, so the event loop never waits for a
-database. `saf.receiving.async_link` lists the possible values of ``engine``.
+database. `saf.receiving.asynchronous` lists the possible values of ``engine``.
 
 A task that is cancelled while it waits for messages gets none. A task that is cancelled inside the
 block has failed, as with any other exception: everything is rolled back, and the messages are
 delivered again.
+
+A link to receive on under asyncio.
+
+``engine`` is one of
+
+    a SQLAlchemy AsyncEngine on psycopg  ``delivery.connection`` is SQLAlchemy's AsyncConnection
+    a dsn                                an `AsyncConnection`, opened for this block
+    a callable                           a psycopg AsyncConnection, from ``async with engine() as
+                                         connection``: ``connection`` of an AsyncConnectionPool
+
+The receiver is the same as without asyncio. It runs in its own thread, on a synchronous connection
+beside asyncio's: two psycopg objects share one session. They are never used at the same time,
+because either the receiver or the application works, never both.
+
+Event loop that runs coroutines for a thread that waits for them.
+
+A receiver is synchronous and runs in its own thread. To await a handler or an asyncio connection,
+it submits a coroutine to an event loop of another thread and waits for its result. The loop is the
+application's own if it has one, and otherwise that of `saf.receiving.worker`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import contextvars
+import sys
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from saf.receiving.async_link import aconnected
+import psycopg
+
+from saf.database import Dsn
+from saf.errors import UsageError
 from saf.receiving.delivery import Delivery
-from saf.receiving.event_loop import EventLoop
+from saf.receiving.link import Link, as_it_was
 from saf.receiving.receive import one_delivery
 from saf.receiving.retries import Policy
 from saf.signing.keys import Key
@@ -32,9 +65,260 @@ from saf.signing.verifier import Trust
 from saf.tracing import spans
 
 if TYPE_CHECKING:
-    from saf.receiving.link import AsyncEngine
+    from sqlalchemy.ext import asyncio as sqlalchemy_asyncio
+
+    from saf.receiving.link import AsyncEngine, Engine
 
 T = TypeVar("T")
+
+
+class EventLoop:
+    """Runs coroutines in an event loop, for other threads."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._running: set[asyncio.Task[Any]] = set()
+        self._cancelled = False
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result. Do not call this in the loop's own thread."""
+        return asyncio.run_coroutine_threadsafe(self._noted(coroutine), self._loop).result()
+
+    def call(self, calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
+        """Call handlers at the same time, each to its end; then raise the first error, if any.
+
+        After `cancel`, this calls no handler and raises asyncio's CancelledError. CancelledError is
+        not an Exception, so it counts as no handler's failure: it undoes the whole delivery.
+        """
+
+        async def unless_cancelled() -> None:
+            self._refuse_if_cancelled()
+            await all_of(calls)
+
+        self._refuse_if_cancelled()
+        # any Exception, because a handler may turn the cancellation into an error of its own
+        try:
+            self.run(unless_cancelled())
+        except Exception:
+            self._refuse_if_cancelled()
+            raise
+
+    def cancel(self) -> None:
+        """Cancel the running coroutines; callers that wait for them wait until they have ended."""
+        self._cancelled = True
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def end(self, seconds: float) -> None:
+        """Cancel the running coroutines; wait up to ``seconds``. Not for the loop's own thread."""
+        self.cancel()
+        ended = asyncio.run_coroutine_threadsafe(self._ended(), self._loop)
+        with suppress(TimeoutError):
+            ended.result(seconds)
+        ended.cancel()
+
+    async def _ended(self) -> None:
+        while self._running:
+            await asyncio.wait([*self._running])
+
+    async def _noted(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - a coroutine runs in a task
+        self._running.add(task)
+        try:
+            return await coroutine
+        finally:
+            self._running.discard(task)
+
+    def _refuse_if_cancelled(self) -> None:
+        if self._cancelled:
+            raise asyncio.CancelledError
+
+    def _cancel(self) -> None:
+        for task in self._running:
+            task.cancel()
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Run a call in a thread. A cancelled caller waits until the call, which cannot stop, ends.
+
+    The caller may have locked objects that the call uses.
+    """
+    context = contextvars.copy_context()
+    running = asyncio.get_running_loop().run_in_executor(None, context.run, call)
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        running.exception()
+        raise cancelled
+    return running.result()
+
+
+async def all_of(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
+    """Run calls at the same time, each to its end; then raise the first error, if any."""
+
+    async def one(call: Callable[[], Awaitable[object]]) -> None:
+        await call()
+
+    if len(calls) == 1:
+        await calls[0]()
+        return
+    results = await asyncio.gather(*map(one, calls), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+Base = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
+B = TypeVar("B", psycopg.Connection[Any], "AsyncConnection")
+
+
+class AsyncConnection(psycopg.AsyncConnection[Any]):
+    """psycopg's AsyncConnection over a session that saf has opened."""
+
+    _beside: psycopg.Connection[Any]
+
+    def __del__(self, *_: Any) -> None:
+        """Do not warn: the code that opened the session closes it."""
+
+    async def run_sync(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Call a function that takes a synchronous connection first, in the same transaction.
+
+        Use it for other functions of saf: ``await connection.run_sync(dialog.send, body)``. If the
+        task is cancelled, the call still runs to its end; then this raises CancelledError.
+        """
+        async with self.lock:
+            return await in_thread(partial(call, self._beside, *args, **options))
+
+
+class _Beside(psycopg.Connection[Any]):
+    def __del__(self, *_: Any) -> None:
+        """Do not warn: the code that opened the session closes it."""
+
+
+@contextmanager
+def aconnected(engine: Engine | AsyncEngine, loop: EventLoop) -> Iterator[Link]:
+    """Open a connection to receive on. Call it outside the loop's thread.
+
+    Raises:
+        UsageError: ``engine`` does not provide an asyncio connection.
+        Unavailable: the database does not answer.
+    """
+    if isinstance(engine, (str, Dsn)):
+        dsn = Dsn(engine) if isinstance(engine, str) else engine
+        with dsn.connect(role="receive", autocommit=True) as raw:
+            wrapper = _over(raw, AsyncConnection)
+            wrapper._beside = raw
+            yield Link(
+                connection=wrapper,
+                raw=raw,
+                begin=partial(_closed, raw, wrapper),
+                lock_seconds=dsn.bounds.lock_seconds,
+            )
+        return
+    if "sqlalchemy" in sys.modules:
+        import sqlalchemy as sa
+        from sqlalchemy.ext import asyncio as asa
+
+        if isinstance(engine, sa.Engine):
+            raise UsageError(
+                "cannot receive under asyncio from a SQLAlchemy Engine: make the engine by "
+                "create_async_engine"
+            )
+        if isinstance(engine, asa.AsyncEngine):
+            with _entered(engine.connect(), loop) as connection:
+                below = loop.run(connection.get_raw_connection())
+                with _beside(below.driver_connection) as raw:
+                    yield Link(connection=connection, raw=raw, begin=_begins(connection, loop))
+            return
+    if not callable(engine):
+        raise UsageError(
+            f"cannot receive under asyncio from a "
+            f"{type(engine).__module__}.{type(engine).__qualname__}: expected a SQLAlchemy "
+            "AsyncEngine, a dsn, or a callable that gives psycopg's AsyncConnections"
+        )
+    given = engine()
+    if not isinstance(given, AbstractAsyncContextManager):
+        raise UsageError(
+            "cannot receive under asyncio from what this callable gives: expected an "
+            f"AsyncConnection of psycopg by ``async with``, got a {type(given).__qualname__}"
+        )
+    with _entered(given, loop) as opened, _beside(opened) as raw:
+        yield Link(connection=opened, raw=raw, begin=partial(_closed, raw, opened))
+
+
+@contextmanager
+def _entered(context: AbstractAsyncContextManager[T], loop: EventLoop) -> Iterator[T]:
+    async def enter() -> T:
+        return await context.__aenter__()
+
+    async def leave(*raised: Any) -> bool | None:
+        return await context.__aexit__(*raised)
+
+    entered = loop.run(enter())
+    try:
+        yield entered
+    except BaseException as error:
+        if not loop.run(leave(type(error), error, error.__traceback__)):
+            raise
+    else:
+        loop.run(leave(None, None, None))
+
+
+def _begins(connection: sqlalchemy_asyncio.AsyncConnection, loop: EventLoop) -> Callable[[], Any]:
+    """Return a callable that begins a transaction of SQLAlchemy."""
+    return lambda: _entered(connection.begin(), loop)
+
+
+@contextmanager
+def _closed(
+    raw: psycopg.Connection[Any], connection: psycopg.AsyncConnection[Any]
+) -> Iterator[None]:
+    """Run a block in a transaction that ends with it; psycopg refuses to commit it earlier."""
+    with raw.transaction():
+        connection._num_transactions += 1
+        try:
+            yield
+        finally:
+            connection._num_transactions -= 1
+
+
+@contextmanager
+def _beside(connection: object) -> Iterator[psycopg.Connection[Any]]:
+    """Yield a synchronous connection over an asyncio connection's session, and restore it later."""
+    if not isinstance(connection, psycopg.AsyncConnection):
+        raise UsageError(
+            "receiving needs psycopg 3, and this connection is a "
+            f"{type(connection).__module__}.{type(connection).__qualname__}: create the engine "
+            "with postgresql+psycopg://, or open psycopg's AsyncConnection"
+        )
+    pgconn = connection.pgconn
+    notify_handler = pgconn.notify_handler
+    try:
+        with as_it_was(beside := _over(connection, _Beside)):
+            yield beside
+    finally:
+        pgconn.notify_handler = notify_handler
+
+
+def _over(connection: Base, kind: type[B]) -> B:
+    """Return another connection over the same session."""
+    pgconn = connection.pgconn
+    handlers = pgconn.notice_handler, pgconn.notify_handler
+    other = kind(pgconn)
+    # notices are for the application, and notifications for the receiver, if it listens
+    if isinstance(connection, psycopg.AsyncConnection):
+        pgconn.notice_handler = handlers[0]
+    else:
+        pgconn.notify_handler = handlers[1]
+    other._autocommit = connection.autocommit
+    other._isolation_level = connection.isolation_level
+    # both share the prepared statements, so that no name is used twice
+    other._prepared = connection._prepared
+    return other
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ A message whose type has no handler waits in the lane of its key until a worker 
 
 A loop that finds no messages polls less and less often, until it waits
 `saf.receiving.receive.LONGEST_PAUSE_SECONDS` between polls; or it listens for notifications
-(`saf.receiving.notify`). After `stop`, SIGTERM or SIGINT, each thread finishes the message in hand,
+(`saf.receiving.link`). After `stop`, SIGTERM or SIGINT, each thread finishes the message in hand,
 commits its work and puts the rest back; `saf.receiving.stopping` describes what happens if that
 takes too long. While a database does not answer, the loop keeps trying without a time limit.
 """

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from saf.database.poolers import refuse_pooler
+from saf.database.dsn import refuse_pooler
 from saf.log.shards import Member
 from saf.logger import Log
 from saf.receiving.claim import BEGIN

@@ -10,11 +10,16 @@
             connection.execute(…)
 
 `saf.receiving.processors` calls the instances, and lists the guarantees for them.
+
+Live instances of a member: found by key, and passivated when they are old.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from saf.errors import UsageError
@@ -97,3 +102,99 @@ class Processor:
         fail after it returns, so its effects outside the database may happen twice. A call that was
         missed while the process was busy or down is skipped.
         """
+
+
+@dataclass(kw_only=True, eq=False)
+class Instance:
+    """A processor, with the shard and the epoch in which it is owned."""
+
+    processor: Processor
+    lane: str
+    shard: int
+    epoch: int
+    used_at: float = field(default_factory=time.monotonic)
+    active: bool = False
+    """True once the processor has been activated."""
+
+
+class Instances:
+    """Live instances, one for each key."""
+
+    def __init__(self) -> None:
+        self._by_lane: OrderedDict[str, Instance] = OrderedDict()
+        """Instances by lane, the least recently used first."""
+        self._due: deque[Instance] = deque()
+
+    def __len__(self) -> int:
+        return len(self._by_lane)
+
+    def __iter__(self) -> Iterator[Instance]:
+        """Iterate over the instances live now, even if some are thrown away during the loop."""
+        return iter(list(self._by_lane.values()))
+
+    def use(self, message: Received, epoch: int, processor: type[Processor]) -> Instance:
+        """Return the instance of a message's key; create one if none of this epoch exists."""
+        lane = message.lane
+        instance = self._by_lane.get(lane)
+        if instance is None or instance.epoch != epoch:
+            created = processor()
+            created.key = str(message.message_id) if message.key is None else message.key
+            instance = Instance(processor=created, lane=lane, shard=message.shard, epoch=epoch)
+            self._by_lane[lane] = instance
+        self._by_lane.move_to_end(lane)
+        instance.used_at = time.monotonic()
+        return instance
+
+    def forget(self, lane: str) -> None:
+        """Throw away the instance of a lane, if any."""
+        self._by_lane.pop(lane, None)
+
+    def throw_away(self, ones: Iterable[Instance]) -> None:
+        """Throw away these instances without calling them."""
+        for instance in ones:
+            if self._by_lane.get(instance.lane) is instance:
+                del self._by_lane[instance.lane]
+
+    def used_since(self, moment: float) -> list[Instance]:
+        """Return the instances used at or after this time of `time.monotonic`."""
+        return [instance for instance in self if instance.used_at >= moment]
+
+    def superfluous(self, most: int, idle_seconds: float, limit: int) -> list[Instance]:
+        """Return up to ``limit`` instances that are idle or exceed ``most``, least recent first."""
+        found: list[Instance] = []
+        too_many = len(self) - most
+        idle_since = time.monotonic() - idle_seconds
+        for instance in self._by_lane.values():
+            if len(found) == limit or (len(found) >= too_many and instance.used_at > idle_since):
+                break
+            found.append(instance)
+        return found
+
+    def oldest(self) -> Instance | None:
+        """Return the least recently used instance."""
+        return next(iter(self._by_lane.values()), None)
+
+    # The instances that take turns
+
+    @property
+    def due(self) -> bool:
+        """True if any instance still has to take its turn."""
+        return bool(self._due)
+
+    def let_all_be_due(self) -> None:
+        """Give each instance that is live now a turn."""
+        self._due = deque(self._by_lane.values())
+
+    def next_due(self, limit: int) -> list[Instance]:
+        """Return the next instances whose turn it is and that are still live."""
+        found: list[Instance] = []
+        while self._due and len(found) < limit:
+            instance = self._due.popleft()
+            if self._by_lane.get(instance.lane) is instance:
+                found.append(instance)
+        return found
+
+    def clear(self) -> None:
+        """Throw away all instances."""
+        self._by_lane.clear()
+        self._due.clear()

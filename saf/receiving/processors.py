@@ -44,16 +44,15 @@ from saf.failpoints import fail_point
 from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception
-from saf.receiving.instances import Instance, Instances
+from saf.receiving.handlers import watched
 from saf.receiving.link import Link
 from saf.receiving.loop import Loop, OfUnhandled, log
 from saf.receiving.membership import Membership
-from saf.receiving.processor import Handler, Processor
+from saf.receiving.processor import Handler, Instance, Instances, Processor
 from saf.receiving.receive import Receiver
 from saf.receiving.retries import Policy
 from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
-from saf.receiving.timing import watched
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
@@ -89,7 +88,7 @@ class Processors(Loop):
         lease_seconds: time after which a hanging process is taken over by others. A call that sends
             no statement for this time counts as hanging, and its transaction is ended.
         policy: how to treat messages whose handling fails.
-        listen: be notified of new messages; see `saf.receiving.notify`.
+        listen: be notified of new messages; see `saf.receiving.link`.
         stop_timeout: seconds that the messages in hand, and `Processor.passivate` of all live
             instances, may take after SIGTERM, SIGINT or `stop`; then `run` raises `StopTimeout`.
         unhandled: treatment of a message whose type has no handler: "wait" until processors have

@@ -14,6 +14,36 @@ and in order. Work in the block runs in READ COMMITTED. Other databases, files a
 systems are not part of the transaction, so such work happens at least once.
 
 `saf.receiving.link` lists the possible values of ``engine``.
+
+Own settings: saf's statements run as saf's role, whatever a handler has set.
+
+A handler shares saf's session and transaction. It may take a role (``SET LOCAL ROLE tenant``), or
+set search_path or a timeout. The setting lasts until the transaction ends; without LOCAL, until the
+session ends. So a receiver reads the settings at the beginning, and restores them after the
+handlers and before its own statements, for the session as well. The restore shares a round trip
+with a statement that is sent anyway.
+
+Other settings, such as synchronous_commit, belong to the handlers. Handlers of one delivery share
+its transaction: a setting made by one applies to the later ones too.
+
+Quiet: an idle receiver asks, by one statement, whether anything changed since it found nothing.
+
+A search for messages to claim asks many questions: for each shard, whether it has rows unknown to
+its own cursor, in each slot of the inbox. But a receiver that found nothing a moment ago needs only
+the changes since an earlier snapshot. `ASK_WAITING` returns them for all shards together:
+
+- whether rows exist that are not visible in that snapshot;
+- whether a lane of the subscription has become due, or waits for a handler that this receiver has;
+- whether a receiver has left a batch open, or has died with a shard in hand;
+- how many shards this receiver may claim, and the sum of their epochs, which shows that owners have
+  changed.
+
+If nothing has changed, there is still nothing to claim. From time to time the receiver searches all
+the same (`SURE_SECONDS`), because an operator may have set a cursor back.
+
+On a server without writes, even `ASK_WAITING` is skipped. While no transaction that has written ends, the
+server's snapshot stays the same, and only the passage of time can bring work: a lane that becomes
+due.
 """
 
 from __future__ import annotations
@@ -28,24 +58,28 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import psycopg
+from psycopg import sql
 
 from saf.broker import health, services
-from saf.database import check_schema, of_broker, unavailable_if_lost
-from saf.database.poolers import is_pooled
+from saf.database import check_schema, fetch, of_broker, unavailable_if_lost
+from saf.database.dsn import is_pooled
 from saf.errors import UsageError
 from saf.failpoints import fail_point
 from saf.log import shards
 from saf.log.pauses import Pauses
-from saf.receiving import claim, notify, reading, retries
+from saf.log.shards import ALL_SHARDS, LAST, failed
+from saf.receiving import claim, reading, retries
+from saf.receiving import link as notify
+from saf.receiving.claim import PLAN_ONCE
 from saf.receiving.delivery import Delivery
 from saf.receiving.hand import Hand, Reader
 from saf.receiving.link import Link, connected
-from saf.receiving.own import restoring
 from saf.receiving.prefetch import Prefetch
-from saf.receiving.quiet import Quiet
-from saf.receiving.retries import Policy
+from saf.receiving.retries import HANDLED, Policy, params_of
 from saf.receiving.summary import SetAside
 from saf.receiving.trying import NotReceived, Trying, receiving
+from saf.setaside.lane import Kind
+from saf.setaside.parking import BLOCKED
 from saf.signing.keys import Key
 from saf.signing.signer import Signer
 from saf.signing.verifier import Trust, Verifier
@@ -53,6 +87,108 @@ from saf.tracing import spans
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
+
+SETTINGS = ("role", "search_path", "row_security", "statement_timeout", "lock_timeout")
+"""Settings that decide whether saf's statements find its tables and may use them."""
+
+ASK_SETTINGS = "SELECT " + ", ".join(f"current_setting('{name}')" for name in SETTINGS)
+ALWAYS = {"array_nulls": "on"}
+"""Setting that saf's parameters depend on."""
+
+
+def restoring(connection: psycopg.Connection[Any], *, pooled: bool) -> str:
+    """Return the statement that restores the current settings; it has no parameters.
+
+    Behind a pooler, the session is not the receiver's, so only the transaction's settings are
+    restored.
+    """
+    (found,) = fetch(connection, ASK_SETTINGS)
+    values = {**dict(zip(SETTINGS, found, strict=True)), **ALWAYS}
+    restored = (
+        sql.SQL("set_config({}, {}, {})").format(name, value, pooled)
+        for name, value in values.items()
+    )
+    return "SELECT " + sql.SQL(", ").join(restored).as_string(connection)
+
+
+SURE_SECONDS = 5.0
+"""Time for which a receiver relies on an unchanged answer, in seconds."""
+
+SNAPSHOT = "SELECT pg_current_snapshot()::text"
+
+SHARDS = f"ARRAY(SELECT s::smallint FROM {ALL_SHARDS} AS s)"
+ASK_WAITING = f"""
+SELECT pg_current_snapshot()::text, free.shards, free.epochs,
+    EXISTS (SELECT FROM saf.backoff b
+            WHERE b.subscription_id = %(subscription_id)s AND b.shard IS NOT NULL
+              AND b.next_attempt_at < '{BLOCKED}')
+ OR EXISTS (SELECT FROM saf.backoff b
+            WHERE b.subscription_id = %(subscription_id)s AND b.destination = ''
+              AND b.kind = '{Kind.LATER}'),
+    free.left_behind
+ OR EXISTS (SELECT FROM saf.inbox i
+            WHERE i.shard = ANY ({SHARDS}) AND i.txid >= pg_snapshot_xmax(%(seen)s::pg_snapshot))
+ OR EXISTS (SELECT FROM saf.inbox i
+            WHERE i.shard = ANY ({SHARDS})
+              AND i.txid = ANY (ARRAY(SELECT pg_snapshot_xip(%(seen)s::pg_snapshot))))
+ OR EXISTS (SELECT FROM saf.backoff b
+            WHERE b.subscription_id = %(subscription_id)s AND b.shard IS NOT NULL
+              AND b.next_attempt_at <= now())
+ OR EXISTS (SELECT FROM saf.backoff b
+            WHERE b.subscription_id = %(subscription_id)s AND b.destination = ''
+              AND b.kind = '{Kind.LATER}' AND b.next_attempt_at <= now())
+ OR EXISTS ({HANDLED})
+FROM (
+    SELECT count(*) AS shards, coalesce(sum(epoch), 0) AS epochs,
+           coalesce(bool_or(open IS NOT NULL OR allowance IS NOT NULL OR {failed("touched")}),
+                    false) AS left_behind
+    FROM {ALL_SHARDS} AS s (shard) CROSS JOIN LATERAL (
+        SELECT *, xmax AS touched FROM saf.cursor
+        WHERE (subscription_id, shard, batch) <= (%(subscription_id)s, s.shard, {LAST})
+        ORDER BY subscription_id DESC, shard DESC, batch DESC LIMIT 1
+    ) AS c
+    WHERE c.subscription_id = %(subscription_id)s AND c.shard = s.shard
+      AND owner IS NOT DISTINCT FROM %(owner)s
+) AS free
+"""
+
+
+class Quiet:
+    """A receiver's knowledge since it last found nothing."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, ...] | None = None
+        """Snapshot, shard count and epochs when nothing was found."""
+        self._until = 0.0
+        self._asked: tuple[Any, ...] | None = None
+        self._untouched = ""
+        """Snapshot before a search that found nothing, if time alone makes nothing due. A snapshot
+        followed by `ASK_WAITING` only does not count: a cursor may have been set back before it."""
+        self._becomes_due = False
+
+    def is_certain(self, raw: psycopg.Connection[Any]) -> bool:
+        """Return whether nothing at all was written since nothing was found; one statement."""
+        return self._untouched != "" and fetch(raw, SNAPSHOT) == [(self._untouched,)]
+
+    def lasts(self, raw: psycopg.Connection[Any], reader: Reader) -> bool:
+        """Return whether there is still nothing. Call it in a transaction of its own.
+
+        If not, search, and call `nothing` if the search finds nothing.
+        """
+        raw.execute(PLAN_ONCE)
+        seen, *free = self._known or (None, None, None)
+        rows = fetch(raw, ASK_WAITING, {**params_of(reader), "seen": seen})
+        ((snapshot, *now, self._becomes_due, changed),) = rows
+        self._asked = (snapshot, *now)
+        return not changed and now == free and time.monotonic() < self._until
+
+    def nothing(self) -> None:
+        """Note that a search found nothing, neither to claim nor to try alone."""
+        # the answer before that search; none before the first
+        self._known, self._asked = self._asked, None
+        self._untouched = self._known[0] if self._known and not self._becomes_due else ""
+        self._until = time.monotonic() + SURE_SECONDS
+
 
 LONGEST_PAUSE_SECONDS = 0.5
 """Longest pause between polls that find nothing, in seconds; see `saf.log.pauses`."""

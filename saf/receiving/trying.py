@@ -15,12 +15,11 @@ from typing import Any
 from saf.logger import Log
 from saf.received import READ, Received
 from saf.receiving import claim, reading, retries
-from saf.receiving.burying import bury_alone
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import LAST, about, failure
 from saf.receiving.hand import Hand, Reader
 from saf.receiving.link import Link
-from saf.receiving.retries import Policy, Suspect
+from saf.receiving.retries import Policy, Suspect, bury_alone
 from saf.receiving.summary import SetAside
 from saf.setaside.isolation import of_messages
 from saf.signing.verifier import Verifier

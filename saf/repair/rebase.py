@@ -54,9 +54,8 @@ from saf.log import lineage
 from saf.log.cursor import TIMES
 from saf.log.shards import IS_PRESENT, full
 from saf.repair import moved
-from saf.repair.incarnation import raise_incarnation
 from saf.repair.moved import MovedBy
-from saf.repair.set_back import SetBack, set_back
+from saf.repair.set_back import SetBack, raise_incarnation, set_back
 from saf.setaside.lane import FOUND
 from saf.setaside.parking import PARKED_COLUMNS
 

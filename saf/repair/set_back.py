@@ -6,11 +6,17 @@ lanes and shards together: for the doctor, before a forwarder stops, and for the
 Forwarders may run. The source is read before and after its destination, each time in one snapshot.
 The destination must have all that the source remembered before; and the source must know afterwards
 all that the destination has.
+
+The incarnation of a broker: the number of its current life, after set-backs and repairs.
+
+Every repair raises the incarnation. From then on the open ends of the broker's dialogs belong to
+the new incarnation, and state it in the messages that they send. An end elsewhere that remembers an
+older incarnation compares what both ends know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -30,6 +36,34 @@ from saf.destinations.marks import (
     compare,
     not_parked,
 )
+from saf.dialogs.comparing import announce
+from saf.dialogs.monologs import ReceivedMonolog
+
+# A mere counter would repeat its numbers after another set-back to the same backup
+RAISE = """
+UPDATE saf.broker SET incarnation = greatest(
+    incarnation + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
+"""
+
+
+def raise_incarnation(
+    connection: psycopg.Connection[Any],
+    since: datetime | None = None,
+    known: Iterable[ReceivedMonolog] = (),
+) -> None:
+    """Note that this broker was set back, and is repaired now.
+
+    Call it in the transaction of the repair, which keeps all others from sending in a dialog.
+
+    Args:
+        connection: to the broker.
+        since: when the newest batch was opened that a destination knows and this broker does not;
+            None if all batches are known here.
+        known: how far destinations have received its monologs.
+    """
+    connection.execute(RAISE)
+    announce(connection, since, known)
+
 
 IDENTITY = "SELECT broker_id FROM saf.broker"
 

@@ -14,7 +14,7 @@ then come before those that the forwarder brings.
 The trigger's condition depends only on the message and its sender: where rules restrict senders
 (`saf.broker.senders`), it applies them. Its function runs with the owner's rights, because a sender
 has no rights on the inbox, and only the owner may create triggers with it. It records the sender in
-the same way as the forwarder (`saf.engine.vouching`).
+the same way as the forwarder (`saf.engine.storing`).
 """
 
 from __future__ import annotations

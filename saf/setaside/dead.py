@@ -19,7 +19,7 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 from saf.columns import COLUMNS
-from saf.database import backslashes, fetch
+from saf.database import fetch, parameters
 from saf.database.pages import Page, number_at, page_of
 from saf.limits import HEADERS_READABLE, WHY_NOT
 from saf.message import MAX_BODY
@@ -198,7 +198,7 @@ def bury(
     statement = sql.SQL(BURY).format(sql.SQL(", ").join(map(sql.Identifier, columns)))
     with psycopg.Cursor(connection) as cursor, cursor.copy(statement) as copy:
         values = ([row[column] for column in columns] for row in rows)
-        for row in backslashes.in_rows(connection, values):
+        for row in parameters.in_rows(connection, values):
             copy.write_row(row)
 
 

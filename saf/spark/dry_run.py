@@ -18,9 +18,8 @@ from saf.engine.resolving import RAISED, Answers
 from saf.errors import MissingExtra
 from saf.routing.matching import SQL, Router, Routes
 from saf.spark import session
-from saf.spark.answers import as_said
+from saf.spark.answers import Raised, answer, as_said, reason
 from saf.spark.expressions import Compiled, compiled_of
-from saf.spark.reasons import Raised, answer, reason
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

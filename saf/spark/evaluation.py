@@ -11,8 +11,18 @@ Otherwise, results stream into the delivery.
 The delivery always reads the batch itself. When it comes to a message, it takes the results for
 this message (`saf.engine.in_step`).
 
-If the job fails, the driver finds out why (`saf.spark.faults`). It runs the item again from where
+If the job fails, the driver finds out why (`saf.spark.evaluation`). It runs the item again from where
 the job stopped, without the messages, functions and expressions at fault.
+
+Faults: find out why a job failed by evaluating again without a delivery.
+
+Halving finds the messages for which a function raises. If the function raises for no single
+message, or for too many, the function itself is at fault, and its service's messages wait. An
+expression can end a job without raising, e.g. a regular expression that overflows the stack. Then
+the messages of its routers wait. If no expression fails on the messages of its own routers, the
+messages of all routers in SQL wait.
+
+Trying a transform: its result for one message. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -23,32 +33,116 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import psycopg
 import pyarrow as pa
 
-from saf.engine.chunks import up_to
+from saf.columns import EXPRESSED
+from saf.engine.classifying import as_table
 from saf.engine.in_step import ENDED, LAST, InStep
 from saf.engine.pulse import Pulse
+from saf.engine.set_aside import SetAside
 from saf.engine.source import messages
 from saf.engine.source_session import SourceSession
 from saf.engine.task import BEATS, Task
 from saf.engine.transforming import Evaluated, Transforming
-from saf.engine.work import ForwardingRules, Receipt, Work
-from saf.errors import JobFailed, SafError
+from saf.engine.work import ForwardingRules, Receipt, Work, up_to
+from saf.errors import ConfigurationError, JobFailed, SafError, Unavailable
 from saf.log.cursor import lock_cursors
-from saf.spark import items
-from saf.spark.answers import Answers
+from saf.spark import items, session
+from saf.spark.answers import Answers, explain
 from saf.spark.expressions import Compiled, answers_of, compiled_of, with_problems
-from saf.spark.faults import note_faults, of_expressions
 from saf.spark.plans import keeps_order
-from saf.spark.reasons import explain
+from saf.spark.results import SEEN, as_seen, transformed
 from saf.spark.session import first_line
 from saf.spark.transforms import Transforms, last_at_once, parked_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+UNAVAILABLE = f"{Unavailable.__module__}.{Unavailable.__name__}: "
+"""Prefix in the traceback of a task when reading raised `Unavailable`."""
+MOST = 20
+"""Messages for which a function may raise before the function itself is at fault."""
+
+
+def note_faults(transforms: Transforms) -> bool:
+    """Note failing functions, and messages for which functions raise; return whether any do."""
+    before = len(transforms.problems) + len(transforms.faults)
+    for service, usable in transforms.usable().items():
+        if raised(usable.frame) is not None:
+            _look_at(transforms, service)
+    return len(transforms.problems) + len(transforms.faults) > before
+
+
+def of_expressions(
+    spark: SparkSession, item: Work, compiled: Mapping[str, Compiled], max_bytes: int
+) -> dict[str, str]:
+    """Return the expressions that end a job, with the reasons."""
+
+    def why(only: str | None = None) -> str | None:
+        reason = raised(answers_of(spark, item, compiled, max_bytes, only=only))
+        return reason and f"Spark fails with its expression: {reason}"
+
+    if not compiled or (of_all := why()) is None:
+        return {}
+    of_each = {
+        expression: reason for expression in compiled if (reason := why(expression)) is not None
+    }
+    return of_each or dict.fromkeys(compiled, of_all)
+
+
+def _look_at(transforms: Transforms, service: str) -> None:
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+
+    if why := raised(transforms.of(service, (LAST, LAST)).frame):
+        transforms.problems[service] = f"its function fails: {why}"
+        return
+    ends = transforms.messages(service).select(F.min("id"), F.max("id")).first()
+    if ends is None or ends[0] is None:
+        return
+    found: dict[int, str] = {}
+    left = [(int(ends[0]), int(ends[1]))]
+    while left and len(found) <= MOST:
+        low, high = left.pop()
+        why = raised(transforms.of(service, (low, high)).frame)
+        if why is None:
+            continue
+        if low == high:
+            found[abs(low)] = f"its function raises {why}"
+            continue
+        half = (low + high) // 2
+        left += [(half + 1, high), (low, half)]
+    if len(found) > MOST:
+        why = next(iter(found.values()))
+        transforms.problems[service] = f"its function fails for more than {MOST} messages: {why}"
+    else:
+        transforms.faults |= found
+
+
+def raised(frame: DataFrame) -> str | None:
+    """Evaluate a DataFrame; return the error it raises, or None.
+
+    Raises:
+        Unavailable: the source does not answer; no expression or function is at fault.
+    """
+    from py4j.protocol import Py4JError, Py4JNetworkError
+    from pyspark.errors import PySparkException
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+
+    columns = [F.max(F.xxhash64(name)) for name in frame.columns]  # forces Spark to compute all
+    try:
+        frame.select(*columns).collect()
+    except Py4JNetworkError:
+        raise  # Spark has ended
+    except (Py4JError, PySparkException) as error:
+        if UNAVAILABLE in str(error):
+            raise Unavailable("Spark", first_line(error)) from error
+        return first_line(error)
+    return None
+
 
 ROUNDS = 5
 """Maximum number of runs of one item; after a failure, the item runs again."""
@@ -214,3 +308,67 @@ def deliver(
         yield pa.RecordBatch.from_pydict({"said": [data]})
 
     return task
+
+
+SHOWN = ("message_id", "key", "message_type", "headers", "body")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """The result of a transform for one message."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The messages, with the columns `SHOWN`; empty if the transform leaves the message out."""
+    dead: str | None = None
+    """The reason why the message would become a dead letter, if any."""
+    waits: str | None = None
+    """The problem of the transform itself, if any."""
+
+
+def tried(
+    service: str,
+    function: str,
+    message: Mapping[str, Any],
+    max_bytes: int,
+    *,
+    deterministic: bool,
+) -> Tried:
+    """Start Spark and try a function on a message, given by its columns in the outbox."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+    from pyspark.sql import SparkSession
+
+    context = session.start("local[1]", app_name="saf transform", quick=True)
+    try:
+        spark = SparkSession.builder.getOrCreate()
+        row = [1, *(_plain(message.get(name)) for name in EXPRESSED)]
+        schema = ", ".join(f"{name} {kind}" for name, kind in SEEN.items())
+        frame = as_seen(spark.createDataFrame([row], schema))
+        try:
+            usable = transformed(
+                frame, f"transform of {service!r}", function, deterministic=deterministic
+            )
+        except ConfigurationError as error:
+            return Tried(waits=str(error))
+        try:
+            batches = in_order(spark, [usable.frame]).toArrow().to_batches()
+        except (PySparkException, Py4JError) as error:
+            return Tried(dead=f"its function raises {first_line(error)}")
+    finally:
+        session.stop(context)
+    evaluated = Evaluated(given={service: usable.given})
+    transforming = Transforming([service], evaluated, InStep(iter(batches)), max_bytes=max_bytes)
+    rows = as_table([{**message, "id": 1, "shard": 0}])
+    transforming.look(rows, None)
+    aside = SetAside(work=None)  # type: ignore[arg-type] # nothing is written
+    going = transforming.bury_at_fault(rows, aside)
+    if aside.dead:
+        return Tried(dead=aside.dead[0][3])
+    outputs = transforming.outputs(going).select(SHOWN).to_pylist()
+    return Tried(
+        messages=[{**output, "message_id": UUID(bytes=output["message_id"])} for output in outputs]
+    )
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, UUID) else value

@@ -71,8 +71,7 @@ class ToDelta:
         if self.settings.storage_options and not isinstance(batch, Classic):
             raise NotOverConnect  # a function around this one created it at the server
 
-        from saf.destinations.delta.micro_batches import MicroBatches
-        from saf.destinations.delta.task_files import WRITTEN, heard
+        from saf.destinations.delta.micro_batches import WRITTEN, MicroBatches, heard
 
         application = self.application or _query(batch)
         table = MicroBatches(self.settings, self.by)

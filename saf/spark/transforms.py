@@ -18,8 +18,7 @@ from saf.engine.in_step import LAST
 from saf.engine.work import ForwardingRules, Work
 from saf.errors import ConfigurationError
 from saf.setaside import parking
-from saf.spark.plans import columns_read
-from saf.spark.reading import as_spark_sees, messages_of
+from saf.spark.plans import as_spark_sees, columns_read, messages_of
 from saf.spark.results import SEEN, Usable, as_seen, transformed
 
 if TYPE_CHECKING:

@@ -56,8 +56,17 @@ from saf.errors import (
 )
 from saf.message import DEFAULT_MAX_BYTES
 from saf.setaside.lane import Kind
-from saf.testing.forwarder import CREATED_AT, DIALOG, HARD, SERVICE, SHARDS, Forwarder, Row
-from saf.testing.victim import READY, start
+from saf.testing.forwarder import (
+    CREATED_AT,
+    DIALOG,
+    HARD,
+    READY,
+    SERVICE,
+    SHARDS,
+    Forwarder,
+    Row,
+    start,
+)
 
 __all__ = ["DestinationConformance", "Forwarder", "Read", "Row", "WhileUnavailable"]
 

@@ -4,7 +4,7 @@
 operate. A login creates a session with a new random id, whatever cookie the browser had before. The
 cookie contains nothing else; it is HttpOnly and SameSite=Lax. Over https it is also Secure, and its
 name has a prefix that keeps other hosts, and sites without https, from setting it. After too many
-wrong tokens, an address is ignored for a while (`saf.ui.attempts`).
+wrong tokens, an address is ignored for a while (`saf.ui.guard`).
 
 *By a reverse proxy.* The proxy logs users in, and names them in the header ``[ui] user_header``.
 The header is trusted only from an address in ``[ui] proxies``, and ignored from elsewhere. Requests

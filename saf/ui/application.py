@@ -31,8 +31,7 @@ from saf.logger import Log
 from saf.operating.wording import shown
 from saf.ui import live
 from saf.ui.access import Visitor
-from saf.ui.attempts import Attempts
-from saf.ui.guard import Guarded, KnownHosts
+from saf.ui.guard import Attempts, Guarded, KnownHosts
 from saf.ui.pages import PAGES
 from saf.ui.rendering import STATIC
 from saf.ui.site import Site, Visit

@@ -4,7 +4,7 @@ The server bounds each query (role ``ui`` of `saf.database.bounds`), and a page 
 `PATIENCE_SECONDS`. A broker that has not answered by then, or could not be connected to, is not
 queried again for `REST_SECONDS`: pages immediately show the reason. Its pending query continues,
 but nothing waits for it. Afterwards the broker is in doubt until it has answered
-(`saf.operating.questions`).
+(`saf.operating.watch`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from saf.config import Broker
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import SafError, SchemaMissing, Unavailable, Unexpected
 from saf.fleets import Candidate
-from saf.operating.questions import Questions
+from saf.operating.watch import Questions
 
 T = TypeVar("T")
 Action = Callable[[psycopg.Connection[Any]], T]

@@ -2,6 +2,8 @@
 
 A decision takes two steps. The first counts, and its page remembers the last number at each broker.
 The second, a job, covers only messages up to these numbers, so later ones are left alone.
+
+Filters: parse the fields above a table.
 """
 
 from __future__ import annotations
@@ -9,16 +11,45 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import datetime
 from typing import TypeVar
 
 from starlette.responses import Response
 
 from saf.errors import UsageError
-from saf.operating.bulk import Decision
+from saf.operating.decide import Decision
 from saf.setaside.dead import Filter
 from saf.setaside.parked_messages import ParkedFilter
-from saf.ui.filters import number_of
 from saf.ui.site import Visit
+
+
+def moment_of(text: str | None) -> datetime | None:
+    """Return a point in time; without an offset, it is in this machine's time zone.
+
+    >>> moment_of("2026-01-31T13:00:00+01:00").timestamp()
+    1769860800.0
+    >>> moment_of(None)
+    """
+    if text is None:
+        return None
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError):
+        raise UsageError(f"{text!r} is not a time such as 2026-01-31T12:00:00Z") from None
+
+
+def number_of(text: str | None) -> int | None:
+    """Return a number as the pages write it.
+
+    >>> number_of("12"), number_of(None)
+    (12, None)
+    """
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):  # noqa: PLR2004 - of a bigint
+        raise UsageError(f"{text!r} is not a number of these pages")
+    return int(text)
+
 
 Chosen = TypeVar("Chosen", Filter, ParkedFilter)
 

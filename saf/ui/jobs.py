@@ -1,6 +1,6 @@
 """Jobs: operators' longer actions, with their progress and a way to stop them.
 
-A job runs in a thread, in chunks (`saf.operating.bulk`). Its effects are in the brokers and in
+A job runs in a thread, in chunks (`saf.operating.decide`). Its effects are in the brokers and in
 their audit; the list of jobs is only in memory. If a job or the process is stopped, the remaining
 messages are unchanged. At the end of the process, chunks that have begun get `ENDING_SECONDS`. The
 server rolls back a chunk that takes longer.
@@ -19,7 +19,7 @@ from saf.config import Broker
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import SafError, Unexpected
 from saf.logger import Log
-from saf.operating.bulk import Decision, in_chunks
+from saf.operating.decide import Decision, in_chunks
 from saf.setaside.dead import Filter
 from saf.setaside.parked_messages import ParkedFilter
 from saf.ui import redaction

@@ -9,11 +9,11 @@ older owner in the storing transaction. `saf.destinations.https.wire` defines th
 A request is accepted only with a current signature by one of the ``secrets``. The owner of a secret
 may deliver as the forwarder of any source, for any service; ``sources`` and ``services`` limit
 that. So give each partner a separate application. A source vouches only for its own senders
-(`saf.webhooks.vouching`).
+(`saf.webhooks.event`).
 
 Memory is bounded: at most ``at_once`` requests of ``max_bytes`` are processed at a time; further
 clients are told to retry later. A request must state a current signature before it is read
-(`saf.webhooks.entrance`). The signature can be verified only once the body is complete, so a proxy
+(`saf.webhooks.asgi`). The signature can be verified only once the body is complete, so a proxy
 should buffer slow bodies, as nginx does by default.
 
 It needs the extra ``forwarder``, and the rights of `saf grant --role forwarder`.
@@ -33,7 +33,7 @@ from saf.errors import MissingExtra, NotVerified, SafError, Unavailable, UsageEr
 from saf.logger import Log
 from saf.signing.webhook import key_of, verify
 from saf.webhooks import asgi
-from saf.webhooks.entrance import Entrance, Full
+from saf.webhooks.asgi import Entrance, Full
 
 if TYPE_CHECKING:
     from saf.destinations.https.chunks import Given
@@ -141,11 +141,11 @@ class _Store:
         services: Collection[str] | None,
         max_bytes: int,
     ) -> None:
-        from saf.destinations.https import chunks, refusals, wire
+        from saf.destinations.https import chunks, wire
         from saf.destinations.postgresql import Postgresql, inbox
-        from saf.webhooks.vouching import vouched_by
+        from saf.webhooks.event import vouched_by
 
-        self._chunks, self._refusals, self._wire = chunks, refusals, wire
+        self._chunks, self._refusals, self._wire = chunks, wire, wire
         self._vouched_by = vouched_by
         self._at, self._inbox = Postgresql(dsn=dsn), inbox
         self._sources, self._services = sources, services

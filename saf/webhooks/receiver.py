@@ -51,7 +51,7 @@ from saf.message import CONTENT_TYPE, FIRST_DAY, LAST_DAY, OUT_OF_CALENDAR, Mess
 from saf.receiving.link import connected
 from saf.signing.webhook import key_of, verify
 from saf.webhooks import asgi
-from saf.webhooks.entrance import Entrance, Full
+from saf.webhooks.asgi import Entrance, Full
 from saf.webhooks.event import Event, NoEvent, event
 
 if TYPE_CHECKING:

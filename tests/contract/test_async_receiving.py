@@ -28,7 +28,7 @@ import saf
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.errors import StopTimeout, UsageError
-from saf.receiving import notify
+from saf.receiving import link
 from saf.receiving.inbox import inbox_status
 from saf.signing.keys import Key
 from tests import dialogs
@@ -663,7 +663,7 @@ def test_a_worker_under_asyncio_is_notified_too(
     polling = importlib.import_module("saf.receiving.receive")
     monkeypatch.setattr(polling, "LISTENING_PAUSE_SECONDS", 60.0)
     with connect(inbox) as connection:
-        notify.switch(connection, True)
+        link.switch(connection, True)
     waiter = Waiter(inbox if kind == "dsn" else pool(inbox), listen=True)
     with running(waiter.worker):
         for number in range(3):  # the second is notified while it handles, or just after

@@ -11,7 +11,7 @@ import pytest
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.operating import decide
-from saf.operating.bulk import in_chunks
+from saf.operating.decide import in_chunks
 from saf.setaside import audit, dead
 from saf.setaside.dead import Filter
 from tests.pipeline import bodies, connect, run, send

@@ -12,7 +12,7 @@ import saf
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.operating import decide
-from saf.operating.bulk import Decision
+from saf.operating.decide import Decision
 from saf.setaside import audit as audits
 from saf.setaside import dead
 from saf.setaside.dead import Filter

@@ -17,7 +17,7 @@ from saf.database import Dsn, fetch
 from saf.errors import Unavailable
 from saf.failpoints import arm
 from saf.operating import decide_parked
-from saf.operating.bulk import in_chunks
+from saf.operating.decide import in_chunks
 from saf.setaside import audit, parked_messages, waiting
 from saf.setaside.parked_messages import ParkedFilter
 from tests.destinations import NOWHERE, AnswerLost, count, know, route, send_to

@@ -18,7 +18,7 @@ from saf.database import Dsn, fetch
 from saf.destinations import Chunk
 from saf.destinations.delta import Delta
 from saf.destinations.delta.files import Files
-from saf.destinations.delta.optimizing import optimize
+from saf.destinations.delta.table import optimize
 from saf.errors import Fenced, Refused, SafError, Unavailable
 from saf.repair.send_again import send_again
 from saf.repair.set_back import set_back

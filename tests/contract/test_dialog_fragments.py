@@ -21,7 +21,7 @@ import saf
 from saf.broker.services import create_subscription, remove_subscription
 from saf.database import Dsn, fetch
 from saf.dialogs.conversations import clean_up, forget
-from saf.dialogs.fragments import FRAGMENT_BYTES, count
+from saf.dialogs.dialog import FRAGMENT_BYTES, count
 from saf.dialogs.statements import Code
 from saf.errors import InvalidMessage, SchemaViolation, TypeNotInContract, UsageError
 from saf.setaside.dropped import dropped

@@ -32,19 +32,19 @@ import saf
 from saf.broker.services import create_services, subscription
 from saf.config import load
 from saf.database import Dsn, fetch
-from saf.dispatch import marking, read_ahead, running, source
+from saf.dispatch import dispatcher as running
+from saf.dispatch import marking, read_ahead, source
 from saf.dispatch.condition import Book
 from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.marks import Marks
 from saf.dispatch.progress import InHand, Mark
 from saf.dispatch.session import LOOK_SECONDS
 from saf.dispatch.settings import Endpoint
-from saf.dispatch.window import Window
+from saf.dispatch.window import Marks, Window
 from saf.errors import ConfigurationError, Fenced, Restored, Unavailable
 from saf.log.shards import Member
 from saf.operating.decide import retry
 from saf.operating.endpoints import find
-from saf.receiving import notify
+from saf.receiving import link
 from saf.receiving.hand import Reader
 from saf.receiving.inbox import inbox_status
 from saf.receiving.retries import Waiting
@@ -1257,7 +1257,7 @@ def test_where_the_inbox_notifies_a_message_is_sent_at_once_however_seldom_polls
     inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with connect(inbox) as connection:
-        notify.switch(connection, True)
+        link.switch(connection, True)
     for name in ("FIRST_PAUSE_SECONDS", "LISTENING_PAUSE_SECONDS"):
         monkeypatch.setattr(read_ahead, name, 3600.0)
     with dispatching(dispatcher(inbox, partner)):

@@ -12,9 +12,9 @@ import pytest
 from pydantic import SecretStr
 
 from saf.database import Dsn, fetch
-from saf.dispatch.answers import Answer, Meaning
 from saf.dispatch.envelope import Request
 from saf.dispatch.http import Client
+from saf.dispatch.replies import Answer, Meaning
 from saf.dispatch.settings import Endpoint
 from tests.endpoints import Got, Partner, Reply, behind_nginx, dispatch, listening, serving
 from tests.pipeline import connect

@@ -10,8 +10,7 @@ import pytest
 
 import saf
 from saf.database import Dsn, fetch
-from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.running import run
+from saf.dispatch.dispatcher import Dispatcher, run
 from saf.log.shards import DEFAULT_SHARDS, shard_of
 from saf.message import SIGNATURE
 from tests import dialogs

@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from saf.database import Dsn
-from saf.dispatch import running
+from saf.dispatch import dispatcher as running
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.settings import Endpoint
 from tests.endpoints import Partner, dispatcher, inbox, partner

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from saf.broker.services import create_services, subscription
 from saf.database import Dsn, fetch
-from saf.dispatch import running, stored
+from saf.dispatch import dispatcher, stored
 from saf.dispatch.condition import Book
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.session import Session
@@ -166,7 +166,7 @@ def test_a_loop_goes_on_at_once_with_an_endpoint_that_is_removed_and_added_again
     person: psycopg.Connection[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(running, "FIND_SECONDS", 0.1)
+    monkeypatch.setattr(dispatcher, "FIND_SECONDS", 0.1)
     add(person, partner)
     endpoint = read(inbox).endpoint
 
@@ -180,12 +180,12 @@ def test_a_loop_goes_on_at_once_with_an_endpoint_that_is_removed_and_added_again
         until(lambda: any(line["event"] == "endpoint_not_dispatched" for line in lines))
         add(person, partner)
         put(inbox, "2", key="a")
-        until(lambda: len(partner.accepted) == 2, running.AGAIN_SECONDS / 3)
+        until(lambda: len(partner.accepted) == 2, dispatcher.AGAIN_SECONDS / 3)
 
     with capture_logs() as lines, ThreadPoolExecutor(1) as threads:
         working = threads.submit(work)
         working.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
-        running.run([], find=find)
+        dispatcher.run([], find=find)
         working.result()
 
 

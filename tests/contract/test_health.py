@@ -12,11 +12,11 @@ from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.running import run as run_dispatchers
+from saf.dispatch.dispatcher import run as run_dispatchers
 from saf.dispatch.settings import Endpoint
 from saf.errors import Restored, RowsGone
 from saf.repair.rebase import rebase
-from saf.spark.table import snapshot
+from saf.spark.table import part
 from tests.pipeline import bodies, connect, forward, let_time_pass, run, send
 from tests.receivers import DOUBLE
 from tests.restored import burn_transaction_ids
@@ -66,7 +66,7 @@ def dispatch(mom: Dsn) -> None:
 
 
 def read(mom: Dsn) -> None:
-    snapshot.take("broker 'mom'", mom, "inbox")
+    part.take("broker 'mom'", mom, "inbox")
 
 
 MEETINGS: list[Callable[[Dsn], None]] = [store, receive, work, process, dispatch, read]

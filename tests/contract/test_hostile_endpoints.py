@@ -18,9 +18,9 @@ import pytest
 from standardwebhooks.webhooks import Webhook
 
 import saf.webhooks
-from saf.dispatch.answers import Answer, Meaning
 from saf.dispatch.envelope import Request
 from saf.dispatch.http import Client
+from saf.dispatch.replies import Answer, Meaning
 from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError, NotVerified
 from saf.webhooks import verify

@@ -47,8 +47,7 @@ from saf.routing.routes import add_topic, current_routes
 from saf.setaside.lane import Kind
 from saf.setaside.parked_messages import ParkedFilter
 from saf.signing.webhook import key_of, sign
-from saf.testing.forwarder import Forwarder
-from saf.testing.victim import start
+from saf.testing.forwarder import Forwarder, start
 from tests import dialogs
 from tests.broker_server import SECRET, BrokerServer, broker_server
 from tests.certificates import certificate

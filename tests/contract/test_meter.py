@@ -11,7 +11,7 @@ from saf.config import Settings, load
 from saf.database import Dsn, fetch
 from saf.forwarding.broker import LITTLE
 from saf.forwarding.forwarder import Forwarder
-from saf.forwarding.meter import Progress
+from saf.forwarding.summary import Progress
 from tests.driver import InProcess
 from tests.pipeline import bodies, connect
 from tests.programs import configuration, send

@@ -15,8 +15,7 @@ import pytest
 from deltalake import DeltaTable
 
 from saf.destinations.delta import Delta
-from saf.destinations.delta.micro_batches import MicroBatches
-from saf.destinations.delta.task_files import TaskFiles, heard
+from saf.destinations.delta.micro_batches import MicroBatches, TaskFiles, heard
 from saf.errors import ConfigurationError, NotThisStream, Refused, Unavailable
 from tests.delta_table import commits
 from tests.synced import synced

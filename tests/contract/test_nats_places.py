@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import SecretStr
 
 from saf.database.bounds import Bounds
-from saf.destinations.nats import Nats, login
+from saf.destinations.nats import Nats, connection
 from saf.destinations.nats.connection import Connection
 from saf.errors import Refused, Unavailable
 from saf.testing.forwarder import Forwarder
@@ -99,14 +99,14 @@ def test_credentials_are_a_jwt_and_a_signature_of_the_servers_nonce(tmp_path: Pa
         "-----BEGIN NATS USER JWT-----\neyJ0.eyJq.c2ln\n------END NATS USER JWT------\n\n"
         f"-----BEGIN USER NKEY SEED-----\n{seed.read_text()}------END USER NKEY SEED------\n"
     )
-    said = login.said("events", Nats(server="nats://n", creds_file=file), "nonce")
+    said = connection.said("events", Nats(server="nats://n", creds_file=file), "nonce")
     assert (set(said), said["jwt"]) == ({"jwt", "sig"}, "eyJ0.eyJq.c2ln")
-    same = login.said("events", Nats(server="nats://n", nkey_file=seed), "nonce")
+    same = connection.said("events", Nats(server="nats://n", nkey_file=seed), "nonce")
     assert same == {"nkey": public, "sig": said["sig"]}
     with pytest.raises(Refused, match="has no JWT of a user"):
-        login.said("events", Nats(server="nats://n", creds_file=seed), "nonce")
+        connection.said("events", Nats(server="nats://n", creds_file=seed), "nonce")
     with pytest.raises(Refused, match="cannot be read"):
-        login.said("events", Nats(server="nats://n", creds_file=tmp_path / "x"), "nonce")
+        connection.said("events", Nats(server="nats://n", creds_file=tmp_path / "x"), "nonce")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 import saf
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
-from saf.receiving import notify
+from saf.receiving import link as notify
 from saf.receiving.link import connected
 from saf.receiving.receive import Receiver
 from saf.testing.databases import Database

@@ -13,9 +13,8 @@ from saf.database import Dsn
 from saf.database.bounds import Bounds
 from saf.destinations.archives import archive_at
 from saf.destinations.delta import Delta
-from saf.destinations.delta.micro_batches import MicroBatches
-from saf.destinations.delta.optimizing import optimize
-from saf.destinations.delta.task_files import heard
+from saf.destinations.delta.micro_batches import MicroBatches, heard
+from saf.destinations.delta.table import optimize
 from saf.destinations.iceberg import Iceberg
 from saf.destinations.lake.settings import LakeSettings
 from saf.errors import Fenced, Unavailable

@@ -12,7 +12,7 @@ import pytest
 from saf.config import load
 from saf.database import Dsn, fetch
 from saf.engine.work import Work
-from saf.forwarding import quiet as quiet_source
+from saf.forwarding import broker as quiet_source
 from saf.forwarding.broker import SourceBroker
 from saf.routing.routes import add_route
 from tests.driver import InProcess, forwarder

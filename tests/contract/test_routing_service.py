@@ -13,7 +13,7 @@ import saf
 from saf import routing_service
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
-from saf.dialogs.fragments import FRAGMENT_BYTES
+from saf.dialogs.dialog import FRAGMENT_BYTES
 from saf.dialogs.statements import Code
 from saf.engine.resolving import MAX_HOPS
 from saf.errors import ConfigurationError, UsageError

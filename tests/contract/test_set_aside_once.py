@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 from saf.database import Dsn, fetch
-from saf.engine import sending
+from saf.engine import task
 from saf.engine.source_session import SourceSession
 from saf.engine.work import Receipt
 from saf.errors import SafError
@@ -477,7 +477,7 @@ def test_what_a_twin_tries_at_most_once_meanwhile_is_not_sent_by_both(
         if when == "before a chunk":
             arm("mark_commit", twin_is_quicker)
         else:
-            monkeypatch.setattr(sending, "attempt", attempt_after_twin)
+            monkeypatch.setattr(task, "attempt", attempt_after_twin)
         receipts = cycle.deliver()
         cycle.close(receipts)
     assert errors(receipts) == set()

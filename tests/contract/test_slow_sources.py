@@ -14,7 +14,7 @@ import pytest
 
 from saf.config import Settings, load
 from saf.database import Dsn
-from saf.forwarding.broker_threads import PATIENCE_SECONDS
+from saf.forwarding.roster import PATIENCE_SECONDS
 from tests.distant import Distance
 from tests.driver import InProcess, forwarder, looping
 from tests.kept import _nothing_stays

@@ -216,7 +216,7 @@ def test_as_many_rows_as_are_asked_for_and_no_more(app: Dsn, config: Path) -> No
 def test_rows_are_cut_across_the_parts_that_are_counted(
     app: Dsn, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("saf.log.cuts.PART_BITS", 2)
+    monkeypatch.setattr("saf.log.offset.PART_BITS", 2)
     fill(app, 30)
     for size in (4, 7):
         stream = query(config, f"lake {size}", maxRowsPerTrigger=size)

@@ -24,7 +24,7 @@ from saf.received import ID
 from saf.receiving import retries
 from saf.receiving.hand import Reader
 from saf.receiving.retries import Policy, Waiting
-from saf.setaside import backoff, dead, dropped, expired, parking, taken_out, unhandled
+from saf.setaside import backoff, dead, dropped, in_hand, parking, unhandled
 from saf.setaside.dead import AsStored, Filter
 from saf.setaside.dropped import Reason
 from saf.setaside.lane import NO_BROKER, Kind, Lane
@@ -329,7 +329,7 @@ def test_what_has_expired_without_a_route_is_buried_for_the_batchs_own_shards(
     park(source, mine, 4, expires_at=opened_at)
     park(source, others, 5, **lane)
     with source.transaction():
-        assert expired.bury_unrouted(source, batch(mine, opened_at=opened_at)) == 1
+        assert dropped.bury_unrouted(source, batch(mine, opened_at=opened_at)) == 1
     assert [one.reason for one in dead.dead_letters(source, Filter())] == ["expired"]
     left = fetch(source, "SELECT id FROM saf.parked ORDER BY id")
     assert left == [(2,), (3,), (4,), (5,)]
@@ -385,7 +385,7 @@ def test_what_a_person_takes_out_of_a_forwarders_lanes_is_remembered_and_nothing
         "now() - make_interval(days => days) FROM unnest(ARRAY[364, 366]) AS days",
         [mine, NO_BROKER],
     )
-    taken_out.note(source, numbers[:4])
+    in_hand.note(source, numbers[:4])
     found = fetch(source, "SELECT destination, shard FROM saf.taken_out ORDER BY 1")
     assert found == [("mom", 7), ("old", 364)]
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 
 from saf.database import Dsn
+from saf.engine import source
 from saf.engine import survey as surveying
-from saf.engine import windows
 from saf.engine.source import messages
 from saf.engine.work import Work
 from saf.errors import Unavailable
@@ -99,7 +99,7 @@ def test_a_scattered_log_is_read_as_if_it_had_been_sorted(app: Dsn, mom: Dsn, se
 def test_where_too_much_would_be_held_back_the_rest_is_sorted(
     app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "HELD_BYTES", 40_000)
+    monkeypatch.setattr(source, "HELD_BYTES", 40_000)
     with connect(app) as connection:
         connection.execute(FILL, [400])
         # each page from the third on gets some of the last: they wait for all others
@@ -108,16 +108,16 @@ def test_where_too_much_would_be_held_back_the_rest_is_sorted(
         connection.execute(FILL, [150])
         with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             (work,) = cycle.open()
-            scattered: list[windows.NotInWindows] = []
+            scattered: list[source.NotInWindows] = []
 
             def noted(*args: Any) -> Iterator[pa.RecordBatch]:
                 try:
                     yield from in_order(*args)
-                except windows.NotInWindows as error:
+                except source.NotInWindows as error:
                     scattered.append(error)
                     raise
 
-            in_order = windows.in_order
+            in_order = source.in_order
             monkeypatch.setattr("saf.engine.source.in_order", noted)
             rows = read(work)
             assert scattered
@@ -201,7 +201,7 @@ def test_large_bodies_make_windows_of_fewer_pages(
     app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(surveying, "WINDOW_BYTES", 400_000)
-    monkeypatch.setattr(windows, "HELD_BYTES", 1_000_000)  # less than all, on a few pages
+    monkeypatch.setattr(source, "HELD_BYTES", 1_000_000)  # less than all, on a few pages
     with connect(app) as connection:
         connection.execute("ALTER TABLE saf.outbox ALTER body SET STORAGE EXTERNAL")
         for slot in range(8):

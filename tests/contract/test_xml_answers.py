@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from saf.dispatch.calls import Call
-from saf.dispatch.soap import UNKNOWN as NO_SOAP
-from saf.dispatch.soap import Soap
-from saf.dispatch.xmlrpc import UNKNOWN, XmlRpc
+from saf.dispatch.calls import NOT_SOAP as NO_SOAP
+from saf.dispatch.calls import NOT_XMLRPC as UNKNOWN
+from saf.dispatch.calls import Call, Soap, XmlRpc
 from tests.soap import NS, WSDL, envelope
 
 SECRET = "s3kr1t"

@@ -23,7 +23,7 @@ from saf.destinations.postgresql import inbox
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.dialogs import arrival
 from saf.dialogs.facts import Facts, Verdict, judge
-from saf.engine import kept_results, sending
+from saf.engine import kept_results, task
 from saf.engine.set_aside import SetAside
 from saf.engine.storing import Storing
 from saf.errors import Rejected
@@ -153,8 +153,8 @@ def attempts_forgotten(patch: pytest.MonkeyPatch) -> None:
     def never(_: object, batch: Batch, *__: object) -> dict[int, int]:
         return dict.fromkeys(batch.shards, 0)
 
-    patch.setattr(sending, "attempted", never)
-    patch.setattr(sending, "attempt", never)
+    patch.setattr(task, "attempted", never)
+    patch.setattr(task, "attempt", never)
 
 
 def sent_outside_of_the_transaction(patch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from saf.database import Dsn
 from saf.destinations.delta import Delta
-from saf.destinations.delta.optimizing import optimize
+from saf.destinations.delta.table import optimize
 from saf.destinations.iceberg import Iceberg
 from saf.destinations.iceberg.link import Link
 from saf.destinations.lake.settings import LakeSettings

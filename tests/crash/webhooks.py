@@ -27,8 +27,7 @@ from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
 from saf.dispatch import dispatcher as dispatching
 from saf.dispatch import session
-from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.running import run
+from saf.dispatch.dispatcher import Dispatcher, run
 from saf.dispatch.settings import Endpoint
 from saf.errors import Unavailable
 from tests.crash.forwarders import FASTER, LEASE_SECONDS, hurry

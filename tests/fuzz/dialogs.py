@@ -9,14 +9,14 @@ from uuid import UUID
 
 from hypothesis import strategies as st
 
+from saf.dialogs.arrival import is_harmless
 from saf.dialogs.assembly import is_fragment, whole
+from saf.dialogs.dialog import split
 from saf.dialogs.endpoints import _introduction
-from saf.dialogs.fragments import split
 from saf.dialogs.lineage import LARGEST, fork, incarnation, read, said_by
 from saf.dialogs.passing import _error
 from saf.dialogs.set_back import _lineage, _standing
 from saf.dialogs.statements import COMPARE, END, ERROR, HELLO, TIMER
-from saf.dialogs.unsigned import is_harmless
 from saf.errors import UnreadableHeaders
 from saf.message import FIRST_DAY, FRAGMENT, LAST_DAY, LINEAGE, WHOLE
 from saf.received import Received

@@ -15,13 +15,13 @@ from saf.dialogs.assembly import is_fragment, whole
 from saf.dialogs.contracts import MessageType
 from saf.dialogs.facts import Facts
 from saf.dispatch import envelope
-from saf.dispatch.xmlrpc import XmlRpc
-from saf.engine.given_headers import written
+from saf.dispatch.calls import XmlRpc
+from saf.engine.transforming import written
 from saf.errors import SchemaViolation, UnreadableBody, UnreadableHeaders
 from saf.message import STRICT
 from saf.received import READ, Received
 from saf.signing.verifier import Refusal, Trust, Verifier
-from saf.spark.table.headers import members
+from saf.spark.table.fields import members
 from saf.tracing.carried import carrier_of, context_of
 from saf.ui.redaction import Redaction
 from tests.fuzz.target import Target, documents, encoded

@@ -14,9 +14,9 @@ from saf.destinations.events import MEDIA_TYPE, attributes_of
 from saf.destinations.https import wire
 from saf.destinations.https.chunks import METADATA, body_of, chunk_of
 from saf.destinations.mapping import _own
-from saf.dispatch.answers import retry_after
-from saf.dispatch.tokens import NoToken, parsed
-from saf.dispatch.xmlrpc import XmlRpc
+from saf.dispatch.calls import XmlRpc
+from saf.dispatch.credentials import NoToken, parsed
+from saf.dispatch.replies import retry_after
 from saf.errors import InvalidMessage, NotVerified, Rejected
 from saf.message import Message, encode
 from saf.signing import webhook

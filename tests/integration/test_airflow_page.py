@@ -8,7 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from saf.cli.exit_codes import EXIT_CODES
+from saf.cli.console import EXIT_CODES
 from saf.database import Dsn
 from saf.errors import Unavailable, UsageError
 from tests.pages import blocks, page, prepared, shell

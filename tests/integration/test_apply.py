@@ -13,7 +13,6 @@ from psycopg import sql
 
 from saf.broker import services
 from saf.broker.embedded import EmbeddedServer
-from saf.broker.granted import granted
 from saf.broker.grants import Kind, grant
 from saf.broker.senders import senders
 from saf.database import Dsn
@@ -21,6 +20,7 @@ from saf.dialogs.contracts import contracts
 from saf.errors import ConfigurationError
 from saf.plans.difference import apply, difference
 from saf.plans.file import read
+from saf.plans.tables import granted
 from saf.routing import routes
 from tests.pipeline import connect
 from tests.programs import configuration, saf

@@ -14,7 +14,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from saf.broker.embedded import EmbeddedServer
-from saf.cli.exit_codes import EXIT_CODES
+from saf.cli.console import EXIT_CODES
 from saf.config import Forwarder
 from saf.database import REVISION, Dsn
 from tests.programs import BIN, ROOT, configuration, last_json, run, saf, send

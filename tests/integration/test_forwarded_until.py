@@ -11,8 +11,7 @@ import pytest
 
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
-from saf.operating.forwarded import forwarded
-from saf.operating.outbox import SentPage, Wanted, messages
+from saf.operating.outbox import SentPage, Wanted, forwarded, messages
 from tests.pipeline import connect, forward, send
 from tests.programs import configuration, saf
 
@@ -117,7 +116,7 @@ def test_a_dead_letter_that_is_retried_meanwhile_is_not_overlooked(
                 other.execute("DELETE FROM saf.dead_letter")
         return page
 
-    monkeypatch.setattr("saf.operating.forwarded.messages", reading)
+    monkeypatch.setattr("saf.operating.outbox.messages", reading)
     with connect(app) as connection:
         connection.execute(
             "INSERT INTO saf.dead_letter (subscription_id, shard, id, to_service, body, reason, "

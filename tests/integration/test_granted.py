@@ -21,10 +21,10 @@ from saf.broker import services
 from saf.broker.senders import add_senders
 from saf.config import load
 from saf.database import Dsn, fetch
-from saf.dispatch import history, stored
+from saf.dispatch import stored
 from saf.dispatch.condition import Book
 from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.running import run as run_dispatchers
+from saf.dispatch.dispatcher import run as run_dispatchers
 from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError
 from saf.forwarding.forwarder import Forwarder
@@ -33,9 +33,8 @@ from saf.log import cursor, stream
 from saf.log.shards import Member
 from saf.operating import decide, decide_parked, outbox
 from saf.operating.forecast import forecast
-from saf.operating.identity import identity
 from saf.operating.members import memberships
-from saf.operating.status import broker_status
+from saf.operating.status import broker_status, identity
 from saf.receiving.inbox import inbox_status
 from saf.repair.send_again import send_again
 from saf.routing.routers import add_router
@@ -231,11 +230,11 @@ def test_a_receiver_dispatches_and_an_operator_looks_after_endpoints(
         dispatched = Dispatcher("partner", endpoint, login)
         run_dispatchers([dispatched], drain=True)
         assert dispatched.summary.handled == 1
-        assert len(history.attempts(connection, number, 10)) == 2
+        assert len(stored.attempts(connection, number, 10)) == 2
         partner.always(410)
         let_time_pass(mom)
         run_dispatchers([dispatched], drain=True)
-        assert history.state(connection, number).state == "disabled"
+        assert stored.state(connection, number).state == "disabled"
         assert stored.remove(connection, "partner")
 
 

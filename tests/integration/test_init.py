@@ -11,9 +11,9 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from saf.broker import services
-from saf.broker.granted import granted
 from saf.config import load
 from saf.database import Dsn, fetch
+from saf.plans.tables import granted
 from tests.pipeline import connect, send
 from tests.programs import saf
 

@@ -19,7 +19,7 @@ PROGRAM = """
 from saf.cli import _configure_logging
 from saf.cli.console import echo, plain_console
 from saf.cli.progress import ProgressBar
-from saf.forwarding.meter import Progress
+from saf.forwarding.summary import Progress
 from saf.logger import Log
 
 _configure_logging()

@@ -20,7 +20,7 @@ from saf.errors import ConfigurationError, Restored, Unavailable
 from saf.log.ring import SLOT_ROWS, purge
 from saf.operating import decide
 from saf.repair.reconcile import Outcome, missing, reconcile
-from saf.repair.reconcile.sides import read_both
+from saf.repair.reconcile.outcome import read_both
 from saf.routing.routes import add_route, add_topic, remove_topic
 from saf.setaside import dead
 from tests.pipeline import Cycle, connect, forward, forwarding_rules, stores

@@ -12,7 +12,7 @@ from psycopg.conninfo import make_conninfo
 from saf.broker.embedded import EmbeddedServer
 from saf.config import Broker, Settings
 from saf.database import Dsn
-from saf.database.refusal import CURES, SAID, SILENT, sqlstate
+from saf.database.sqlstates import CURES, SAID, SILENT, sqlstate
 from saf.destinations.postgresql import Postgresql
 from saf.errors import Unavailable
 from saf.operating.doctor import examine

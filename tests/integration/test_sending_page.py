@@ -11,7 +11,7 @@ import pytest
 import saf
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
-from saf.receiving.notify import switch
+from saf.receiving.link import switch
 from saf.routing.routes import add_route
 from tests.pipeline import connect
 from tests.programs import ROOT, run, url

@@ -13,7 +13,7 @@ from alembic.script import ScriptDirectory
 
 import saf
 from saf.broker.migrate import config, migrate
-from saf.database import Dsn, revision
+from saf.database import Dsn, asking
 from saf.errors import SchemaMismatch
 from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import Cycle, connect, drain, forward, forwarding_rules
@@ -77,7 +77,7 @@ def test_writers_of_the_old_package_go_on_while_the_schema_is_migrated(
     new_database: Any, mom: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = new_database("old")
-    newest = revision.REVISION
+    newest = asking.REVISION
     migrate(app, revision=before(newest))
     with connect(app) as connection:
         connection.execute("CREATE TABLE counted (writer int, number int)")
@@ -103,7 +103,7 @@ def test_writers_of_the_old_package_go_on_while_the_schema_is_migrated(
 
     writers = [threading.Thread(target=write, args=[one]) for one in range(len(sent))]
     with monkeypatch.context() as old:
-        old.setattr(revision, "REVISION", before(newest))
+        old.setattr(asking, "REVISION", before(newest))
         for one in writers:
             one.start()
         began.wait(60)  # all have sent once, by the old package
@@ -128,12 +128,12 @@ def test_writers_of_the_old_package_go_on_while_the_schema_is_migrated(
 def test_who_starts_between_the_steps_of_an_upgrade_is_told_what_to_do(
     new_database: Any, app: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    newest = revision.REVISION
+    newest = asking.REVISION
     old = new_database("old")
     migrate(old, revision=before(newest))
     with connect(old) as connection, pytest.raises(SchemaMismatch, match="run `saf migrate"):
         saf.Outbox(allow_autocommit=True).send(connection, "billing", "")
-    monkeypatch.setattr(revision, "REVISION", before(newest))
+    monkeypatch.setattr(asking, "REVISION", before(newest))
     with connect(app) as connection:
         with pytest.raises(SchemaMismatch, match="upgrade the saf-outbox package"):
             saf.Outbox(allow_autocommit=True).send(connection, "billing", "")

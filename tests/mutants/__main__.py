@@ -185,7 +185,7 @@ def folder(file: str) -> str:
 
     >>> folder("saf/log/cursor.py"), folder("saf/message.py"), folder("migrations/versions/1.py")
     ('saf/log', 'saf', 'migrations')
-    >>> folder("saf/destinations/kafka/marks.py")
+    >>> folder("saf/destinations/kafka/server.py")
     'saf/destinations'
     """
     first, *rest = file.split("/")

@@ -41,7 +41,7 @@ from saf.engine.task import Task
 from saf.errors import ConfigurationError, SafError, Unavailable
 from saf.forwarding.forwarder import Forwarder
 from saf.log import stream
-from saf.spark.reading import messages_of
+from saf.spark.plans import messages_of
 from saf.spark.runner import SparkRunner
 from tests import on_spark
 from tests.files import files_where

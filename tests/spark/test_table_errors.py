@@ -18,7 +18,7 @@ from saf.errors import (
     Unavailable,
     UsageError,
 )
-from saf.spark.table import snapshot
+from saf.spark.table import part
 from saf.spark.table.options import options_of
 from tests.pipeline import connect
 from tests.programs import configuration
@@ -104,7 +104,7 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch, ap
 
 def taking(dsn: Dsn, error: type[SafError], said: str) -> None:
     with pytest.raises(error, match=said):
-        snapshot.take("broker 'app'", dsn, "outbox")
+        part.take("broker 'app'", dsn, "outbox")
 
 
 def test_a_database_without_the_schema_is_refused(new_database: Callable[[str], Dsn]) -> None:

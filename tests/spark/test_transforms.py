@@ -17,7 +17,7 @@ from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic
 from saf.setaside.dropped import dropped
 from saf.setaside.waiting import parked
-from saf.spark import faults, plans, transforms
+from saf.spark import evaluation, plans, transforms
 from saf.spark.results import SEEN
 from tests import on_spark
 from tests.destinations import NOWHERE
@@ -348,7 +348,7 @@ def test_what_has_waited_for_its_transform_goes_on_in_order_when_that_is_mended(
 def test_a_function_that_fails_for_many_messages_parks_its_service(
     source: psycopg.Connection[Any], mom: Dsn, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults, "MOST", 1)
+    monkeypatch.setattr(evaluation, "MOST", 1)
     send(source, "1", "two", "three")
     said = forward(config("tests.transforms:number"))
     assert (bodies(mom), said["parked"], said["dead"]) == ([], 3, 0)

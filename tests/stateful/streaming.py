@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from saf.log import cuts, ring
+from saf.log import offset, ring
 from tests.stateful.senders import Senders
 from tests.stateful.site import Place, Site
 from tests.streams import Crash, Query
@@ -56,7 +56,7 @@ class Streaming(Senders):
     def agree(self, limit: int | None, partitions: int, bits: int) -> None:
         """How much a trigger reads, and how it is counted."""
         self.limit = limit
-        self.patch.setattr(cuts, "PART_BITS", bits)
+        self.patch.setattr(offset, "PART_BITS", bits)
         self.patch.setenv(DSN_FROM, self.app.dsn.conninfo)
         given = {"maxRowsPerTrigger": str(limit)} if limit else {}
         self.query.options = {

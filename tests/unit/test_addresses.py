@@ -7,10 +7,7 @@ from functools import partial
 
 import pytest
 
-from saf.destinations import addresses
-from saf.destinations.https import address as https
-from saf.destinations.nats import address as nats
-from saf.destinations.redis import address as redis
+from saf.destinations import addresses, https, nats, redis
 
 PARSERS: dict[str, Callable[[str], object]] = {
     "amqp": partial(addresses.parse, ports={"amqp": 5672}, secure="amqps", named="server"),

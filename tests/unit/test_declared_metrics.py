@@ -15,9 +15,8 @@ import pytest
 import saf
 from saf.errors import ConfigurationError, UsageError
 from saf.metrics import declared, process, prometheus
-from saf.metrics.declared import CHUNK_MESSAGES, CYCLES, FORWARDED, METRICS
+from saf.metrics.declared import CHUNK_MESSAGES, CYCLES, FORWARDED, METRICS, Tally
 from saf.metrics.process import MOST_SERIES, OTHER, count, observe, timed
-from saf.metrics.tally import Tally
 from tests.scraping import families, series, value
 
 HERE = Path(saf.__file__).parent

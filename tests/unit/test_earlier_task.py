@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from saf.engine.earlier_task import EarlierTask
-from saf.engine.held_lanes import HeldLanes
+from saf.engine.parked_lanes import HeldLanes
 from saf.engine.parts import Part
 from saf.engine.set_aside import SetAside
 from saf.engine.source_session import SourceSession
+from saf.engine.task import EarlierTask
 from saf.engine.work import Work
 from saf.log.cursor import Batch
 from saf.routing.matching import Match, Route

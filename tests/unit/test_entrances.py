@@ -14,7 +14,7 @@ import pytest
 from saf.message import FIRST_DAY, LAST_DAY
 from saf.signing.webhook import key_of, sign
 from saf.webhooks import asgi
-from saf.webhooks.entrance import Entrance, Full
+from saf.webhooks.asgi import Entrance, Full
 from saf.webhooks.event import Event, NoEvent
 from saf.webhooks.receiver import _digest, _moment, _uuid
 

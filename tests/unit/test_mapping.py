@@ -11,8 +11,7 @@ import pytest
 
 from saf.destinations.mapping import Mapped, held_of, mapped, said_of, source_of
 from saf.destinations.rabbitmq import Rabbitmq
-from saf.destinations.redis import Redis
-from saf.destinations.redis.address import parse
+from saf.destinations.redis import Redis, parse
 from saf.errors import Refused, Rejected
 from saf.testing.forwarder import HARD, Forwarder, Row
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.engine.load_sharing import share
-from saf.engine.matcher import Matcher
+from saf.engine.finding_routes import share
+from saf.engine.resolving import Matcher
 from saf.routing.matching import Match, Route, Routes, by_precedence
 from saf.routing.route_choices import Asker
 

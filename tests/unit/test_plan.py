@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from saf.database import Dsn
 from saf.engine.work import Work
-from saf.forwarding.plan import plan
+from saf.forwarding.surveys import plan
 from saf.log.cursor import Batch
 from saf.routing.matching import Routes
 

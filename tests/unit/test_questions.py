@@ -9,7 +9,7 @@ from threading import Event
 
 import pytest
 
-from saf.operating.questions import MOST_TIMES, Questions
+from saf.operating.watch import MOST_TIMES, Questions
 from tests.waits import until
 
 PATIENCE = 20.0

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.engine.classifying import as_answers
-from saf.engine.matcher import Matcher
-from saf.engine.resolving import MAX_HOPS, Resolver
+from saf.engine.resolving import MAX_HOPS, Matcher, Resolver
 from saf.routing.matching import KEY, MESSAGE, PYTHON, Route, Router, Routes
 from saf.routing.resolved import Resolved
 

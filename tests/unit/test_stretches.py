@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.operating.stretches import Looked, look
+from saf.operating.outbox import Looked, look
 
 TRANSACTIONS = st.dictionaries(
     st.integers(1, 300), st.lists(st.booleans(), min_size=1, max_size=5), max_size=30

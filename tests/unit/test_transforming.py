@@ -10,13 +10,13 @@ from uuid import UUID
 import pyarrow as pa
 import pytest
 
-from saf.destinations.jsonl.lines import lines
+from saf.destinations.jsonl.folder import lines
 from saf.engine.classifying import as_table
 from saf.engine.in_step import LAST, InStep
 from saf.engine.kept_results import RESULT as KEPT
 from saf.engine.set_aside import SetAside
+from saf.engine.storing import vouched
 from saf.engine.transforming import RESULT, Evaluated, Transforming
-from saf.engine.vouching import vouched
 from saf.errors import Unavailable
 from saf.message import MAX_HEADERS
 from saf.spark.items import unbroken

@@ -9,7 +9,7 @@
     amount = "double"
 
 `saf.destinations.delta.table` describes how a chunk is stored, `saf.destinations.lake.columns` the
-rows, `saf.destinations.delta.marks` where the marks are. The client is the extra ``delta``, the
+rows, `saf.destinations.delta.log` where the marks are. The client is the extra ``delta``, the
 package deltalake: no JVM.
 """
 
@@ -91,7 +91,7 @@ class Delta(LakeSettings):
     def reading(self, name: str) -> AbstractContextManager[Reading]:
         """Open the table for reading; see `DestinationSettings.reading`."""
         with client_needed(name, "delta"):
-            from saf.destinations.delta.reading import read
+            from saf.destinations.delta.table import read
         return read(name, self)
 
     @classmethod
@@ -141,6 +141,6 @@ class Delta(LakeSettings):
     def guarantee(self, name: str) -> Guarantee:
         """Return the promise of the table's place; see `DestinationSettings.guarantee`."""
         with self._connected(name) as link:
-            from saf.destinations.delta.guarantee import guarantee
+            from saf.destinations.delta.probing import guarantee
 
             return guarantee(link)

@@ -21,10 +21,10 @@ from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
 
-from saf.destinations.delta.columns import parts, statistics
 from saf.destinations.delta.files import Files
 from saf.destinations.delta.log import checkpoint_of, file_of
-from saf.destinations.lake.names import DAY
+from saf.destinations.delta.making import parts, statistics
+from saf.destinations.lake.state import DAY
 from saf.errors import Unavailable
 
 FILE_BYTES = 128 << 20

@@ -30,15 +30,14 @@ from saf.database import Dsn
 from saf.destinations.delta.appending import commit, gathered, sync, write
 from saf.destinations.delta.files import Files
 from saf.destinations.delta.link import Link
+from saf.destinations.delta.log import OURS
 from saf.destinations.delta.making import PROPERTIES, check_others, type_of
-from saf.destinations.delta.marks import OURS
-from saf.destinations.lake.names import ARCHIVE
+from saf.destinations.lake.state import ARCHIVE
 from saf.destinations.queues import unusable
 from saf.destinations.texts import uuids
 from saf.errors import Unavailable
 from saf.failpoints import fail_point
-from saf.log.arrow import OF_SPARK
-from saf.log.columns import plain
+from saf.log.columns import OF_SPARK, plain
 from saf.log.disk import make_folder
 from saf.log.ring import Contents
 from saf.log.slot_rows import SlotRows, reading

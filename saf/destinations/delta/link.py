@@ -3,7 +3,7 @@
 Besides its rows, saf's table has:
 
     saf.destination     a property: the destination's identity, which stays if the table is moved
-    saf:…               application transactions: the marks; see `saf.destinations.delta.marks`
+    saf:…               application transactions: the marks; see `saf.destinations.delta.log`
 
 This module does not use Arrow, because a forwarder's driver asks for the identity.
 """
@@ -19,12 +19,11 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, DeltaProtocolError, TableNotFoundError
 
-from saf.destinations.disk import unavailable_if_lost
-from saf.destinations.lake.names import DESTINATION
-from saf.destinations.lake.state import State
+from saf.destinations.lake.state import DESTINATION, State
 from saf.destinations.marks import Known
 from saf.destinations.queues import readable, unusable
 from saf.errors import Refused, Unavailable
+from saf.log.disk import unavailable_if_lost
 
 if TYPE_CHECKING:
     from saf.destinations.delta import Delta
@@ -89,7 +88,7 @@ class Link:
         Raises:
             Refused: the marks in the log are not as saf writes them.
         """
-        from saf.destinations.delta.marks import state_of
+        from saf.destinations.delta.log import state_of
 
         cure = "restore the table to a version before somebody changed them, or name another table"
         with readable(self.what, "its marks in the log of its table", cure):

@@ -3,11 +3,22 @@
 A chunk becomes one Parquet file per partition, and the commit moves the marks as application
 transactions (`saf.destinations.delta.appending`). The commit fails if another process has committed
 for the same shards since the table was read, because both set the numbers of the same transactions
-(`saf.destinations.delta.marks`). Tasks with other shards, and processes that compact or delete, do
+(`saf.destinations.delta.log`). Tasks with other shards, and processes that compact or delete, do
 not conflict. `saf lake optimize` removes the files that a killed process leaves.
 
 If a machine loses power during the commit, which is not acknowledged yet, the file of the log may
 be empty, which is an empty version, or torn, which deltalake refuses until the file is removed.
+
+Maintenance of a table: merge small files into large ones, and remove files that are not needed.
+
+Compaction is a commit of its own: it changes no row, and forwarders can append at the same time.
+Afterwards, the order of rows in files is meaningless: ``id`` gives a key's order.
+
+A file is removed when it is older than ``keep_hours`` and either was replaced that long ago, or was
+left by a process that was killed before its commit. Until then, readers of older versions find
+their files, and so do commits that are under way.
+
+Reading back: the rows of a source in one version of the table.
 """
 
 from __future__ import annotations
@@ -19,24 +30,108 @@ from typing import TYPE_CHECKING
 from uuid import UUID
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 from deltalake import DeltaTable
 from deltalake.transaction import AddAction
 
 from saf.destinations.delta.appending import commit, sync, write
-from saf.destinations.delta.columns import BY, COUNTED, rows_of
-from saf.destinations.delta.files import Files
-from saf.destinations.delta.link import Link
-from saf.destinations.delta.log import Log, file_of
-from saf.destinations.delta.making import ready
-from saf.destinations.delta.marks import transactions
-from saf.destinations.lake.names import DESTINATION
-from saf.destinations.lake.state import State
-from saf.destinations.lake.table import Change, LakeTable
-from saf.errors import Unavailable
+from saf.destinations.delta.files import Files, sizes_of
+from saf.destinations.delta.link import Link, removed
+from saf.destinations.delta.log import Log, checkpoint_of, file_of, state_of, transactions
+from saf.destinations.delta.making import BY, COUNTED, ready, rows_of
+from saf.destinations.lake.state import DESTINATION, State
+from saf.destinations.lake.table import COLUMNS, Change, LakeTable, reading
+from saf.destinations.marks import Known
+from saf.destinations.reading import Reading
+from saf.errors import Unavailable, UsageError
 from saf.failpoints import fail_point
 
 if TYPE_CHECKING:
     from saf.destinations.delta import Delta
+
+LEAST_HOURS = 1
+"""Least hours to keep; longer than any commit takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimized:
+    """Result of optimizing a table."""
+
+    table: str
+    version: int
+    files_before: int
+    files_after: int
+    bytes_before: int
+    bytes_after: int
+    removed: int
+    """Number of unneeded files that were removed."""
+
+
+def optimize(name: str, settings: Delta, *, keep_hours: int, dry_run: bool) -> Optimized:
+    """Compact a table, and remove files that are not needed; ``dry_run``: change nothing.
+
+    Raises:
+        UsageError: the table does not exist yet, or ``keep_hours`` is too low.
+        Unavailable: the table cannot be read or changed.
+    """
+    if keep_hours < LEAST_HOURS:
+        raise UsageError(
+            f"{keep_hours} hours is too short: a forwarder may be writing files that are not in "
+            f"the table yet. Keep {LEAST_HOURS} or more"
+        )
+    link = Link(name, settings)
+    table = link.load()
+    if table is None:
+        raise UsageError(f"{link.what} has no table yet: nothing was forwarded there")
+    with link.errors():
+        version, old_sizes = table.version(), sizes_of(table)
+        if not dry_run:
+            table.optimize.compact()
+        removed_files = table.vacuum(
+            retention_hours=keep_hours,
+            dry_run=dry_run,
+            enforce_retention_duration=False,
+            full=True,
+        )
+        table.update_incremental()
+        files = Files(settings.table, settings.folder, settings.options)
+        versions = range(version + 1, table.version() + 1)
+        files.sync(path for one in versions for path in (file_of(one), checkpoint_of(one)))
+        new_sizes = sizes_of(table)
+    return Optimized(
+        table=settings.table,
+        version=table.version(),
+        files_before=len(old_sizes),
+        files_after=len(new_sizes),
+        bytes_before=sum(old_sizes),
+        bytes_after=sum(new_sizes),
+        removed=len(removed_files),
+    )
+
+
+@contextmanager
+def read(name: str, settings: Delta) -> Iterator[Reading]:
+    """Open the newest version of the table for reading."""
+    link = Link(name, settings)
+    table = link.load()
+    identity = link.identity()
+
+    def known(source: UUID) -> Known:
+        if table is None:
+            return State().known(identity)
+        with link.errors():
+            return state_of(source, link.log().at(table.version())).known(identity)
+
+    def rows(source: UUID) -> pa.Table:
+        assert table is not None  # noqa: S101 - not called without a table
+        with link.errors():
+            of_source = ds.field("source") == str(source)
+            return table.to_pyarrow_dataset().to_table(columns=[*COLUMNS], filter=of_source)
+
+    with link.errors():
+        gone = table is not None and removed(table)
+    yield reading(name, identity, rows if table else None, known, removed=gone)
+
 
 RECENT = 20
 """Latest versions to make durable when the table is opened, whichever process wrote them."""

@@ -7,20 +7,25 @@
 
 The other end serves `saf.webhooks.broker`. `saf.destinations.https.wire` describes the protocol,
 `saf.destinations.https.remote` how a chunk is stored. It needs no client library.
+
+Address of a broker behind a URL.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import AfterValidator, SecretStr
 
 from saf.destinations import Capabilities, Destination
-from saf.destinations.https.address import Address, parse
+from saf.destinations.addresses import named_host
 from saf.destinations.linked import LinkedSettings, check_certificates
 from saf.destinations.settings import Guarantee
 from saf.errors import UsageError
@@ -28,6 +33,57 @@ from saf.signing.webhook import key_of
 
 if TYPE_CHECKING:
     from saf.destinations.https.link import Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Parts of a URL."""
+
+    tls: bool
+    host: str
+    port: int
+    path: str
+
+
+def parse(text: str) -> Address:
+    """Parse a URL.
+
+    >>> parse("https://partner.example.com/saf")
+    Address(tls=True, host='partner.example.com', port=443, path='/saf')
+    >>> parse("http://partner.example.com/saf")
+    Traceback (most recent call last):
+    ...
+    ValueError: http:// is for this machine only, such as http://127.0.0.1:8000: use https://
+    """
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"it is not a URL: {error}") from None
+    if parts.scheme not in ("https", "http") or not parts.hostname or port == 0:
+        raise ValueError("it is not a URL such as https://partner.example.com/saf")
+    if not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError("a URL has printable ASCII characters only: encode the others")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError("a URL holds no user and password here, and nothing after ? or #")
+    tls = parts.scheme == "https"
+    if not tls and not _is_here(parts.hostname):
+        raise ValueError(
+            "http:// is for this machine only, such as http://127.0.0.1:8000: use https://"
+        )
+    return Address(
+        tls=tls,
+        host=named_host(text, parts.hostname),
+        port=port or (443 if tls else 80),
+        path=parts.path or "/",
+    )
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _address(text: str) -> str:

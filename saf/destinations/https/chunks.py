@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 
 from saf.columns import COLUMNS
 from saf.destinations import Chunk
-from saf.destinations.https.refusals import ROW
 from saf.destinations.https.wire import (
+    ROW,
     UNLIKE,
     NotUnderstood,
     moment,
@@ -27,7 +27,7 @@ from saf.destinations.https.wire import (
     to_marks,
     written,
 )
-from saf.log.arrow import MESSAGES, MOMENT
+from saf.log.columns import MESSAGES, MOMENT
 from saf.log.cursor import Batch
 from saf.setaside.lane_columns import LANE
 

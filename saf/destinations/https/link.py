@@ -21,8 +21,7 @@ from uuid import UUID, uuid4
 
 from saf.database.patience import Waiting, answer_within
 from saf.destinations.https import wire
-from saf.destinations.https.refusals import raised
-from saf.destinations.https.wire import NotUnderstood, OtherVersion, Said
+from saf.destinations.https.wire import NotUnderstood, OtherVersion, Said, raised
 from saf.destinations.marks import Known
 from saf.destinations.queues import unusable
 from saf.destinations.settings import Guarantee

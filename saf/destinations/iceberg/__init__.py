@@ -126,6 +126,6 @@ class Iceberg(LakeSettings):
     def guarantee(self, name: str) -> Guarantee:
         """Return the promise of the table's place; see `DestinationSettings.guarantee`."""
         with self._connected(name) as link:
-            from saf.destinations.iceberg.guarantee import guarantee
+            from saf.destinations.iceberg.probing import guarantee
 
             return guarantee(link)

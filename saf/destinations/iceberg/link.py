@@ -6,14 +6,26 @@ Besides its rows, saf's table has:
     saf.marks.…         properties: the marks; see `saf.destinations.iceberg.marks`
 
 This module does not use Arrow, because a forwarder's driver asks for the identity.
+
+Files of tables on this machine, read and written by pyiceberg.
+
+A file is durable when its stream is closed: its content and its name. So everything that a commit
+refers to is durable before the commit. Folders are created only inside a table's own folder: if a
+disk is no longer mounted, nothing is written.
+
+This module does not use Arrow, because a forwarder's driver reads a table's metadata.
 """
 
 from __future__ import annotations
 
+import io
+import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_URL, UUID, uuid5
 
@@ -30,26 +42,116 @@ from pyiceberg.exceptions import (
     UnauthorizedError,
     ValidationException,
 )
-from pyiceberg.io import S3_CONNECT_TIMEOUT, S3_REQUEST_TIMEOUT
+from pyiceberg.io import (
+    S3_CONNECT_TIMEOUT,
+    S3_REQUEST_TIMEOUT,
+    FileIO,
+    InputFile,
+    InputStream,
+    OutputFile,
+    OutputStream,
+)
 from sqlalchemy import URL, inspect, make_url
 from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
-from saf.database.refusal import to_mend
-from saf.destinations.disk import unavailable_if_lost
+from saf.database.sqlstates import to_mend
 from saf.destinations.iceberg.address import file_of, is_sql, libpq, place
-from saf.destinations.iceberg.files import NAME
 from saf.destinations.iceberg.marks import MarksDamaged, MarksExpired, state_of
-from saf.destinations.lake.names import DESTINATION
 from saf.destinations.lake.settings import said
-from saf.destinations.lake.state import State
+from saf.destinations.lake.state import DESTINATION, State
 from saf.destinations.marks import Known
 from saf.destinations.queues import unusable
 from saf.errors import Refused, Unavailable
+from saf.log import disk
+from saf.log.disk import unavailable_if_lost
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
 
     from saf.destinations.iceberg import Iceberg
+
+NAME = f"{__name__}.LocalFiles"
+"""Name by which pyiceberg finds the class."""
+FILE = re.compile(r"^file:(//(localhost)?(?=/))?")
+
+
+def path_of(location: str) -> Path:
+    """Return the path of a file that a table refers to.
+
+    >>> [str(path_of(one)) for one in ("file:///lake/a", "file:/lake/a", "/lake/a")]
+    ['/lake/a', '/lake/a', '/lake/a']
+    """
+    return Path(FILE.sub("", location))
+
+
+class Synced(io.BufferedWriter):
+    """A stream into a new file, which is durable once closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        super().__init__(io.FileIO(path, "xb"))
+
+    def close(self) -> None:
+        """Sync the file and its folder to the disk."""
+        if not self.closed:
+            self.flush()
+            os.fsync(self.fileno())
+            super().close()
+            disk.sync(self._path.parent)
+
+
+class LocalFile(InputFile, OutputFile):
+    """One file."""
+
+    def __init__(self, location: str) -> None:
+        super().__init__(location)
+        self._path = path_of(location)
+
+    def __len__(self) -> int:
+        return self._path.stat().st_size
+
+    def exists(self) -> bool:
+        """Return True if the file exists."""
+        return self._path.exists()
+
+    def open(self, seekable: bool = True) -> InputStream:  # noqa: ARG002 - it always is
+        """Open the file for reading."""
+        return self._path.open("rb")
+
+    def to_input_file(self) -> InputFile:
+        """Return the file for reading."""
+        return self
+
+    def create(self, overwrite: bool = False) -> OutputStream:
+        """Create the file and open it for writing.
+
+        Raises:
+            FileNotFoundError: the table's folder does not exist.
+        """
+        if overwrite:
+            self._path.unlink(missing_ok=True)
+        folder = self._path.parent
+        if not folder.exists():
+            folder.mkdir(exist_ok=True)  # fails without the table's folder
+            disk.sync(folder.parent)
+        return Synced(self._path)
+
+
+class LocalFiles(FileIO):
+    """Files of this machine."""
+
+    def new_input(self, location: str) -> InputFile:
+        """Return a file for reading."""
+        return LocalFile(location)
+
+    def new_output(self, location: str) -> OutputFile:
+        """Return a file for writing."""
+        return LocalFile(location)
+
+    def delete(self, location: str | InputFile | OutputFile) -> None:
+        """Remove a file."""
+        path_of(location if isinstance(location, str) else location.location).unlink()
+
 
 DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH")
 """Words in pyarrow's error texts for an object store's refused login; it has no error codes."""

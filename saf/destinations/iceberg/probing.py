@@ -1,6 +1,11 @@
 """A probe of an object store: a file that is written beside a table's own, read, and deleted.
 
 Commits meet in the catalog. So a table only needs the store to keep files.
+
+Promise of a table's place: messages that a power failure may take back, and untested parts.
+
+A loss always takes the marks back with the messages. It is noticed at the next contact, and `saf
+rebase` sends the lost messages again.
 """
 
 from __future__ import annotations
@@ -11,7 +16,9 @@ from uuid import uuid4
 
 from pyiceberg.io import load_file_io
 
+from saf.destinations.iceberg.address import file_of, is_sql
 from saf.destinations.iceberg.link import Link
+from saf.destinations.settings import Guarantee
 from saf.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -54,3 +61,60 @@ def probe(link: Link) -> Iterator[tuple[str, str]]:
                 f"its login may not delete: a probe stays at {address}",
                 "let its login delete files of the table, which expiring snapshots needs, too",
             )
+
+
+S3 = ("s3://", "s3a://")
+MANY_FILES = 1_000
+SMALL_BYTES = 8 << 20
+"""A table with more than `MANY_FILES` files below this average size is worth compacting."""
+MANY_SNAPSHOTS = 1_000
+"""Above this number, each commit is slow, because it writes all snapshots."""
+
+
+def guarantee(link: Link) -> Guarantee:
+    """Return the table's promise where it is now."""
+    settings, table = link.settings, link.load()
+    findings: list[tuple[str, str]] = []
+    server = f"no Iceberg table yet, {settings.table}"
+    if table is not None:
+        snapshot = table.current_snapshot()
+        summary = snapshot.summary if snapshot else None
+        totals = summary.additional_properties if summary else {}
+        files, size = int(totals.get("total-data-files", 0)), int(totals.get("total-files-size", 0))
+        kept = len(table.snapshots())
+        server = f"Iceberg table of {files:,} files, {kept:,} snapshots, {settings.table}"
+        if files > MANY_FILES and size / files < SMALL_BYTES:
+            findings.append(
+                (
+                    f"its {files:,} files have {size // files >> 10:,} KiB on average, which makes "
+                    "reading slow",
+                    "rewrite_data_files of Spark, or what your engine has for it",
+                )
+            )
+        if kept > MANY_SNAPSHOTS:
+            findings.append(
+                (
+                    f"its {kept:,} snapshots are rewritten by each commit",
+                    "expire_snapshots of Spark or pyiceberg; saf's marks stay",
+                )
+            )
+    kept_by = "a crash of the process or of the machine loses nothing that was acknowledged"
+    if not settings.folder:
+        kept_by = "acknowledged messages are as safe as the object store"
+        if not place_of(link, table).startswith(S3):
+            findings.append(
+                ("saf tests only object stores that speak S3", "your own test of yours")
+            )
+    if not is_sql(settings.catalog):
+        findings.append(
+            ("no product with a REST catalog is tested by saf", "your own test of yours")
+        )
+        catalog = "a REST catalog"
+    else:
+        catalog = f"a catalog in {'SQLite' if file_of(settings.catalog) else 'PostgreSQL'}"
+    return Guarantee(
+        server=f"{server}, by {catalog}",
+        promise=f"{settings.quality.replace('_', ' ')}; {kept_by}; a loss is detected, and "
+        "saf rebase sends the lost messages again",
+        more=tuple(findings),
+    )

@@ -10,7 +10,7 @@ import pyarrow as pa
 from pyiceberg.table.snapshots import Operation
 
 from saf.destinations.iceberg.link import Link
-from saf.destinations.lake.reading import COLUMNS, LakeReading, reading
+from saf.destinations.lake.table import COLUMNS, LakeReading, reading
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table

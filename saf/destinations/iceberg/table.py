@@ -10,7 +10,7 @@ only marks, a snapshot without files is added: only a commit that moves ``main``
 pyiceberg would retry a commit automatically, with the marks that it was given. Marks would go back,
 and messages would be stored twice. So its retries are turned off.
 
-On this machine, files are durable before the commit (`saf.destinations.iceberg.files`), and the
+On this machine, files are durable before the commit (`saf.destinations.iceberg.link`), and the
 catalog's database makes the commit durable.
 """
 
@@ -27,11 +27,9 @@ from pyiceberg.table import Table as IcebergTable
 from pyiceberg.table import TableProperties
 
 from saf.destinations.iceberg.link import Link
-from saf.destinations.iceberg.making import ready
+from saf.destinations.iceberg.making import ready, write
 from saf.destinations.iceberg.marks import name_of, put_right, text_of
-from saf.destinations.iceberg.rows import write
-from saf.destinations.lake.names import DESTINATION
-from saf.destinations.lake.state import State
+from saf.destinations.lake.state import DESTINATION, State
 from saf.destinations.lake.table import Change, LakeTable
 from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point

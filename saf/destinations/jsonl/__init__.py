@@ -4,7 +4,7 @@
     kind = "jsonl"
     folder = "/data/orders"
 
-`saf.destinations.jsonl.folder` describes the folder, `saf.destinations.jsonl.lines` the lines.
+`saf.destinations.jsonl.folder` describes the folder, `saf.destinations.jsonl.folder` the lines.
 Readers may delete files that they have read.
 
 All forwarders see the folder at the same path. ``flock`` must work between them, so the file system
@@ -22,7 +22,7 @@ from uuid import UUID
 from pydantic import AfterValidator
 
 from saf.destinations import Capabilities, Destination
-from saf.destinations.jsonl.state import known_of, read_identity
+from saf.destinations.jsonl.folder import known_of, read_identity
 from saf.destinations.marks import Known
 from saf.destinations.reading import Reading
 from saf.destinations.settings import DestinationSettings, within

@@ -1,6 +1,6 @@
-"""A folder of files of JSON lines, filled a chunk at a time, exactly once.
+r"""A folder of files of JSON lines, filled a chunk at a time, exactly once.
 
-    saf.json                       the folder's identity; see `saf.destinations.jsonl.state`
+    saf.json                       the folder's identity; see `saf.destinations.jsonl.folder`
     SOURCE/000000000001.jsonl      the messages of one source, a file for each chunk; file names and
     SOURCE/000000000002.jsonl      lines give the order of each key
     .saf/SOURCE.json               the state of a source: its marks, and the number of its last file
@@ -15,39 +15,233 @@ the chunk, and a file never changes once it has its name.
 
 A stopped process keeps its lock, and others wait ``lock_seconds`` for it. If it continues after
 others have written, it reads their marks and is fenced.
+
+Messages as lines of JSON, written by Arrow, without Python code per message.
+
+    {"source": "…", "shard": 7, "message_id": "…", "to_service": "billing", "key": "order 7",
+     "headers": {"content-type": "application/json"}, "body": "{\"order\": 7}",
+     "created_at": "2026-01-31T12:00:00.000001Z"}
+
+The names are those of a message's columns; NULL columns are left out. ``source`` is the broker_id
+of the source, ``shard`` the key's shard there. A UTF-8 body is a text in ``body``; any other body
+is in ``body_base64``. Only if a chunk contains such a body, Python checks its bodies one by one.
+
+State of a folder and of its sources: small files of JSON, replaced as a whole.
+
+saf.json               the folder's identity, created once
+.saf/SOURCE.json       a source's marks, and the number of its last file
 """
 
 from __future__ import annotations
 
+import base64
 import fcntl
+import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
-from uuid import UUID
+from uuid import NAMESPACE_URL, UUID, uuid4, uuid5
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from saf.columns import MESSAGE
 from saf.destinations import Chunk, Stored
-from saf.destinations.disk import unavailable_if_lost
-from saf.destinations.jsonl.lines import content, lines
-from saf.destinations.jsonl.state import (
-    INSIDE,
-    State,
-    make_identity,
-    read_state,
-)
-from saf.destinations.marks import NOTHING, Mark, Place
+from saf.destinations.marks import NOTHING, Known, Mark, Place
 from saf.destinations.places import guarded, judged, refuse
+from saf.destinations.queues import readable
+from saf.destinations.texts import TEXT, in_quotes, moments, quoted, uuids, whole
 from saf.errors import Rejected, Unavailable
 from saf.failpoints import fail_point
-from saf.log.disk import make_folder, sync, write
+from saf.log.disk import make_folder, sync, unavailable_if_lost, write
 
 if TYPE_CHECKING:
     from saf.destinations.jsonl import Jsonl
+
+
+def lines(rows: pa.Table, source: UUID) -> pa.Array:
+    """Return a line for each message, ending with a newline."""
+    rows = rows.combine_chunks()
+    parts = [_scalar(f'{{"source":"{source}","shard":'), rows["shard"].cast(TEXT)]
+    for column in MESSAGE:
+        values = whole(rows[column.name])
+        if values.null_count == len(values):
+            continue
+        if column.name == "body":
+            parts += _body(values)
+        else:
+            parts.append(_field(column.name, WRITTEN[column.type](values)))
+    return whole(_join(*parts, _scalar("}\n")))
+
+
+def content(written: pa.Array) -> memoryview:
+    """Return the concatenated bytes of lines, without copying them."""
+    offsets = np.frombuffer(written.buffers()[1], np.int64)
+    first, last = offsets[written.offset], offsets[written.offset + len(written)]
+    return memoryview(written.buffers()[2])[first:last]
+
+
+def _body(values: pa.Array) -> list[pa.Array]:
+    values = values.cast(pa.large_binary())
+    try:
+        return [_field("body", quoted(values.cast(TEXT)))]
+    except pa.ArrowInvalid:  # some are not UTF-8
+        texts = [_as_text(body) for body in values.to_pylist()]
+    encoded = [
+        None if text is not None else base64.b64encode(body).decode()
+        for text, body in zip(texts, values.to_pylist(), strict=True)
+    ]
+    return [
+        _field("body", quoted(pa.array(texts, TEXT))),
+        _field("body_base64", quoted(pa.array(encoded, TEXT))),
+    ]
+
+
+def _as_text(body: bytes) -> str | None:
+    try:
+        return body.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _field(name: str, written: pa.Array) -> pa.Array:
+    """Return a field of each line, preceded by a comma; null where the value is null."""
+    return pc.binary_join_element_wise(_scalar(f',"{name}":'), written, _scalar(""))
+
+
+def _plain(values: pa.Array) -> pa.Array:
+    return values.cast(TEXT)
+
+
+WRITTEN: dict[str, Callable[[pa.Array], pa.Array]] = {
+    "uuid": lambda values: in_quotes(uuids(values)),
+    "text": lambda values: quoted(values.cast(TEXT)),
+    "boolean": _plain,
+    "bigint": _plain,
+    "jsonb": _plain,
+    "timestamptz": lambda values: in_quotes(moments(values)),
+}
+"""Function that writes a column's values, by the column's type in PostgreSQL."""
+
+
+def _join(*parts: pa.Array) -> pa.Array:
+    return pc.binary_join_element_wise(
+        *parts, _scalar(""), null_handling="replace", null_replacement=""
+    )
+
+
+def _scalar(text: str) -> pa.Scalar:
+    return pa.scalar(text, TEXT)
+
+
+IDENTITY, INSIDE = "saf.json", ".saf"
+CURE = "bring the file back as it was, or the folder from a backup"
+
+
+@dataclass(kw_only=True)
+class State:
+    """State of one source."""
+
+    number: int = 0
+    """Number of the source's last file."""
+    marks: dict[Place, Mark] = field(default_factory=dict)
+    epochs: dict[Place, int] = field(default_factory=dict)
+
+    def as_bytes(self) -> bytes:
+        """Return the state as the bytes of its file."""
+        places = [
+            [lane, shard, self.epochs[lane, shard], mark.batch, mark.position,
+             _text(mark.opened_at), mark.acknowledged, _text(mark.set_aside_at)]
+            for (lane, shard), mark in self.marks.items()
+        ]  # fmt: skip
+        return json.dumps({"number": self.number, "places": places}).encode()
+
+    @classmethod
+    def of(cls, content: bytes) -> State:
+        """Make a state from the bytes of its file."""
+        data = json.loads(content)
+        state = cls(number=data["number"])
+        for lane, shard, epoch, batch, position, opened_at, acknowledged, *aside in data["places"]:
+            state.marks[lane, shard] = Mark.of(
+                batch, position, _moment(opened_at), acknowledged, *map(_moment, aside)
+            )
+            state.epochs[lane, shard] = epoch
+        return state
+
+
+def read_identity(what: str, folder: Path) -> UUID:
+    """Return the identity of a folder, or the future one of an empty folder; write nothing.
+
+    An empty folder's identity is computed from its path. So a folder that is emptied, or whose disk
+    is not mounted, is not taken for a new one: it is the same one, without its acknowledged data.
+
+    Raises:
+        Unavailable: the folder does not exist.
+        Refused: its saf.json is damaged.
+    """
+    with unavailable_if_lost(what), readable(what, str(folder / IDENTITY), CURE):
+        try:
+            return UUID(json.loads((folder / IDENTITY).read_bytes())["destination"])
+        except FileNotFoundError:
+            os.scandir(folder).close()
+            return uuid5(NAMESPACE_URL, folder.resolve().as_uri())
+
+
+def make_identity(what: str, folder: Path) -> UUID:
+    """Return the identity of a folder; it stays when the folder is moved.
+
+    An empty folder becomes a destination.
+    """
+    identity = read_identity(what, folder)
+    with unavailable_if_lost(what):
+        (folder / INSIDE).mkdir(exist_ok=True)
+        if not (folder / IDENTITY).exists():
+            draft = folder / INSIDE / f"{uuid4()}.tmp"
+            write(draft, json.dumps({"destination": str(identity)}).encode())
+            # a concurrent process writes the same identity
+            draft.rename(folder / IDENTITY)
+            sync(folder)
+    return identity
+
+
+def read_state(what: str, folder: Path, source: UUID) -> State:
+    """Return the state of a source.
+
+    Raises:
+        Refused: its file is damaged.
+    """
+    file = folder / INSIDE / f"{source}.json"
+    try:
+        with readable(what, str(file), CURE):
+            return State.of(file.read_bytes())
+    except FileNotFoundError:
+        return State()
+
+
+def known_of(what: str, folder: Path, source: UUID) -> Known:
+    """Return the marks of a source, for `saf reconcile`, `saf doctor` and repairs."""
+    destination = read_identity(what, folder)
+    with unavailable_if_lost(what):
+        state = read_state(what, folder, source)
+    epochs: dict[int, int] = {}
+    for (_, shard), epoch in state.epochs.items():
+        epochs[shard] = max(epoch, epochs.get(shard, 0))
+    return Known(destination=destination, marks=state.marks, epochs=epochs)
+
+
+def _text(moment: datetime | None) -> str | None:
+    return moment.isoformat() if moment else None
+
+
+def _moment(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text) if text else None
+
 
 POLL_SECONDS = 0.02
 

@@ -13,10 +13,10 @@ from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations.disk import unavailable_if_lost
-from saf.destinations.jsonl.folder import draft_of, file_of
-from saf.destinations.jsonl.state import (
+from saf.destinations.jsonl.folder import (
     INSIDE,
+    draft_of,
+    file_of,
     known_of,
     read_identity,
     read_state,
@@ -24,6 +24,7 @@ from saf.destinations.jsonl.state import (
 from saf.destinations.reading import Reading
 from saf.destinations.tables import HELD, TableReading
 from saf.errors import CannotReadBack
+from saf.log.disk import unavailable_if_lost
 
 
 @contextmanager

@@ -10,7 +10,7 @@
     topic = "orders.{service}"              # topic orders.billing
 
 `saf.destinations.kafka.transactions` describes how a chunk is stored,
-`saf.destinations.kafka.marks` how marks are kept, and which process owns a shard. The client is the
+`saf.destinations.kafka.server` how marks are kept, and which process owns a shard. The client is the
 extra ``kafka``.
 """
 
@@ -183,6 +183,6 @@ class Kafka(QueueSettings):
     def guarantee(self, name: str) -> Guarantee:
         """Return the promise of the cluster's settings; see `DestinationSettings.guarantee`."""
         with self._connected(name) as link:
-            from saf.destinations.kafka.guarantee import guarantee
+            from saf.destinations.kafka.server import guarantee
 
             return guarantee(link)

@@ -4,7 +4,7 @@
 of its places: readers of committed messages see all of it, or nothing.
 
 Before a step, this process has ensured that no other process can end a transaction with messages of
-its shards (`saf.destinations.kafka.marks`), and has read the marks after that. So the marks stay as
+its shards (`saf.destinations.kafka.server`), and has read the marks after that. So the marks stay as
 they are until this transaction ends, or until another process fences it. Then nothing of the step
 is stored, and the marks are read again.
 
@@ -31,11 +31,10 @@ from saf.destinations import Chunk
 from saf.destinations.kafka import names, wire
 from saf.destinations.kafka.client import FENCED, UNDECIDED, errors
 from saf.destinations.kafka.server import OPEN, Link, open_link
-from saf.destinations.mapping import Mapped, mapped
+from saf.destinations.mapping import Mapped, mapped, read
 from saf.destinations.marks import Mark, Place, shards_of
 from saf.destinations.places import guarded
 from saf.destinations.stepwise import Cut, Step, Stepwise
-from saf.destinations.written import read
 from saf.errors import Rejected, Unavailable
 
 if TYPE_CHECKING:

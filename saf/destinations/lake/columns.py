@@ -21,9 +21,9 @@ from uuid import UUID
 import pyarrow as pa
 
 from saf.columns import IN_TABLES, SPARK
-from saf.destinations.lake.names import DAY
+from saf.destinations.lake.state import DAY
 from saf.destinations.texts import uuids, whole
-from saf.log.arrow import OF_SPARK
+from saf.log.columns import OF_SPARK
 
 PROMOTED = {
     "string": pa.string(),

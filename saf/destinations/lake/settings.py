@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, SecretStr
 
 from saf.columns import IN_TABLES
 from saf.destinations import Capabilities
-from saf.destinations.lake.names import DAY
+from saf.destinations.lake.state import DAY
 from saf.destinations.linked import LinkedSettings
 
 NOT_IN_NAMES = " ,;{}()\n\t="

@@ -1,4 +1,7 @@
-"""A table's knowledge of one source: its marks, and the epochs of its shards."""
+"""A table's knowledge of one source: its marks, and the epochs of its shards.
+
+Names that a table of a lakehouse has besides its columns'.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,14 @@ from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 from saf.destinations.marks import NOTHING, ONCE, Known, Mark, Place
+
+DAY = "day"
+"""Column that partitions a Delta table by day: the date of created_at, in UTC."""
+DESTINATION = "saf.destination"
+"""Table property that contains the table's identity."""
+ARCHIVE = "saf.archive"
+"""Table property of an archive of logs, which is not a destination."""
+
 
 NEVER = -1
 """Number that stands for an unknown time."""

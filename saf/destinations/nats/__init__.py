@@ -11,21 +11,29 @@
 `saf.destinations.nats.batches` describes how a chunk is stored, `saf.destinations.nats.subjects`
 the subjects. saf implements the client protocol itself (`saf.destinations.nats.connection`), so it
 needs no client library; a login with an nkey or with credentials needs the extra ``nats``.
+
+Addresses of a NATS server, or of the servers of a cluster, as URLs without a login.
+
+nats://host:4222            one server
+nats://host,host:4223       a cluster: the first host that answers
+tls://host                  one server, with TLS
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import AfterValidator, SecretStr
 
 from saf.destinations import Capabilities, Destination
+from saf.destinations.addresses import named_host
 from saf.destinations.linked import check_certificates
-from saf.destinations.nats.address import Address, parse
 from saf.destinations.nats.subjects import pattern
 from saf.destinations.queues import QueueSettings, Topic
 from saf.destinations.reading import Reading
@@ -33,6 +41,44 @@ from saf.destinations.settings import Guarantee, within
 
 if TYPE_CHECKING:
     from saf.destinations.nats.server import Link
+
+PORT = 4222
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Addresses of servers."""
+
+    hosts: tuple[tuple[str, int], ...]
+    tls: bool
+
+
+def parse(text: str) -> Address:
+    """Parse an address.
+
+    >>> parse("tls://n1,[::1]:7000")
+    Address(hosts=(('n1', 4222), ('::1', 7000)), tls=True)
+
+    Raises:
+        ValueError: the address is invalid.
+    """
+    if "@" in text:
+        raise ValueError("give a login by username = … and password = …, not in the address")
+    scheme, _, places = text.partition("://")
+    if scheme not in ("nats", "tls") or not places:
+        raise ValueError(f"{text!r} is not an address of a NATS server, such as nats://host:4222")
+    hosts = []
+    for place in places.split(","):
+        url = urlsplit(f"//{place}")
+        try:
+            host, port = url.hostname, url.port
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from None
+        if not host or url.query or url.path.strip("/"):
+            raise ValueError(f"{text!r} lacks a host, or has something after it")
+        hosts.append((named_host(text, host), port or PORT))
+    return Address(hosts=tuple(hosts), tls=scheme == "tls")
+
 
 LARGEST = 31 << 20
 """Largest message: a stream accepts a little less than 32 MiB, including headers."""
@@ -139,6 +185,6 @@ class Nats(QueueSettings):
     def guarantee(self, name: str) -> Guarantee:
         """Return the promise of the stream's settings; see `DestinationSettings.guarantee`."""
         with self._connected(name) as link:
-            from saf.destinations.nats.guarantee import guarantee
+            from saf.destinations.nats.server import guarantee
 
             return guarantee(link)

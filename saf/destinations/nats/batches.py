@@ -10,7 +10,7 @@ While the server stores one batch, the messages of the next are on their way. Th
 follow after the answer, because they name numbers that the answer contains.
 
 A server that is killed in the middle of a batch finishes it after the restart.
-`saf.destinations.nats.guarantee` describes what a power failure takes back.
+`saf.destinations.nats.server` describes what a power failure takes back.
 """
 
 from __future__ import annotations

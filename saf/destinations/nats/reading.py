@@ -12,7 +12,7 @@ from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations.mapping import held_of, said_of, source_of
+from saf.destinations.mapping import held_of, known_of, said_of, source_of
 from saf.destinations.marks import MAIN, Place
 from saf.destinations.nats import subjects
 from saf.destinations.nats.connection import Received
@@ -20,7 +20,6 @@ from saf.destinations.nats.server import STORED, Link, connected
 from saf.destinations.nats.wire import EVENTS
 from saf.destinations.reading import Reading
 from saf.destinations.tables import HELD, TableReading
-from saf.destinations.written import known_of
 from saf.errors import CannotReadBack
 
 if TYPE_CHECKING:

@@ -133,6 +133,6 @@ class RabbitmqStream(QueueSettings):
     def guarantee(self, name: str) -> Guarantee:
         """Return the promise of the server's settings; see `DestinationSettings.guarantee`."""
         with self._connected(name) as link:
-            from saf.destinations.rabbitmq_stream.guarantee import guarantee
+            from saf.destinations.rabbitmq_stream.server import guarantee
 
             return guarantee(link)

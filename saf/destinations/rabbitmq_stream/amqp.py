@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from saf.destinations.events import CONTENT_TYPE
 from saf.destinations.mapping import Mapped
-from saf.destinations.packed import BYTES, NONE, joined, numbers, sizes
+from saf.destinations.texts import BYTES, NONE, joined, numbers, sizes
 
 EVENTS = "cloudEvents_"
 """Prefix of CloudEvents attributes, as the binding for AMQP defines it."""

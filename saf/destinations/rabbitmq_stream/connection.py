@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
-from saf.destinations.hosts import connect, context_of, first_of
+from saf.destinations.addresses import connect, context_of, first_of
 from saf.destinations.rabbitmq_stream.protocol import (
     ANSWER,
     FIRST,

@@ -13,8 +13,7 @@ from saf.destinations.mapping import held_of, said_of, source_of
 from saf.destinations.marks import Known
 from saf.destinations.rabbitmq_stream import amqp
 from saf.destinations.rabbitmq_stream.connection import Connection
-from saf.destinations.rabbitmq_stream.journal import Journal
-from saf.destinations.rabbitmq_stream.numbers import generation, publisher
+from saf.destinations.rabbitmq_stream.journal import Journal, generation, publisher
 from saf.destinations.rabbitmq_stream.server import connected
 from saf.destinations.reading import Reading
 from saf.destinations.tables import HELD, TableReading

@@ -10,13 +10,12 @@ from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations.mapping import held_of, said_of, source_of, texts_of
+from saf.destinations.mapping import held_of, known_of, said_of, source_of, texts_of
 from saf.destinations.reading import Reading
-from saf.destinations.redis import keys
+from saf.destinations.redis import script
 from saf.destinations.redis.server import Link, connected
 from saf.destinations.redis.wire import BODY, EVENTS
 from saf.destinations.tables import HELD, TableReading
-from saf.destinations.written import known_of
 from saf.errors import CannotReadBack
 
 if TYPE_CHECKING:
@@ -36,8 +35,8 @@ def read(name: str, settings: Redis) -> Iterator[Reading]:
     with connected(name, settings) as link:
         moment = cache(lambda source: Moment(name, link, source))
         tag = settings.hash_tag
-        for key in [*link.client.scan_iter(match=_literally(keys.streams(tag, "")) + "*")]:
-            moment(UUID(key.decode().removeprefix(keys.streams(tag, ""))))
+        for key in [*link.client.scan_iter(match=_literally(script.streams(tag, "")) + "*")]:
+            moment(UUID(key.decode().removeprefix(script.streams(tag, ""))))
         yield TableReading(
             name=name,
             is_=link.identity(),
@@ -53,7 +52,7 @@ class Moment:
         self._link = link
         self._source = source
         marks, streams = (
-            key_of(link.settings.hash_tag, source) for key_of in (keys.marks, keys.streams)
+            key_of(link.settings.hash_tag, source) for key_of in (script.marks, script.streams)
         )
         existing: set[bytes] | None = None
         answers: list[Any] = []
@@ -65,7 +64,7 @@ class Moment:
                 for key in sorted(existing or ()):
                     pipeline.xinfo_stream(key)
                 answers = pipeline.execute(raise_on_error=False)
-        self.known = known_of(link.identity(), keys.texts(answers[0]))
+        self.known = known_of(link.identity(), script.texts(answers[0]))
         self._ends: dict[bytes, bytes] = {}
         for key, info in zip(sorted(existing or ()), answers[2:], strict=True):
             if isinstance(info, Exception):

@@ -3,6 +3,11 @@
 An error of the server is recognised by its code, the first word of its answer. If a later attempt
 may succeed, it is `Unavailable`: no answer, no memory, no disk, a failover. If an operator must fix
 something, it is `Refused`: the login, a right, a replica, a policy that evicts keys.
+
+Promise of a Redis server's settings: which messages a crash or a failover may take back.
+
+A loss always takes the marks back with the messages. It is noticed at the next contact, and `saf
+rebase` sends the lost messages again; but a consumer may have read them before.
 """
 
 from __future__ import annotations
@@ -25,11 +30,12 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
+from saf.destinations.mapping import ABSENT, known_of
 from saf.destinations.marks import Known, Place
 from saf.destinations.queues import unusable
-from saf.destinations.redis import keys
+from saf.destinations.redis import script
 from saf.destinations.redis.script import DENIED, NO_STREAM
-from saf.destinations.written import ABSENT, known_of
+from saf.destinations.settings import Guarantee
 from saf.errors import Refused, SafError, Unavailable
 
 if TYPE_CHECKING:
@@ -63,7 +69,7 @@ class Link:
         A server without an identity gets one computed from its address. So a server that has lost
         everything is not taken for a new one: it is the same one, without its acknowledged data.
         """
-        value = self.client.get(keys.identity(self.settings.hash_tag))
+        value = self.client.get(script.identity(self.settings.hash_tag))
         if value is not None:
             return UUID(value.decode())
         return uuid5(NAMESPACE_URL, f"{self.settings.server}#{self.settings.hash_tag}")
@@ -71,20 +77,20 @@ class Link:
     def make_identity(self) -> UUID:
         """Return the identity, after storing it; it stays when the server's data is moved."""
         identity = self.identity()
-        self.client.set(keys.identity(self.settings.hash_tag), str(identity), nx=True)
+        self.client.set(script.identity(self.settings.hash_tag), str(identity), nx=True)
         return self.identity()
 
     def read(self, source: UUID, places: Sequence[Place]) -> list[str]:
         """Return the values of places' fields."""
         values = self.client.hmget(
-            keys.marks(self.settings.hash_tag, source), [keys.field(place) for place in places]
+            script.marks(self.settings.hash_tag, source), [script.field(place) for place in places]
         )
         return [ABSENT if value is None else value.decode() for value in values]
 
     def known(self, source: UUID) -> Known:
         """Return all marks of a source."""
-        marks = self.client.hgetall(keys.marks(self.settings.hash_tag, source))
-        return known_of(self.identity(), keys.texts(marks))
+        marks = self.client.hgetall(script.marks(self.settings.hash_tag, source))
+        return known_of(self.identity(), script.texts(marks))
 
     def info(self) -> dict[str, Any]:
         """Return the server's INFO."""
@@ -226,7 +232,7 @@ def _client(settings: Redis) -> Any:
         nodes = [ClusterNode(host, port) for host, port in address.hosts]  # type: ignore[no-untyped-call]
         cluster: Any = RedisCluster(startup_nodes=nodes, **options)
         try:
-            node = cluster.get_node_from_key(keys.identity(settings.hash_tag))
+            node = cluster.get_node_from_key(script.identity(settings.hash_tag))
         finally:
             cluster.close()
         if node is None:
@@ -242,3 +248,60 @@ def _path(file: object) -> str | None:
 
 def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+KEPT = {
+    "always": "a crash of the process or of the machine loses nothing that was acknowledged",
+    "everysec": "a crash loses messages acknowledged in the last second or two",
+    "no": "a crash of the machine loses messages acknowledged since the system last wrote, "
+    "often half a minute",
+    None: "what a crash of the machine loses is not known, because this user may not ask",
+}
+NOT_KEPT = "a crash, or any restart, loses messages acknowledged since the last snapshot"
+
+
+def guarantee(link: Link) -> Guarantee:
+    """Return the server's promise with its current settings."""
+    info = link.info()
+    file = bool(info["aof_enabled"])
+    sync = link.config("appendfsync") if file else None
+    replicas = int(info["connected_slaves"])
+    required = link.settings.replicas
+    findings: list[tuple[str, str]] = []
+    if not file:
+        findings.append((NOT_KEPT, "appendonly yes and appendfsync always in redis.conf"))
+    elif sync is None:
+        findings.append((KEPT[sync], "ACL SETUSER with +config|get, for appendfsync"))
+    elif sync != "always":
+        findings.append((KEPT[sync], "appendfsync always in redis.conf"))
+    if replicas and not required:
+        findings.append(
+            (
+                f"a failover to one of {_replicas(replicas)} may lose acknowledged messages, "
+                "because writes do not wait for it",
+                f"replicas = {replicas} in this destination of saf.toml, and min-replicas-to-write",
+            )
+        )
+    if required > replicas:
+        findings.append(
+            (
+                f"it has {replicas} of {_replicas(required)} that saf waits for: messages wait",
+                "start them, or lower replicas in saf.toml",
+            )
+        )
+    failover = "no replica is waited for"
+    if required:
+        failover = f"a chunk counts as stored when {_replicas(required)} have it"
+    kept = KEPT.get(sync, KEPT[None]) if file else NOT_KEPT
+    name = "Valkey" if "valkey_version" in info else "Redis"
+    version = info.get("valkey_version") or info["redis_version"]
+    return Guarantee(
+        server=f"{name} {version}, {info['redis_mode']}, {link.settings.server}",
+        promise=f"{link.settings.quality.replace('_', ' ')}; {kept}; {failover}; a loss is "
+        "detected, and saf rebase sends the lost messages again",
+        more=tuple(findings),
+    )
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica{'' if count == 1 else 's'}"

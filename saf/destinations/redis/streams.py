@@ -7,7 +7,7 @@ same time, so a step is short (``step_rows``).
 
 The steps of a chunk are sent without waiting for answers.
 
-Durability depends on the server's settings (`saf.destinations.redis.guarantee`). If a crash or a
+Durability depends on the server's settings (`saf.destinations.redis.server`). If a crash or a
 failover takes messages back, it takes back the marks too, because one script has written both. So
 the marks are behind those that the source remembers, which is refused and repaired.
 """
@@ -27,7 +27,7 @@ from saf.destinations import Chunk
 from saf.destinations.mapping import HEADERS, Mapped, mapped
 from saf.destinations.marks import Place
 from saf.destinations.places import guarded
-from saf.destinations.redis import keys, wire
+from saf.destinations.redis import script, wire
 from saf.destinations.redis.script import MOST_FIELDS, STORE, STORED
 from saf.destinations.redis.server import Link, errors, open_link
 from saf.destinations.stepwise import Cut, Step, Stepwise
@@ -123,13 +123,13 @@ class Streams(Stepwise[Link]):
 
     def _command(self, source: UUID, step: Step) -> list[Any]:
         tag = self.settings.hash_tag
-        streams = [keys.stream(tag, topic) for topic in step.what.topics] if step.what else []
+        streams = [script.stream(tag, topic) for topic in step.what.topics] if step.what else []
         moved = {place: text for place, text in step.after.items() if text != step.before[place]}
         return wire.command(
             self._sha,
-            [keys.marks(tag, source), keys.streams(tag, source), *streams],
-            {keys.field(place): text for place, text in step.before.items()},
-            {keys.field(place): text for place, text in moved.items()},
+            [script.marks(tag, source), script.streams(tag, source), *streams],
+            {script.field(place): text for place, text in step.before.items()},
+            {script.field(place): text for place, text in moved.items()},
             step.what,
         )
 
@@ -147,7 +147,7 @@ class Streams(Stepwise[Link]):
         if not required:
             return
         seconds = self.settings.bounds.lock_seconds
-        written = ("SET", keys.waited(self.settings.hash_tag), "")
+        written = ("SET", script.waited(self.settings.hash_tag), "")
         wait = ("WAIT", required, int(seconds * 1000))
         connection.send_packed_command(connection.pack_commands([written, wait]))
         connection.read_response()

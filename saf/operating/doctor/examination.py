@@ -12,10 +12,9 @@ from uuid import UUID
 
 import psycopg
 
-from saf.broker.fleet_members import missing
 from saf.config import Settings
-from saf.database import HAS_SCHEMA, LOST, Dsn, Meaning, meaning, refusal
-from saf.database.refusal import SILENT
+from saf.database import HAS_SCHEMA, LOST, Dsn, Meaning, meaning, sqlstates
+from saf.database.sqlstates import SILENT
 from saf.errors import (
     ConfigurationError,
     MemberMissing,
@@ -24,7 +23,7 @@ from saf.errors import (
     SameBroker,
     Unavailable,
 )
-from saf.fleets import Candidate, Listing, ask_all, memory
+from saf.fleets import Candidate, Listing, ask_all, memory, missing
 from saf.operating.doctor.ageing import (
     dialogs_blocked,
     dialogs_expired,
@@ -50,22 +49,24 @@ from saf.operating.doctor.broker import (
     rows,
     schema,
     search_path,
+    set_back_by,
     unheard,
 )
-from saf.operating.doctor.locks import locks
 from saf.operating.doctor.patient import LOGIN, REACHABLE, Check, Finding, Limits, Patient
 from saf.operating.doctor.routing import dialogs_by, given_early_by, local_by, routes_by
 from saf.operating.doctor.server import (
     clock_skew,
     connections,
     encryption,
+    locks,
+    long_transactions,
+    prepared_transactions,
     primary,
     settings,
+    sight,
     skew_of,
     synchronous_commit,
 )
-from saf.operating.doctor.set_back import set_back_by
-from saf.operating.doctor.transactions import long_transactions, prepared_transactions, sight
 from saf.repair.new_id import Place, place
 
 SERVER: tuple[Check, ...] = (
@@ -284,7 +285,7 @@ def _pooled(where: str, error: ConfigurationError) -> Finding:
 
 def cure(dsn: Dsn) -> str:
     """Return the cure for a database that could not be connected to."""
-    return refusal.cure(dsn.for_role("doctor"))
+    return sqlstates.cure(dsn.for_role("doctor"))
 
 
 def _not_let_in(where: str, error: Unavailable, dsn: Dsn) -> Finding:

@@ -13,7 +13,7 @@ merged here in bounded memory, so that each message at fault is named:
     unexpected   in a destination, and not at the source
 
 A destination that cannot be read back is named, and not compared. A message that may be there, and
-is nowhere else, is counted as not compared (`saf.repair.reconcile.unread`).
+is nowhere else, is counted as not compared (`saf.repair.reconcile.comparing`).
 
 Messages are complete as `saf.log.cursor` defines it, except those in saf.parked or saf.dead_letter,
 or discarded by an operator. A source does not record where each message went, so it is compared
@@ -59,11 +59,17 @@ from datetime import datetime
 
 from saf.database import Dsn
 from saf.destinations.settings import DestinationSettings
-from saf.repair.reconcile.comparing import differences, figures
+from saf.repair.reconcile.comparing import differences, figures, unread_of
 from saf.repair.reconcile.copies import RoutesOf, set_back_copies
-from saf.repair.reconcile.outcome import HARMLESS, Difference, Outcome, Range, Shard
-from saf.repair.reconcile.sides import Both, read_both
-from saf.repair.reconcile.unread import unread_of
+from saf.repair.reconcile.outcome import (
+    HARMLESS,
+    Both,
+    Difference,
+    Outcome,
+    Range,
+    Shard,
+    read_both,
+)
 from saf.repair.replay import Copy
 from saf.routing.routes import current_routes
 from saf.setaside.dropped import COUNTED, Reason

@@ -19,10 +19,9 @@ from saf.database import Dsn, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, NotThisStream
 from saf.log import stream
 from saf.log.cursor import BY_INDEX, has_more_than
-from saf.log.cuts import Counted, Limit
-from saf.log.offset import Offset, between, shows_all_of
+from saf.log.offset import Counted, Limit, Offset, between, shows_all_of
 from saf.log.stream import Start, State
-from saf.spark.table import snapshot
+from saf.spark.table import part
 from saf.spark.table.part import Part
 
 DEEP = 300_000
@@ -101,7 +100,7 @@ class Followed:
         """Divide the rows between two offsets among tasks. Only the offsets define the rows."""
         with self._contact() as connection, connection.transaction():
             # rows that exist now stay until the subscription commits them
-            storage = snapshot.storage(connection, self.log)
+            storage = part.storage(connection, self.log)
             known = self._state(connection)
             start = self._checked(start, known)
             self._checked(end, known)
@@ -205,6 +204,6 @@ class Followed:
             unavailable_if_lost(self.what),
             self.dsn.connect(role="stream", autocommit=True) as connection,
         ):
-            snapshot.check(connection, None if self._met else self.log)
+            part.check(connection, None if self._met else self.log)
             self._met = True
             yield connection

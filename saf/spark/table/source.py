@@ -107,10 +107,9 @@ class Scan(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         """Take the snapshot, and divide the shards and the files of an archive evenly."""
-        from saf.spark.table import snapshot
-        from saf.spark.table.archived import Log, plan
-        from saf.spark.table.archived_rows import Archived
-        from saf.spark.table.part import Part
+        pass
+        from saf.spark.table.archived import Archived, Log, plan
+        from saf.spark.table.part import Part, take
 
         options = self._options
         dsn = options.dsn()
@@ -122,7 +121,7 @@ class Scan(DataSourceReader):
                 log = Log.of(connection, options.log)
                 left.extend(plan(options.archive, broker, log, self._conditions, self._partitions))
 
-        now = snapshot.take(options.what, dsn, options.log, look)
+        now = take(options.what, dsn, options.log, look)
         shards = shards_of(self._conditions, now.shards)
         parts = [
             Part(
@@ -141,14 +140,14 @@ class Scan(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a partition, in a task."""
-        from saf.spark.table import archived_rows, part
+        from saf.spark.table import archived, part
 
         query = part.Query(asked=self._asked, conditions=self._conditions)
         # if no shard can have rows, there are no partitions, and Spark creates an empty one
         if isinstance(partition, part.Part):
             yield from part.read(partition, query)
-        elif isinstance(partition, archived_rows.Archived):
-            yield from archived_rows.read(partition, query)
+        elif isinstance(partition, archived.Archived):
+            yield from archived.read(partition, query)
 
 
 def with_slots(number: int) -> type[Any]:

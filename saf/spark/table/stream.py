@@ -38,8 +38,7 @@ from pyspark.sql.types import StructType
 
 from saf.errors import NotThisStream, SchemaMissing, Unavailable
 from saf.fleets import Candidate
-from saf.log.cuts import NO_LIMIT, Limit
-from saf.log.offset import Offset
+from saf.log.offset import NO_LIMIT, Limit, Offset
 from saf.logger import Log
 from saf.spark.table.options import Options, subscription_of
 

@@ -15,12 +15,11 @@ from starlette.responses import Response
 
 from saf.errors import UsageError
 from saf.operating import decide
-from saf.operating.bulk import Decision
+from saf.operating.decide import Decision
 from saf.setaside import dead, staying
 from saf.setaside.dead import REASONS, Filter
 from saf.setaside.staying import Counted
-from saf.ui.choosing import begin, chosen
-from saf.ui.filters import moment_of
+from saf.ui.choosing import begin, chosen, moment_of
 from saf.ui.site import Visit
 
 ROWS = 50

@@ -16,9 +16,9 @@ from starlette.responses import Response
 from saf.config import TRACE_ID
 from saf.errors import UsageError
 from saf.operating import journey
-from saf.operating.stay import Stay, Stored
+from saf.operating.journey import Stay, Stored
 from saf.ui.brokers import PATIENCE_SECONDS
-from saf.ui.filters import moment_of
+from saf.ui.choosing import moment_of
 from saf.ui.redaction import LARGEST_BYTES, Redaction
 from saf.ui.site import Visit
 

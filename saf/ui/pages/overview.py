@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from starlette.responses import Response
 
 from saf.metrics import declared as m
-from saf.ui.flows import drawn
-from saf.ui.pulse import Beat
+from saf.ui.pulse import Beat, drawn
 from saf.ui.site import LIVE, Visit, navigation
 
 

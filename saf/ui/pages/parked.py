@@ -8,9 +8,8 @@ import psycopg
 from starlette.responses import Response
 
 from saf.errors import UsageError
-from saf.operating.due import due
 from saf.setaside.lane import Kind
-from saf.setaside.waiting import Lanes, Waiting, parked, place_at, retry_now
+from saf.setaside.waiting import Lanes, Waiting, due, parked, place_at, retry_now
 from saf.ui.site import LIVE, Visit
 
 ROWS = 25

@@ -15,13 +15,12 @@ from starlette.responses import Response
 
 from saf.errors import UsageError
 from saf.operating import decide_parked
-from saf.operating.bulk import Decision
+from saf.operating.decide import Decision
 from saf.setaside import parked_messages, staying
 from saf.setaside.lane import Kind
 from saf.setaside.parked_messages import ParkedFilter
 from saf.setaside.staying import Counted
-from saf.ui.choosing import begin, chosen
-from saf.ui.filters import moment_of
+from saf.ui.choosing import begin, chosen, moment_of
 from saf.ui.site import Visit
 
 ROWS = 50

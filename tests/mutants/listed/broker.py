@@ -64,7 +64,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a reader of Spark does not ask for its log",
-        "saf/spark/table/snapshot.py",
+        "saf/spark/table/part.py",
         "        check(connection, log)\n",
         "        check(connection, None)\n",
         f"{HEALTH}::test_whoever_meets_a_store_refuses_one_that_is_not_healthy_by_name",
@@ -143,7 +143,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what a handler sets for the session holds for later deliveries",
-        "saf/receiving/own.py",
+        "saf/receiving/receive.py",
         "format(name, value, pooled)",
         "format(name, value, True)",
         f"{OWN}::test_what_a_handler_sets_is_no_matter_to_a_worker",

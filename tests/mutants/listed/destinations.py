@@ -132,7 +132,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a state of a folder that is damaged makes dead letters",
-        "saf/destinations/jsonl/state.py",
+        "saf/destinations/jsonl/folder.py",
         "        with readable(what, str(file), CURE):\n",
         "        if True:\n",
         "contract/test_jsonl.py::test_what_is_wrong_with_its_own_files_makes_no_dead_letters",
@@ -302,7 +302,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "folders of a table are made where it is not mounted",
-        f"{ICEBERG}/files.py",
+        f"{ICEBERG}/link.py",
         "folder.mkdir(exist_ok=True)",
         "folder.mkdir(parents=True, exist_ok=True)",
         f"{BERG}::test_a_table_that_is_taken_away_before_the_commit_gets_the_messages_later",
@@ -597,7 +597,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what other queues have taken behind a full one is sent again by the next run",
-        "saf/engine/sending.py",
+        "saf/engine/task.py",
         "(first is None or taken > first)",
         "(first is None)",
         f"{QUEUES}::"
@@ -605,7 +605,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a blind replay leaves out copies of messages that wait for other destinations",
-        "saf/repair/blind.py",
+        "saf/repair/send_again.py",
         'elif "" not in held:',
         'elif "" in held:',
         "contract/test_https.py::"
@@ -673,14 +673,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a host that accepts and does not greet holds up a healthy cluster",
-        "saf/destinations/hosts.py",
+        "saf/destinations/addresses.py",
         "        except OSError:\n            continue\n",
         "        except ConnectionRefusedError:\n            continue\n",
         "contract/test_nats_places.py::test_a_host_that_is_stopped_before_it_greets_leaves_its_turn_to_the_next_one",
     ),
     mutant(
         "messages are gone with their server",
-        "saf/destinations/rabbitmq/properties.py",
+        "saf/destinations/rabbitmq/queues.py",
         'PERSISTENT = b"\\2"',
         'PERSISTENT = b"\\1"',
         f"{QUEUES}::test_what_was_confirmed_outlives_the_server",
@@ -715,7 +715,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "marks are read up to the first open transaction",
-        "saf/destinations/kafka/marks.py",
+        "saf/destinations/kafka/server.py",
         "isolation_level=IsolationLevel.READ_UNCOMMITTED",
         "isolation_level=IsolationLevel.READ_COMMITTED",
         f"{KAFKA}::test_marks_behind_an_open_transaction_of_another_source_are_waited_for",
@@ -743,14 +743,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "publishing ids rise with the rows only",
-        f"{RABBITMQ_STREAM}/numbers.py",
+        f"{RABBITMQ_STREAM}/journal.py",
         "<< ROW_BITS) | rows",
         "<< 0) * 0 + rows",
         f"{RABBITMQ}::test_later_batches_come_later_whatever_their_rows_and_however_many_there_are",
     ),
     mutant(
         "a publisher has no generations",
-        f"{RABBITMQ_STREAM}/numbers.py",
+        f"{RABBITMQ_STREAM}/journal.py",
         'name = f"{source}/{shard}/{lane}/{generation}"',
         'name = f"{source}/{shard}/{lane}/0"',
         f"{RABBITMQ}::test_later_batches_come_later_whatever_their_rows_and_however_many_there_are",
@@ -772,14 +772,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a batch that was begun counts, though nothing of it is there",
-        f"{RABBITMQ_STREAM}/numbers.py",
+        f"{RABBITMQ_STREAM}/journal.py",
         "return publishing_id >> ROW_BITS >= batch",
         "return True or publishing_id >> ROW_BITS >= batch",
         f"{RABBITMQ}::test_a_batch_that_was_begun_and_never_sent_is_no_mark",
     ),
     mutant(
         "a chunk has as many publishers as it has",
-        f"{RABBITMQ_STREAM}/publishers.py",
+        f"{RABBITMQ_STREAM}/streams.py",
         "        for first in range(0, len(publishers), MOST):\n"
         "            batch = publishers[first : first + MOST]",
         "        for first in range(0, len(publishers), 1 << 20):\n"
@@ -817,8 +817,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "replicas are waited for without a write",
         STREAMS,
-        'written = ("SET", keys.waited(self.settings.hash_tag), "")',
-        'written = ("GET", keys.waited(self.settings.hash_tag))',
+        'written = ("SET", script.waited(self.settings.hash_tag), "")',
+        'written = ("GET", script.waited(self.settings.hash_tag))',
         f"{REDIS}::test_what_was_stored_before_is_waited_for_by_a_write",
     ),
     mutant(

@@ -66,21 +66,21 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a body that its schema cannot check holds its shard up",
-        "saf/dialogs/schemas.py",
+        "saf/dialogs/contracts.py",
         "    except Exception as error:\n",
         "    except KeyError as error:\n",
         f"{ERRORS}::test_a_body_that_its_schema_cannot_check_fails_its_dialog_and_holds_nobody_up",
     ),
     mutant(
         "a schema may refer to what is not there",
-        "saf/dialogs/schemas.py",
+        "saf/dialogs/contracts.py",
         "    for inner in resource.subresources():\n",
         "    for inner in ():\n",
         f"{ERRORS}::test_a_message_type_that_cannot_be_is_refused",
     ),
     mutant(
         "a file of text is sent by its characters",
-        "saf/dialogs/fragments.py",
+        "saf/dialogs/dialog.py",
         "    if isinstance(pieces[0], str):\n",
         "    if pieces[0] is None:\n",
         f"{FRAGMENTS}::test_a_file_of_text_is_refused_before_any_of_it_is_sent",
@@ -95,7 +95,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "who listens in ends dialogs of others",
-        "saf/receiving/burying.py",
+        "saf/receiving/retries.py",
         "    if reader.converses:\n",
         "    if reader.name:\n",
         "contract/test_hostile_receiving.py"

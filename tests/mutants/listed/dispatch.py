@@ -13,8 +13,8 @@ PROGRESS, WINDOW, SENDING, SESSION, MARKING = (
 )
 SOURCE, GUARD, BREAKER, WEBHOOKS, JUDGING = (
     "saf/dispatch/source.py",
-    "saf/dispatch/guard.py",
-    "saf/dispatch/breaker.py",
+    "saf/dispatch/transport.py",
+    "saf/dispatch/judging.py",
     "saf/webhooks/receiver.py",
     "saf/dispatch/judging.py",
 )
@@ -38,49 +38,49 @@ OF_GUARD = "unit/test_guard.py"
 MUTANTS: list[Mutant] = [
     mutant(
         "what fails after it was told to end is the failure of who has its name",
-        "saf/dispatch/running.py",
+        "saf/dispatch/dispatcher.py",
         "if task is asyncio.current_task():",
         "if True:",
         f"{RUNNING}::test_what_fails_after_it_was_told_to_end_is_nobody_elses_failure",
     ),
     mutant(
         "a stop waits until brokers have said which endpoints there are",
-        "saf/dispatch/running.py",
+        "saf/dispatch/dispatcher.py",
         "await asyncio.wait({stop_request, search}, return_when=asyncio.FIRST_COMPLETED)",
         "await search",
         f"{RUNNING}::test_a_stop_waits_for_no_broker_that_is_asked_for_endpoints",
     ),
     mutant(
         "what saf is to blame for at one endpoint stops the others",
-        "saf/dispatch/running.py",
-        "        except Exception as error:\n",
-        "        except KNOWN as error:\n",
+        "saf/dispatch/dispatcher.py",
+        "stopping, drain=self._drain)\n        except Exception as error:\n",
+        "stopping, drain=self._drain)\n        except KNOWN as error:\n",
         f"{RUNNING}::test_what_saf_is_to_blame_for_at_one_endpoint_stops_no_other_one",
     ),
     mutant(
         "each dispatcher that has ended is remembered for ever",
-        "saf/dispatch/running.py",
+        "saf/dispatch/dispatcher.py",
         "            self._ending.discard(task)\n",
         "            pass\n",
         f"{RUNNING}::test_what_has_ended_is_forgotten",
     ),
     mutant(
         "a loop counts only the first dispatcher of an endpoint",
-        "saf/cli/dispatch.py",
+        "saf/cli/endpoint.py",
         "summary=summaries.setdefault(name, Summary()),",
         "summary=summaries.setdefault(name, Summary()) and Summary(),",
         f"{COMMANDS}::test_a_loop_learns_of_endpoints_that_are_added_and_removed",
     ),
     mutant(
         "a loop ends at its start where its broker is away",
-        "saf/cli/dispatch.py",
+        "saf/cli/endpoint.py",
         "found.endpoints if loop and problems else found.chosen([])",
         "found.chosen([])",
         f"{COMMANDS}::test_a_loop_whose_endpoints_are_in_a_broker_that_is_away_begins_once_it_is_back",
     ),
     mutant(
         "dead letters are not said where another endpoint cannot go on",
-        "saf/cli/dispatch.py",
+        "saf/cli/endpoint.py",
         "            if loop:\n                raise\n            problems",
         "            raise\n            problems",
         f"{COMMANDS}::test_a_dead_letter_is_said_although_another_endpoint_cannot_go_on",
@@ -115,9 +115,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an answer that the parser of XML-RPC chokes on is sent for again and again",
-        "saf/dispatch/xmlrpc.py",
-        "        except Exception:  #",
-        "        except ValueError:  #",
+        "saf/dispatch/calls.py",
+        "        except Exception:  # the parser",
+        "        except ValueError:  # the parser",
         f"{HOSTILE}::test_an_answer_to_a_call_that_cannot_be_read_is_a_failure",
     ),
     mutant(
@@ -151,7 +151,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an endpoint that is removed and added again waits for a minute",
-        "saf/dispatch/running.py",
+        "saf/dispatch/dispatcher.py",
         "if is_due or isinstance(failure, EndpointRemoved):",
         "if is_due:",
         f"{STORED}::test_a_loop_goes_on_at_once_with_an_endpoint_that_is_removed_and_added_again",
@@ -230,7 +230,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a dispatcher that cannot go on stops the others",
-        "saf/dispatch/running.py",
+        "saf/dispatch/dispatcher.py",
         "                self._failed[dispatcher.name] = time.monotonic(), error\n",
         "                self._told.set()\n                raise\n",
         f"{DISPATCH}::test_a_dispatcher_that_cannot_go_on_stops_no_other_one",
@@ -251,7 +251,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a call that was taken without a body is called again",
-        "saf/dispatch/soap.py",
+        "saf/dispatch/calls.py",
         "if not body and (",
         "if body and (",
         "contract/test_dispatch_soap.py::test_an_answer_without_a_body_says_that_the_call_was_taken",
@@ -363,7 +363,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an endpoint that could not go on is never tried again",
-        "saf/dispatch/running.py",
+        "saf/dispatch/dispatcher.py",
         "is_due = time.monotonic() - failed_at > AGAIN_SECONDS",
         "is_due = False",
         "contract/test_dispatch.py::test_an_endpoint_that_could_not_go_on_is_tried_again",
@@ -391,14 +391,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the guard does not look at addresses of HTTP/2",
-        "saf/dispatch/pools.py",
+        "saf/dispatch/http2.py",
         "                    check(address)\n",
         "",
         f"{HTTP2}::test_what_is_no_answer_is_said_in_one_line",
     ),
     mutant(
         "a connection of HTTP/2 goes on with answers on it that nobody reads",
-        "saf/dispatch/pools.py",
+        "saf/dispatch/http2.py",
         "            self.retire(pool)\n",
         "            pass\n",
         f"{HTTP2}::test_answers_that_come_too_late_hold_nothing_up",
@@ -531,7 +531,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a template rounds the numbers of a body",
-        "saf/dispatch/template.py",
+        "saf/dispatch/settings.py",
         "            return STRICT.decode(body.decode(json.detect_encoding(body)))",
         "            return json.loads(body)",
         f"{DISPATCH}::test_a_template_writes_the_numbers_of_a_body_as_they_are",
@@ -552,7 +552,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a value breaks out of a template",
-        "saf/dispatch/template.py",
+        "saf/dispatch/settings.py",
         "        return as_json\n",
         "        return str\n",
         f"{DISPATCH}::test_a_template_makes_a_body_of_the_endpoints_own_form",

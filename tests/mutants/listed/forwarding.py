@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant, harmless, mutant
 FORWARD, BROKER, PLAN = (
     "saf/forwarding/forwarder.py",
     "saf/forwarding/broker.py",
-    "saf/forwarding/plan.py",
+    "saf/forwarding/surveys.py",
 )
 STORING, SORTING, SUMMARY = (
     "saf/engine/storing.py",
@@ -31,7 +31,7 @@ REJECTED = (
 UNKNOWN = f"{ISOLATED}::test_messages_for_a_service_that_the_destination_does_not_know_wait_for_it"
 
 POLLING = "contract/test_polling.py"
-QUIET = "saf/forwarding/quiet.py"
+QUIET = "saf/forwarding/broker.py"
 
 SESSION = "spark/test_session.py"
 
@@ -87,7 +87,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a part is stored before what waits is set aside",
-        "saf/engine/sending.py",
+        "saf/engine/task.py",
         "        for part in [part for part in others if not self._waits(part, set_aside)]:\n",
         "        for part in others:\n",
         "contract/test_set_aside_crash.py::"
@@ -493,14 +493,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "chunks are larger than they may be",
-        "saf/engine/chunks.py",
+        "saf/engine/work.py",
         "batch.slice(start, max_rows - rows)",
         "batch.slice(start, max_rows)",
         "unit/test_chunks.py",
     ),
     mutant(
         "the last chunk is lost",
-        "saf/engine/chunks.py",
+        "saf/engine/work.py",
         "    if held:\n",
         "    if held and rows >= max_rows:\n",
         "unit/test_chunks.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, mutant
 
 PROCESS, PROMETHEUS = "saf/metrics/process.py", "saf/metrics/prometheus.py"
-TALLY, DECLARED = "saf/metrics/tally.py", "saf/metrics/declared.py"
+TALLY, DECLARED = "saf/metrics/declared.py", "saf/metrics/declared.py"
 UNIT, DOCTESTS = "unit/test_declared_metrics.py", "unit/test_doctests.py"
 PAGE = f"{UNIT}::test_a_page_has_help_labels_and_cumulative_steps"
 

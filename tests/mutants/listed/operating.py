@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant, mutant
 SIDE, INBOX_READING = "saf/log/side.py", "saf/destinations/postgresql/reading.py"
 COMPARING, SIDES, OUTCOME, COPIES = (
     "saf/repair/reconcile/comparing.py",
-    "saf/repair/reconcile/sides.py",
+    "saf/repair/reconcile/outcome.py",
     "saf/repair/reconcile/outcome.py",
     "saf/repair/reconcile/copies.py",
 )
@@ -66,7 +66,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a member of a fleet that is gone is not missed",
-        "saf/broker/fleet_members.py",
+        "saf/fleets.py",
         "member for member in known if member.name not in listed and",
         "member for member in known if False and",
         "integration/test_missing_members.py::"
@@ -88,7 +88,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a schedule calls a person where an answer only takes long",
-        "saf/operating/forwarded.py",
+        "saf/operating/outbox.py",
         "            except TookTooLong:\n",
         "            except ZeroDivisionError:\n",
         "integration/test_forwarded_until.py::"
@@ -583,7 +583,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an export has characters that a terminal is not shown",
-        "saf/plans/toml.py",
+        "saf/plans/file.py",
         "character if character.isprintable() else _escape(ord(character))",
         "character",
         "integration/test_apply.py::test_what_no_terminal_is_to_show_is_exported_as_toml_has_it",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-DIFFERENCE, GRANTED = "saf/plans/difference.py", "saf/broker/granted.py"
+DIFFERENCE, GRANTED = "saf/plans/difference.py", "saf/plans/tables.py"
 SERVICES = "saf/broker/services.py"
 APPLIED, SERVED = "integration/test_apply.py", "integration/test_services.py"
 

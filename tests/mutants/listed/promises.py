@@ -51,21 +51,21 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what the outbox still has is taken for sent again",
-        "saf/dialogs/monolog_gaps.py",
+        "saf/dialogs/monologs.py",
         "OR pg_visible_in_snapshot(o.txid, c.open) AND o.id <= c.position) IS NOT TRUE",
         "OR pg_visible_in_snapshot(o.txid, c.open) AND o.id <= c.position) IS NOT NULL",
         "contract/test_monologs_set_back.py::test_what_the_outbox_still_has_and_is_too_old_to_be_compared_is_told_of_as_lost",
     ),
     mutant(
         "a monolog of which nothing is left is passed over",
-        "saf/dialogs/monolog_gaps.py",
+        "saf/dialogs/monologs.py",
         "        if may_lack(number, known):",
         "        if not may_lack(number, known):",
         "contract/test_monologs_set_back.py::test_where_nothing_is_left_of_a_monolog_its_subscribers_are_told_that_some_may_be_lost",
     ),
     mutant(
         "the end of a forgotten monolog is passed over",
-        "saf/dialogs/monolog_gaps.py",
+        "saf/dialogs/monologs.py",
         "elif number not in sent and monolog.goes_on:",
         "elif number in sent and monolog.goes_on:",
         "contract/test_monologs_set_back.py::test_the_end_of_a_monolog_that_its_publisher_has_forgotten_since_is_told_of_as_lost",
@@ -93,7 +93,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the doctor does not say who was set back",
-        "saf/operating/doctor/set_back.py",
+        "saf/operating/doctor/broker.py",
         "            if found.ahead:\n",
         "            if found.ahead and found.behind:\n",
         "contract/test_set_back.py::test_the_doctor_says_what_a_source_that_was_set_back_would_meet",
@@ -254,7 +254,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a server that is full seems to be away",
-        "saf/database/refusal.py",
+        "saf/database/sqlstates.py",
         "    errors.TooManyConnections.sqlstate: (",
         "    errors.TooManyConnections.sqlstate[:4]: (",
         "integration/test_refusals.py::test_a_server_that_is_full_or_starting_is_told_from_one_that_is_away",

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant, harmless, mutant
 
 PREFETCH, SAVEPOINTS = "saf/receiving/prefetch.py", "saf/receiving/savepoints.py"
 PREFETCHED, SHARED = "contract/test_prefetch.py", "contract/test_savepoints.py"
-QUIET, IDLE = "saf/receiving/quiet.py", "contract/test_quiet.py"
+QUIET, IDLE = "saf/receiving/receive.py", "contract/test_quiet.py"
 CLAIM, READING, LINK, RECEIVE, DELIVERY, LANES = (
     "saf/receiving/claim.py",
     "saf/receiving/reading.py",
@@ -15,9 +15,9 @@ CLAIM, READING, LINK, RECEIVE, DELIVERY, LANES = (
     "saf/receiving/delivery.py",
     "saf/receiving/retries.py",
 )
-ASYNC, ASYNC_LINK = "contract/test_async_receiving.py", "saf/receiving/async_link.py"
-OWN_LOOP = "saf/receiving/own_loop.py"
-GROUPING = "saf/receiving/grouping.py"
+ASYNC, ASYNC_LINK = "contract/test_async_receiving.py", "saf/receiving/asynchronous.py"
+OWN_LOOP = "saf/receiving/worker.py"
+GROUPING = "saf/receiving/worker.py"
 PROCESSORS, LOOP, INBOX, AWAITING = (
     "saf/receiving/processors.py",
     "saf/receiving/loop.py",
@@ -52,7 +52,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a body that breaks its contract with a NUL undoes its neighbours",
-        "saf/receiving/burying.py",
+        "saf/receiving/retries.py",
         "error=error and said(error),",
         "error=error,",
         "contract/test_dialog_errors.py::"
@@ -130,7 +130,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the message in hand has failed if a second signal ends its worker",
-        "saf/receiving/event_loop.py",
+        "saf/receiving/asynchronous.py",
         "        self._cancelled = True\n",
         "        pass\n",
         f"{ASYNC}::test_a_second_signal_ends_a_worker_at_once_and_its_message_has_not_failed",
@@ -461,21 +461,21 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what was not handed out before a stop is complete",
-        "saf/receiving/putting_back.py",
+        "saf/receiving/delivery.py",
         "                hand.shards[shard].reopen(id_ - 1)\n",
         "                pass\n",
         f"{STOPPING}::test_what_was_put_back_of_many_keys_and_shards_comes_once_and_in_order",
     ),
     mutant(
         "a shard goes back behind what is complete",
-        "saf/receiving/putting_back.py",
+        "saf/receiving/delivery.py",
         "            if shard not in passed:",
         "            if shard not in {-1}:",
         f"{STOPPING}::test_a_batch_in_hand_is_finished_and_the_next_one_put_back",
     ),
     mutant(
         "messages of dialogs are put back as if they had not arrived",
-        "saf/receiving/putting_back.py",
+        "saf/receiving/delivery.py",
         "        if hand.spoken:\n",
         "        if hand.spoken and not back:\n",
         f"{STOPPING}::test_a_dialog_of_which_messages_were_put_back_goes_on_without_a_gap",
@@ -664,7 +664,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a handler that was cancelled with its worker has failed",
-        "saf/receiving/event_loop.py",
+        "saf/receiving/asynchronous.py",
         "        except Exception:\n            self._refuse_if_cancelled()\n",
         "        except Exception:\n",
         f"{ASYNC}::test_a_worker_that_is_cancelled_twice_rolls_back_what_its_handlers_were_at",
@@ -692,7 +692,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "who is cancelled lets go of a connection that a thread still uses",
-        "saf/receiving/event_loop.py",
+        "saf/receiving/asynchronous.py",
         "    while not running.done():\n",
         "    while cancelled is None and not running.done():\n",
         f"{ASYNC}::test_a_call_that_is_cancelled_keeps_its_connection_until_its_thread_has_ended",

@@ -9,7 +9,7 @@ BACKOFF, PARKING, DEAD = (
     "saf/setaside/parking.py",
     "saf/setaside/dead.py",
 )
-EXPIRED, MARKS, SHARDS = "saf/setaside/expired.py", "saf/destinations/marks.py", "saf/log/shards.py"
+EXPIRED, MARKS, SHARDS = "saf/setaside/dropped.py", "saf/destinations/marks.py", "saf/log/shards.py"
 ROWS = "contract/test_whose_rows.py::test_"
 LANE = f"{ROWS}a_lane_is_asked_for_made_due_and_forgotten_for_its_own_subscription"
 EMPTY = (
@@ -37,9 +37,9 @@ LONGEST = (
 )
 CHOICES, CHOICE = "saf/routing/route_choices.py", "contract/test_route_choices.py::test_"
 
-FACTS, INSTANCES = "saf/dialogs/facts.py", "saf/receiving/instances.py"
+FACTS, INSTANCES = "saf/dialogs/facts.py", "saf/receiving/processor.py"
 OF_KEY, OF_COPY = "unit/test_instances.py::test_", "unit/test_lost_copies.py::test_"
-LOST, BLIND = "saf/repair/reconcile/copies.py", "saf/repair/blind.py"
+LOST, BLIND = "saf/repair/reconcile/copies.py", "saf/repair/send_again.py"
 SET_BACK, BY_ROWS = "saf/repair/set_back.py", "contract/test_set_back_by_rows.py::test_"
 
 CURSOR, OWNERS = "saf/log/cursor.py", "contract/test_owners.py::test_"
@@ -299,7 +299,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is taken out without a route is remembered",
-        "saf/setaside/taken_out.py",
+        "saf/setaside/in_hand.py",
         " AND destination <> ''",
         "",
         f"{ROWS}what_a_person_takes_out_of_a_forwarders_lanes_is_remembered_and_nothing_else",

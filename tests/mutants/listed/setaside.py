@@ -26,7 +26,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what a person took out of a lane is not remembered",
         "saf/operating/decide_parked.py",
-        "            taken_out.note(connection, self.parked_ids)\n",
+        "            in_hand.note(connection, self.parked_ids)\n",
         "            pass\n",
         f"{DECIDED}::test_a_decision_about_what_has_arrived_is_not_taken_for_a_set_back",
     ),
@@ -71,7 +71,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what a destination may have lost, and nobody knows, is not sent again",
-        "saf/repair/blind.py",
+        "saf/repair/send_again.py",
         'if entry.state == "complete":',
         'if entry.state == "pending":',
         "contract/test_https.py::test_one_that_was_set_back_gets_all_again_that_was_sent_since_a_time_"
@@ -199,7 +199,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "who buries what has expired waits for a decision about it",
-        "saf/setaside/expired.py",
+        "saf/setaside/dropped.py",
         " FOR UPDATE SKIP LOCKED",
         "",
         f"{DECIDED}::test_a_forwarder_buries_what_has_expired_without_a_route_and_waits_for_no_decision",
@@ -375,7 +375,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "messages that wait count as attempted",
-        "saf/engine/sending.py",
+        "saf/engine/task.py",
         """        if not parts:
             return parts
         set_aside.write_ahead(self.source_session)
@@ -388,14 +388,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what may have left waits for its destination, and is sent again",
-        "saf/engine/sending.py",
+        "saf/engine/task.py",
         "        parts = self.earlier.unattempted(parts, before, set_aside)\n",
         "",
         "contract/test_at_most_once_in_doubt.py::test_what_may_have_left_does_not_wait_to_be_sent_again",
     ),
     mutant(
         "what a twin tries at most once is tried by both",
-        "saf/engine/sending.py",
+        "saf/engine/task.py",
         "        return self.earlier.unattempted(parts, before, set_aside)\n",
         "        return parts\n",
         f"{ONCE}::test_what_a_twin_tries_at_most_once_meanwhile_is_not_sent_by_both",
@@ -416,7 +416,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the only destination's messages are parked one by one",
-        "saf/engine/sending.py",
+        "saf/engine/task.py",
         "        self._stay_open(set_aside)\n",
         "",
         f"{ISOLATED}::test_the_only_destination_down_leaves_the_batch_open_until_its_time",

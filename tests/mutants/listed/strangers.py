@@ -11,7 +11,7 @@ from tests.mutants.mutant import Mutant, mutant
 
 MARKING, RELEASING = "saf/dispatch/marking.py", "saf/engine/releasing.py"
 CURSOR, SHARDS = "saf/log/cursor.py", "saf/log/shards.py"
-HELD_LANES, THE_HELD = "saf/engine/held_lanes.py", "unit/test_held_lanes.py"
+HELD_LANES, THE_HELD = "saf/engine/parked_lanes.py", "unit/test_held_lanes.py"
 DISPATCH, ONCE = "contract/test_dispatch.py", "contract/test_set_aside_once.py"
 OWNERS = "contract/test_owners.py"
 
@@ -33,7 +33,7 @@ SURVIVORS: list[Mutant] = [
     ),
     mutant(
         "reserved addresses are public",
-        "saf/dispatch/guard.py",
+        "saf/dispatch/transport.py",
         '"203.0.113.0/24", "240.0.0.0/4"',
         '"203.0.113.0/24"',
         "unit/test_public_addresses.py::test_an_address_that_is_reserved_is_not_public",
@@ -184,10 +184,10 @@ SURVIVORS: list[Mutant] = [
     ),
     mutant(
         "a value at a bound of a histogram counts as above it",
-        "saf/metrics/tally.py",
+        "saf/metrics/declared.py",
         "from bisect import bisect_left\n",
         "from bisect import bisect_right as bisect_left\n",
-        "unit/test_doctests.py::test_the_examples_in_the_docstrings_are_true[saf.metrics.tally]",
+        "unit/test_doctests.py::test_the_examples_in_the_docstrings_are_true[saf.metrics.declared]",
     ),
     mutant(
         "the default destination gets a topic's messages beside others",
@@ -218,10 +218,10 @@ SURVIVORS: list[Mutant] = [
 WINDOW, OF_WINDOW = "saf/dispatch/window.py", "unit/test_window.py"
 MARKS, PLACES = "saf/destinations/marks.py", "saf/destinations/places.py"
 COMPARED = "unit/test_marks_compared.py"
-EARLIER, OF_EARLIER = "saf/engine/earlier_task.py", "unit/test_earlier_task.py"
+EARLIER, OF_EARLIER = "saf/engine/task.py", "unit/test_earlier_task.py"
 ENTRANCES, RECEIVER = "unit/test_entrances.py", "saf/webhooks/receiver.py"
 WEBHOOK, SIGNATURES = "saf/signing/webhook.py", "unit/test_webhook_signatures.py"
-GUARD, ADDRESSES = "saf/dispatch/guard.py", "unit/test_public_addresses.py"
+GUARD, ADDRESSES = "saf/dispatch/transport.py", "unit/test_public_addresses.py"
 STREAM, CHECKPOINTS = "saf/log/stream.py", "unit/test_checkpoints.py"
 
 OF_THEIR_KIND: list[Mutant] = [
@@ -471,14 +471,14 @@ OF_THEIR_KIND: list[Mutant] = [
     ),
     mutant(
         "one request more than are taken at a time has a place",
-        "saf/webhooks/entrance.py",
+        "saf/webhooks/asgi.py",
         "if self._inside >= self._at_once:",
         "if self._inside > self._at_once:",
         f"{ENTRANCES}::test_as_many_requests_have_a_place_as_are_allowed_and_a_place_is_given_back",
     ),
     mutant(
         "a place is not given back",
-        "saf/webhooks/entrance.py",
+        "saf/webhooks/asgi.py",
         "            self._inside -= 1\n",
         "            ...\n",
         f"{ENTRANCES}::test_as_many_requests_have_a_place_as_are_allowed_and_a_place_is_given_back",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-OFFSET, STREAM, CUTS = (f"saf/log/{name}.py" for name in ("offset", "stream", "cuts"))
+OFFSET, STREAM = (f"saf/log/{name}.py" for name in ("offset", "stream"))
 FOLLOWED, READER = (f"saf/spark/table/{name}.py" for name in ("followed", "stream"))
 STREAMS = "contract/test_streams.py"
-TABLE, TASKS = (f"saf/destinations/delta/{name}.py" for name in ("micro_batches", "task_files"))
+TABLE = "saf/destinations/delta/micro_batches.py"
 LAKE = "contract/test_micro_batches.py"
 
 MUTANTS: list[Mutant] = [
@@ -77,7 +77,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a trigger reads one message too many",
-        CUTS,
+        OFFSET,
         "number <= {most_rows}",
         "number <= {most_rows} + 1",
         f"{STREAMS}::test_as_many_rows_as_are_asked_for_and_no_more",
@@ -112,7 +112,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "dates are counted as Python has them",
-        "saf/destinations/delta/columns.py",
+        "saf/destinations/delta/making.py",
         "ends.cast(pa.string()) if pa.types.is_date(ends.type) else ends",
         "ends",
         f"{LAKE}::test_columns_of_any_type_are_written_and_found_by_what_they_hold",
@@ -135,14 +135,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "rows without a value for the partition are left out",
-        "saf/destinations/delta/columns.py",
+        "saf/destinations/delta/making.py",
         "pc.is_null(values) if value is None else pc.equal(values, value)",
         "pc.equal(values, value)",
         f"{LAKE}::test_a_query_by_any_column_finds_its_rows",
     ),
     mutant(
         "an empty text becomes NULL in silence",
-        TASKS,
+        TABLE,
         'if "" in rows[name].unique().to_pylist():',
         "if False:",
         f"{LAKE}::test_an_empty_text_that_would_become_null_is_refused",

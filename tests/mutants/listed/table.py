@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, mutant
 
 PART, FILTERS, FIELDS = (f"saf/spark/table/{name}.py" for name in ("part", "filters", "fields"))
-SNAPSHOT, OPTIONS = (f"saf/spark/table/{name}.py" for name in ("snapshot", "options"))
+OPTIONS = "saf/spark/table/options.py"
 MOMENT = "spark/test_table_snapshot.py"
 
-ARCHIVED, ROWS = (f"saf/spark/table/{name}.py" for name in ("archived", "archived_rows"))
+ARCHIVED = "saf/spark/table/archived.py"
 OF_ARCHIVES = "spark/test_table_archive.py"
 
 MUTANTS: list[Mutant] = [
@@ -73,7 +73,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is archived and in the log still is read twice out of a table",
-        ROWS,
+        ARCHIVED,
         "    for slot, number in part.in_log:\n",
         "    for slot, number in part.in_log[1:]:\n",
         f"{OF_ARCHIVES}::test_what_is_archived_and_has_not_left_the_log_is_read_once",
@@ -94,7 +94,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "purges go on while the archive is looked at",
-        SNAPSHOT,
+        PART,
         "        if meanwhile is not None:\n            meanwhile(connection)\n"
         "        connection.rollback()\n",
         "        connection.rollback()\n        if meanwhile is not None:\n"
@@ -103,7 +103,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "filters of an archive let rows without a value pass",
-        ROWS,
+        ARCHIVED,
         'return column.is_null() if condition.operator == "null" else column.is_valid()',
         "return column.is_valid()",
         f"{OF_ARCHIVES}::test_filters_let_the_same_messages_of_an_archive_pass",
@@ -169,7 +169,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a restored broker is a table",
-        SNAPSHOT,
+        PART,
         "    health.refuse(connection, log)\n",
         "",
         "spark/test_table_errors.py::test_a_restored_broker_is_refused",

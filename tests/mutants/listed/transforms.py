@@ -160,7 +160,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "for one expression at fault, the messages of all routers in SQL wait",
-        "saf/spark/faults.py",
+        "saf/spark/evaluation.py",
         "return of_each or dict",
         "return dict",
         "spark/test_evaluation.py::"

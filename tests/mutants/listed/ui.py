@@ -69,7 +69,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a decision about many does not end where it began",
-        "saf/operating/bulk.py",
+        "saf/operating/decide.py",
         "chosen = chosen.until_now(connection)",
         "chosen.until_now(connection)",
         f"{BULK}::test_what_dies_after_the_decision_is_not_touched",
@@ -139,14 +139,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the next look leaves a transaction out",
-        "saf/operating/stretches.py",
+        "saf/operating/outbox.py",
         "place=txid, before=sent_at",
         "place=str(int(txid) + 1), before=sent_at",
         f"{LOOKS}::test_looks_that_follow_each_other_find_everything_once_and_come_to_an_end",
     ),
     mutant(
         "a look whose time is over has looked at nothing",
-        "saf/operating/stretches.py",
+        "saf/operating/outbox.py",
         "if width and now >= until:",
         "if now >= until:",
         f"{LOOKS}::test_looks_that_follow_each_other_find_everything_once_and_come_to_an_end",
@@ -182,14 +182,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "each address of a customer is listened to by itself",
-        "saf/ui/attempts.py",
+        "saf/ui/guard.py",
         "ipaddress.ip_network((ip, OF_A_CUSTOMER), strict=False)",
         "ip",
         "unit/test_doctests.py",
     ),
     mutant(
         "addresses that were wrong are remembered without bound",
-        "saf/ui/attempts.py",
+        "saf/ui/guard.py",
         "while len(self._wrong) >= MOST_ADDRESSES:",
         "while len(self._wrong) < 0:",
         f"{ACCESS}::test_wrong_tokens_are_remembered_for_a_bounded_number_of_addresses",
@@ -259,9 +259,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "keys that wait for a decision are counted as if they were tried",
-        "saf/operating/due.py",
-        "WHERE {TRIED}",
-        "WHERE NOT awaits_handler",
+        "saf/setaside/waiting.py",
+        "SELECT count(*) FROM saf.backoff WHERE {TRIED}",
+        "SELECT count(*) FROM saf.backoff WHERE NOT awaits_handler",
         f"{PAGES}::test_only_lanes_that_would_be_tried_are_counted_before_they_are_retried",
     ),
     mutant(
@@ -273,14 +273,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a question that hangs keeps its turn",
-        "saf/operating/questions.py",
+        "saf/operating/watch.py",
         "return sum(now - since < HANGS_SECONDS for since in self._since.values())",
         "return sum(now >= since for since in self._since.values())",
         f"{QUESTIONS}::test_those_that_hang_hold_up_no_other",
     ),
     mutant(
         "brokers that were down the last time are asked in the line of the others",
-        "saf/operating/questions.py",
+        "saf/operating/watch.py",
         "(self._in_doubt if in_doubt else self._trusted)",
         "(self._trusted)",
         f"{QUESTIONS}::test_brokers_in_doubt_hold_up_none_that_has_answered_however_many_they_are",

@@ -120,14 +120,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "requests are taken without end",
-        "saf/webhooks/entrance.py",
+        "saf/webhooks/asgi.py",
         "        if self._inside >= self._at_once:",
         "        if False:",
         f"{INBOX}::test_who_comes_while_enough_are_in_hand_is_to_come_later",
     ),
     mutant(
         "a request without a signature takes a place",
-        "saf/webhooks/entrance.py",
+        "saf/webhooks/asgi.py",
         "        stated(headers)\n",
         "",
         f"{HTTPS}::test_slow_requests_without_a_signature_of_now_take_nobodys_place",
