@@ -1,6 +1,6 @@
-"""docs/sql.md: each statement of the package as a server gets it, and how it is carried out.
+"""The site's page of SQL statements: each as a server receives it, with its plan.
 
-    python -m tests.sql_page          # writes the page
+    python -m tests.sql_page          # prints the page
 
 A statement is a constant of a module, whole, or with ``{places}`` that names are quoted into when
 it is used; those have no plan here. Plans are generic ones, of a fresh broker, without sequential
@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
 import psycopg
 
@@ -24,8 +23,6 @@ import saf
 from saf.broker.migrate import migrate
 from saf.database import Dsn
 from saf.testing.databases import embedded_server
-
-PAGE = Path(__file__).parent.parent / "docs" / "sql.md"
 
 STATEMENT = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH|MERGE|TRUNCATE|LOCK|SET|CREATE)\b")
 PLANNED = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH|MERGE)\b")
@@ -40,7 +37,7 @@ when it may not read whole tables: it shows which indexes serve. Of partitions t
 is shown. `{name}` is a place that a quoted name, or a list of values, is put into; such a statement
 has no plan here, nor has one whose parameters' types only a call tells.
 
-`python -m tests.sql_page` writes this page.
+This page is generated when the site is built.
 """
 
 
@@ -135,8 +132,8 @@ def _without_twins(lines: list[str]) -> list[str]:
     return kept
 
 
-def page(connection: psycopg.Connection[tuple[str]] | None = None) -> str:
-    """The page; without its plans, where no server is given."""
+def page(connection: psycopg.Connection[tuple[str]]) -> str:
+    """Return the page, with plans from a broker."""
     written = [HEAD]
     of = ""
     for statement in statements():
@@ -147,26 +144,21 @@ def page(connection: psycopg.Connection[tuple[str]] | None = None) -> str:
             f"**{statement.name}**" + (f": {statement.why}\n" if statement.why else "\n")
         )
         written.append(f"```sql\n{statement.text}\n```\n")
-        planned = plan(connection, statement) if connection and statement.whole else None
+        planned = plan(connection, statement) if statement.whole else None
         if planned:
             written.append(f"```text\n{planned}\n```\n")
     return "\n".join(written).strip() + "\n"
 
 
-def without_plans(text: str) -> str:
-    """A page without its plans."""
-    return re.sub(r"```text\n.*?\n```\n\n?", "", text, flags=re.DOTALL).strip() + "\n"
-
-
-def main() -> None:
-    """Write the page."""
+def generated() -> str:
+    """Return the page, with plans from a new broker on a server of its own."""
     with embedded_server() as server:
         broker: Dsn = server.create_database("statements")
         migrate(broker)
         with psycopg.connect(broker.conninfo, autocommit=True) as connection:
             connection.execute("SET enable_seqscan = off")
-            PAGE.write_text(page(connection))
+            return page(connection)
 
 
 if __name__ == "__main__":
-    main()
+    print(generated(), end="")

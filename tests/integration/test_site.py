@@ -68,6 +68,7 @@ def pages(site: Path) -> dict[Path, _Page]:
 def test_every_page_is_on_the_site_and_in_its_contents(site: Path) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file()
+    assert "Index Scan" in (site / "sql.html").read_text(), "the statements' plans"
     contents = (site / "index.html").read_text()
     for part in ("Tutorial", "How-to", "Reference", "Explanation"):
         assert part in contents
