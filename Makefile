@@ -61,7 +61,7 @@ docs: $(VENV)/.installed ## the documentation as a site, in build/site; opens fr
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build
 
 pages: $(VENV)/.installed ## the pages of the reference anew, from code, models and catalog
-	for page in cli settings python schema metrics; do $(PY) -m tests.$${page}_page; done
+	for page in cli settings python schema metrics guarantees; do $(PY) -m tests.$${page}_page; done
 
 bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; some of them: make bench PARTS="drain brokers"
 	$(PY) -m benchmarks.bench $(PARTS)
