@@ -1,8 +1,12 @@
 """Fleets: sources that saf.toml does not name one by one.
 
-    [fleets.tenants]                              [fleets.shops]
-    dsn = "postgresql://saf_forwarder@db2/postgres"         dsn = "postgresql://saf_forwarder@control/tenancy"
-    databases = "tenant_*"                        query = "SELECT name, dsn FROM shops WHERE live"
+    [fleets.tenants]
+    dsn = "postgresql://saf_forwarder@db2/postgres"
+    databases = "tenant_*"
+
+    [fleets.shops]
+    dsn = "postgresql://saf_forwarder@control/tenancy"
+    query = "SELECT name, dsn FROM shops WHERE live"
 
 *By pattern*: databases on the server at ``dsn`` whose names match and that have the schema saf.
 saf connects to each by ``dsn`` with the database's name. *By query*: one row per database,
@@ -14,14 +18,12 @@ the others continue. The problem names the row only by its number, because a pas
 anywhere in the row. A forwarder lists the members again every ``refresh_seconds``: it starts to
 forward new brokers and leaves alone those that are gone. If the listing fails, nothing changes.
 
-Fleet members that forwarders have met, remembered at a store so that a missing one is noticed.
-
 A fleet lists the databases that exist now. A database that was dropped or renamed, or that allows
-no connections, is simply not listed, and nobody forwards its remaining messages. So a forwarder
-writes each member that it has met into ``saf.fleet_member`` of one store of its saf.toml: the
-default destination, or else the first destination that is a broker. A member that was met and is
-not listed is missing until it is listed again or an operator forgets it. A member that is listed
-under another name, as its broker_id shows, is not missing.
+no connections, is simply not listed, and no process forwards its remaining messages. So a
+forwarder remembers each member that it has met, in ``saf.fleet_member`` of one store of its
+saf.toml (`memory`): the default destination, or else the first destination that is a broker. A
+member that was met and is not listed is *missing* until it is listed again or an operator forgets
+it. A member that is listed under another name, as its broker_id shows, is not missing.
 """
 
 from __future__ import annotations
@@ -43,6 +45,15 @@ from saf.message import MAX_NAME, fits
 
 T = TypeVar("T")
 
+COLUMNS = 2
+"""Columns of a fleet's query: name and dsn."""
+OF_THE_QUERY = "42"
+"""SQLSTATE class whose messages are about the query, and never quote data that was read."""
+
+DATABASES = """
+SELECT datname, datallowconn FROM pg_catalog.pg_database WHERE NOT datistemplate ORDER BY datname
+"""
+
 KNOWN = """
 SELECT fleet, name, broker_id, missing_since::text FROM saf.fleet_member
 WHERE fleet = ANY (%(fleets)s) ORDER BY fleet, name
@@ -61,6 +72,23 @@ UPDATE saf.fleet_member SET missing_since = CASE WHEN name = ANY (%(names)s) THE
 WHERE fleet = %(fleet)s AND (missing_since IS NULL) = (name = ANY (%(names)s))
 """
 FORGET = "DELETE FROM saf.fleet_member WHERE fleet = %(fleet)s AND name = %(name)s"
+
+
+class Candidate(Broker):
+    """A database whose name matches the pattern. Only a connection shows whether it is a broker."""
+
+
+@dataclass(kw_only=True)
+class Listing:
+    """Brokers of fleets by name, and problems with other rows."""
+
+    brokers: dict[str, Broker] = field(default_factory=dict)
+    problems: list[tuple[str, SafError]] = field(default_factory=list)
+    """Problems, each with the name of its fleet."""
+    closed: set[str] = field(default_factory=set)
+    """Members whose databases allow no connections."""
+    unlisted: set[str] = field(default_factory=set)
+    """Fleets that could not be listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,46 +149,20 @@ class Memory:
             return action(connection)
 
 
-def missing(known: Iterable[Member], listed: Collection[str]) -> list[Member]:
-    """Return the known members that are not listed, under their name or another one.
-
-    >>> one = UUID(int=1)
-    >>> known = [Member(fleet="f", name=f"f/{name}", broker_id=id_)
-    ...          for name, id_ in (("a", one), ("b", None), ("now", one))]
-    >>> [member.name for member in missing(known, ["f/now"])]
-    ['f/b']
-    """
-    known = list(known)
-    here = {member.broker_id for member in known if member.name in listed} - {None}
-    return [
-        member for member in known if member.name not in listed and member.broker_id not in here
-    ]
-
-
-DATABASES = """
-SELECT datname, datallowconn FROM pg_catalog.pg_database WHERE NOT datistemplate ORDER BY datname
-"""
-
-COLUMNS = 2
-OF_THE_QUERY = "42"
-"""SQLSTATE class whose messages are about the query, and never quote data that it has read."""
-
-
-class Candidate(Broker):
-    """A database whose name matches the pattern. Only a connection tells whether it is a broker."""
-
-
-@dataclass(kw_only=True)
-class Listing:
-    """Brokers of fleets by name, and problems with other rows."""
-
-    brokers: dict[str, Broker] = field(default_factory=dict)
-    problems: list[tuple[str, SafError]] = field(default_factory=list)
-    """Problems, each with the name of its fleet."""
-    closed: set[str] = field(default_factory=set)
-    """Members whose databases allow no connections."""
-    unlisted: set[str] = field(default_factory=set)
-    """Fleets that could not be listed."""
+def ask_all(fleets: Mapping[str, Fleet]) -> Listing:
+    """List the current members of all fleets; report a fleet that cannot be listed as a problem."""
+    found = Listing()
+    for name, fleet in fleets.items():
+        try:
+            listing = ask(name, fleet)
+        except SafError as error:
+            found.problems.append((name, error))
+            found.unlisted.add(name)
+        else:
+            found.brokers |= listing.brokers
+            found.problems += listing.problems
+            found.closed |= listing.closed
+    return found
 
 
 def ask(name: str, fleet: Fleet) -> Listing:
@@ -184,31 +186,6 @@ def ask(name: str, fleet: Fleet) -> Listing:
             }
             return listing
         return _listing(name, fleet, _queried(name, fleet, connection), Broker)
-
-
-def ask_all(fleets: Mapping[str, Fleet]) -> Listing:
-    """List the current members of all fleets; report a fleet that cannot be listed as a problem."""
-    found = Listing()
-    for name, fleet in fleets.items():
-        try:
-            listing = ask(name, fleet)
-        except SafError as error:
-            found.problems.append((name, error))
-            found.unlisted.add(name)
-        else:
-            found.brokers |= listing.brokers
-            found.problems += listing.problems
-            found.closed |= listing.closed
-    return found
-
-
-def memory(settings: Settings) -> Memory | None:
-    """Return the store's memory of fleet members; None if no destination is a broker."""
-    first = settings.forwarder.default_destination
-    for name in sorted(settings.destinations, key=lambda one: one != first):
-        if dsn := settings.destinations[name].broker():
-            return Memory(dsn)
-    return None
 
 
 def _matching(fleet: Fleet, databases: Iterable[str]) -> list[tuple[object, ...]]:
@@ -266,3 +243,28 @@ def _name(place: object) -> str:
     ):
         raise ConfigurationError(f"its name has not 1 to {MAX_NAME} bytes of printable characters")
     return place
+
+
+def memory(settings: Settings) -> Memory | None:
+    """Return the memory of fleet members at a store; None if no destination is a broker."""
+    first = settings.forwarder.default_destination
+    for name in sorted(settings.destinations, key=lambda one: one != first):
+        if dsn := settings.destinations[name].broker():
+            return Memory(dsn)
+    return None
+
+
+def missing(known: Iterable[Member], listed: Collection[str]) -> list[Member]:
+    """Return the known members that are not listed, under their name or another one.
+
+    >>> one = UUID(int=1)
+    >>> known = [Member(fleet="f", name=f"f/{name}", broker_id=id_)
+    ...          for name, id_ in (("a", one), ("b", None), ("now", one))]
+    >>> [member.name for member in missing(known, ["f/now"])]
+    ['f/b']
+    """
+    known = list(known)
+    here = {member.broker_id for member in known if member.name in listed} - {None}
+    return [
+        member for member in known if member.name not in listed and member.broker_id not in here
+    ]

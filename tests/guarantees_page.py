@@ -64,7 +64,7 @@ def place(mutant: Mutant) -> str:
 
 def first(node: ast.stmt) -> int:
     """Return the first line of a statement, its decorators included."""
-    decorators = getattr(node, "decorator_list", ())
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 

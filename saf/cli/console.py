@@ -1,26 +1,12 @@
-"""Output of commands for users: all values are data, and are shown literally.
+"""Output of commands: safe text, whole rows, and an exit code for the process that started them.
 
-Senders choose names, keys, errors and bodies. None of them may reach the terminal as control
-characters: `echo` and `plain_console` pass all text through `shown`, and no command prints in any
-other way. JSON has its own escapes.
+Every value is data. Senders choose names, keys, errors and bodies, and control characters in them
+must not reach the terminal. So `echo` and `plain_console` pass all text through `shown`, and no
+command prints in any other way. JSON has its own escapes. Only a body is written unchanged, and
+only to a pipe or a file (`write`).
 
-Exit codes: how a command ended, for the process that started it.
-
-They tell a scheduler what to do: nothing, retry later, or call an operator. docs/operations.md
-shows this for cron, systemd and Airflow, and the files in jobs/ do it.
-
-Standard streams that are closed or full: a command does its work in any case.
-
-A service manager or a script may start ``saf`` without standard output or error (`>&-`), or with a
-full disk behind it. The next file or connection would get the number of a closed descriptor, and
-then the printed output. So closed descriptors are opened on the null device first. If output cannot
-be written, a command ends after its work, with a sentence and without a traceback; a forwarder in a
-loop continues.
-
-Listings: rows for users that lose nothing in a narrow terminal or a pipe.
-
-Every table that a command prints is a `Listing`. It never cuts a name, handle, number, date or
-error, and wraps lines only at spaces:
+Every table that a command prints is a `Listing`, which loses nothing in a narrow terminal or a
+pipe. It never cuts a name, handle, number, date or error, and wraps lines only at spaces:
 
 - In a pipe, each row is one line of any length: for grep and the like.
 - In a wide terminal, each row is one line, too; but a long text, such as an error, is below its
@@ -29,6 +15,16 @@ error, and wraps lines only at spaces:
   as fit. A value longer than a line continues on the next line, indented further.
 
 Programs read the output of ``--json`` instead.
+
+A command does its work even if a standard stream is closed or full. A service manager or a script
+may start ``saf`` without standard output or error (`>&-`), or with a full disk behind it. The next
+file or connection would get the number of a closed descriptor, and then the printed output. So
+`open_standard_streams` first opens closed descriptors on the null device. If output cannot be
+written, a command ends after its work, with a sentence and without a traceback; a forwarder in a
+loop continues.
+
+`EXIT_CODES` tell a scheduler what to do: nothing, retry later, or call an operator.
+docs/operations.md shows this for cron, systemd and Airflow, and the files in jobs/ do it.
 """
 
 from __future__ import annotations
@@ -51,9 +47,6 @@ from saf.errors import SafError, Unavailable, UsageError
 from saf.operating.wording import shown
 
 INTERRUPTED = 130
-WIDTH = 76
-"""Characters per line, in a terminal of 80 columns."""
-
 EXIT_CODES = {
     0: "done, nothing to do, or stopped on request; messages may wait for a route or a service",
     Unavailable.exit_code: "try again later: a database, a destination or Spark does not answer",
@@ -62,22 +55,16 @@ EXIT_CODES = {
     INTERRUPTED: "interrupted before the end (Ctrl-C)",
 }
 
-
-def in_words() -> str:
-    """Return the table for the end of a help text, which keeps its lines.
-
-    >>> in_words().splitlines()[4]
-    '75   try again later: a database, a destination or Spark does not answer'
-    """
-    lines = [
-        fill(meaning, WIDTH, initial_indent=f"{code:<5}", subsequent_indent=" " * 5)
-        for code, meaning in EXIT_CODES.items()
-    ]
-    return "\n".join(["\b", "Exit codes:", *lines])
-
+WIDTH = 76
+"""Characters per line of a help text, in a terminal of 80 columns."""
+GAP = "  "
+INDENT = "    "
+NOTHING = "nothing found"
 
 CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+STACK = "stack"
+"""The key that structlog prints on separate lines: the origin of an exception."""
 
 
 def open_standard_streams() -> None:
@@ -92,30 +79,11 @@ def open_standard_streams() -> None:
             setattr(sys, name, null)
 
 
-def is_of_output(error: OSError) -> bool:
-    """Return whether writing to standard output failed: an error of a file names the file."""
-    return error.filename is None and error.errno in CANNOT_BE_WRITTEN
-
-
-def give_up_output() -> None:
-    """Write nothing more to standard output: Python would retry on exit, and complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-STACK = "stack"
-"""The key that structlog prints on separate lines: the origin of an exception."""
-
-
 def write_any_character() -> None:
     """Print characters that the locale cannot encode as `\\u2026`, instead of a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
-
-
-def plain_console(*, stderr: bool = False) -> PlainConsole:
-    """Return a console that prints ``[red]`` and ``:smile:`` literally: they come from senders."""
-    return PlainConsole(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 def echo(text: str, *, err: bool = False, lines: bool = False) -> None:
@@ -148,22 +116,9 @@ def shown_event(_: object, __: str, event: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def folded(text: str, width: int, first: str = "", others: str = "") -> list[str]:
-    """Return the lines of a text, wrapped at spaces only; a long word may exceed ``width``.
-
-    ``first`` and ``others`` are prefixes of the first line and of the others.
-
-    >>> folded("cure: drop_the_old_route", 10, others="  ")
-    ['cure:', '  drop_the_old_route']
-    """
-    return wrap(
-        text,
-        max(width, len(others) + 1),
-        initial_indent=first,
-        subsequent_indent=others,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def plain_console(*, stderr: bool = False) -> PlainConsole:
+    """Return a console that prints ``[red]`` and ``:smile:`` literally: they come from senders."""
+    return PlainConsole(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 class PlainConsole(Console):
@@ -180,13 +135,26 @@ class PlainConsole(Console):
             self.print(line, style=style, soft_wrap=True)
 
 
-GAP = "  "
-INDENT = "    "
-NOTHING = "nothing found"
+def folded(text: str, width: int, first: str = "", others: str = "") -> list[str]:
+    """Return the lines of a text, wrapped at spaces only; a long word may exceed ``width``.
+
+    ``first`` is the prefix of the first line, and ``others`` that of all other lines.
+
+    >>> folded("cure: drop_the_old_route", 10, others="  ")
+    ['cure:', '  drop_the_old_route']
+    """
+    return wrap(
+        text,
+        max(width, len(others) + 1),
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 class Listing:
-    """Rows with these columns.
+    """A table with these columns.
 
     ``below`` names a column of long texts, which a terminal shows below their rows.
     """
@@ -201,7 +169,7 @@ class Listing:
         self._rows.append((tuple(map(shown, cells)), shown(below)))
 
     def show(self) -> None:
-        """Print the rows in the width of standard output; or a line if there are no rows."""
+        """Print the rows in the width of standard output; without rows, print `NOTHING`."""
         if not self._rows:
             echo(NOTHING)
             return
@@ -274,3 +242,26 @@ def _flowing(names: Sequence[str], cells: Sequence[str], width: int) -> list[str
             first = f"{INDENT if lines else ''}{name}: "
             lines += folded(cell, width, first, 2 * INDENT)
     return lines
+
+
+def is_of_output(error: OSError) -> bool:
+    """Return whether writing to standard output failed; an error of a file names that file."""
+    return error.filename is None and error.errno in CANNOT_BE_WRITTEN
+
+
+def give_up_output() -> None:
+    """Write nothing more to standard output: Python would retry on exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def in_words() -> str:
+    """Return the table of exit codes for the end of a help text, which keeps its lines.
+
+    >>> in_words().splitlines()[4]
+    '75   try again later: a database, a destination or Spark does not answer'
+    """
+    lines = [
+        fill(meaning, WIDTH, initial_indent=f"{code:<5}", subsequent_indent=" " * 5)
+        for code, meaning in EXIT_CODES.items()
+    ]
+    return "\n".join(["\b", "Exit codes:", *lines])

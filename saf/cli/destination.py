@@ -1,6 +1,8 @@
-"""``saf destination``: the destinations in saf.toml, and what each of them guarantees.
+"""Destinations: ``saf destination`` shows their guarantees, ``saf lake`` maintains their tables.
 
-``saf lake``: maintain destinations of a lakehouse.
+Both commands take the name of a destination in saf.toml, and reject an unknown name (`named`).
+`check` shows the guarantees and problems of any destination, each problem with its cure.
+`optimize` maintains the table of a lakehouse: of kind delta only.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from saf.destinations.delta.table import Optimized
 
 app = typer.Typer(no_args_is_help=True, help="Destinations: where messages are delivered.")
+lake = typer.Typer(no_args_is_help=True, help="Destinations of kind delta: their tables.")
 
 Name = Annotated[str, typer.Argument(help="Of the destination, in saf.toml.")]
 
@@ -85,9 +88,6 @@ def _said(given: Any, problems: list[tuple[str, str]]) -> dict[str, Any]:
         "problems": [{"what": what, "cure": cure} for what, cure in problems],
         "more": [{"what": what, "cure": cure} for what, cure in given.more],
     }
-
-
-lake = typer.Typer(no_args_is_help=True, help="Destinations of kind delta: their tables.")
 
 
 @lake.command()

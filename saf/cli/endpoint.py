@@ -1,6 +1,11 @@
-"""``saf endpoint``: the endpoints of saf.toml and of brokers, their state, pause and resume.
+"""Endpoints: ``saf endpoint`` manages them, ``saf dispatch`` sends messages of services to them.
 
-``saf dispatch``: send the messages of services to their endpoints.
+Endpoints are in saf.toml or in brokers. `add` and `remove` change only those in brokers. The other
+commands show the state of any endpoint, test it, pause and resume it. `command` sends the messages:
+those that are due now, or in a loop.
+
+An invalid endpoint, or a broker that does not answer, does not affect the other endpoints: the
+problem is reported, and commands for all endpoints continue with the others.
 """
 
 from __future__ import annotations
@@ -41,96 +46,9 @@ Names = Annotated[
     list[str] | None,
     typer.Argument(metavar="ENDPOINT", help="Only these. Default: all."),
 ]
-
-
-def command(
-    names: Names = None,
-    *,
-    loop: Annotated[bool, typer.Option("--loop", help="Stay, until SIGTERM or Ctrl-C.")] = False,
-    stop_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            envvar="SAF_STOP_TIMEOUT",
-            metavar="SECONDS",
-            help="How long requests in flight may take after SIGTERM.",
-        ),
-    ] = STOP_SECONDS,
-    metrics: Listen = None,
-    metrics_textfile: Textfile = None,
-    metrics_push: Push = None,
-    config: Config = None,
-) -> None:
-    """Send messages to the URLs of their endpoints.
-
-    Messages that an endpoint accepts are marked. Without --loop, it sends the messages that are due
-    now. Any number of processes share the work. Exit codes: 0 when all is done, or after a stop
-    request. Without --loop: 1 if there are new dead letters; 75 if messages wait for another
-    attempt, or an endpoint is down, disabled or paused.
-    """
-    settings = load(config)
-    signer = load_signer(config) if settings.signing.key_id else None
-    summaries: dict[str, Summary] = {}
-
-    def made(endpoints: Mapping[str, Endpoint]) -> list[Dispatcher]:
-        return [
-            Dispatcher(
-                name,
-                item,
-                settings.inbox_of(item),
-                stop_seconds=stop_timeout,
-                signer=signer,
-                summary=summaries.setdefault(name, Summary()),
-            )
-            for name, item in endpoints.items()
-        ]
-
-    following = Following(settings)
-    problems: list[SafError | psycopg.Error] = []
-    if names:
-        dispatchers = made(chosen(settings, names))
-    else:
-        found = following.find()
-        problems += found.problems
-        # a loop finds the other endpoints later
-        dispatchers = made(found.endpoints if loop and problems else found.chosen([]))
-    refresh = (lambda: made(following.find().endpoints)) if loop and not names else None
-    with published(
-        listen=metrics, textfile=metrics_textfile, push=metrics_push, job="saf-dispatch"
-    ):
-        try:
-            run(dispatchers, drain=not loop, find=refresh)
-        except (SafError, psycopg.Error) as error:
-            if loop:
-                raise
-            problems.insert(0, error)
-        finally:
-            for name, summary in [*summaries.items()]:
-                echo(f"{name}: {summary}")
-    if loop:
-        return
-    codes = {item.exit_code for item in dispatchers}
-    if FOR_A_PERSON not in codes and problems:
-        raise problems[0]
-    if code := next((code for code in (FOR_A_PERSON, FOR_LATER) if code in codes), 0):
-        raise typer.Exit(code)
-
-
-def chosen(settings: Settings, names: list[str]) -> dict[str, Endpoint]:
-    """Return the endpoints with these names, from saf.toml and from the brokers.
-
-    Raises:
-        ConfigurationError: no endpoint has this name, or it is invalid.
-        Unavailable: a broker that may have the endpoint does not answer.
-    """
-    if set(names) <= set(settings.endpoints):
-        return {name: settings.endpoints[name] for name in names}
-    return find(settings).chosen(names)
-
+Name = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name.")]
 
 app = typer.Typer(no_args_is_help=True, help="Endpoints: where `saf dispatch` sends messages.")
-
-Name = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name.")]
 
 
 @app.command()
@@ -307,6 +225,30 @@ def send_test(name: Name, config: Config = None) -> None:
     echo(f"{name}: HTTP {answer.status} after {answer.seconds:.3f} s")
 
 
+async def _test(endpoint: Endpoint) -> Answer:
+    async with Client(endpoint) as client:
+        return await client.post(_test_request(endpoint))
+
+
+def _test_request(endpoint: Endpoint) -> Request:
+    """Return the request for a message of the type saf.test, without data.
+
+    Raises:
+        UnreadableBody: the endpoint's template names data.
+    """
+    columns = {
+        "message_id": uuid4().bytes,
+        "message_type": "saf.test",
+        "created_at": datetime.now(UTC),
+        "headers": json.dumps({CONTENT_TYPE: "application/json"}),
+        "body": b"{}",
+    }
+    message = Received(tuple(columns.get(name) for name in READ))
+    if endpoint.mode == "batch":
+        return envelope.together({message.message_id: envelope.event(message, endpoint)})
+    return envelope.request(message, endpoint)
+
+
 @app.command()
 def pause(name: Name, config: Config = None) -> None:
     """Send nothing to an endpoint until it is resumed.
@@ -337,6 +279,91 @@ def resume(name: Name, config: Config = None) -> None:
     echo(f"{name}: resumed")
 
 
+def command(
+    names: Names = None,
+    *,
+    loop: Annotated[bool, typer.Option("--loop", help="Stay, until SIGTERM or Ctrl-C.")] = False,
+    stop_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            envvar="SAF_STOP_TIMEOUT",
+            metavar="SECONDS",
+            help="How long requests in flight may take after SIGTERM.",
+        ),
+    ] = STOP_SECONDS,
+    metrics: Listen = None,
+    metrics_textfile: Textfile = None,
+    metrics_push: Push = None,
+    config: Config = None,
+) -> None:
+    """Send messages to the URLs of their endpoints.
+
+    Messages that an endpoint accepts are marked. Without --loop, it sends the messages that are due
+    now. Any number of processes share the work. Exit codes: 0 when all is done, or after a stop
+    request. Without --loop: 1 if there are new dead letters; 75 if messages wait for another
+    attempt, or an endpoint is down, disabled or paused.
+    """
+    settings = load(config)
+    signer = load_signer(config) if settings.signing.key_id else None
+    summaries: dict[str, Summary] = {}
+
+    def made(endpoints: Mapping[str, Endpoint]) -> list[Dispatcher]:
+        return [
+            Dispatcher(
+                name,
+                item,
+                settings.inbox_of(item),
+                stop_seconds=stop_timeout,
+                signer=signer,
+                summary=summaries.setdefault(name, Summary()),
+            )
+            for name, item in endpoints.items()
+        ]
+
+    following = Following(settings)
+    problems: list[SafError | psycopg.Error] = []
+    if names:
+        dispatchers = made(chosen(settings, names))
+    else:
+        found = following.find()
+        problems += found.problems
+        # a loop finds the other endpoints later
+        dispatchers = made(found.endpoints if loop and problems else found.chosen([]))
+    refresh = (lambda: made(following.find().endpoints)) if loop and not names else None
+    with published(
+        listen=metrics, textfile=metrics_textfile, push=metrics_push, job="saf-dispatch"
+    ):
+        try:
+            run(dispatchers, drain=not loop, find=refresh)
+        except (SafError, psycopg.Error) as error:
+            if loop:
+                raise
+            problems.insert(0, error)
+        finally:
+            for name, summary in [*summaries.items()]:
+                echo(f"{name}: {summary}")
+    if loop:
+        return
+    codes = {item.exit_code for item in dispatchers}
+    if FOR_A_PERSON not in codes and problems:
+        raise problems[0]
+    if code := next((code for code in (FOR_A_PERSON, FOR_LATER) if code in codes), 0):
+        raise typer.Exit(code)
+
+
+def chosen(settings: Settings, names: list[str]) -> dict[str, Endpoint]:
+    """Return the endpoints with these names, from saf.toml and from the brokers.
+
+    Raises:
+        ConfigurationError: no endpoint has this name, or it is invalid.
+        Unavailable: a broker that may have the endpoint does not answer.
+    """
+    if set(names) <= set(settings.endpoints):
+        return {name: settings.endpoints[name] for name in names}
+    return find(settings).chosen(names)
+
+
 def _row(settings: Settings, name: str, endpoint: Endpoint) -> dict[str, Any]:
     with _inbox(settings, name, endpoint) as connection:
         subscription_id = _subscription(connection, name, endpoint)
@@ -361,27 +388,3 @@ def _inbox(settings: Settings, name: str, endpoint: Endpoint) -> Iterator[psycop
 
 def _subscription(connection: psycopg.Connection[Any], name: str, endpoint: Endpoint) -> int:
     return services.subscription(connection, endpoint.subscription or name).subscription_id
-
-
-async def _test(endpoint: Endpoint) -> Answer:
-    async with Client(endpoint) as client:
-        return await client.post(_test_request(endpoint))
-
-
-def _test_request(endpoint: Endpoint) -> Request:
-    """Return the request for a message of the type saf.test, without data.
-
-    Raises:
-        UnreadableBody: the endpoint's template names data.
-    """
-    columns = {
-        "message_id": uuid4().bytes,
-        "message_type": "saf.test",
-        "created_at": datetime.now(UTC),
-        "headers": json.dumps({CONTENT_TYPE: "application/json"}),
-        "body": b"{}",
-    }
-    message = Received(tuple(columns.get(name) for name in READ))
-    if endpoint.mode == "batch":
-        return envelope.together({message.message_id: envelope.event(message, endpoint)})
-    return envelope.request(message, endpoint)

@@ -1,6 +1,9 @@
-"""``saf parked``: messages that wait, e.g. for a destination, and their next attempts.
+"""Parked messages: ``saf parked`` shows why messages wait, e.g. for a destination, and until when.
 
-``saf parked messages``, ``discard`` and ``redirect``: parked messages, one by one.
+`list_` shows them by lane, with the next attempt of each, and `retry_now_` makes lanes due now.
+`messages`, `discard` and `redirect` are about single messages. `discard` and `redirect` run like
+decisions about dead letters (`saf.cli.dead.decide_and_show`), and need ``--all`` without numbers or
+a filter; ``--dry-run`` only counts.
 """
 
 from __future__ import annotations
@@ -51,6 +54,10 @@ from saf.setaside.waiting import (
     undecided,
 )
 
+LIMIT = 100
+
+app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
+
 Ids = Annotated[
     list[int] | None,
     typer.Argument(max=GREATEST, help="Numbers, as `saf parked messages` shows them."),
@@ -67,6 +74,116 @@ Service = Annotated[str | None, typer.Option(help="Only those for this service."
 Key = Annotated[str | None, typer.Option(help="Only those with this key.")]
 All = Annotated[bool, typer.Option("--all", help="Really all, where no filter is given.")]
 CountFirst = Annotated[bool, typer.Option("--dry-run", help="Count matches without changing them.")]
+
+
+@app.command("list")
+def list_(
+    *,
+    config: Config = None,
+    broker: Name = None,
+    limit: Annotated[
+        int, typer.Option(min=1, max=MOST_ROWS, help="Lanes per broker, at most.")
+    ] = LIMIT,
+    subscription: Subscription = None,
+    destination: Destination = None,
+    kind: LaneKind = None,
+    subject: Subject = None,
+    after: After = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the lanes of parked messages.
+
+    It shows the number of messages in each, why they wait, and the next attempt. If there are more
+    lanes than the limit, it shows those that block the most messages.
+    """
+    place = place_at(after)
+    round_ = Round(chosen(load(config), broker))
+    round_.go_on(after)
+    criteria = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
+    lanes = round_.visit(
+        "parked", lambda connection, _: parked(connection, limit, lanes=criteria, after=place)
+    )
+    if as_json:
+        counts = {name: found.lanes for name, found in lanes.items()}
+        report = {"parked": rows_of(lanes), "lanes": counts, "next": ends(lanes)}
+        echo(json.dumps({**report, "errors": round_.errors()}))
+    else:
+        listing(lanes).show()
+        if after is None:
+            show_how_many_more(lanes)
+        say_next(lanes)
+    round_.finish(say=not as_json)
+
+
+def listing(lanes: Mapping[str, Waiting]) -> Listing:
+    """Return a table with a row for each shown lane."""
+    rows = Listing("broker", "parked", "lane", "set aside by", "attempts", "next", below="error")
+    for name, found in lanes.items():
+        for lane in found.shown:
+            rows.add(
+                name, f"{lane.messages:,}", str(lane.own), lane.subscription, str(lane.attempts),
+                _next(lane), below=lane.error,
+            )  # fmt: skip
+    return rows
+
+
+def show_how_many_more(lanes: Mapping[str, Waiting]) -> None:
+    """Print the number of lanes that are not shown, by broker."""
+    for name, found in lanes.items():
+        if more := found.lanes - len(found.shown):
+            echo(f"{name}: {counted(more, 'lane')} more; {found.messages:,} parked in all")
+
+
+def _next(lane: Parked) -> str:
+    """Return the time of a lane's next attempt, in words."""
+    if lane.awaits_handler:
+        return "by a receiver that handles it"
+    if lane.kind == Kind.AHEAD:
+        return "when it has come"
+    if lane.braked:
+        return "after retry-now"
+    if lane.next_attempt_at >= BLOCKED:
+        return "after a decision about a dead letter"
+    return "now" if lane.due else at(lane.next_attempt_at)
+
+
+@app.command("retry-now")
+def retry_now_(
+    *,
+    config: Config = None,
+    broker: Name = None,
+    destination: Destination = None,
+    subscription: Subscription = None,
+    kind: LaneKind = None,
+    subject: Subject = None,
+    why: Why = "",
+    as_json: AsJson = False,
+) -> None:
+    """Let the next run retry parked messages without waiting longer.
+
+    The next run of the forwarder, or a receiver, retries them. A key that waits for your decision
+    about its dead letter is counted, and still waits: see `saf dead`.
+    """
+    round_ = Round(chosen(load(config), broker))
+    criteria = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
+
+    def retry(connection: psycopg.Connection[Any], _: object) -> tuple[int, int]:
+        return retry_now(connection, lanes=criteria, why=why), undecided(connection, criteria)
+
+    done = round_.visit("parked", retry)
+    if as_json:
+        due = {name: lanes for name, (lanes, _) in done.items()}
+        waiting = {name: keys for name, (_, keys) in done.items() if keys}
+        echo(json.dumps({"lanes": due, "undecided": waiting, "errors": round_.errors()}))
+    else:
+        for name, (lanes, keys) in done.items():
+            wait = (
+                f"; {counted(keys, 'key')} more until you decide about a dead letter"
+                if keys
+                else ""
+            )
+            echo(f"{name}: {counted(lanes, 'lane')} to be tried by the next run{wait}")
+    round_.finish(say=not as_json)
 
 
 def messages(
@@ -106,6 +223,19 @@ def messages(
         _listing(pages).show()
         say_next(pages)
     round_.finish(say=not as_json)
+
+
+def _listing(pages: Mapping[str, Page[ParkedMessage]]) -> Listing:
+    listing = Listing(
+        "broker", "number", "when", "lane", "set aside by", "service", "key", "bytes", below="error"
+    )
+    for name, page in pages.items():
+        for row in page.shown:
+            listing.add(
+                name, str(row.parked_id), at(row.parked_at), str(row.lane), row.subscription,
+                row.service, row.key or "", f"{row.bytes:,}", below=row.error or "",
+            )  # fmt: skip
+    return listing
 
 
 def discard(
@@ -177,6 +307,11 @@ def redirect(
     _act(round_, decision, criteria, why, to=to, dry_run=dry_run, as_json=as_json)
 
 
+app.command("messages")(messages)
+app.command("discard")(discard)
+app.command("redirect")(redirect)
+
+
 def _filter(*, everything: bool, **given: Any) -> ParkedFilter:
     criteria = ParkedFilter(**given)
     if criteria == ParkedFilter() and not everything:
@@ -216,136 +351,3 @@ def _count(round_: Round, criteria: ParkedFilter, to: str | None, *, as_json: bo
             echo(f"{name}: {counted(row.messages, 'parked message')}{stay}")
             say_staying(row.stays)
     round_.finish(say=not as_json)
-
-
-def _listing(pages: Mapping[str, Page[ParkedMessage]]) -> Listing:
-    listing = Listing(
-        "broker", "number", "when", "lane", "set aside by", "service", "key", "bytes", below="error"
-    )
-    for name, page in pages.items():
-        for row in page.shown:
-            listing.add(
-                name, str(row.parked_id), at(row.parked_at), str(row.lane), row.subscription,
-                row.service, row.key or "", f"{row.bytes:,}", below=row.error or "",
-            )  # fmt: skip
-    return listing
-
-
-app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
-
-LIMIT = 100
-
-
-@app.command("list")
-def list_(
-    *,
-    config: Config = None,
-    broker: Name = None,
-    limit: Annotated[
-        int, typer.Option(min=1, max=MOST_ROWS, help="Lanes per broker, at most.")
-    ] = LIMIT,
-    subscription: Subscription = None,
-    destination: Destination = None,
-    kind: LaneKind = None,
-    subject: Subject = None,
-    after: After = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show the lanes of parked messages.
-
-    It shows the number of messages in each, why they wait, and the next attempt. If there are more
-    lanes than the limit, it shows those that block the most messages.
-    """
-    place = place_at(after)
-    round_ = Round(chosen(load(config), broker))
-    round_.go_on(after)
-    criteria = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
-    lanes = round_.visit(
-        "parked", lambda connection, _: parked(connection, limit, lanes=criteria, after=place)
-    )
-    if as_json:
-        counts = {name: found.lanes for name, found in lanes.items()}
-        report = {"parked": rows_of(lanes), "lanes": counts, "next": ends(lanes)}
-        echo(json.dumps({**report, "errors": round_.errors()}))
-    else:
-        listing(lanes).show()
-        if after is None:
-            show_how_many_more(lanes)
-        say_next(lanes)
-    round_.finish(say=not as_json)
-
-
-@app.command("retry-now")
-def retry_now_(
-    *,
-    config: Config = None,
-    broker: Name = None,
-    destination: Destination = None,
-    subscription: Subscription = None,
-    kind: LaneKind = None,
-    subject: Subject = None,
-    why: Why = "",
-    as_json: AsJson = False,
-) -> None:
-    """Let the next run retry parked messages without waiting longer.
-
-    The next run of the forwarder, or a receiver, retries them. A key that waits for your decision
-    about its dead letter is counted, and still waits: see `saf dead`.
-    """
-    round_ = Round(chosen(load(config), broker))
-    criteria = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
-
-    def retry(connection: psycopg.Connection[Any], _: object) -> tuple[int, int]:
-        return retry_now(connection, lanes=criteria, why=why), undecided(connection, criteria)
-
-    done = round_.visit("parked", retry)
-    if as_json:
-        due = {name: lanes for name, (lanes, _) in done.items()}
-        waiting = {name: keys for name, (_, keys) in done.items() if keys}
-        echo(json.dumps({"lanes": due, "undecided": waiting, "errors": round_.errors()}))
-    else:
-        for name, (lanes, keys) in done.items():
-            wait = (
-                f"; {counted(keys, 'key')} more until you decide about a dead letter"
-                if keys
-                else ""
-            )
-            echo(f"{name}: {counted(lanes, 'lane')} to be tried by the next run{wait}")
-    round_.finish(say=not as_json)
-
-
-app.command("messages")(messages)
-app.command("discard")(discard)
-app.command("redirect")(redirect)
-
-
-def listing(lanes: Mapping[str, Waiting]) -> Listing:
-    """Return a row for each shown lane."""
-    rows = Listing("broker", "parked", "lane", "set aside by", "attempts", "next", below="error")
-    for name, found in lanes.items():
-        for lane in found.shown:
-            rows.add(
-                name, f"{lane.messages:,}", str(lane.own), lane.subscription, str(lane.attempts),
-                _next(lane), below=lane.error,
-            )  # fmt: skip
-    return rows
-
-
-def show_how_many_more(lanes: Mapping[str, Waiting]) -> None:
-    """Print for each broker how many lanes are not shown."""
-    for name, found in lanes.items():
-        if more := found.lanes - len(found.shown):
-            echo(f"{name}: {counted(more, 'lane')} more; {found.messages:,} parked in all")
-
-
-def _next(lane: Parked) -> str:
-    """Return the time of a lane's next attempt, in words."""
-    if lane.awaits_handler:
-        return "by a receiver that handles it"
-    if lane.kind == Kind.AHEAD:
-        return "when it has come"
-    if lane.braked:
-        return "after retry-now"
-    if lane.next_attempt_at >= BLOCKED:
-        return "after a decision about a dead letter"
-    return "now" if lane.due else at(lane.next_attempt_at)

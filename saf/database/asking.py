@@ -1,6 +1,10 @@
-"""Asking a database, and the meaning of its errors: it is lost, it hangs, a right is missing.
+"""Queries to a database: their rows, the meaning of their errors, and the revision of the schema.
 
-The schema's revision: library and database must use the same tables.
+`fetch` returns tuples from any connection. `unavailable_if_lost` gives errors their meaning: the
+database is lost, it hangs, a right is missing. Nothing is retried here.
+
+Library and database must use the same tables, so `check_schema` requires the schema's revision to
+be `REVISION`. It only reads: an error names the command that repairs the schema.
 """
 
 from __future__ import annotations
@@ -16,13 +20,22 @@ from psycopg.rows import tuple_row
 from saf.database.sqlstates import Meaning, meaning, translated
 from saf.errors import Rejected, RowsGone, SchemaMismatch, SchemaMissing
 
+REVISION = "0036"
+"""The Alembic revision of the schema that this library reads and writes."""
+SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
+# Not to_regclass: for a user without USAGE on the schema it fails, and with it the transaction.
+# Alembic's table outlives a downgrade to the beginning.
+HAS_SCHEMA = """
+SELECT count(*) = 2
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = 'saf' AND c.relname IN ('alembic_version', 'broker')
+"""
 
-class NoAnswer(psycopg.OperationalError):
-    """The error for a server that has sent nothing for too long."""
+DURABLY = "SET LOCAL synchronous_commit = on"
+"""SQL that makes a transaction's commit wait for the disk, whatever the default."""
 
-    sqlstate = psycopg.errors.QueryCanceled.sqlstate
-    """The SQLSTATE that the server would have sent if it had been able to."""
-
+FOR_A_PERSON = (Meaning.NO_RIGHT, Meaning.READ_ONLY, Meaning.INCOMPLETE, Meaning.PUBLISHED)
+"""Meanings of errors that an operator must fix."""
 
 LOST = (
     psycopg.OperationalError,
@@ -32,10 +45,12 @@ LOST = (
 )
 """Errors of a connection that is gone, or of a query without a complete answer."""
 
-DURABLY = "SET LOCAL synchronous_commit = on"
-"""SQL that makes a transaction's commit wait for the disk, whatever the default."""
 
-FOR_A_PERSON = (Meaning.NO_RIGHT, Meaning.READ_ONLY, Meaning.INCOMPLETE, Meaning.PUBLISHED)
+class NoAnswer(psycopg.OperationalError):
+    """The error for a server that has sent nothing for too long."""
+
+    sqlstate = psycopg.errors.QueryCanceled.sqlstate
+    """The SQLSTATE that the server would have sent if it had been able to."""
 
 
 @contextmanager
@@ -64,7 +79,7 @@ def fetch(
     query: QueryNoTemplate,
     params: Mapping[str, Any] | None = None,
 ) -> list[tuple[Any, ...]]:
-    """Return all rows as tuples, whatever row factory the connection has."""
+    """Return all rows as tuples; the connection may have any row factory."""
     with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
         return cursor.execute(query, params).fetchall()
 
@@ -91,19 +106,6 @@ def the_row(found: Sequence[tuple[Any, ...]], database: str) -> tuple[Any, ...]:
     if not found:
         raise RowsGone(database, ["saf.broker has no row"])
     return found[0]
-
-
-REVISION = "0036"
-"""The Alembic revision of the schema that this library reads and writes."""
-
-SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
-# Not to_regclass: for a user without USAGE on the schema it fails, and with it the transaction.
-# Alembic's table outlives a downgrade to the beginning.
-HAS_SCHEMA = """
-SELECT count(*) = 2
-FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-WHERE n.nspname = 'saf' AND c.relname IN ('alembic_version', 'broker')
-"""
 
 
 def check_schema(connection: psycopg.Connection[Any]) -> None:

@@ -1,19 +1,22 @@
-"""DSNs that cannot leak their password, and the connections that they open.
+"""Connections to a database: a `Dsn` opens them, hides its password, and knows about poolers.
 
 A `Dsn` is a string that libpq accepts (``postgresql://…`` or ``host=… dbname=…``), or such a URL in
 SQLAlchemy's form (``postgresql+psycopg://…``). Its ``repr`` and ``str`` never show the password, so
-it may appear in logs, plans and exceptions; only `Dsn.conninfo` reveals it, to the drivers.
+it may appear in logs, plans and exceptions. Only `Dsn.conninfo`, and the texts made from it for the
+drivers (`Dsn.parts`, `Dsn.for_role`), contain the password. `Dsn.redact` removes it from a driver's
+errors.
 
-Poolers between a client and a server, such as PgBouncer: detected, then tolerated or refused.
+Between a client and a server may be a pooler, such as PgBouncer. A pooler in transaction mode gives
+each transaction any of the server's sessions. So a client must leave nothing behind in a session:
+no setting, no lock, no LISTEN, and no prepared statement with a name, which the next client would
+run in place of its own. A pooler in session mode keeps a client's session, but a client cannot tell
+which mode a pooler is in. So a pooler is detected (`is_pooled`), then tolerated or refused:
 
-A pooler in transaction mode gives each transaction any of the server's sessions. So a client must
-leave nothing behind in a session: no setting, no lock, no LISTEN, and no prepared statement with a
-name, which the next client would run in place of its own. A pooler in session mode keeps a client's
-session, but a client cannot tell which mode a pooler is in.
-
-- Sending and receiving leave nothing behind, and prepare nothing if there is a pooler.
+- Sending and receiving leave nothing behind, and prepare nothing if there is a pooler
+  (`unprepared`).
 - Everything else needs its own session and refuses any pooler: a forwarder, processors, a listener,
-  and the commands, whose `saf.database.bounds` are set for a session.
+  and the commands, whose `saf.database.bounds` are set for a session (`Dsn.connect`,
+  `refuse_pooler`).
 """
 
 from __future__ import annotations
@@ -43,49 +46,6 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     Raw = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 
-WHO_ANSWERS = "SELECT pg_backend_pid()"
-
-
-def is_pooled(connection: psycopg.Connection[Any]) -> bool:
-    """Whether a pooler is in between: another process answers than was announced.
-
-    A pooler that lends sessions invents the process number that it gives a client when connecting,
-    which the client needs to cancel a query.
-    """
-    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
-        row = cursor.execute(WHO_ANSWERS, prepare=False).fetchone()
-    return row is not None and row[0] != connection.info.backend_pid
-
-
-def refuse_pooler(connection: psycopg.Connection[Any]) -> None:
-    """Raise unless the connection leads to the server itself.
-
-    Raises:
-        ConfigurationError: the connection leads to a pooler.
-    """
-    if is_pooled(connection):
-        raise pooled(f"database {connection.info.dbname!r}")
-
-
-def pooled(what: str) -> ConfigurationError:
-    """Return the error for a pooler if ``what`` needs a session."""
-    return ConfigurationError(
-        f"{what} is reached through a connection pooler: forwarders, processors, listeners and "
-        "commands need sessions of their own, so name the server itself. Only sending and "
-        "receiving go through a pooler"
-    )
-
-
-@contextmanager
-def unprepared(connection: Raw) -> Iterator[None]:
-    """Create no named prepared statements during a block."""
-    before, connection.prepare_threshold = connection.prepare_threshold, None
-    try:
-        yield
-    finally:
-        connection.prepare_threshold = before
-
-
 T = TypeVar("T")
 
 SECRETS = (
@@ -105,9 +65,12 @@ ESCAPES = (
     "%25; or give host=… user=… password=…"
 )
 """The cure for a dsn; the wrong part is not shown, because it may be part of the password."""
+
 PORTS = re.compile(r"[0-9,]*")
 DRIVER = re.compile(r"^\s*(postgres(?:ql)?)\+\w+://")
 """The beginning of a URL that names a driver of SQLAlchemy."""
+
+WHO_ANSWERS = "SELECT pg_backend_pid()"
 
 
 @dataclass(frozen=True)
@@ -287,3 +250,43 @@ class _Bounded(psycopg.Connection[Any]):
                 if waiting is None or not waiting.given_up:
                     raise
                 raise NoAnswer(str(waiting)) from error
+
+
+def is_pooled(connection: psycopg.Connection[Any]) -> bool:
+    """Return whether a pooler is in between: an unannounced process answers.
+
+    A pooler that lends sessions invents the process number that it gives a client when connecting,
+    which the client needs to cancel a query.
+    """
+    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
+        row = cursor.execute(WHO_ANSWERS, prepare=False).fetchone()
+    return row is not None and row[0] != connection.info.backend_pid
+
+
+def refuse_pooler(connection: psycopg.Connection[Any]) -> None:
+    """Raise unless the connection leads to the server itself.
+
+    Raises:
+        ConfigurationError: the connection leads to a pooler.
+    """
+    if is_pooled(connection):
+        raise pooled(f"database {connection.info.dbname!r}")
+
+
+def pooled(what: str) -> ConfigurationError:
+    """Return the error for a pooler in front of ``what``, which needs a session."""
+    return ConfigurationError(
+        f"{what} is reached through a connection pooler: forwarders, processors, listeners and "
+        "commands need sessions of their own, so name the server itself. Only sending and "
+        "receiving go through a pooler"
+    )
+
+
+@contextmanager
+def unprepared(connection: Raw) -> Iterator[None]:
+    """Create no named prepared statements during a block."""
+    before, connection.prepare_threshold = connection.prepare_threshold, None
+    try:
+        yield
+    finally:
+        connection.prepare_threshold = before

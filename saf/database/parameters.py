@@ -1,17 +1,14 @@
-"""Parameters: values as PostgreSQL reads them.
-
-Arrays as PostgreSQL reads them.
+"""Parameters: arrays and bytes in the text form that PostgreSQL reads.
 
 psycopg inspects each element of a list several times to find the elements' type. For the 64 shards
-of a small batch, that takes longer than the query. A statement that states the type itself, in a
-CAST, takes an array as text.
+of a small batch, that takes longer than the query. So `array` writes an array as text, for a
+statement that states the type itself, in a CAST.
 
-Bytes on a connection whose server reads a backslash in a literal as an escape.
-
-On such a server, ``standard_conforming_strings`` is off, and psycopg doubles the backslashes of all
-bytes that it writes as text, as if they were in a literal. In a COPY and in an array they are not:
-the server would silently store other bytes. So bytes are sent there in the text form of a bytea.
-Single parameters are not sent as text, and stay.
+Some servers read a backslash in a literal as an escape: ``standard_conforming_strings`` is off.
+There, psycopg doubles the backslashes of all bytes that it writes as text, as if they were in a
+literal. But bytes in a COPY or in an array are not in a literal, so the server would silently store
+other bytes. `in_rows` and `in_arrays` send bytes to such a server in the text form of a bytea.
+Single parameters are not sent as text, and stay; for other servers, nothing is changed.
 """
 
 from __future__ import annotations
@@ -19,6 +16,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import psycopg
+
+    Connection = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 
 
 def array(values: Iterable[Hashable]) -> str:
@@ -40,19 +42,13 @@ def _element(value: Hashable) -> str:
     return f'"{text}"'
 
 
-if TYPE_CHECKING:
-    import psycopg
-
-    Connection = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
-
-
 def in_rows(connection: Connection, rows: Iterable[Sequence[Any]]) -> Iterable[Sequence[Any]]:
-    """Return rows for a COPY."""
+    """Return rows for a COPY, with bytes in a form that the server reads correctly."""
     return ([_text(value) for value in row] for row in rows) if _doubles(connection) else rows
 
 
 def in_arrays(connection: Connection, params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the parameters of a statement; some may be lists of bytes."""
+    """Return the parameters of a statement, in which arrays may be lists of bytes."""
     if not _doubles(connection):
         return params
     return {

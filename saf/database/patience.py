@@ -1,11 +1,13 @@
-"""Patience: stop waiting for a server that has sent nothing for too long.
+"""Patience: how long a call waits for a server that sends nothing, and how often it is retried.
 
 A server process may be stopped, or its disk may hang. Then its connection stays, its machine still
 acknowledges packets, and its own timeouts do not fire. Its client would wait without end, inside a
-C library. So one thread of each process watches the waiting calls, and cuts the connection of a
-call that has waited too long. The library then reports that the connection was lost.
+C library. So one thread of each process watches the calls in `answer_within`, and cuts the
+connection of a call that has waited too long. The library then reports that the connection was
+lost. A cut that fails for lack of file descriptors is tried again.
 
-Retries while a service does not answer: the only module that uses tenacity.
+`while_unavailable` retries a call while a service does not answer. No other module uses tenacity.
+Neither a server that hangs nor one that refuses a login is retried.
 """
 
 from __future__ import annotations
@@ -30,27 +32,11 @@ T = TypeVar("T")
 FIRST_WAIT_SECONDS = 0.2
 LONGEST_WAIT_SECONDS = 2.0
 
-
-def while_unavailable(attempts: int, action: Callable[[], T]) -> T:
-    """Call ``action`` up to ``attempts`` times while it raises `Unavailable`; return its result.
-
-    This bridges outages of a few seconds, such as a server's restart. A server that hangs is not
-    retried, because the first call has already waited for it. The last error is raised unchanged.
-    """
-    return tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(attempts),
-        wait=tenacity.wait_exponential(FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
-        retry=tenacity.retry_if_exception(_passing),
-        reraise=True,
-    )(action)
-
-
-def _passing(error: BaseException) -> bool:
-    return isinstance(error, Unavailable) and not (error.hangs or isinstance(error, Refused))
-
-
 LOOK_SECONDS = 0.25
 """Precision of the watch, in seconds."""
+
+SERVER_SOCKET = ".s.PGSQL."
+DESCRIPTORS = next(path for path in map(Path, ("/proc/self/fd", "/dev/fd")) if path.is_dir())
 
 
 class Waiting:
@@ -71,6 +57,25 @@ class Waiting:
 
     def __str__(self) -> str:
         return f"it has not answered for {self.seconds:g} s, so its connection was cut"
+
+
+@contextmanager
+def answer_within(seconds: float | None, cut: Callable[[], None]) -> Iterator[Waiting | None]:
+    """Watch a call, and end it with ``cut`` after ``seconds``; if None, never."""
+    if seconds is None:
+        yield None
+        return
+    waiting = Waiting(seconds, cut)
+    _watch.add(waiting)
+    try:
+        yield waiting
+    finally:
+        _watch.remove(waiting)
+
+
+def quiet_seconds(thread: int) -> float:
+    """Return the seconds since a thread last waited for a server; 0 while it waits for one."""
+    return _watch.quiet(thread)
 
 
 class _Watch:
@@ -127,25 +132,6 @@ _watch = _Watch()
 os.register_at_fork(after_in_child=_watch.forget)
 
 
-@contextmanager
-def answer_within(seconds: float | None, cut: Callable[[], None]) -> Iterator[Waiting | None]:
-    """Watch a call, and end it with ``cut`` after ``seconds``; None: never."""
-    if seconds is None:
-        yield None
-        return
-    waiting = Waiting(seconds, cut)
-    _watch.add(waiting)
-    try:
-        yield waiting
-    finally:
-        _watch.remove(waiting)
-
-
-def quiet_seconds(thread: int) -> float:
-    """Return the seconds since a thread last waited for a server; 0 while it waits for one."""
-    return _watch.quiet(thread)
-
-
 def shut(descriptors: Iterable[int]) -> None:
     """Cut connections by their sockets; the library still closes the sockets itself.
 
@@ -162,9 +148,9 @@ def shut(descriptors: Iterable[int]) -> None:
 
 
 def hung_up(descriptors: Iterable[int]) -> bool:
-    """Whether a server has closed one of some connections on which no call waits for an answer.
+    """Return whether a server has closed a connection, while no call waits for an answer on it.
 
-    Unrequested data counts as closed too: a server rarely sends any other.
+    Unrequested data counts as closed too: a server rarely sends any for another reason.
     """
     poller = select.poll()
     for descriptor in descriptors:
@@ -191,10 +177,6 @@ def sockets_to(port: int) -> set[int]:
     }
 
 
-SERVER_SOCKET = ".s.PGSQL."
-DESCRIPTORS = next(path for path in map(Path, ("/proc/self/fd", "/dev/fd")) if path.is_dir())
-
-
 def _connections() -> Iterator[tuple[int, int, Any]]:
     """Yield the descriptor, the family and the peer of each connected stream."""
     for file in DESCRIPTORS.iterdir():
@@ -211,3 +193,21 @@ def _same(descriptor: int) -> socket.socket:
     except OSError:  # not a socket
         os.close(copy)
         raise
+
+
+def while_unavailable(attempts: int, action: Callable[[], T]) -> T:
+    """Call ``action`` up to ``attempts`` times while it raises `Unavailable`; return its result.
+
+    This bridges outages of a few seconds, such as a server's restart. A server that hangs is not
+    retried, because the first call has already waited for it. The last error is raised unchanged.
+    """
+    return tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(attempts),
+        wait=tenacity.wait_exponential(FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
+        retry=tenacity.retry_if_exception(_passing),
+        reraise=True,
+    )(action)
+
+
+def _passing(error: BaseException) -> bool:
+    return isinstance(error, Unavailable) and not (error.hangs or isinstance(error, Refused))

@@ -1,22 +1,13 @@
-"""Meanings of SQLSTATEs: one policy for the errors of both drivers.
+"""SQLSTATEs: meanings of a database's errors, and reasons for refused connections.
 
-    of the rows   data, constraints, size limits, and errors raised by triggers: caused by a message
-    hangs         the server is running, and something blocks the request
-    no right      the login lacks a right that it needs
-    read-only     the server is a standby, or is set to take no writes
-    incomplete    part of the schema saf is missing
-    published     changes are published of a table without a replica identity
-    disk full     nothing can be written until somebody has made room
+`meaning` is one policy for the errors of both drivers; `Meaning` lists the meanings. An error
+without a meaning may pass with time: the connection is lost, the server restarts. The step is
+retried later, and no message is to blame.
 
-An error without a meaning here may pass with time: the connection is lost, the server restarts. The
-step is retried later, and no message is to blame.
-
-Why a running server refuses a connection, and what to do about it.
-
-A server gives the reason as a SQLSTATE. libpq does not return it for a failed connection: it
-returns only a text, in the server's language. But libpq can trace its messages. So saf connects
-once more with a trace, and reads the SQLSTATE there. If nothing is traced, the reason stays
-unknown.
+`cure` and `to_mend` return what to do about a connection that a running server refuses. A server
+gives the reason as a SQLSTATE. libpq does not return it for a failed connection: it returns only a
+text, in the server's language. But libpq can trace its messages. So `sqlstate` connects once more
+with a trace, and reads the SQLSTATE there. If nothing is traced, the reason stays unknown.
 """
 
 from __future__ import annotations
@@ -33,6 +24,42 @@ from psycopg.pq import abc
 
 from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
 from saf.errors import ConfigurationError, DiskFull, SafError, Unavailable
+
+
+class Meaning(Enum):
+    """Meaning of an SQLSTATE."""
+
+    OF_THE_ROWS = "of the rows"
+    """Data, constraints, size limits, and errors raised by triggers: caused by a message."""
+    HANGS = "hangs"
+    """The server is running, and something blocks the request."""
+    NO_RIGHT = "no right"
+    """The login lacks a right that it needs."""
+    READ_ONLY = "read-only"
+    """The server is a standby, or is set to take no writes."""
+    INCOMPLETE = "incomplete"
+    """Part of the schema saf is missing."""
+    PUBLISHED = "published"
+    """Changes of a table without a replica identity are published."""
+    DISK_FULL = "disk full"
+    """Nothing can be written until an operator has made room."""
+
+
+OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
+"""Classes of SQLSTATEs that are about the rows, by their first two characters."""
+
+MEANINGS = {
+    errors.LockNotAvailable.sqlstate: Meaning.HANGS,
+    errors.QueryCanceled.sqlstate: Meaning.HANGS,
+    errors.InsufficientPrivilege.sqlstate: Meaning.NO_RIGHT,
+    errors.ReadOnlySqlTransaction.sqlstate: Meaning.READ_ONLY,
+    errors.UndefinedTable.sqlstate: Meaning.INCOMPLETE,
+    errors.UndefinedColumn.sqlstate: Meaning.INCOMPLETE,
+    errors.UndefinedFunction.sqlstate: Meaning.INCOMPLETE,
+    errors.InvalidSchemaName.sqlstate: Meaning.INCOMPLETE,
+    errors.ObjectNotInPrerequisiteState.sqlstate: Meaning.PUBLISHED,
+    errors.DiskFull.sqlstate: Meaning.DISK_FULL,
+}
 
 SILENT = "start the server, or fix the dsn in saf.toml; no message is lost while it is down"
 """The cure if no server answers."""
@@ -66,10 +93,6 @@ CURES = {
     ),
 }
 
-# The trace of a server's ErrorResponse: its fields, each with its letter
-SAID = re.compile(rb'\tErrorResponse\t.* C "(\w{5})" M ')
-
-
 FOR_A_PERSON = {
     errors.InvalidPassword.sqlstate,
     errors.InvalidAuthorizationSpecification.sqlstate,
@@ -79,95 +102,8 @@ FOR_A_PERSON = {
 }
 """SQLSTATEs that do not pass with time: an operator has to repair something."""
 
-
-def cure(conninfo: str) -> str:
-    """Return what to do about a database that could not be connected to."""
-    return CURES.get(sqlstate(conninfo) or "", SILENT)
-
-
-def to_mend(conninfo: str) -> str | None:
-    """Return the repair that an operator must make before a login can work; None if it may pass."""
-    state = sqlstate(conninfo)
-    return CURES[state] if state in FOR_A_PERSON else None
-
-
-def sqlstate(conninfo: str) -> str | None:
-    """Return the SQLSTATE with which a server refuses a connection; None if unknown.
-
-    A client without a password is not refused: it gives up when the server asks for one.
-    """
-    connection = pq.PGconn.connect_start(conninfo.encode())
-    try:
-        with _traced(connection) as trace:
-            _poll(connection)
-        if connection.needs_password:
-            return errors.InvalidPassword.sqlstate
-    finally:
-        connection.finish()
-    found = SAID.search(b"".join(trace))
-    return found[1].decode() if found else None
-
-
-def _poll(connection: abc.PGconn) -> None:
-    """Continue connecting until the server has accepted or refused the login, or stops
-    answering."""
-    while True:
-        status = connection.connect_poll()
-        if status not in (pq.PollingStatus.READING, pq.PollingStatus.WRITING):
-            return
-        sockets = [connection.socket]
-        reading = sockets if status == pq.PollingStatus.READING else []
-        writing = sockets if status == pq.PollingStatus.WRITING else []
-        if not any(select.select(reading, writing, [], CONNECT_TIMEOUT_SECONDS)):
-            return
-
-
-@contextmanager
-def _traced(connection: abc.PGconn) -> Iterator[list[bytes]]:
-    """Yield a list that gets the trace at the end; by a pipe, because it may contain secrets."""
-    trace: list[bytes] = []
-    out, into = os.pipe()
-    os.set_blocking(out, False)
-    os.set_blocking(into, False)
-    try:
-        connection.trace(into)
-        yield trace
-        connection.untrace()
-        trace.append(os.read(out, 1 << 16))
-    except BlockingIOError:
-        pass  # nothing was written
-    finally:
-        os.close(out)
-        os.close(into)
-
-
-class Meaning(Enum):
-    """Meaning of an SQLSTATE; the module lists the meanings."""
-
-    OF_THE_ROWS = "of the rows"
-    HANGS = "hangs"
-    NO_RIGHT = "no right"
-    READ_ONLY = "read-only"
-    INCOMPLETE = "incomplete"
-    PUBLISHED = "published"
-    DISK_FULL = "disk full"
-
-
-OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
-"""Classes of SQLSTATEs, by their first two characters."""
-
-MEANINGS = {
-    errors.LockNotAvailable.sqlstate: Meaning.HANGS,
-    errors.QueryCanceled.sqlstate: Meaning.HANGS,
-    errors.InsufficientPrivilege.sqlstate: Meaning.NO_RIGHT,
-    errors.ReadOnlySqlTransaction.sqlstate: Meaning.READ_ONLY,
-    errors.UndefinedTable.sqlstate: Meaning.INCOMPLETE,
-    errors.UndefinedColumn.sqlstate: Meaning.INCOMPLETE,
-    errors.UndefinedFunction.sqlstate: Meaning.INCOMPLETE,
-    errors.InvalidSchemaName.sqlstate: Meaning.INCOMPLETE,
-    errors.ObjectNotInPrerequisiteState.sqlstate: Meaning.PUBLISHED,
-    errors.DiskFull.sqlstate: Meaning.DISK_FULL,
-}
+# The trace of a server's ErrorResponse: its fields, each with its letter
+SAID = re.compile(rb'\tErrorResponse\t.* C "(\w{5})" M ')
 
 
 def meaning(sqlstate: str | None) -> Meaning | None:
@@ -218,3 +154,63 @@ def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
             return DiskFull(what, reason)
         case one:
             return Unavailable(what, reason, hangs=one is Meaning.HANGS)
+
+
+def cure(conninfo: str) -> str:
+    """Return what to do about a database that could not be connected to."""
+    return CURES.get(sqlstate(conninfo) or "", SILENT)
+
+
+def to_mend(conninfo: str) -> str | None:
+    """Return the repair that an operator must make before a login can work; None if it may pass."""
+    state = sqlstate(conninfo)
+    return CURES[state] if state in FOR_A_PERSON else None
+
+
+def sqlstate(conninfo: str) -> str | None:
+    """Return the SQLSTATE with which a server refuses a connection; None if unknown.
+
+    A client without a password is not refused: it gives up when the server asks for one.
+    """
+    connection = pq.PGconn.connect_start(conninfo.encode())
+    try:
+        with _traced(connection) as trace:
+            _poll(connection)
+        if connection.needs_password:
+            return errors.InvalidPassword.sqlstate
+    finally:
+        connection.finish()
+    found = SAID.search(b"".join(trace))
+    return found[1].decode() if found else None
+
+
+def _poll(connection: abc.PGconn) -> None:
+    """Continue connecting until the server accepts or refuses the login, or stops answering."""
+    while True:
+        status = connection.connect_poll()
+        if status not in (pq.PollingStatus.READING, pq.PollingStatus.WRITING):
+            return
+        sockets = [connection.socket]
+        reading = sockets if status == pq.PollingStatus.READING else []
+        writing = sockets if status == pq.PollingStatus.WRITING else []
+        if not any(select.select(reading, writing, [], CONNECT_TIMEOUT_SECONDS)):
+            return
+
+
+@contextmanager
+def _traced(connection: abc.PGconn) -> Iterator[list[bytes]]:
+    """Yield a list that gets the trace at the end; by a pipe, because it may contain secrets."""
+    trace: list[bytes] = []
+    out, into = os.pipe()
+    os.set_blocking(out, False)
+    os.set_blocking(into, False)
+    try:
+        connection.trace(into)
+        yield trace
+        connection.untrace()
+        trace.append(os.read(out, 1 << 16))
+    except BlockingIOError:
+        pass  # nothing was written
+    finally:
+        os.close(out)
+        os.close(into)

@@ -1,12 +1,14 @@
-"""Addresses of servers with virtual hosts: URLs without a login, shared by several kinds.
+"""Server addresses: URLs of one server or of a cluster, and connections to their hosts.
 
-SCHEME://host:port/vhost          one server; without a path, the virtual host ``/``
-SCHEME://host,host:port           a cluster: the first host that answers
+    SCHEME://host:port/vhost          one server; without a path, the virtual host ``/``
+    SCHEME://host,host:port           a cluster: the first host that answers
 
-Hosts: connect to the first host of an address that answers.
+`parse` rejects a URL that contains a login, because settings contain the login separately. Several
+kinds of destination share this module; kinds that parse URLs of their own use the other functions.
 
-The system of a host accepts connections even while the server process is stopped. So the next host
-is also tried if one accepts a connection and then does not answer in time.
+The operating system of a host accepts connections even while the server process is stopped. So
+`first_of` also tries the next host if a host accepts a connection and then does not answer in time.
+If no host answers, the last host's error is raised.
 """
 
 from __future__ import annotations
@@ -20,52 +22,21 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Address of a server, or of the servers of a cluster."""
+
+    hosts: tuple[tuple[str, int], ...]
+    virtual_host: str
+    tls: bool
+
+
 class OfTls(Protocol):
     """TLS settings: how to check the server's certificate, and the client's own certificate."""
 
     ca_file: Path | None
     certificate_file: Path | None
     key_file: Path | None
-
-
-def first_of(hosts: Sequence[tuple[str, int]], open_host: Callable[[str, int], None]) -> None:
-    """Call ``open_host`` for each host until a call raises no `OSError`.
-
-    If ``open_host`` raises, it must close its connection first. The last host's error is raised.
-    """
-    *rest, last = hosts
-    for host in rest:
-        try:
-            return open_host(*host)
-        except OSError:
-            continue
-    return open_host(*last)
-
-
-def connect(host: str, port: int, seconds: float) -> socket.socket:
-    """Connect; no operation waits longer than ``seconds``."""
-    connection = socket.create_connection((host, port), timeout=seconds)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
-    return connection
-
-
-def context_of(settings: OfTls) -> ssl.SSLContext:
-    """Return the TLS context for these settings."""
-    context = ssl.create_default_context(cafile=settings.ca_file)
-    if settings.certificate_file is not None:
-        context.load_cert_chain(settings.certificate_file, settings.key_file)
-    return context
-
-
-@dataclass(frozen=True, kw_only=True)
-class Address:
-    """Addresses of servers."""
-
-    hosts: tuple[tuple[str, int], ...]
-    virtual_host: str
-    tls: bool
 
 
 def parse(text: str, ports: Mapping[str, int], secure: str, named: str) -> Address:
@@ -122,3 +93,34 @@ def named_host(text: str, host: str) -> str:
     except UnicodeError:
         raise ValueError(f"{text!r}: {host!r} cannot be the name of a host") from None
     return host
+
+
+def first_of(hosts: Sequence[tuple[str, int]], open_host: Callable[[str, int], None]) -> None:
+    """Call ``open_host`` for each host until a call raises no `OSError`.
+
+    If ``open_host`` raises, it must close its connection first. The last host's error is raised.
+    """
+    *rest, last = hosts
+    for host in rest:
+        try:
+            return open_host(*host)
+        except OSError:
+            continue
+    return open_host(*last)
+
+
+def connect(host: str, port: int, seconds: float) -> socket.socket:
+    """Connect; no operation waits longer than ``seconds``."""
+    connection = socket.create_connection((host, port), timeout=seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+    return connection
+
+
+def context_of(settings: OfTls) -> ssl.SSLContext:
+    """Return the TLS context for these settings."""
+    context = ssl.create_default_context(cafile=settings.ca_file)
+    if settings.certificate_file is not None:
+        context.load_cert_chain(settings.certificate_file, settings.key_file)
+    return context

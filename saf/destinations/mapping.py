@@ -1,6 +1,6 @@
 """Mapping: the topic, key, headers and body that a queue gets for a message.
 
-    topic     a template, such as "orders.{service}", with `PLACEHOLDERS`
+    topic     a template, such as "orders.{service}", with `saf.destinations.queues.PLACEHOLDERS`
     key       the message's key
     headers   saf's own (`HEADERS`), and the sender's, unchanged
     body      the message's body, byte for byte
@@ -15,10 +15,11 @@ The sender's own headers are JSON: texts are copied, any other value becomes JSO
 must not set a header that saf sets (in the third format, one that saf sets in either of the other
 formats): such a message is rejected.
 
-The functions work on columns. Python parses each distinct text of senders' headers once per chunk:
+`mapped` works on columns. Python parses each distinct text of senders' headers once per chunk:
 once if all messages have the same headers, for every message if each has a trace of its own.
 
-Written marks: an epoch and a mark as text, for kinds that store texts instead of columns.
+Reading back reverses the mapping, in any format, for the columns that are compared (`held_of`). A
+queue may contain messages of other writers: `source_of` returns None for them.
 """
 
 from __future__ import annotations
@@ -38,56 +39,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations.events import attributes_of, carried, events
-from saf.destinations.marks import NOTHING, Known, Mark, Place
 from saf.destinations.queues import Format
 from saf.destinations.texts import TEXT, moments, uuids, whole
 from saf.errors import Rejected
 
-ABSENT = ""
-"""Stands for a text that does not exist."""
-
-
-def written(epoch: int, mark: Mark) -> str:
-    """Return an epoch and a mark as text.
-
-    >>> written(3, Mark(batch=5, position=90, acknowledged=True))
-    '3 5 90 1 -'
-    """
-    moment = mark.opened_at.isoformat() if mark.opened_at else "-"
-    aside = f" {mark.set_aside_at.isoformat()}" if mark.set_aside_at else ""
-    return f"{epoch} {mark.batch} {mark.position} {int(mark.acknowledged)} {moment}{aside}"
-
-
-def read(text: str) -> tuple[int, Mark]:
-    """Return the epoch and the mark written in a text.
-
-    >>> read(written(3, NOTHING)) == (3, NOTHING), read(ABSENT)[0]
-    (True, 0)
-    """
-    if text == ABSENT:
-        return 0, NOTHING
-    epoch, batch, position, acknowledged, moment, *aside = text.split(" ")
-    opened_at = None if moment == "-" else datetime.fromisoformat(moment)
-    set_aside_at = datetime.fromisoformat(aside[0]) if aside else None
-    answered = acknowledged == "1"
-    return int(epoch), Mark.of(int(batch), int(position), opened_at, answered, set_aside_at)
-
-
-def known_of(identity: UUID, texts: Mapping[Place, str]) -> Known:
-    """Return a destination's knowledge of a source from the texts of its marks."""
-    states = {place: read(text) for place, text in texts.items()}
-    epochs: dict[int, int] = {}
-    for (_, shard), (epoch, _) in states.items():
-        epochs[shard] = max(epoch, epochs.get(shard, 0))
-    return Known(
-        destination=identity,
-        marks={place: mark for place, (_, mark) in states.items()},
-        epochs=epochs,
-    )
-
-
 NO_TYPE = "untyped"
 """Text for `{message_type}` in a topic if a message has no type."""
+EVENT_SOURCE = "urn:uuid:"
+NAMED: tuple[Format, ...] = ("saf", "cloudevents")
+"""Formats in which headers have names."""
+
+Column: TypeAlias = pa.Array | str
+"""Values of a header: one per message, or one for all messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,12 +81,6 @@ HEADERS = (
 )
 """saf's own headers. A message lacks a header if the column is NULL. In CloudEvents, a message
 without a type has its service as the type, and the source is a URN of the broker_id."""
-EVENT_SOURCE = "urn:uuid:"
-NAMED: tuple[Format, ...] = ("saf", "cloudevents")
-"""Formats in which headers have names."""
-
-Column: TypeAlias = pa.Array | str
-"""Values of a header: one per message, or one for all messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +124,13 @@ class Mapped:
             which=indices,
             body=self.body.slice(first, count),
         )
+
+
+def _some(columns: Mapping[str, Column], first: int, count: int) -> dict[str, Column]:
+    return {
+        name: values if isinstance(values, str) else values.slice(first, count)
+        for name, values in columns.items()
+    }
 
 
 def names(form: Format, prefix: str) -> dict[str, str]:
@@ -239,57 +203,6 @@ def mapped(
     )
 
 
-def texts_of(headers: Iterable[tuple[str | bytes, bytes | None]]) -> dict[str, str]:
-    r"""Return the headers that are texts, as saf's are; other writers may add any others.
-
-    >>> texts_of([(b"saf-id", b"7"), (b"\xff", b"8"), ("a", b"\xff"), ("b", None)])
-    {'saf-id': '7'}
-    """
-    texts = {}
-    for name, value in headers:
-        with suppress(UnicodeDecodeError):
-            if value is not None:
-                texts[name if isinstance(name, str) else name.decode()] = value.decode()
-    return texts
-
-
-def said_of(headers: Mapping[str, str], body: bytes, prefix: str) -> Mapping[str, str]:
-    """Return saf's own headers of a message, from its headers or from the event in its body.
-
-    ``prefix`` is the prefix of CloudEvents attributes.
-    """
-    if source_of(headers, prefix) is not None:
-        return headers
-    return {prefix + name: value for name, value in attributes_of(headers, body).items()}
-
-
-def source_of(said: Mapping[str, str], prefix: str) -> UUID | None:
-    """Return the broker_id of a message's source; None if saf did not write the message."""
-    for form in NAMED:
-        header = names(form, prefix)
-        if (source := said.get(header["source"])) is not None and header["shard"] in said:
-            try:
-                return UUID(source.removeprefix(EVENT_SOURCE))
-            except ValueError:
-                return None
-    return None
-
-
-def held_of(said: Mapping[str, str], prefix: str) -> dict[str, Any]:
-    """Return the columns of saf's message that are compared; see `saf.destinations.tables`."""
-    forms = (names(form, prefix) for form in NAMED)
-    header = next(candidate for candidate in forms if candidate["source"] in said)
-    to_broker = said.get(header["to_broker"])
-    return {
-        "message_id": UUID(said[header["message_id"]]).bytes,
-        "shard": int(said[header["shard"]]),
-        "to_service": said[header["to_service"]],
-        "to_broker": to_broker and UUID(to_broker).bytes,
-        "key": said.get(header["key"]),
-        "created_at": datetime.fromisoformat(said[header["created_at"]]),
-    }
-
-
 def _said(rows: pa.Table, column: str, source: UUID, form: Format) -> Column:
     if column == "source":
         return f"{EVENT_SOURCE if form != 'saf' else ''}{source}"
@@ -301,13 +214,6 @@ def _said(rows: pa.Table, column: str, source: UUID, form: Format) -> Column:
     if column == "message_type" and form != "saf":
         values = pc.coalesce(values, whole(rows["to_service"]))
     return values.cast(TEXT)
-
-
-def _some(columns: Mapping[str, Column], first: int, count: int) -> dict[str, Column]:
-    return {
-        name: values if isinstance(values, str) else values.slice(first, count)
-        for name, values in columns.items()
-    }
 
 
 def _topics(rows: pa.Table, source: UUID, template: str) -> pa.Array:
@@ -354,3 +260,54 @@ def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def texts_of(headers: Iterable[tuple[str | bytes, bytes | None]]) -> dict[str, str]:
+    r"""Return the headers that are texts, like saf's own; other writers may add any bytes.
+
+    >>> texts_of([(b"saf-id", b"7"), (b"\xff", b"8"), ("a", b"\xff"), ("b", None)])
+    {'saf-id': '7'}
+    """
+    texts = {}
+    for name, value in headers:
+        with suppress(UnicodeDecodeError):
+            if value is not None:
+                texts[name if isinstance(name, str) else name.decode()] = value.decode()
+    return texts
+
+
+def said_of(headers: Mapping[str, str], body: bytes, prefix: str) -> Mapping[str, str]:
+    """Return saf's own headers of a message, from its headers or from the event in its body.
+
+    ``prefix`` is the prefix of CloudEvents attributes.
+    """
+    if source_of(headers, prefix) is not None:
+        return headers
+    return {prefix + name: value for name, value in attributes_of(headers, body).items()}
+
+
+def source_of(said: Mapping[str, str], prefix: str) -> UUID | None:
+    """Return the broker_id of a message's source; None if saf did not write the message."""
+    for form in NAMED:
+        header = names(form, prefix)
+        if (source := said.get(header["source"])) is not None and header["shard"] in said:
+            try:
+                return UUID(source.removeprefix(EVENT_SOURCE))
+            except ValueError:
+                return None
+    return None
+
+
+def held_of(said: Mapping[str, str], prefix: str) -> dict[str, Any]:
+    """Return the compared columns of one of saf's messages; see `saf.destinations.tables`."""
+    forms = (names(form, prefix) for form in NAMED)
+    header = next(candidate for candidate in forms if candidate["source"] in said)
+    to_broker = said.get(header["to_broker"])
+    return {
+        "message_id": UUID(said[header["message_id"]]).bytes,
+        "shard": int(said[header["shard"]]),
+        "to_service": said[header["to_service"]],
+        "to_broker": to_broker and UUID(to_broker).bytes,
+        "key": said.get(header["key"]),
+        "created_at": datetime.fromisoformat(said[header["created_at"]]),
+    }

@@ -23,8 +23,8 @@ import numpy as np
 import pyarrow as pa
 
 from saf.destinations import Chunk, Stored
-from saf.destinations.mapping import Mapped, read, written
-from saf.destinations.marks import Mark, Place
+from saf.destinations.mapping import Mapped
+from saf.destinations.marks import Mark, Place, read, written
 from saf.destinations.places import Verdict, guarded, judged, last_of, refuse
 from saf.destinations.queues import readable
 from saf.errors import Unavailable
@@ -46,7 +46,7 @@ class Step:
     what: Mapped | None
     """The messages; None if only marks move."""
     before: Mapping[Place, str]
-    """Expected marks, in the form of `saf.destinations.mapping`."""
+    """Expected marks, in the form of `saf.destinations.marks.written`."""
     after: Mapping[Place, str]
     """New marks."""
 

@@ -1,6 +1,8 @@
-"""Columns of messages as texts, written by Arrow, without Python code per message.
+"""Columns of messages as texts, or as bytes of a protocol: written by Arrow, a chunk at a time.
 
-Columns as bytes of a protocol, written by Arrow, a chunk at a time.
+No Python code runs per message. Null stays null in `uuids`, `moments` and `sizes`; in `joined` it
+counts as empty. This module only writes columns: `saf.destinations.mapping` and the kinds decide
+which columns a message has.
 """
 
 from __future__ import annotations
@@ -13,43 +15,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+TEXT = pa.large_string()
 BYTES = pa.large_binary()
 NONE = pa.scalar(b"", BYTES)
-
-
-def joined(*parts: pa.Array | pa.Scalar) -> pa.Array:
-    """Concatenate the parts of each message; null counts as empty."""
-    return pc.binary_join_element_wise(*parts, NONE, null_handling="replace", null_replacement=b"")
-
-
-def sizes(values: pa.Array) -> pa.Array:
-    r"""Return the size of each value in four bytes; null for null.
-
-    >>> sizes(pa.array([b"abc", None], BYTES)).to_pylist()
-    [b'\x00\x00\x00\x03', None]
-    """
-    written = numbers(np.asarray(pc.fill_null(pc.binary_length(values), 0)))
-    return pc.if_else(values.is_valid(), written, None) if values.null_count else written
-
-
-def numbers(values: npt.NDArray[Any]) -> pa.Array:
-    """Return numbers in four bytes each."""
-    return fixed(values.astype(">u4"))
-
-
-def fixed(values: npt.NDArray[Any]) -> pa.Array:
-    """Return the bytes of each value of an array."""
-    size = pa.binary(values.dtype.itemsize)
-    array = pa.FixedSizeBinaryArray.from_buffers(
-        size, len(values), [None, pa.py_buffer(values.tobytes())]
-    )
-    return pc.cast(array, BYTES)
-
-
-TEXT = pa.large_string()
+"""Empty bytes."""
 HEX = np.frombuffer(b"".join(b"%02x" % byte for byte in range(256)), np.uint16)
 """The two digits of each byte."""
 DASHES = (8, 13, 18, 23)
+"""Positions of the dashes in the text of a UUID."""
 PAIRS = np.frombuffer(b"".join(b"%02d" % pair for pair in range(100)), np.uint8).reshape(100, 2)
 """The two digits of each number below 100."""
 DAY = 86_400_000_000
@@ -57,7 +30,9 @@ DAY = 86_400_000_000
 FIRST, LAST = -719_162, 2_932_896
 """First and last day, counted from 1970, whose years have four digits."""
 CONTROLS = [chr(number) for number in range(32)]
+"""Controls, which JSON strings cannot contain as they are."""
 SHORT = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
+"""Controls that JSON has a short escape for."""
 
 
 def uuids(values: pa.Array) -> pa.Array:
@@ -102,6 +77,17 @@ def moments(values: pa.Array) -> pa.Array:
     return _spread(text, values)
 
 
+def _spread(text: npt.NDArray[np.uint8], values: pa.Array) -> pa.Array:
+    """Return texts of equal length as a column that is null where the values are."""
+    count, size = text.shape
+    ends = size * np.arange(count + 1, dtype=np.int64)
+    written = pa.LargeStringArray.from_buffers(count, pa.py_buffer(ends), pa.py_buffer(text))
+    if count < len(values):
+        place = pc.cumulative_sum(pc.cast(values.is_valid(), pa.int64()))
+        written = written.take(pc.if_else(values.is_valid(), pc.subtract(place, 1), None))
+    return written
+
+
 def quoted(texts: pa.Array) -> pa.Array:
     r"""Return texts as JSON strings.
 
@@ -130,12 +116,30 @@ def whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
 
-def _spread(text: npt.NDArray[np.uint8], values: pa.Array) -> pa.Array:
-    """Return texts of equal length as a column that is null where the values are."""
-    count, size = text.shape
-    ends = size * np.arange(count + 1, dtype=np.int64)
-    written = pa.LargeStringArray.from_buffers(count, pa.py_buffer(ends), pa.py_buffer(text))
-    if count < len(values):
-        place = pc.cumulative_sum(pc.cast(values.is_valid(), pa.int64()))
-        written = written.take(pc.if_else(values.is_valid(), pc.subtract(place, 1), None))
-    return written
+def joined(*parts: pa.Array | pa.Scalar) -> pa.Array:
+    """Concatenate the parts of each message; null counts as empty."""
+    return pc.binary_join_element_wise(*parts, NONE, null_handling="replace", null_replacement=b"")
+
+
+def sizes(values: pa.Array) -> pa.Array:
+    r"""Return the size of each value in four bytes; null for null.
+
+    >>> sizes(pa.array([b"abc", None], BYTES)).to_pylist()
+    [b'\x00\x00\x00\x03', None]
+    """
+    written = numbers(np.asarray(pc.fill_null(pc.binary_length(values), 0)))
+    return pc.if_else(values.is_valid(), written, None) if values.null_count else written
+
+
+def numbers(values: npt.NDArray[Any]) -> pa.Array:
+    """Return numbers in four bytes each."""
+    return fixed(values.astype(">u4"))
+
+
+def fixed(values: npt.NDArray[Any]) -> pa.Array:
+    """Return the bytes of each value of an array."""
+    size = pa.binary(values.dtype.itemsize)
+    array = pa.FixedSizeBinaryArray.from_buffers(
+        size, len(values), [None, pa.py_buffer(values.tobytes())]
+    )
+    return pc.cast(array, BYTES)

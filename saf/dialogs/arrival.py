@@ -1,39 +1,30 @@
 """Arrival: the effects of a delivery's dialog messages on their endpoints.
 
 Arrival happens when messages are received, in the receiver's transaction, for all messages of a
-delivery together. It locks the rows of their groups, then those of the endpoints. If a message is
-the first of a dialog, or an Error of its initiator that comes without the first message, it creates
-the target's endpoint. `saf.dialogs.facts` decides which messages are taken, and the endpoints' new
-facts are written. So the application finds the state that its messages have led to, and its work
-commits together with the messages' receipt.
+delivery together. Receiving knows no dialogs: it calls this module through a hook, `Dialogs`.
 
-Dropped messages are counted (`saf.setaside.dropped`). An answer to a dialog without an end here is
-left for an operator, because no correct sender sends one.
+`arrive` locks the rows of the messages' groups, then those of their endpoints. The row of a group
+stays locked until the transaction ends, so one receiver at a time processes related conversations,
+and other receivers wait. If a message is the first of a dialog, or an Error of its initiator that
+arrives without the first message, it creates the target's endpoint. `saf.dialogs.facts` decides
+which messages are taken, and the endpoints' new facts are written. So the application finds the
+state that its messages have led to, and its work commits together with the messages' receipt.
 
-A message that is set aside has not been received: `take_back` undoes its arrival. A message that is
-given up fails its conversation, and so does a message that the contract does not allow: both ends
-get an Error.
+Some messages are not handed out:
 
-Fragments of a large body are set aside; the last one is the message (`saf.dialogs.assembly`).
+- A dropped message is counted by its reason (`why_dropped`, `saf.setaside.dropped`).
+- A message that is ahead is parked in a lane of its conversation. Once the missing message has
+  arrived, the parked one moves to the delayed messages, and is due immediately.
+- A fragment of a large body is kept until the last fragment arrives, which is the message
+  (`saf.dialogs.assembly`).
+- An answer to a dialog without an end here is left for an operator, because no correct sender sends
+  one (`no_end`).
 
-A message that is ahead is parked in a lane of its conversation. Once the missing message has
-arrived, it moves from there to the delayed messages, and is due immediately.
+A message that receiving sets aside has not been received: `DialogArrival.take_back` undoes its
+arrival. A message that is given up, that cannot be received, or that the contract does not allow,
+fails its conversation: both ends get an Error.
 
-One receiver at a time has related conversations in hand, because it locks the row of their group
-until its transaction ends. Other receivers wait for the row.
-
-Drops: reasons for which an end of a dialog drops a message. Pure.
-
-Messages of dialogs that saf sends unsigned, because a broker or an operator sends them.
-
-    Error     the lifetime is over, a message could not be handled or was given up, an end was set
-              back; with one of saf's own codes, which are below zero
-    timer     to oneself
-    compare   how much an end has sent and received
-
-A receiver that requires signatures takes these messages unsigned, as long as they contain nothing
-else: a forger can end a dialog with one, but do nothing more. An End is not in this list, because a
-forged End would make a dialog that was cut off look complete; nor is an application's own Error.
+Receivers that require signatures still take harmless messages of saf itself (`is_harmless`).
 """
 
 from __future__ import annotations
@@ -77,60 +68,10 @@ from saf.setaside.dropped import Reason
 from saf.setaside.lane import Kind
 from saf.transaction import enter
 
-
-def why_dropped(facts: Facts, message: Received, *, ended_here: bool, over: bool) -> Reason:
-    """Return why `saf.dialogs.facts.judge` drops a message, from the facts before the message.
-
-    ``over``: the dialog's lifetime is over.
-    """
-    if message.sequence is None:
-        return Reason.OUTDATED
-    if message.sequence <= facts.receive_sequence:
-        return Reason.REPEAT
-    if over and not (ended_here or facts.ended_there or facts.error_code is not None):
-        return Reason.EXPIRED
-    return Reason.ENDED
-
-
-def no_end(message: Received) -> str:
-    """Return the error for a message that answers a dialog not begun here."""
-    broker = message.to_broker
-    address = "" if broker is None else f" It is addressed to broker {broker}."
-    return (
-        f"this broker has no end of conversation {message.conversation_id}: the dialog was "
-        f"begun elsewhere, or ended long ago and is forgotten."
-        f"{address}"
-    )
-
-
 LARGEST = 64 * 1024
-"""Maximum size of such a message in bytes."""
+"""Largest message that may be taken without a signature, in bytes."""
 
-
-def is_harmless(message: Received) -> bool:
-    """Return whether a message may be taken without a signature."""
-    if message.conversation_id is None or message.size > LARGEST:
-        return False
-    of_dialog = message.from_initiator is not None
-    if message.message_type == TIMER:
-        return of_dialog and message.sequence is None and message.body == b"{}"
-    match message.message_type, _said(message.body):
-        case str(kind), {"code": int(code), "text": str(), **more}:
-            return kind == ERROR and not more and code < 0
-        case str(kind), {"received": int(), "answer": bool(), **more}:
-            return kind == COMPARE and not more and of_dialog and message.sequence is not None
-        case _:
-            return False
-
-
-def _said(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-
-
-# Messages that follow without a gap, and those that need not wait: an Error, or one to be dropped
+# Messages that follow without a gap, and messages that need not wait: an Error, or one to drop
 MAKE_DUE = f"""
 UPDATE saf.parked p SET kind = '{Kind.LATER}', subject = p.shard::text, deliver_at = now()
 FROM (
@@ -187,6 +128,41 @@ class DialogArrival(Arrival):
             message.dialog.fail(enter(self.raw), Code.QUARANTINED, text)
 
 
+class Dialogs(Hook):
+    """The dialogs' hook in receiving."""
+
+    def arrive(
+        self,
+        raw: psycopg.Connection[Any],
+        reader: Reader,
+        messages: list[Received],
+        behind: list[Received],
+    ) -> Arrival:
+        """Process messages that arrive at their endpoints."""
+        return arrive(raw, reader, messages, behind)
+
+    def fail_unseen(self, raw: psycopg.Connection[Any], message: Received) -> None:
+        """End the conversation of a message that cannot be received."""
+        fail_unseen(raw, message)
+
+    def body_hashes(
+        self, raw: psycopg.Connection[Any], reader: Reader, messages: Sequence[Received]
+    ) -> dict[Received, str]:
+        """Return the hashes of fragments' bodies, which were not read."""
+        return hashes(raw, reader, messages)
+
+    def is_of_saf(self, message: Received) -> bool:
+        """Return whether saf itself sends such a message unsigned, and it can do no harm."""
+        return is_harmless(message)
+
+    def by_itself(self, message: Received) -> Callable[[Any], object] | None:
+        """Return a call that ends a dialog whose other end has ended or failed; ignore timers."""
+        dialog = message.dialog
+        if dialog is None or message.message_type not in (END, ERROR, TIMER):
+            return None
+        return (lambda _: None) if message.message_type == TIMER else partial(end_too, dialog)
+
+
 def arrive(
     raw: psycopg.Connection[Any],
     reader: Reader,
@@ -234,6 +210,34 @@ def arrive(
     return arrival
 
 
+def _malformed(message: Received) -> str | None:
+    """Return why a message cannot belong to the dialog that it claims; None if it can."""
+    if message.from_initiator is None:
+        return None
+    if message.conversation_id is None:
+        return "it is of a dialog, and has no conversation_id"
+    counted = message.message_type != COMPARE  # an end that has sent nothing compares with 0
+    if message.sequence is not None and message.sequence < counted:
+        return f"its number in the dialog is {message.sequence}"
+    if message.sequence == 1 and message.from_initiator and not message.from_service:
+        return "it begins a dialog, and has no from_service to answer to"
+    return None
+
+
+def _in_sequence(messages: list[Received]) -> list[Received]:
+    """Sort messages so that those of one end are in the order of their numbers."""
+    places: dict[End, list[int]] = defaultdict(list)
+    for place, message in enumerate(messages):
+        if message.from_initiator is not None and message.sequence is not None:
+            places[end_of(message)].append(place)
+    ordered = list(messages)
+    for indices in places.values():
+        in_order = sorted((messages[place] for place in indices), key=lambda one: one.sequence or 0)
+        for place, message in zip(indices, in_order, strict=True):
+            ordered[place] = message
+    return ordered
+
+
 def _come_to(
     arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: Received, last: int
 ) -> None:
@@ -255,80 +259,8 @@ def _come_to(
         _meet(arrival, reader, endpoint, message)
 
 
-def _meet_nobody(arrival: DialogArrival, message: Received) -> None:
-    """Process a message without an end here: not begun yet, forgotten, or elsewhere."""
-    if message.sequence is None:
-        arrival.dropped.append((message, Reason.OUTDATED))
-    elif message.from_initiator:
-        arrival.ahead.append(message)
-    else:
-        arrival.stray.append((message, no_end(message)))
-
-
-def _malformed(message: Received) -> str | None:
-    """Return why a message cannot belong to the dialog that it claims; None if it can."""
-    if message.from_initiator is None:
-        return None
-    if message.conversation_id is None:
-        return "it is of a dialog, and has no conversation_id"
-    counted = message.message_type != COMPARE  # an end that has sent nothing compares with 0
-    if message.sequence is not None and message.sequence < counted:
-        return f"its number in the dialog is {message.sequence}"
-    if message.sequence == 1 and message.from_initiator and not message.from_service:
-        return "it begins a dialog, and has no from_service to answer to"
-    return None
-
-
-class Dialogs(Hook):
-    """The dialogs' hook in receiving."""
-
-    def arrive(
-        self,
-        raw: psycopg.Connection[Any],
-        reader: Reader,
-        messages: list[Received],
-        behind: list[Received],
-    ) -> Arrival:
-        """Process messages that arrive at their endpoints."""
-        return arrive(raw, reader, messages, behind)
-
-    def fail_unseen(self, raw: psycopg.Connection[Any], message: Received) -> None:
-        """End the conversation of a message that cannot be received."""
-        fail_unseen(raw, message)
-
-    def body_hashes(
-        self, raw: psycopg.Connection[Any], reader: Reader, messages: Sequence[Received]
-    ) -> dict[Received, str]:
-        """Return the hashes of fragments' bodies, which were not read."""
-        return hashes(raw, reader, messages)
-
-    def is_of_saf(self, message: Received) -> bool:
-        """Return whether saf itself sends such a message unsigned, and it can do no harm."""
-        return is_harmless(message)
-
-    def by_itself(self, message: Received) -> Callable[[Any], object] | None:
-        """Return a call that ends a dialog whose other end has ended or failed; ignore timers."""
-        dialog = message.dialog
-        if dialog is None or message.message_type not in (END, ERROR, TIMER):
-            return None
-        return (lambda _: None) if message.message_type == TIMER else partial(end_too, dialog)
-
-
-def end_too(dialog: Dialog, connection: Any) -> None:
-    """End a dialog that the other end has ended or failed, unless this end has ended as well."""
-    with suppress(DialogEnded):
-        dialog.end(connection)
-
-
-def fail_unseen(raw: psycopg.Connection[Any], message: Received) -> None:
-    """Fail the conversation of a message that cannot be received, if the conversation is known."""
-    if message.from_initiator is None or message.conversation_id is None:
-        return
-    text = f"message {message.sequence or message.message_type} could not be received"
-    fail(raw, message.conversation_id, message.from_initiator, Code.QUARANTINED, text)
-
-
 def _meet(arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: Received) -> None:
+    """Take, park, drop or refuse a message at its endpoint."""
     before, dialog, fresh = endpoint.facts, endpoint.dialog, message.parked_id is None
     verdict, after = judge(before, message, ended_here=endpoint.ended_here, over=endpoint.over)
     application = after.ended_there == before.ended_there and after.error_code is None
@@ -381,6 +313,45 @@ def _checked(arrival: DialogArrival, reader: Reader, dialog: Dialog, message: Re
     return message
 
 
+def why_dropped(facts: Facts, message: Received, *, ended_here: bool, over: bool) -> Reason:
+    """Return why `saf.dialogs.facts.judge` drops a message. Pure.
+
+    Args:
+        facts: the end's facts before the message.
+        message: the message that is dropped.
+        ended_here: the end has ended.
+        over: the dialog's lifetime is over.
+    """
+    if message.sequence is None:
+        return Reason.OUTDATED
+    if message.sequence <= facts.receive_sequence:
+        return Reason.REPEAT
+    if over and not (ended_here or facts.ended_there or facts.error_code is not None):
+        return Reason.EXPIRED
+    return Reason.ENDED
+
+
+def _meet_nobody(arrival: DialogArrival, message: Received) -> None:
+    """Process a message without an end here: not begun yet, forgotten, or elsewhere."""
+    if message.sequence is None:
+        arrival.dropped.append((message, Reason.OUTDATED))
+    elif message.from_initiator:
+        arrival.ahead.append(message)
+    else:
+        arrival.stray.append((message, no_end(message)))
+
+
+def no_end(message: Received) -> str:
+    """Return the error for a message that answers a dialog not begun here."""
+    broker = message.to_broker
+    address = "" if broker is None else f" It is addressed to broker {broker}."
+    return (
+        f"this broker has no end of conversation {message.conversation_id}: the dialog was "
+        f"begun elsewhere, or ended long ago and is forgotten."
+        f"{address}"
+    )
+
+
 def _make_due(raw: psycopg.Connection[Any], reader: Reader, endpoints: dict[End, Endpoint]) -> None:
     """Make messages due that waited for messages that have arrived."""
     ends = [
@@ -398,15 +369,51 @@ def _make_due(raw: psycopg.Connection[Any], reader: Reader, endpoints: dict[End,
         retries.time_late(raw, reader, sorted({shard for (shard,) in fetch(raw, MAKE_DUE, params)}))
 
 
-def _in_sequence(messages: list[Received]) -> list[Received]:
-    """Sort messages so that those of one end are in the order of their numbers."""
-    places: dict[End, list[int]] = defaultdict(list)
-    for place, message in enumerate(messages):
-        if message.from_initiator is not None and message.sequence is not None:
-            places[end_of(message)].append(place)
-    ordered = list(messages)
-    for indices in places.values():
-        in_order = sorted((messages[place] for place in indices), key=lambda one: one.sequence or 0)
-        for place, message in zip(indices, in_order, strict=True):
-            ordered[place] = message
-    return ordered
+def fail_unseen(raw: psycopg.Connection[Any], message: Received) -> None:
+    """Fail the conversation of a message that cannot be received, if the conversation is known."""
+    if message.from_initiator is None or message.conversation_id is None:
+        return
+    text = f"message {message.sequence or message.message_type} could not be received"
+    fail(raw, message.conversation_id, message.from_initiator, Code.QUARANTINED, text)
+
+
+def is_harmless(message: Received) -> bool:
+    """Return whether a message may be taken without a signature.
+
+    saf sends these messages of dialogs unsigned, because a broker or an operator sends them:
+
+        Error     the lifetime is over, a message could not be handled or was given up, an end was
+                  set back; with one of saf's own codes, which are below zero
+        timer     from an end to itself
+        compare   how much an end has sent and received
+
+    A receiver that requires signatures takes them if they contain nothing else: a forger can end a
+    dialog with such a message, but do nothing more. An End is not harmless, because a forged End
+    would make a dialog that was cut off look complete. An application's own Error is not harmless
+    either.
+    """
+    if message.conversation_id is None or message.size > LARGEST:
+        return False
+    of_dialog = message.from_initiator is not None
+    if message.message_type == TIMER:
+        return of_dialog and message.sequence is None and message.body == b"{}"
+    match message.message_type, _said(message.body):
+        case str(kind), {"code": int(code), "text": str(), **more}:
+            return kind == ERROR and not more and code < 0
+        case str(kind), {"received": int(), "answer": bool(), **more}:
+            return kind == COMPARE and not more and of_dialog and message.sequence is not None
+        case _:
+            return False
+
+
+def _said(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def end_too(dialog: Dialog, connection: Any) -> None:
+    """End a dialog that the other end has ended or failed, unless this end has ended as well."""
+    with suppress(DialogEnded):
+        dialog.end(connection)

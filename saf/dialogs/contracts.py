@@ -3,20 +3,16 @@
     saf.create_message_type(connection, "order", validation="json_schema", schema={…})
     saf.create_contract(connection, "ordering", {"order": "initiator", "delivery": "target"})
 
-Both are immutable and versioned: a changed definition is another version, and a dialog keeps the
-version that it began with. Create the same version at both ends. Every message is checked again on
-arrival, which detects a difference between the ends. A dialog without a contract takes messages of
-any type from both ends.
+Message types and contracts are immutable and versioned: a changed definition is another version,
+and a dialog keeps the version that it began with. Create the same version at both ends. Every
+message is checked again on arrival, which detects a difference between the ends. A dialog without a
+contract takes messages of any type from both ends.
+
+A JSON Schema may refer only to itself and to the drafts of JSON Schema: nothing is fetched. Any
+error that a schema raises for a value counts as a violation, because a body that cannot be checked
+must not block other messages.
 
 Functions take a psycopg connection and write in a transaction of their own, or in the caller's.
-
-JSON Schemas of message types.
-
-A schema may refer only to itself and to the drafts of JSON Schema: nothing is fetched. Any error
-that a schema raises for a value counts as a violation, because a body that cannot be checked must
-not block other messages.
-
-Message types of a broker; `saf.dialogs.contracts` creates them.
 """
 
 from __future__ import annotations
@@ -48,99 +44,6 @@ if TYPE_CHECKING:
     from jsonschema.protocols import Validator
     from referencing import Resource
 
-REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-
-# The library's modules import each other in a circle: a second thread could see a partial one
-_IMPORTING = Lock()
-
-
-@lru_cache(maxsize=256)
-def compiled(schema: str) -> Validator:
-    """Return the validator of a JSON Schema.
-
-    Raises:
-        UsageError: the text is not a JSON Schema.
-        MissingExtra: jsonschema is not installed.
-    """
-    try:
-        with _IMPORTING:
-            from jsonschema.exceptions import SchemaError
-            from jsonschema.validators import validator_for
-            from jsonschema_specifications import REGISTRY
-    except ModuleNotFoundError:
-        raise MissingExtra("schema", "a message type with a JSON Schema") from None
-    value = json.loads(schema)
-    kind = validator_for(value)
-    try:
-        kind.check_schema(value)
-    except SchemaError as error:
-        raise UsageError(f"no JSON Schema: at {error.json_path}: {error.message}") from None
-    return kind(value, registry=REGISTRY)
-
-
-def violation(schema: str, value: Any) -> tuple[str, str] | None:
-    """Return the worst violation of a JSON Schema in a value, and its place; None if valid."""
-    validator = compiled(schema)
-    from jsonschema.exceptions import best_match
-
-    try:
-        worst = best_match(validator.iter_errors(value))
-    except RecursionError as error:
-        return "$", f"too deep: {error}"
-    except Exception as error:
-        return "$", f"cannot be checked: {said(error)}"
-    return None if worst is None else (worst.json_path, worst.message)
-
-
-def refuse_dead_references(schema: str) -> None:
-    """Raise a `UsageError` if a JSON Schema contains a reference without a target."""
-    validator = compiled(schema)
-    from jsonschema_specifications import REGISTRY
-    from referencing.exceptions import Unresolvable
-    from referencing.jsonschema import specification_with
-
-    draft = specification_with(validator.META_SCHEMA["$schema"])
-    root = draft.create_resource(validator.schema)
-    for reference, resolver in _references(root, REGISTRY.resolver_with_root(root)):
-        try:
-            resolver.lookup(reference)
-        except (Unresolvable, LookupError, TypeError, ValueError):
-            raise UsageError(
-                f"no JSON Schema: it refers to {reference!r}, which is not there: put it into the "
-                "schema itself, below $defs"
-            ) from None
-
-
-def _references(resource: Resource[Any], resolver: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each reference of a schema and its subschemas, with the resolver for that place."""
-    contents = resource.contents
-    if isinstance(contents, Mapping):
-        for name in REFERENCES:
-            if isinstance(contents.get(name), str):
-                yield contents[name], resolver
-    for inner in resource.subresources():
-        yield from _references(inner, resolver.in_subresource(inner))
-
-
-TYPES = "SELECT name, version, validation, schema FROM saf.message_type ORDER BY name, version"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Defined:
-    """A version of a message type, as stored."""
-
-    name: str
-    version: int
-    validation: str
-    schema: Mapping[str, Any] | None
-
-
-def message_types(connection: psycopg.Connection[Any]) -> list[Defined]:
-    """Return all message types of a broker, by name and version."""
-    with psycopg.Cursor(connection, row_factory=class_row(Defined)) as cursor:
-        return cursor.execute(TYPES).fetchall()
-
-
 Validation = Literal["none", "empty", "json", "json_schema"]
 Sender = Literal["initiator", "target", "any"]
 
@@ -161,6 +64,8 @@ SELECT FROM saf.message_type
 WHERE name = %(name)s AND version = %(version)s AND validation = %(validation)s
   AND schema IS NOT DISTINCT FROM %(schema)s::jsonb
 """
+TYPES = "SELECT name, version, validation, schema FROM saf.message_type ORDER BY name, version"
+
 CREATE_CONTRACT = """
 INSERT INTO saf.contract (name, version) VALUES (%(name)s, %(version)s)
 ON CONFLICT DO NOTHING RETURNING name
@@ -194,6 +99,22 @@ WHERE %(names)s::text[] IS NULL OR (k.name, k.version) IN (
     SELECT * FROM unnest(%(names)s::text[], %(versions)s::int[]))
 ORDER BY k.name, k.version
 """
+
+# Keywords of JSON Schema that refer to another schema
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+# Modules of jsonschema import each other in a circle: a second thread could see a partial module
+_IMPORTING = Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defined:
+    """A version of a message type, as stored."""
+
+    name: str
+    version: int
+    validation: str
+    schema: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,17 +297,6 @@ def create_contract(
     return True
 
 
-def contracts(
-    connection: psycopg.Connection[Any], which: list[tuple[str, int]] | None = None
-) -> list[Contract]:
-    """Return a broker's contracts, or only those with these names and versions, in that order."""
-    params = {
-        "names": None if which is None else [name for name, _ in which],
-        "versions": None if which is None else [version for _, version in which],
-    }
-    return [Contract.from_row(*row) for row in fetch(connection, CONTRACTS, params)]
-
-
 def _check_name(kind: str, name: str, version: int) -> None:
     if not name or not fits(name, MAX_NAME) or not name.isprintable():
         raise UsageError(
@@ -401,3 +311,88 @@ def _changed(kind: str, name: str, version: int) -> ConfigurationError:
         f"{kind} {name!r} version {version} exists with another content: dialogs "
         f"rely on it. Create version {version + 1} instead"
     )
+
+
+def message_types(connection: psycopg.Connection[Any]) -> list[Defined]:
+    """Return all message types of a broker, by name and version."""
+    with psycopg.Cursor(connection, row_factory=class_row(Defined)) as cursor:
+        return cursor.execute(TYPES).fetchall()
+
+
+def contracts(
+    connection: psycopg.Connection[Any], which: list[tuple[str, int]] | None = None
+) -> list[Contract]:
+    """Return a broker's contracts, or only those with these names and versions, in that order."""
+    params = {
+        "names": None if which is None else [name for name, _ in which],
+        "versions": None if which is None else [version for _, version in which],
+    }
+    return [Contract.from_row(*row) for row in fetch(connection, CONTRACTS, params)]
+
+
+@lru_cache(maxsize=256)
+def compiled(schema: str) -> Validator:
+    """Return the validator of a JSON Schema.
+
+    Raises:
+        UsageError: the text is not a JSON Schema.
+        MissingExtra: jsonschema is not installed.
+    """
+    try:
+        with _IMPORTING:
+            from jsonschema.exceptions import SchemaError
+            from jsonschema.validators import validator_for
+            from jsonschema_specifications import REGISTRY
+    except ModuleNotFoundError:
+        raise MissingExtra("schema", "a message type with a JSON Schema") from None
+    value = json.loads(schema)
+    kind = validator_for(value)
+    try:
+        kind.check_schema(value)
+    except SchemaError as error:
+        raise UsageError(f"no JSON Schema: at {error.json_path}: {error.message}") from None
+    return kind(value, registry=REGISTRY)
+
+
+def violation(schema: str, value: Any) -> tuple[str, str] | None:
+    """Return the worst violation of a JSON Schema in a value, and its place; None if valid."""
+    validator = compiled(schema)
+    from jsonschema.exceptions import best_match
+
+    try:
+        worst = best_match(validator.iter_errors(value))
+    except RecursionError as error:
+        return "$", f"too deep: {error}"
+    except Exception as error:
+        return "$", f"cannot be checked: {said(error)}"
+    return None if worst is None else (worst.json_path, worst.message)
+
+
+def refuse_dead_references(schema: str) -> None:
+    """Raise a `UsageError` if a JSON Schema contains a reference without a target."""
+    validator = compiled(schema)
+    from jsonschema_specifications import REGISTRY
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import specification_with
+
+    draft = specification_with(validator.META_SCHEMA["$schema"])
+    root = draft.create_resource(validator.schema)
+    for reference, resolver in _references(root, REGISTRY.resolver_with_root(root)):
+        try:
+            resolver.lookup(reference)
+        except (Unresolvable, LookupError, TypeError, ValueError):
+            raise UsageError(
+                f"no JSON Schema: it refers to {reference!r}, which is not there: put it into the "
+                "schema itself, below $defs"
+            ) from None
+
+
+def _references(resource: Resource[Any], resolver: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each reference of a schema and its subschemas, with the resolver for that place."""
+    contents = resource.contents
+    if isinstance(contents, Mapping):
+        for name in REFERENCES:
+            if isinstance(contents.get(name), str):
+                yield contents[name], resolver
+    for inner in resource.subresources():
+        yield from _references(inner, resolver.in_subresource(inner))

@@ -4,6 +4,8 @@
     dialog.send(conn, {"order": 7}, message_type="order")
     dialog.end(conn)
 
+``conn`` is as for `saf.Outbox.send`, and the transaction stays the caller's.
+
 An end is a row of saf.conversation. Sending is one statement: it increases ``send_sequence`` under
 the row's lock, and inserts a message into the outbox, which travels like any other, with the
 conversation's id as its key. The other end takes each number once, and in order
@@ -13,16 +15,14 @@ messages that have not been received by then never will be.
 An end also puts messages to itself into its own inbox, for later: the Error at the end of its
 lifetime, and the timer. These have no number.
 
-``conn`` is as for `saf.Outbox.send`, and the transaction stays the caller's.
-
-Fragments: a large body travels cut into consecutive messages of its conversation.
-
-Every fragment except the last is marked as one. The last fragment *is* the message: its id, headers
-and type are those of the whole, and the whole is received with it. It contains the whole's number
-of fragments and bytes, so the length of a file need not be known before reading it.
+A large body travels in fragments: it is cut into consecutive messages of its conversation. Every
+fragment except the last is marked as a fragment. The last fragment *is* the message: its id,
+headers and type are those of the whole, and the whole is received with it. The last fragment states
+the number of fragments and bytes, so the length of a file need not be known before reading it.
 
 Each fragment has its own number, and both ends count it like any other message. So the guarantees
 for messages (in order, once; messages ahead wait; a restart loses nothing) hold for fragments.
+Either all fragments of a body are sent, or none.
 """
 
 from __future__ import annotations
@@ -92,68 +92,6 @@ FRAGMENT_BYTES = 1024 * 1024
 LARGEST_BYTES = 2 * 1024 * 1024 * 1024
 """Longest body in fragments, in bytes; the same as in Service Broker."""
 
-
-class Readable(Protocol):
-    """A binary file, or an object that reads like one."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return at most ``size`` bytes; none at the end."""
-        ...
-
-
-def is_file(body: object) -> TypeGuard[Readable]:
-    """Return whether a body is a file, which must be read."""
-    return callable(getattr(body, "read", None))
-
-
-def split(
-    file: Readable, fragment_bytes: int, max_bytes: int = LARGEST_BYTES
-) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Cut a body into fragments; yield each with its headers. Two at a time are in memory.
-
-    Raises:
-        InvalidMessage: the body has more than ``max_bytes``.
-
-    >>> import io
-    >>> list(split(io.BytesIO(b"large"), 4))
-    [(b'larg', {'saf-fragment': 1}), (b'e', {'saf-whole': {'fragments': 2, 'bytes': 5}})]
-    """
-    piece, number = fill(file, fragment_bytes), 1
-    length = len(piece)
-    while length <= max_bytes and (following := fill(file, fragment_bytes)):
-        yield piece, {FRAGMENT: number}
-        length += len(following)
-        piece, number = following, number + 1
-    if length > max_bytes:
-        raise InvalidMessage("body", f"more bytes than max_bytes ({max_bytes:,})")
-    yield piece, {WHOLE: {"fragments": number, "bytes": length}} if number > 1 else {}
-
-
-def count(length: int, fragment_bytes: int) -> int:
-    """Return the number of fragments of a body of ``length`` bytes.
-
-    >>> count(0, 40_960), count(40_960, 40_960), count(40_961, 40_960), count(2**31, 40_960)
-    (1, 1, 2, 52429)
-    """
-    return max(1, -(-length // fragment_bytes))
-
-
-def fill(file: Readable, size: int) -> bytes:
-    """Read ``size`` bytes, or to the end of the file: a pipe may return fewer at a time.
-
-    Raises:
-        InvalidMessage: the file returns text.
-    """
-    pieces = [file.read(size)]
-    if isinstance(pieces[0], str):
-        raise InvalidMessage("body", "a text file: open it in binary mode")
-    missing = size - len(pieces[0])
-    while pieces[-1] and missing > 0:
-        pieces.append(file.read(missing))
-        missing -= len(pieces[-1])
-    return pieces[0] if len(pieces) == 1 else pieces[0][:0].join(pieces)
-
-
 LONGEST_SECONDS = 1_000 * 365 * 86_400
 """Longest lifetime and timer, in seconds: a thousand years, to stay within the calendar."""
 
@@ -163,6 +101,14 @@ HIGHEST_CODE = 2**31 - 1
 SAVEPOINT = "SAVEPOINT saf_fragments"
 UNDO = "ROLLBACK TO SAVEPOINT saf_fragments"
 RELEASE = "RELEASE SAVEPOINT saf_fragments"
+
+
+class Readable(Protocol):
+    """A binary file, or an object that reads like one."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return at most ``size`` bytes; none at the end."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -485,26 +431,6 @@ def begin_monolog(
     return _begin(conn, from_service, topic, monolog=True, signer=signer)
 
 
-def open_dialog(conn: Conn, handle: UUID, *, signer: Signer | None = None) -> Dialog:
-    """Open a dialog again by its handle, in any process; ``signer`` signs its messages.
-
-    Raises:
-        DialogNotFound: no end in this database has this handle.
-    """
-    transaction = enter(conn, allow_autocommit=True)
-    ((broker_id, database, contract, version, definition, *fields),) = transaction.fetch(
-        OPEN, {"handle": handle}
-    )
-    if fields[0] is None:
-        raise DialogNotFound(handle, database)
-    known = Contract.from_row(contract, version, definition) if contract is not None else None
-    names = FIELDS.split(", ")
-    return Dialog(
-        contract=known, broker_id=broker_id, signer=signer,
-        **dict(zip(names, fields, strict=True)),
-    )  # fmt: skip
-
-
 def _begin(
     conn: Conn,
     from_service: str,
@@ -559,6 +485,26 @@ def _begin(
     return dialog
 
 
+def open_dialog(conn: Conn, handle: UUID, *, signer: Signer | None = None) -> Dialog:
+    """Open a dialog again by its handle, in any process; ``signer`` signs its messages.
+
+    Raises:
+        DialogNotFound: no end in this database has this handle.
+    """
+    transaction = enter(conn, allow_autocommit=True)
+    ((broker_id, database, contract, version, definition, *fields),) = transaction.fetch(
+        OPEN, {"handle": handle}
+    )
+    if fields[0] is None:
+        raise DialogNotFound(handle, database)
+    known = Contract.from_row(contract, version, definition) if contract is not None else None
+    names = FIELDS.split(", ")
+    return Dialog(
+        contract=known, broker_id=broker_id, signer=signer,
+        **dict(zip(names, fields, strict=True)),
+    )  # fmt: skip
+
+
 def _of_broker(transaction: Transaction, query: str, params: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the row of a query of saf.broker."""
     found = transaction.fetch(query, params)
@@ -566,3 +512,56 @@ def _of_broker(transaction: Transaction, query: str, params: Mapping[str, Any]) 
         ((database,),) = transaction.fetch("SELECT current_database()")
         return the_row(found, database)
     return found[0]
+
+
+def is_file(body: object) -> TypeGuard[Readable]:
+    """Return whether a body is a file, which must be read."""
+    return callable(getattr(body, "read", None))
+
+
+def split(
+    file: Readable, fragment_bytes: int, max_bytes: int = LARGEST_BYTES
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Cut a body into fragments; yield each with its headers. Two at a time are in memory.
+
+    Raises:
+        InvalidMessage: the body has more than ``max_bytes``.
+
+    >>> import io
+    >>> list(split(io.BytesIO(b"large"), 4))
+    [(b'larg', {'saf-fragment': 1}), (b'e', {'saf-whole': {'fragments': 2, 'bytes': 5}})]
+    """
+    piece, number = fill(file, fragment_bytes), 1
+    length = len(piece)
+    while length <= max_bytes and (following := fill(file, fragment_bytes)):
+        yield piece, {FRAGMENT: number}
+        length += len(following)
+        piece, number = following, number + 1
+    if length > max_bytes:
+        raise InvalidMessage("body", f"more bytes than max_bytes ({max_bytes:,})")
+    yield piece, {WHOLE: {"fragments": number, "bytes": length}} if number > 1 else {}
+
+
+def fill(file: Readable, size: int) -> bytes:
+    """Read ``size`` bytes, or to the end of the file: a pipe may return fewer at a time.
+
+    Raises:
+        InvalidMessage: the file returns text.
+    """
+    pieces = [file.read(size)]
+    if isinstance(pieces[0], str):
+        raise InvalidMessage("body", "a text file: open it in binary mode")
+    missing = size - len(pieces[0])
+    while pieces[-1] and missing > 0:
+        pieces.append(file.read(missing))
+        missing -= len(pieces[-1])
+    return pieces[0] if len(pieces) == 1 else pieces[0][:0].join(pieces)
+
+
+def count(length: int, fragment_bytes: int) -> int:
+    """Return the number of fragments of a body of ``length`` bytes.
+
+    >>> count(0, 40_960), count(40_960, 40_960), count(40_961, 40_960), count(2**31, 40_960)
+    (1, 1, 2, 52429)
+    """
+    return max(1, -(-length // fragment_bytes))

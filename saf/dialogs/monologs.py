@@ -1,33 +1,31 @@
-"""Monologs that have lost a message for good: an Error takes its place, so no gap is silent.
+"""Gaps in monologs: an Error replaces messages that are lost for good, so no gap is silent.
 
 Subscribers do not answer a monolog, so its ends cannot compare (`saf.dialogs.comparing`). But a
 repair is connected to both sides, and queries a destination's inbox for the progress of each
-monolog.
+monolog (`received_monologs`).
 
-- *The publisher was set back.* A monolog that the publisher remembers ends, because subscribers may
-  have received more than it knows. A forgotten monolog also ends, if a destination has received
-  some of its messages.
-- *A destination was set back.* See `saf.dialogs.monologs`.
+*The publisher was set back* (`publisher_set_back`). A monolog that the publisher remembers ends,
+because subscribers may have received more than it knows. A forgotten monolog also ends, if a
+destination has received some of its messages.
 
-If an operator gives up a message on its way (a dead letter), an Error takes its place as well.
+*A destination was set back* (`subscribers_set_back`). The repair sends again the messages that the
+destination has lost and the publisher's broker still has (`saf.repair.send_again`). Messages that
+are neither in the destination's inbox nor on their way are lost, or may be: the subscribers get an
+Error in their place. The monolog continues, because it is complete at other destinations.
 
-Gaps in monologs whose subscribers were set back: Errors for messages that are lost for good.
-
-The repair sends again the messages that the destination has lost and the publisher's broker still
-has (`saf.repair.send_again`). Messages that are neither in the destination's inbox nor on their way
-are lost, or may be: the subscribers get an Error in their place. The monolog continues, because it
-is complete at other destinations.
-
-- *The inbox has messages of the monolog.* Messages after the lowest number there that are neither
-  there nor on their way are lost. Earlier ones were purged, or do not concern a subscriber that
-  began late.
+- *The inbox has messages of the monolog.* Messages after the lowest number in the inbox are lost if
+  they are neither in the inbox nor on their way. Earlier messages were purged, or do not concern a
+  subscriber that began late.
 - *The inbox has none.* All were purged, or lost. If the caller reports that messages may be lost
-  that cannot be compared any more, the Error says so too.
+  that can no longer be compared, the Error reports them too.
 - *The publisher's broker has forgotten the monolog*, which has ended there. If the End has not
   arrived and is not on its way, it is lost.
 
 Both sides are read while forwarders are at work, the publisher's first: messages that are complete
 there were stored at the destination earlier, unless they are lost.
+
+*An operator gives up a message on its way* (a dead letter). `GIVE_UP` puts an Error in its place,
+and the monolog continues.
 """
 
 from __future__ import annotations
@@ -48,6 +46,21 @@ JSON = "jsonb_build_object('content-type', 'application/json')"
 PUBLISHER = "the publisher was set back"
 """Text of the Error that ends a monolog because of its publisher; no other Error contains it."""
 
+# Texts of Errors; %1$s and %2$s are the lowest and the highest number of the lost messages
+LOST = (
+    "the broker of the subscribers was set back: of messages %1$s to %2$s, some are lost there; "
+    "later messages continue"
+)
+NOTHING_LEFT = (
+    "the broker of the subscribers was set back, and no longer knows this monolog: of "
+    "messages %1$s to %2$s, some may be lost there, and it is unknown which; later messages "
+    "continue"
+)
+FORGOTTEN = (
+    "the broker of the subscribers was set back: messages from %1$s on are lost there, "
+    "and the monolog is over"
+)
+
 # The numbers that have arrived. An Error of a set-back also stands for missing earlier numbers.
 RECEIVED_MONOLOGS = f"""
 SELECT conversation_id, max(from_service), max(to_service), max(sequence),
@@ -60,6 +73,35 @@ FROM saf.inbox
 WHERE source = %(source)s AND from_initiator IS NULL AND sequence > 0
   AND conversation_id IS NOT NULL
 GROUP BY conversation_id
+"""
+
+# Messages on their way to a destination: pending, or parked or dead for it or before any route
+SENT_MONOLOGS = """
+WITH under_way AS (
+    SELECT conversation_id, range_agg(int8range(sequence, sequence, '[]')) AS numbers
+    FROM (
+        SELECT o.conversation_id, o.sequence, o.from_initiator
+        FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
+        JOIN saf.outbox o ON o.shard = c.shard
+        WHERE s.log = 'outbox' AND s.name = 'forwarder'
+          AND (pg_visible_in_snapshot(o.txid, c.done)
+               OR pg_visible_in_snapshot(o.txid, c.open) AND o.id <= c.position) IS NOT TRUE
+        UNION ALL
+        SELECT conversation_id, sequence, from_initiator
+        FROM (SELECT subscription_id, destination, conversation_id, sequence, from_initiator
+              FROM saf.parked
+              UNION ALL
+              SELECT subscription_id, destination, conversation_id, sequence, from_initiator
+              FROM saf.dead_letter) AS aside
+        JOIN saf.subscription USING (subscription_id)
+        WHERE log = 'outbox' AND destination IN (%(destination)s, '')
+    ) AS one
+    WHERE from_initiator IS NULL AND conversation_id IS NOT NULL AND sequence > 0
+    GROUP BY conversation_id
+)
+SELECT conversation_id, c.service, c.far_service, c.send_sequence, c.changed_at,
+       c.error_code IS NOT NULL, CAST(coalesce(numbers, '{}') AS text)
+FROM under_way FULL JOIN (SELECT * FROM saf.conversation WHERE monolog) AS c USING (conversation_id)
 """
 
 IN_PLACE = f"""
@@ -102,6 +144,22 @@ FAIL_FORGOTTEN = IN_PLACE.format(
     GROUP BY conversation_id) AS forgotten""",
 )
 
+# The Error's number is that of the last message that it replaces
+TELL_OF_LOSS = IN_PLACE.format(
+    code=int(Code.SET_BACK),
+    failed="""(
+    SELECT conversation_id, from_service, to_service, CAST(%(broker)s AS uuid) AS to_broker,
+           upper(lost) - 1 AS sequence, format(why, lower(lost), upper(lost) - 1) AS text
+    FROM unnest(%(conversation_id)s::uuid[], %(from_service)s::text[], %(to_service)s::text[],
+                %(sent)s::bigint[], %(received)s::text[], %(under_way)s::text[], %(why)s::text[])
+        AS told (conversation_id, from_service, to_service, sent, received, under_way, why)
+    CROSS JOIN LATERAL (SELECT CAST(received AS int8multirange) AS here) AS received
+    CROSS JOIN LATERAL (
+        SELECT int8multirange(int8range(coalesce(lower(here), 1), sent, '[]'))
+               - here - CAST(under_way AS int8multirange) AS lost) AS compared
+    WHERE sent > 0 AND NOT isempty(lost)) AS gaps""",
+)
+
 # Goes to the subscribers at the copy's destination; to all subscribers if it had none yet
 GIVE_UP = IN_PLACE.format(
     code=int(Code.GIVEN_UP),
@@ -140,6 +198,25 @@ class ReceivedMonolog:
         return not (self.ended or self.failed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SentMonolog:
+    """A monolog of a publisher's broker, with its messages on their way to a destination."""
+
+    from_service: str
+    to_service: str
+    sequence: int
+    """Number of the last message sent."""
+    changed_at: datetime
+    """Time of that message, or earlier."""
+    failed: bool
+    under_way: str
+    """Numbers on their way, as an int8multirange."""
+
+
+Sent = Mapping[UUID, SentMonolog | None]
+"""Monologs; None for forgotten ones with messages on their way."""
+
+
 def received_monologs(connection: psycopg.Connection[Any], source: UUID) -> list[ReceivedMonolog]:
     """Return a destination's progress in a source's monologs. Reads the whole inbox.
 
@@ -169,13 +246,15 @@ def received_monologs(connection: psycopg.Connection[Any], source: UUID) -> list
 def publisher_set_back(
     connection: psycopg.Connection[Any], since: datetime | None, known: Iterable[ReceivedMonolog]
 ) -> None:
-    """End monologs whose subscribers may know more. Call it in the repair's transaction.
+    """End monologs whose subscribers may have received more than this broker knows.
+
+    Call it in the transaction of the repair.
 
     Args:
         connection: to the publishers' broker.
         since: as for `saf.dialogs.comparing.announce`; None: end only monologs with more messages
             received than sent.
-        known: the progress of the destinations in them.
+        known: the destinations' progress in this broker's monologs.
     """
     params = _columns(monolog for monolog in known if monolog.goes_on)
     connection.execute(FAIL, params | {"every": since is not None})
@@ -186,85 +265,6 @@ def _columns(known: Iterable[ReceivedMonolog]) -> dict[str, list[Any]]:
     monologs = [*known]
     names = ("conversation_id", "from_service", "to_service", "sequence")
     return {name: [getattr(monolog, name) for monolog in monologs] for name in names}
-
-
-# Messages on their way to a destination: pending, or parked or dead for it or before any route
-SENT_MONOLOGS = """
-WITH under_way AS (
-    SELECT conversation_id, range_agg(int8range(sequence, sequence, '[]')) AS numbers
-    FROM (
-        SELECT o.conversation_id, o.sequence, o.from_initiator
-        FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
-        JOIN saf.outbox o ON o.shard = c.shard
-        WHERE s.log = 'outbox' AND s.name = 'forwarder'
-          AND (pg_visible_in_snapshot(o.txid, c.done)
-               OR pg_visible_in_snapshot(o.txid, c.open) AND o.id <= c.position) IS NOT TRUE
-        UNION ALL
-        SELECT conversation_id, sequence, from_initiator
-        FROM (SELECT subscription_id, destination, conversation_id, sequence, from_initiator
-              FROM saf.parked
-              UNION ALL
-              SELECT subscription_id, destination, conversation_id, sequence, from_initiator
-              FROM saf.dead_letter) AS aside
-        JOIN saf.subscription USING (subscription_id)
-        WHERE log = 'outbox' AND destination IN (%(destination)s, '')
-    ) AS one
-    WHERE from_initiator IS NULL AND conversation_id IS NOT NULL AND sequence > 0
-    GROUP BY conversation_id
-)
-SELECT conversation_id, c.service, c.far_service, c.send_sequence, c.changed_at,
-       c.error_code IS NOT NULL, CAST(coalesce(numbers, '{}') AS text)
-FROM under_way FULL JOIN (SELECT * FROM saf.conversation WHERE monolog) AS c USING (conversation_id)
-"""
-
-# The Error's number is that of the last message that it replaces
-TELL_OF_LOSS = IN_PLACE.format(
-    code=int(Code.SET_BACK),
-    failed="""(
-    SELECT conversation_id, from_service, to_service, CAST(%(broker)s AS uuid) AS to_broker,
-           upper(lost) - 1 AS sequence, format(why, lower(lost), upper(lost) - 1) AS text
-    FROM unnest(%(conversation_id)s::uuid[], %(from_service)s::text[], %(to_service)s::text[],
-                %(sent)s::bigint[], %(received)s::text[], %(under_way)s::text[], %(why)s::text[])
-        AS told (conversation_id, from_service, to_service, sent, received, under_way, why)
-    CROSS JOIN LATERAL (SELECT CAST(received AS int8multirange) AS here) AS received
-    CROSS JOIN LATERAL (
-        SELECT int8multirange(int8range(coalesce(lower(here), 1), sent, '[]'))
-               - here - CAST(under_way AS int8multirange) AS lost) AS compared
-    WHERE sent > 0 AND NOT isempty(lost)) AS gaps""",
-)
-
-LOST = (
-    "the broker of the subscribers was set back: of messages %1$s to %2$s, some are lost there; "
-    "later messages continue"
-)
-NOTHING_LEFT = (
-    "the broker of the subscribers was set back, and no longer knows this monolog: of "
-    "messages %1$s to %2$s, some may be lost there, and it is unknown which; later messages "
-    "continue"
-)
-FORGOTTEN = (
-    "the broker of the subscribers was set back: messages from %1$s on are lost there, "
-    "and the monolog is over"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentMonolog:
-    """A monolog of a publisher's broker, with its messages on their way to a destination."""
-
-    from_service: str
-    to_service: str
-    sequence: int
-    """Number of the last message sent."""
-    changed_at: datetime
-    """Time of that message, or earlier."""
-    failed: bool
-    under_way: str
-    """Numbers on their way, as an int8multirange."""
-
-
-Sent = Mapping[UUID, SentMonolog | None]
-"""Monologs; None for forgotten ones with messages on their way."""
 
 
 def sent_monologs(connection: psycopg.Connection[Any], destination: str) -> Sent:

@@ -1,17 +1,20 @@
-"""Calls: endpoints with a protocol of their own, in which each request is a call.
+"""Calls: requests in an endpoint's own protocol, SOAP or XML-RPC, one for each message.
 
-SOAP: a message calls an operation described by a WSDL; a fault is a failure with its text.
+The body of a message is JSON. A list has the parameters in order; any other value is the only
+parameter. SOAP also takes an object, which has the parameters by name. A body that cannot become
+a call raises `UnreadableBody`.
 
-The body is JSON: an object has the parameters by name, a list has them in order, and any other
-value is the only parameter. zeep makes the envelope and reads the answer; the request is sent like
-all others, to the endpoint's URL, whatever address the WSDL contains. The WSDL and its imports are
-files: nothing is loaded from the network.
+A fault in an answer is a failure of the message, with the fault's text. A 2xx answer in another
+form counts as a fault, too. By SOAP, the answer may be empty with a status in `EMPTY`, and may have
+any form if the operation returns nothing.
 
-XML-RPC: a message calls a method of a server, and a fault is a failure with its text.
+*SOAP.* A message calls an operation described by a WSDL. zeep makes the envelope and reads the
+answer. The request is sent like all others, to the endpoint's URL, whatever address the WSDL
+contains. The WSDL and its imports are files: nothing is loaded from the network.
 
-The body is JSON: a list has the parameters, any other value is the only parameter. Python's own
-library writes the call and reads the answer; its parser refuses entities that grow without bound
-(Expat from 2.4 on), and an answer is read only up to a bound.
+*XML-RPC.* A message calls a method of a server. Python's own library writes the call and reads the
+answer. Its parser refuses entities that grow without bound (Expat from 2.4 on), and an answer is
+read only up to a bound.
 """
 
 from __future__ import annotations
@@ -26,6 +29,12 @@ from typing import Any, Protocol
 from saf.dispatch.envelope import Request
 from saf.errors import ConfigurationError, MissingExtra, UnreadableBody
 from saf.received import Received
+
+NOT_SOAP = "the answer is not SOAP"
+NOT_XMLRPC = "the answer is not XML-RPC"
+
+EMPTY = (201, 202, 204)
+"""Statuses whose answer may be empty, whatever the operation returns."""
 
 
 class Call(Protocol):
@@ -46,12 +55,6 @@ class Call(Protocol):
     def result(self, body: bytes) -> bytes:
         """Return the result of a call, as JSON."""
         ...
-
-
-NOT_SOAP = "the answer is not SOAP"
-
-EMPTY = (201, 202, 204)
-"""Statuses whose answer may be empty, whatever the operation returns."""
 
 
 class Soap(Call):
@@ -144,9 +147,6 @@ class Soap(Call):
             encoding="utf-8",
         )
         return self._binding.process_reply(self._client, self._operation, answer)
-
-
-NOT_XMLRPC = "the answer is not XML-RPC"
 
 
 @dataclass(frozen=True)

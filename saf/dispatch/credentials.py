@@ -1,9 +1,14 @@
 """Credentials: the identity of a caller, its proof, and the texts that must be hidden.
 
-Tokens of OAuth 2, by client credentials (RFC 6749, section 4.4).
+A caller identifies itself by a client certificate (`tls`), by a header that never changes
+(`authorization`), or by a token of OAuth 2 (`Tokens`); a proxy gets a header of its own
+(`of_proxy`). `hidden` lists the secrets in the endpoint's settings, each with the text to show in
+its place. It leaves out texts shorter than `SHORTEST`, and tokens, which the settings lack.
 
-A token is requested when it is first needed, kept until shortly before it expires, and requested
-again once an endpoint has refused it. Concurrent requests wait for the same answer.
+`Tokens` gets tokens by client credentials (RFC 6749, section 4.4). A token is requested when it is
+first needed, kept until shortly before it expires, and requested again once the endpoint has
+refused it. Concurrent requests wait for the same answer. If the token server does not answer or
+refuses, `Tokens.get` raises `NoToken`; it does not try again.
 """
 
 from __future__ import annotations
@@ -21,6 +26,19 @@ from saf.dispatch.settings import Endpoint
 from saf.dispatch.transport import NoAnswer, Transport
 from saf.errors import ConfigurationError
 from saf.receiving.failures import HIDDEN, SHORTEST
+
+MOST = 64 * 1024
+"""Maximum number of bytes to read of an answer."""
+
+LIFETIME_SECONDS = 300.0
+"""Assumed lifetime of a token whose answer does not give it."""
+
+EARLY = 0.8
+"""Part of a token's lifetime after which a new one is requested."""
+
+
+class NoToken(Exception):
+    """No token: the token server does not answer, or refuses."""
 
 
 def tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
@@ -40,30 +58,6 @@ def tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
         named = ", ".join(str(file) for file in files if file)
         raise ConfigurationError(f"cannot use {named}: {error.strerror or error}") from None
     return context
-
-
-def hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
-    """Return the secrets, each with the text to show in its place."""
-    secrets = [*endpoint.secrets, endpoint.bearer, endpoint.password]
-    secrets += [endpoint.client_secret, endpoint.proxy_password]
-    found = [(endpoint.url, endpoint.shown)] if endpoint.url != endpoint.shown else []
-    found += [(text.get_secret_value(), HIDDEN) for text in secrets if text is not None]
-    header_sets = (authorization(endpoint), of_client(endpoint), of_proxy(endpoint))
-    credentials = [text.partition(" ")[2] for headers in header_sets for text in headers.values()]
-    queries = [urlsplit(text).query for text in (endpoint.url, endpoint.token_url or "")]
-    values = [value for query in queries for value in values_of(query)]
-    found += [(text, HIDDEN) for text in (*credentials, *queries, *values)]
-    return [(text, shown) for text, shown in found if len(text) >= SHORTEST]
-
-
-def values_of(query: str) -> list[str]:
-    """Return the values in a URL's query, both as written and decoded.
-
-    >>> values_of("key=a%2Fb&page=2&flag")
-    ['a%2Fb', '2', 'a/b', '2']
-    """
-    written = [value for pair in query.split("&") if (value := pair.partition("=")[2])]
-    return [*written, *(value for _, value in parse_qsl(query))]
 
 
 def authorization(endpoint: Endpoint) -> dict[str, str]:
@@ -97,20 +91,6 @@ def basic(user: str, password: pydantic.SecretStr) -> str:
     """
     both = f"{user}:{password.get_secret_value()}".encode()
     return f"Basic {base64.b64encode(both).decode()}"
-
-
-MOST = 64 * 1024
-"""Maximum number of bytes to read of an answer."""
-
-LIFETIME_SECONDS = 300.0
-"""Assumed lifetime of a token whose answer does not give it."""
-
-EARLY = 0.8
-"""Part of a token's lifetime after which a new one is requested."""
-
-
-class NoToken(Exception):
-    """No token: the token server does not answer, or refuses."""
 
 
 class Tokens:
@@ -177,3 +157,27 @@ def parsed(body: bytes) -> tuple[str, float]:
     if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:
         raise NoToken("no token: the answer's access_token is invalid")
     return token, lifetime
+
+
+def hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
+    """Return the secrets, each with the text to show in its place."""
+    secrets = [*endpoint.secrets, endpoint.bearer, endpoint.password]
+    secrets += [endpoint.client_secret, endpoint.proxy_password]
+    found = [(endpoint.url, endpoint.shown)] if endpoint.url != endpoint.shown else []
+    found += [(text.get_secret_value(), HIDDEN) for text in secrets if text is not None]
+    header_sets = (authorization(endpoint), of_client(endpoint), of_proxy(endpoint))
+    credentials = [text.partition(" ")[2] for headers in header_sets for text in headers.values()]
+    queries = [urlsplit(text).query for text in (endpoint.url, endpoint.token_url or "")]
+    values = [value for query in queries for value in values_of(query)]
+    found += [(text, HIDDEN) for text in (*credentials, *queries, *values)]
+    return [(text, shown) for text, shown in found if len(text) >= SHORTEST]
+
+
+def values_of(query: str) -> list[str]:
+    """Return the values in a URL's query, both as written and decoded.
+
+    >>> values_of("key=a%2Fb&page=2&flag")
+    ['a%2Fb', '2', 'a/b', '2']
+    """
+    written = [value for pair in query.split("&") if (value := pair.partition("=")[2])]
+    return [*written, *(value for _, value in parse_qsl(query))]

@@ -1,7 +1,7 @@
-"""A dispatcher: sends the messages of a subscription to its endpoint, session after session.
+"""Dispatchers: each sends the messages of a subscription to its endpoint, session after session.
 
     dispatcher = Dispatcher("billing", endpoint, dsn)
-    running.run([dispatcher])               # until SIGTERM; or from a shell: saf dispatch --loop
+    run([dispatcher])                       # until SIGTERM; or from a shell: saf dispatch --loop
 
 Guarantees:
 
@@ -13,13 +13,13 @@ Guarantees:
   process that was stopped for longer than its lease and wakes up may still have a request in
   flight.
 - *No transaction waits for an endpoint.*
+- *A failure stays at its endpoint.* `run` runs dispatchers side by side in one process, until it is
+  told to stop. If one fails, the others continue.
+
+Endpoints stored in brokers may be added or removed while dispatchers run: ``find`` returns the
+present ones. A dispatcher whose endpoint was removed or replaced ends in order; a new one begins.
 
 A dispatcher needs two sessions of the database, which must not be a pooler's.
-
-Running: dispatchers side by side in one process, until it is told to stop.
-
-Endpoints stored in brokers may be added or removed in that time: ``find`` returns the present ones.
-A dispatcher whose endpoint was removed or replaced ends in order; a new one begins.
 """
 
 from __future__ import annotations
@@ -55,8 +55,19 @@ if TYPE_CHECKING:
     from saf.signing.signer import Signer
 
 RECONNECT_SECONDS = 2.0
+"""Wait between a failed session and the next one, in seconds."""
 
 LEASE_SECONDS = 30.0
+"""Default term of the lease on shards, in seconds."""
+
+FIND_SECONDS = 5.0
+"""Interval between searches for endpoints, in seconds."""
+
+AGAIN_SECONDS = 60.0
+"""Time after which a failed endpoint is tried again, in seconds."""
+
+KNOWN = (SafError, psycopg.Error)
+"""Errors that are the fault of an endpoint or a database."""
 
 log = Log("saf.dispatch")
 
@@ -178,15 +189,6 @@ class Dispatcher:
             signer=self.signer,
         )
 
-
-FIND_SECONDS = 5.0
-"""Interval between searches for endpoints, in seconds."""
-
-AGAIN_SECONDS = 60.0
-"""Time after which a failed endpoint is tried again, in seconds."""
-
-KNOWN = (SafError, psycopg.Error)
-"""Errors that are the fault of an endpoint or a database."""
 
 Find = Callable[[], Sequence[Dispatcher]]
 

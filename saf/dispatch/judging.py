@@ -1,13 +1,13 @@
 """Judging: the effect of an answer on its message and on the endpoint's condition.
 
 An answer changes the window immediately, in memory. Changes of the endpoint's stored condition are
-collected in `Judge.to_write`; the session writes them, and marks the messages.
+collected in `Judge.to_write`; the session writes them, and marks the messages. Nothing here queries
+the database.
 
-A breaker: whether an endpoint is up, and whether a failure is the endpoint's. Pure policy.
-
-One request that fails proves nothing about the endpoint: the message may be to blame. Several
-failures in a row, with no success between them, are the endpoint's failure: the breaker opens. Then
-only one message is sent from time to time, a probe, until a probe succeeds.
+`Breaker` is the policy, without I/O: whether an endpoint is up, and whether a failure is the
+endpoint's. One request that fails proves nothing about the endpoint: the message may be to blame.
+Several failures in a row, with no success between them, are the endpoint's failure: the breaker
+opens. Then only one message is sent from time to time, a probe, until a probe succeeds.
 
 An endpoint that is down does not use up the attempts of messages. So a failure does not count as an
 attempt at first; the message is a suspect. If the endpoint accepts another message before the
@@ -39,6 +39,11 @@ from saf.receiving.retries import Waiting
 
 T = TypeVar("T")
 """Data kept about an attempt until it is known whether the attempt counts."""
+
+UP = (Meaning.DONE, Meaning.REJECTED, Meaning.FAILED)
+"""Answers that show that the endpoint is up."""
+
+log = Log("saf.dispatch")
 
 
 @dataclass(kw_only=True)
@@ -77,12 +82,6 @@ class Breaker(Generic[T]):
         """Forget all failures."""
         self.failures = 0
         self._suspects = []
-
-
-UP = (Meaning.DONE, Meaning.REJECTED, Meaning.FAILED)
-"""Answers that show that the endpoint is up."""
-
-log = Log("saf.dispatch")
 
 
 class Judge:

@@ -4,15 +4,14 @@
     url = "https://billing.example.com/hooks"
     subscription = "billing"             # by default, the endpoint's name
 
-Settings that may contain a secret are `pydantic.SecretStr`. A URL is shown without its query.
+Settings that may contain a secret are `pydantic.SecretStr`. A URL is shown without its query. A
+wrong or unknown setting raises `pydantic.ValidationError`. Nothing here connects to an endpoint or
+reads a file.
 
-A rate: limit of messages per time to an endpoint, for all sending processes together.
+*A rate* limits the messages per time to an endpoint, for all sending processes together. `Bucket`
+keeps the endpoint's rate, and `Apart` keeps the rate of each key.
 
-Each process takes a part of the rate equal to its part of the shards. A rate is kept on average:
-capacity unused in one second may be used in the next second, but not later. A key is sent by one
-process, so its messages are simply kept a fixed time apart.
-
-Templates: bodies in the endpoint's own form, made from messages.
+*A template* makes a body in the endpoint's own form from a message:
 
     template = '{"text": {{data.note}}, "order": {{key}}, "lines": {{data.lines}}}'
 
@@ -23,8 +22,9 @@ Templates: bodies in the endpoint's own form, made from messages.
     data                            its body: the value if it is JSON, otherwise its text
     data.lines.0.price              a part of that value
 
-A value is written as the content type demands, so that it cannot be misread: as JSON in JSON,
-percent-encoded in a form, and unchanged in any other text. A number from the body keeps its digits.
+`filled` writes a value as the content type demands, so that the value cannot be misread: as JSON in
+JSON, percent-encoded in a form, and unchanged in any other text. A number from the body keeps its
+digits. If the message lacks a value that the template names, `filled` raises `UnreadableBody`.
 """
 
 from __future__ import annotations
@@ -49,179 +49,19 @@ from saf.received import Received
 from saf.setaside import parking
 from saf.signing.webhook import key_of
 
+DAY = 86400
+
+WEBHOOK_SECONDS = (5, 300, 1800, 7200, 18_000, 36_000, 36_000)
+"""The schedule of webhooks: waits after each failed attempt, in seconds."""
+
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 RATE_FORM = re.compile(r"(\d{1,7})/(s|min|h)")
-
-
-def per_second(text: str) -> float:
-    """Return the messages per second that a rate allows.
-
-    >>> per_second("100/s"), per_second("30/min")
-    (100.0, 0.5)
-
-    Raises:
-        ValueError: the text is not a rate, or the rate is 0.
-    """
-    found = RATE_FORM.fullmatch(text)
-    if found is None or int(found[1]) == 0:
-        raise ValueError(f"{text!r} is not a rate such as '100/s', '30/min' or '500/h'")
-    return int(found[1]) / UNITS[found[2]]
-
-
-@dataclass(kw_only=True)
-class Bucket:
-    """Tokens for messages that may be sent now; it fills with time.
-
-    >>> bucket = Bucket(per_second=2.0)
-    >>> [bucket.take(now=at) for at in (10.0, 10.0, 10.0, 10.25, 10.5)]
-    [0.0, 0.0, 0.5, 0.25, 0.0]
-    """
-
-    per_second: float
-    """Tokens added per second, and the bucket's capacity, which is at least one."""
-    share: float = 1.0
-    """This process's part of the rate."""
-    _tokens: float = 1.0
-    _at: float | None = None
-
-    def take(self, now: float) -> float:
-        """Take a token and return 0, or return the seconds until there is one."""
-        speed = self.per_second * self.share
-        if speed <= 0:
-            return 1.0
-        most = max(1.0, speed)
-        if self._at is None:
-            self._tokens = most
-        else:
-            self._tokens = min(most, self._tokens + (now - self._at) * speed)
-        self._at = now
-        if self._tokens >= 1.0:
-            self._tokens -= 1.0
-            return 0.0
-        return (1.0 - self._tokens) / speed
-
-
-@dataclass(kw_only=True)
-class Apart:
-    """Minimum time between the messages of a key.
-
-    >>> apart = Apart(seconds=2.0)
-    >>> apart.sent("a", now=10.0)
-    >>> apart.wait("a", now=10.5), apart.wait("b", now=10.5), apart.wait("a", now=12.0)
-    (1.5, 0.0, 0.0)
-    """
-
-    seconds: float
-    _sent: OrderedDict[str, float] = field(default_factory=OrderedDict)
-    """Time of each key's last message, in this order; keys that may send again are removed."""
-
-    def wait(self, key: str, now: float) -> float:
-        """Return the seconds until the next message of a key may be sent."""
-        return max(0.0, self._sent.get(key, now - self.seconds) + self.seconds - now)
-
-    def sent(self, key: str, now: float) -> None:
-        """Note that a message of a key is being sent."""
-        self._sent.pop(key, None)
-        self._sent[key] = now
-        while next(iter(self._sent.values())) <= now - self.seconds:
-            self._sent.popitem(last=False)
-
 
 PLACE = re.compile(r"\{\{\s*([^{}]*?)\s*\}\}")
 NAMES = ("id", "key", "type", "time", "service", "data")
 ROOTS = ("data.", "header.")
 
 JSON, FORM = "application/json", "application/x-www-form-urlencoded"
-
-
-def check(template: str) -> str:
-    """Return a template if it names known values only.
-
-    >>> check('{"order": {{key}}}')
-    '{"order": {{key}}}'
-
-    Raises:
-        ValueError: the template names an unknown value.
-    """
-    for name in PLACE.findall(template):
-        if name not in NAMES and not name.startswith(ROOTS):
-            known = ", ".join((*NAMES, "data.NAME", "header.NAME"))
-            raise ValueError(f"{{{{{name}}}}} is not one of {known}")
-    return template
-
-
-def filled(template: str, content_type: str, message: Received) -> bytes:
-    """Return the body that a template makes from a message.
-
-    Raises:
-        UnreadableBody: the message lacks a value that the template names.
-    """
-    values = _values(message)
-    write = _writer(content_type)
-
-    def value(found: re.Match[str]) -> str:
-        try:
-            return write(values(found[1]))
-        except (LookupError, TypeError, ValueError, RecursionError):
-            reason = f"it has no {{{{{found[1]}}}}}, which the endpoint's template names"
-            declared = message.headers.get(CONTENT_TYPE)
-            raise UnreadableBody(message.message_id, declared, reason) from None
-
-    return PLACE.sub(value, template).encode("utf-8", errors="replace")
-
-
-def part(value: Any, path: str) -> Any:
-    """Return the part of a JSON value at a path of names and indexes.
-
-    >>> part({"lines": [{"price": 7}]}, "lines.0.price")
-    7
-    """
-    for name in path.split("."):
-        value = value[int(name)] if isinstance(value, list) else value[name]
-    return value
-
-
-def _values(message: Received) -> Callable[[str], Any]:
-    def data() -> Any:
-        body = message.body
-        try:
-            return STRICT.decode(body.decode(json.detect_encoding(body)))
-        except (ValueError, RecursionError):
-            return body.decode()
-
-    own: Mapping[str, Callable[[], Any]] = {
-        "id": lambda: str(message.message_id),
-        "key": lambda: message.key,
-        "type": lambda: message.message_type,
-        "time": message.created_at.isoformat,
-        "service": lambda: message.from_service,
-        "data": data,
-    }
-
-    def of(name: str) -> Any:
-        if name in own:
-            return own[name]()
-        root, _, path = name.partition(".")
-        return message.headers[path] if root == "header" else part(data(), path)
-
-    return of
-
-
-def _writer(content_type: str) -> Callable[[Any], str]:
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind == JSON or kind.endswith("+json"):
-        return as_json
-    return (lambda value: quote_plus(_text(value))) if kind == FORM else _text
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "" if value is None else as_json(value)
-
-
-DAY = 86400
-
-WEBHOOK_SECONDS = (5, 300, 1800, 7200, 18_000, 36_000, 36_000)
-"""The schedule of webhooks: waits after each failed attempt, in seconds."""
 
 
 def _is_url(text: str) -> str:
@@ -241,14 +81,25 @@ def _is_url(text: str) -> str:
     return text
 
 
-Url = Annotated[str, AfterValidator(_is_url)]
-Seconds = Annotated[float, within(0.01, 3600)]
-
-
 def _is_rate(text: str) -> str:
     """such as `100/s`"""
     per_second(text)
     return text
+
+
+def per_second(text: str) -> float:
+    """Return the messages per second that a rate allows.
+
+    >>> per_second("100/s"), per_second("30/min")
+    (100.0, 0.5)
+
+    Raises:
+        ValueError: the text is not a rate, or the rate is 0.
+    """
+    found = RATE_FORM.fullmatch(text)
+    if found is None or int(found[1]) == 0:
+        raise ValueError(f"{text!r} is not a rate such as '100/s', '30/min' or '500/h'")
+    return int(found[1]) / UNITS[found[2]]
 
 
 def _is_network(text: str) -> str:
@@ -257,6 +108,24 @@ def _is_network(text: str) -> str:
     return text
 
 
+def check(template: str) -> str:
+    """Return a template if it names known values only.
+
+    >>> check('{"order": {{key}}}')
+    '{"order": {{key}}}'
+
+    Raises:
+        ValueError: the template names an unknown value.
+    """
+    for name in PLACE.findall(template):
+        if name not in NAMES and not name.startswith(ROOTS):
+            known = ", ".join((*NAMES, "data.NAME", "header.NAME"))
+            raise ValueError(f"{{{{{name}}}}} is not one of {known}")
+    return template
+
+
+Url = Annotated[str, AfterValidator(_is_url)]
+Seconds = Annotated[float, within(0.01, 3600)]
 Network = Annotated[str, AfterValidator(_is_network)]
 Rate = Annotated[str, AfterValidator(_is_rate)]
 
@@ -440,6 +309,10 @@ class StoredEndpoint(Endpoint):
     """An endpoint stored in a broker, where it may be changed or removed at any time."""
 
 
+Endpoints = Mapping[str, Endpoint]
+"""Endpoints by name."""
+
+
 def without_query(url: str) -> str:
     """Return a URL without its query, which may contain a secret.
 
@@ -449,5 +322,133 @@ def without_query(url: str) -> str:
     return urlsplit(url)._replace(query="", fragment="").geturl()
 
 
-Endpoints = Mapping[str, Endpoint]
-"""Endpoints by name."""
+# Each process takes a part of the rate equal to its part of the shards. A rate is kept on average:
+# capacity unused in one second may be used in the next second, but not later. A key is sent by one
+# process, so its messages are simply kept a fixed time apart.
+
+
+@dataclass(kw_only=True)
+class Bucket:
+    """Tokens for messages that may be sent now; it fills with time.
+
+    >>> bucket = Bucket(per_second=2.0)
+    >>> [bucket.take(now=at) for at in (10.0, 10.0, 10.0, 10.25, 10.5)]
+    [0.0, 0.0, 0.5, 0.25, 0.0]
+    """
+
+    per_second: float
+    """Tokens added per second, and the bucket's capacity, which is at least one."""
+    share: float = 1.0
+    """This process's part of the rate."""
+    _tokens: float = 1.0
+    _at: float | None = None
+
+    def take(self, now: float) -> float:
+        """Take a token and return 0, or return the seconds until there is one."""
+        speed = self.per_second * self.share
+        if speed <= 0:
+            return 1.0
+        most = max(1.0, speed)
+        if self._at is None:
+            self._tokens = most
+        else:
+            self._tokens = min(most, self._tokens + (now - self._at) * speed)
+        self._at = now
+        if self._tokens >= 1.0:
+            self._tokens -= 1.0
+            return 0.0
+        return (1.0 - self._tokens) / speed
+
+
+@dataclass(kw_only=True)
+class Apart:
+    """Minimum time between the messages of a key.
+
+    >>> apart = Apart(seconds=2.0)
+    >>> apart.sent("a", now=10.0)
+    >>> apart.wait("a", now=10.5), apart.wait("b", now=10.5), apart.wait("a", now=12.0)
+    (1.5, 0.0, 0.0)
+    """
+
+    seconds: float
+    _sent: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    """Time of each key's last message, in this order; keys that may send again are removed."""
+
+    def wait(self, key: str, now: float) -> float:
+        """Return the seconds until the next message of a key may be sent."""
+        return max(0.0, self._sent.get(key, now - self.seconds) + self.seconds - now)
+
+    def sent(self, key: str, now: float) -> None:
+        """Note that a message of a key is being sent."""
+        self._sent.pop(key, None)
+        self._sent[key] = now
+        while next(iter(self._sent.values())) <= now - self.seconds:
+            self._sent.popitem(last=False)
+
+
+def filled(template: str, content_type: str, message: Received) -> bytes:
+    """Return the body that a template makes from a message.
+
+    Raises:
+        UnreadableBody: the message lacks a value that the template names.
+    """
+    values = _values(message)
+    write = _writer(content_type)
+
+    def value(found: re.Match[str]) -> str:
+        try:
+            return write(values(found[1]))
+        except (LookupError, TypeError, ValueError, RecursionError):
+            reason = f"it has no {{{{{found[1]}}}}}, which the endpoint's template names"
+            declared = message.headers.get(CONTENT_TYPE)
+            raise UnreadableBody(message.message_id, declared, reason) from None
+
+    return PLACE.sub(value, template).encode("utf-8", errors="replace")
+
+
+def part(value: Any, path: str) -> Any:
+    """Return the part of a JSON value at a path of names and indexes.
+
+    >>> part({"lines": [{"price": 7}]}, "lines.0.price")
+    7
+    """
+    for name in path.split("."):
+        value = value[int(name)] if isinstance(value, list) else value[name]
+    return value
+
+
+def _values(message: Received) -> Callable[[str], Any]:
+    def data() -> Any:
+        body = message.body
+        try:
+            return STRICT.decode(body.decode(json.detect_encoding(body)))
+        except (ValueError, RecursionError):
+            return body.decode()
+
+    own: Mapping[str, Callable[[], Any]] = {
+        "id": lambda: str(message.message_id),
+        "key": lambda: message.key,
+        "type": lambda: message.message_type,
+        "time": message.created_at.isoformat,
+        "service": lambda: message.from_service,
+        "data": data,
+    }
+
+    def of(name: str) -> Any:
+        if name in own:
+            return own[name]()
+        root, _, path = name.partition(".")
+        return message.headers[path] if root == "header" else part(data(), path)
+
+    return of
+
+
+def _writer(content_type: str) -> Callable[[Any], str]:
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == JSON or kind.endswith("+json"):
+        return as_json
+    return (lambda value: quote_plus(_text(value))) if kind == FORM else _text
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "" if value is None else as_json(value)

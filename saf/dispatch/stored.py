@@ -1,7 +1,7 @@
-"""Endpoints stored in a broker: `saf endpoint add`.
+"""Endpoints in a broker: those that `saf endpoint add` stores, and the state of each for operators.
 
-Anyone with write access to the table chooses a URL, and this process sends to it. So such an
-endpoint is more restricted than one of saf.toml:
+Anyone with write access to the table chooses a URL, and this process sends to it. So a stored
+endpoint is more restricted than an endpoint of saf.toml:
 
 - It reaches only addresses on the public internet, and the networks that saf.toml lists in
   ``[dispatch]``.
@@ -9,7 +9,11 @@ endpoint is more restricted than one of saf.toml:
 - A secret is never stored, only the name of one of the dispatcher's environment variables, which
   must begin with `PREFIX`. So an endpoint cannot have other variables sent to its URL.
 
-State of endpoints for operators: each endpoint's condition and its last failed attempts.
+The restrictions are checked when an endpoint is stored and when it is read. `stored` returns the
+error in place of an endpoint that is wrong, so that the others still run.
+
+`state` and `attempts` read the condition and the last failed attempts of any endpoint, stored or of
+saf.toml. Operators change a condition by `saf.dispatch.condition`.
 """
 
 from __future__ import annotations
@@ -31,6 +35,40 @@ from saf.database import fetch
 from saf.dispatch.condition import Book
 from saf.dispatch.settings import Endpoint, StoredEndpoint
 from saf.errors import ConfigurationError, UsageError
+
+PREFIX = "SAF_ENDPOINT_"
+
+OF_FILE = frozenset(
+    {"url", "broker", "subscription", "public_only", "networks"}
+    | {"ca_file", "client_certificate", "client_key"}
+    | {"token_url", "client_id", "client_secret", "scope"}
+    | {"proxy", "proxy_user", "proxy_password", "wsdl", "operation"}
+)
+"""Settings that are columns of the table, or allowed in saf.toml only."""
+
+SECRETS = frozenset({"secrets", "bearer", "password"})
+"""Settings that contain names of environment variables here."""
+
+ADD = """
+INSERT INTO saf.endpoint (name, subscription_id, url, settings)
+VALUES (%(name)s, %(subscription_id)s, %(url)s, %(settings)s)
+ON CONFLICT DO NOTHING RETURNING name
+"""
+# The name stays, so dispatchers continue with the changed endpoint
+CHANGE = """
+UPDATE saf.endpoint e
+SET subscription_id = %(subscription_id)s, url = %(url)s, settings = %(settings)s
+FROM (SELECT subscription_id AS number FROM saf.endpoint WHERE name = %(name)s FOR UPDATE) AS before
+WHERE name = %(name)s RETURNING before.number
+"""
+OTHER = """
+SELECT name FROM saf.endpoint WHERE name = %(name)s OR subscription_id = %(subscription_id)s
+"""
+LIST = """
+SELECT e.name, s.name, e.url, e.settings
+FROM saf.endpoint e JOIN saf.subscription s USING (subscription_id) ORDER BY e.name
+"""
+REMOVE = "DELETE FROM saf.endpoint WHERE name = %(name)s RETURNING subscription_id"
 
 STATE = """
 SELECT state, failures, failing_since, next_probe_at, error, paused_at, paused_by
@@ -67,57 +105,6 @@ class Attempt:
     seconds: float
     outcome: str
     error: str
-
-
-def state(connection: psycopg.Connection[Any], subscription_id: int) -> State:
-    """Return the condition of a subscription's endpoint."""
-    with psycopg.Cursor(connection, row_factory=class_row(State)) as cursor:
-        found = cursor.execute(STATE, {"subscription_id": subscription_id}).fetchone()
-    return found or State()
-
-
-def attempts(
-    connection: psycopg.Connection[Any], subscription_id: int, limit: int
-) -> list[Attempt]:
-    """Return the last failed attempts, newest first."""
-    with psycopg.Cursor(connection, row_factory=class_row(Attempt)) as cursor:
-        params = {"subscription_id": subscription_id, "limit": limit}
-        return cursor.execute(ATTEMPTS, params).fetchall()
-
-
-PREFIX = "SAF_ENDPOINT_"
-
-OF_FILE = frozenset(
-    {"url", "broker", "subscription", "public_only", "networks"}
-    | {"ca_file", "client_certificate", "client_key"}
-    | {"token_url", "client_id", "client_secret", "scope"}
-    | {"proxy", "proxy_user", "proxy_password", "wsdl", "operation"}
-)
-"""Settings that are columns of the table, or allowed in saf.toml only."""
-
-SECRETS = frozenset({"secrets", "bearer", "password"})
-"""Settings that contain names of environment variables here."""
-
-ADD = """
-INSERT INTO saf.endpoint (name, subscription_id, url, settings)
-VALUES (%(name)s, %(subscription_id)s, %(url)s, %(settings)s)
-ON CONFLICT DO NOTHING RETURNING name
-"""
-# The name stays, so dispatchers continue with the changed endpoint
-CHANGE = """
-UPDATE saf.endpoint e
-SET subscription_id = %(subscription_id)s, url = %(url)s, settings = %(settings)s
-FROM (SELECT subscription_id AS number FROM saf.endpoint WHERE name = %(name)s FOR UPDATE) AS before
-WHERE name = %(name)s RETURNING before.number
-"""
-OTHER = """
-SELECT name FROM saf.endpoint WHERE name = %(name)s OR subscription_id = %(subscription_id)s
-"""
-LIST = """
-SELECT e.name, s.name, e.url, e.settings
-FROM saf.endpoint e JOIN saf.subscription s USING (subscription_id) ORDER BY e.name
-"""
-REMOVE = "DELETE FROM saf.endpoint WHERE name = %(name)s RETURNING subscription_id"
 
 
 def add(
@@ -179,30 +166,18 @@ def put(
         add(connection, name, url, subscription=subscription, settings=settings)
 
 
+def remove(connection: psycopg.Connection[Any], name: str) -> bool:
+    """Remove an endpoint and its condition; its messages wait. Return whether it existed."""
+    with connection.transaction():
+        removed = fetch(connection, REMOVE, {"name": name})
+        for (number,) in removed:
+            _begin_anew(connection, name, number)
+    return bool(removed)
+
+
 def listed(connection: psycopg.Connection[Any]) -> list[tuple[str, str, str, dict[str, Any]]]:
     """Return the endpoints of a broker: name, subscription, URL and settings, as stored."""
     return fetch(connection, LIST)
-
-
-def check(name: str, url: str, settings: Mapping[str, Any]) -> None:
-    """Check that a stored endpoint may have these settings.
-
-    Raises:
-        ConfigurationError: it may not; the error names the settings.
-    """
-    wrong = OF_FILE & set(settings)
-    if wrong:
-        raise ConfigurationError(f"endpoint {name!r}: {', '.join(sorted(wrong))} in saf.toml only")
-    for variable in _variables(settings):
-        if not isinstance(variable, str) or not variable.startswith(PREFIX):
-            raise ConfigurationError(
-                f"endpoint {name!r}: a secret is given as the name of an environment variable "
-                f"that begins with {PREFIX}"
-            )
-    plain = {key: value for key, value in settings.items() if key not in SECRETS}
-    if "password" in settings:
-        plain["password"] = "-"  # noqa: S105 - a placeholder
-    _made(name, url, plain)
 
 
 def stored(
@@ -240,19 +215,25 @@ def _with_secrets(name: str, broker: str, settings: Mapping[str, Any]) -> dict[s
     return known
 
 
-def remove(connection: psycopg.Connection[Any], name: str) -> bool:
-    """Remove an endpoint and its condition; its messages wait. Return whether it existed."""
-    with connection.transaction():
-        removed = fetch(connection, REMOVE, {"name": name})
-        for (number,) in removed:
-            _begin_anew(connection, name, number)
-    return bool(removed)
+def check(name: str, url: str, settings: Mapping[str, Any]) -> None:
+    """Check that a stored endpoint may have these settings.
 
-
-def _begin_anew(connection: psycopg.Connection[Any], name: str, *numbers: int) -> None:
-    """Reset the conditions of the endpoints of these subscriptions."""
-    for number in numbers:
-        Book(subscription_id=number, endpoint=name).resume(connection)
+    Raises:
+        ConfigurationError: it may not; the error names the settings.
+    """
+    wrong = OF_FILE & set(settings)
+    if wrong:
+        raise ConfigurationError(f"endpoint {name!r}: {', '.join(sorted(wrong))} in saf.toml only")
+    for variable in _variables(settings):
+        if not isinstance(variable, str) or not variable.startswith(PREFIX):
+            raise ConfigurationError(
+                f"endpoint {name!r}: a secret is given as the name of an environment variable "
+                f"that begins with {PREFIX}"
+            )
+    plain = {key: value for key, value in settings.items() if key not in SECRETS}
+    if "password" in settings:
+        plain["password"] = "-"  # noqa: S105 - a placeholder
+    _made(name, url, plain)
 
 
 def _variables(settings: Mapping[str, Any]) -> list[Any]:
@@ -272,3 +253,25 @@ def _made(name: str, url: str, settings: Mapping[str, Any]) -> StoredEndpoint:
             for problem in error.errors(include_input=False)
         )
         raise ConfigurationError(f"endpoint {reasons}") from None
+
+
+def _begin_anew(connection: psycopg.Connection[Any], name: str, *numbers: int) -> None:
+    """Reset the conditions of the endpoints of these subscriptions."""
+    for number in numbers:
+        Book(subscription_id=number, endpoint=name).resume(connection)
+
+
+def state(connection: psycopg.Connection[Any], subscription_id: int) -> State:
+    """Return the condition of a subscription's endpoint."""
+    with psycopg.Cursor(connection, row_factory=class_row(State)) as cursor:
+        found = cursor.execute(STATE, {"subscription_id": subscription_id}).fetchone()
+    return found or State()
+
+
+def attempts(
+    connection: psycopg.Connection[Any], subscription_id: int, limit: int
+) -> list[Attempt]:
+    """Return the last failed attempts, newest first."""
+    with psycopg.Cursor(connection, row_factory=class_row(Attempt)) as cursor:
+        params = {"subscription_id": subscription_id, "limit": limit}
+        return cursor.execute(ATTEMPTS, params).fetchall()

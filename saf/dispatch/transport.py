@@ -1,15 +1,15 @@
-"""Transports: carry a request's bytes to an endpoint, and its answer's bytes back.
+"""Transports: connections that carry a request's bytes to an endpoint, and its answer's bytes back.
 
 A transport keeps connections. It follows no redirect, keeps no cookie, ignores the environment's
 proxy, and decompresses nothing. It reads an answer up to a number of bytes; a longer answer is cut,
 and not read to its end. The endpoint's timeout is for a whole exchange, so an endpoint that sends a
-byte from time to time does not extend it.
+byte from time to time does not extend it. An exchange that fails for any reason raises `NoAnswer`.
 
-The guard: restricts the addresses that a dispatcher connects to.
-
-A URL written by a user may name, or resolve to, an address inside our own network. The guard checks
-each address at the moment of connecting to it. So neither the spelling of the address in the URL,
-nor a name that resolves differently a moment later, nor the target of a redirect can evade it.
+A guard (`address_check`) restricts the addresses that a transport connects to. A URL written by a
+user may name, or resolve to, an address inside our own network. The guard checks each address at
+the moment of connecting to it. So neither the spelling of the address in the URL, nor a name that
+resolves differently a moment later, nor the target of a redirect can evade the guard. The guard
+cannot check the addresses behind a proxy, so an endpoint with a proxy has no guard.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
+
+IDLE_SECONDS = 30.0
+"""Time for which an unused connection is kept."""
+
+HEADERS = {"User-Agent": "saf", "Accept-Encoding": "identity"}
+"""Headers of every request."""
 
 NOT_PUBLIC = (
     # IANA's registry of special-purpose IPv4 addresses, without those that are reachable globally
@@ -43,72 +49,11 @@ IPv4 address: IPv4-mapped, NAT64, 6to4. The prefix of a network's own NAT64 is u
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+AddressInfo = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[Any, ...]]
+
 _NOT_PUBLIC = [ipaddress.ip_network(one) for one in NOT_PUBLIC]
 _UNICAST = ipaddress.IPv6Network(UNICAST)
 _STANDING_FOR = {ipaddress.IPv6Network(one): bits for one, bits in STANDING_FOR.items()}
-
-
-def is_public(address: str) -> bool:
-    """Return whether an address is public, and does not stand for one that is not.
-
-    >>> is_public("93.184.216.34"), is_public("2606:2800:220:1::1")
-    (True, True)
-    >>> [is_public(one) for one in ("127.0.0.1", "10.1.2.3", "169.254.169.254", "0.0.0.0", "::1")]
-    [False, False, False, False, False]
-    >>> [is_public(one) for one in ("::ffff:10.0.0.1", "64:ff9b::a00:1", "fe80::1%2", "224.0.0.1")]
-    [False, False, False, False]
-    """
-    ip = _meant(_parsed(address))
-    if isinstance(ip, ipaddress.IPv6Address) and ip not in _UNICAST:
-        return False
-    return not any(ip in network for network in _NOT_PUBLIC)
-
-
-def _parsed(address: str) -> Address:
-    return ipaddress.ip_address(address.partition("%")[0])
-
-
-def _meant(ip: Address) -> Address:
-    """Return the IPv4 address that an IPv6 address stands for; otherwise the address itself."""
-    for network, bits in _STANDING_FOR.items():
-        if ip in network:
-            return ipaddress.IPv4Address(int(ip) >> bits & 0xFFFFFFFF)
-    return ip
-
-
-AddressInfo = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[Any, ...]]
-
-
-def address_check(networks: Iterable[str]) -> Callable[[str], None]:
-    """Return a check that raises `PermissionError` unless an address is public or allowed."""
-    known = [ipaddress.ip_network(text) for text in networks]
-
-    def check(host: str) -> None:
-        ip = _parsed(host)
-        if not is_public(host) and not any(ip in network for network in known):
-            # do not reveal the addresses of names inside our network
-            raise PermissionError(errno.EACCES, "its address is not on the public internet")
-
-    return check
-
-
-def guarded_sockets(networks: Iterable[str]) -> Callable[[AddressInfo], socket.socket]:
-    """Return a factory of sockets to addresses that pass `address_check`."""
-    check = address_check(networks)
-
-    def make(info: AddressInfo) -> socket.socket:
-        family, kind, protocol, _, address = info
-        check(str(address[0]))
-        return socket.socket(family=family, type=kind, proto=protocol)
-
-    return make
-
-
-IDLE_SECONDS = 30.0
-"""Time for which an unused connection is kept."""
-
-HEADERS = {"User-Agent": "saf", "Accept-Encoding": "identity"}
-"""Headers of every request."""
 
 
 class NoAnswer(Exception):
@@ -149,3 +94,56 @@ class Transport(abc.ABC):
         Raises:
             NoAnswer: no answer came, for any reason.
         """
+
+
+def address_check(networks: Iterable[str]) -> Callable[[str], None]:
+    """Return a check that raises `PermissionError` unless an address is public or allowed."""
+    known = [ipaddress.ip_network(text) for text in networks]
+
+    def check(host: str) -> None:
+        ip = _parsed(host)
+        if not is_public(host) and not any(ip in network for network in known):
+            # do not reveal the addresses of names inside our network
+            raise PermissionError(errno.EACCES, "its address is not on the public internet")
+
+    return check
+
+
+def guarded_sockets(networks: Iterable[str]) -> Callable[[AddressInfo], socket.socket]:
+    """Return a factory of sockets to addresses that pass `address_check`."""
+    check = address_check(networks)
+
+    def make(info: AddressInfo) -> socket.socket:
+        family, kind, protocol, _, address = info
+        check(str(address[0]))
+        return socket.socket(family=family, type=kind, proto=protocol)
+
+    return make
+
+
+def is_public(address: str) -> bool:
+    """Return whether an address is public, and does not stand for one that is not.
+
+    >>> is_public("93.184.216.34"), is_public("2606:2800:220:1::1")
+    (True, True)
+    >>> [is_public(one) for one in ("127.0.0.1", "10.1.2.3", "169.254.169.254", "0.0.0.0", "::1")]
+    [False, False, False, False, False]
+    >>> [is_public(one) for one in ("::ffff:10.0.0.1", "64:ff9b::a00:1", "fe80::1%2", "224.0.0.1")]
+    [False, False, False, False]
+    """
+    ip = _meant(_parsed(address))
+    if isinstance(ip, ipaddress.IPv6Address) and ip not in _UNICAST:
+        return False
+    return not any(ip in network for network in _NOT_PUBLIC)
+
+
+def _parsed(address: str) -> Address:
+    return ipaddress.ip_address(address.partition("%")[0])
+
+
+def _meant(ip: Address) -> Address:
+    """Return the IPv4 address that an IPv6 address stands for; otherwise the address itself."""
+    for network, bits in _STANDING_FOR.items():
+        if ip in network:
+            return ipaddress.IPv4Address(int(ip) >> bits & 0xFFFFFFFF)
+    return ip

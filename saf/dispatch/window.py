@@ -4,11 +4,9 @@ The window holds the next messages of the shards that this member owns, each in 
 One message of each lane is in flight at a time, and lanes take turns. A message is complete if it
 was answered, or is parked, or is a dead letter; `saf.dispatch.progress` tracks a shard's progress.
 
-Nothing here queries the database. `Window.marks` returns the rows to write, and from then on the
-window counts them as written. If writing fails, throw the window away: messages in flight, or
-answered and not marked, are sent again.
-
-Marks: the results of messages, as one transaction writes them.
+Nothing here queries the database. `Window.marks` returns the results of messages as `Marks`, the
+rows that one transaction writes, and from then on the window counts them as written. If writing
+fails, throw the window away: messages in flight, or answered and not marked, are sent again.
 """
 
 from __future__ import annotations

@@ -1,13 +1,17 @@
-"""Finding routes: move messages that waited for a route, or for their router, once one exists.
+"""Finding routes: the way out for messages that wait for a route, or for their router.
 
-They move to lanes of the destinations that routes lead to; a topic's message moves as one copy per
-destination. Each chunk is one transaction, and the messages keep their place in the order. From
-then on each copy waits for its destination alone.
+`FindingRoutes` moves them once a route exists. They move to lanes of the destinations that routes
+lead to; a topic's message moves as one copy per destination. Each chunk is one transaction, and the
+messages keep their place in the order. From then on each copy waits for its destination alone.
+Nothing is sent here.
 
-Load sharing: choose each message's route where several routes share.
+A message without a way out stays in its lane, and new messages wait behind it. A message that its
+router cannot resolve, or for which a transform fails, becomes a dead letter. If the turn ends
+early, the rest keeps its place, and the next turn continues.
 
-Messages without a key take the routes in turn by their ids, so a batch that is read again goes the
-same way. Messages with a key take the route that their key has chosen
+Load sharing: where several routes share messages, `share` chooses one for each message, new or
+parked. Messages without a key take the routes in turn by their ids, so a batch that is read again
+goes the same way. Messages with a key take the route that their key has chosen
 (`saf.routing.route_choices`); a chunk asks once, with each key once.
 """
 
@@ -50,63 +54,6 @@ from saf.setaside.parking import ADDRESS
 
 Choose = Callable[[Mapping[Asker, Sequence[str]]], Mapping[Asker, str]]
 """`saf.routing.route_choices.choose`, committed."""
-
-
-def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
-    """Give each row one route in the column ``route``, in place of several that share."""
-    shared = [
-        n for n in pc.unique(rows["route"]).to_pylist() if n is not None and matches[n].shared
-    ]
-    if not shared:
-        return rows
-    single = {
-        match.routes[0]: number for number, match in enumerate(matches) if len(match.routes) == 1
-    }
-    route = rows["route"].to_numpy(zero_copy_only=False)
-    taken = pc.fill_null(rows["route"], -1).to_numpy().copy()
-    keyed = pc.is_valid(rows["key"]).to_numpy()
-    first, indices = _distinct(rows.select(["to_service", "to_broker", "key"]))
-    among = {
-        place: matches[int(route[row])]
-        for place, row in enumerate(first)
-        if keyed[row] and route[row] in shared
-    }
-    askers = dict(zip(among, _askers(rows.take(first[list(among)])), strict=True))
-    chosen = choose({askers[p]: match.destinations for p, match in among.items()}) if among else {}
-    numbers = np.full(len(first), -1)
-    for place, match in among.items():
-        member = match.destinations.index(chosen[askers[place]])
-        numbers[place] = single[match.routes[member]]
-    for number in shared:
-        mask = taken == number
-        members = np.array([single[member_route] for member_route in matches[number].routes])
-        taken = np.where(mask & ~keyed, members[rows["id"].to_numpy() % len(members)], taken)
-        taken = np.where(mask & keyed, numbers[indices], taken)
-    column = pa.array(taken.astype(np.int32), mask=taken < 0)
-    return rows.set_column(rows.column_names.index("route"), "route", column)
-
-
-def _distinct(columns: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the first row of each distinct value, in order, and each row's index among them."""
-    codes = np.zeros(columns.num_rows, np.int64)
-    for column in columns.columns:
-        if column.null_count < len(column):
-            encoded = column.combine_chunks().dictionary_encode()
-            numbers = pc.fill_null(encoded.indices, -1).to_numpy() + 1
-            codes = np.unique(codes * (len(encoded.dictionary) + 1) + numbers, return_inverse=True)[
-                1
-            ]
-    _, first, indices = np.unique(codes, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    return first[order], place[indices]
-
-
-def _askers(rows: pa.Table) -> list[Asker]:
-    brokers = [str(UUID(bytes=item)) if item else None for item in rows["to_broker"].to_pylist()]
-    named = zip(rows["to_service"].to_pylist(), brokers, rows["key"].to_pylist(), strict=True)
-    return [Asker(*item) for item in named]
 
 
 @dataclass(kw_only=True)
@@ -275,3 +222,60 @@ def _lane(destination: str, row: Mapping[str, Any]) -> Lane:
         subject=row["subject"],
         broker=broker_of(row["broker"]),
     )
+
+
+def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
+    """Give each row one route in the column ``route``, in place of several that share."""
+    shared = [
+        n for n in pc.unique(rows["route"]).to_pylist() if n is not None and matches[n].shared
+    ]
+    if not shared:
+        return rows
+    single = {
+        match.routes[0]: number for number, match in enumerate(matches) if len(match.routes) == 1
+    }
+    route = rows["route"].to_numpy(zero_copy_only=False)
+    taken = pc.fill_null(rows["route"], -1).to_numpy().copy()
+    keyed = pc.is_valid(rows["key"]).to_numpy()
+    first, indices = _distinct(rows.select(["to_service", "to_broker", "key"]))
+    among = {
+        place: matches[int(route[row])]
+        for place, row in enumerate(first)
+        if keyed[row] and route[row] in shared
+    }
+    askers = dict(zip(among, _askers(rows.take(first[list(among)])), strict=True))
+    chosen = choose({askers[p]: match.destinations for p, match in among.items()}) if among else {}
+    numbers = np.full(len(first), -1)
+    for place, match in among.items():
+        member = match.destinations.index(chosen[askers[place]])
+        numbers[place] = single[match.routes[member]]
+    for number in shared:
+        mask = taken == number
+        members = np.array([single[member_route] for member_route in matches[number].routes])
+        taken = np.where(mask & ~keyed, members[rows["id"].to_numpy() % len(members)], taken)
+        taken = np.where(mask & keyed, numbers[indices], taken)
+    column = pa.array(taken.astype(np.int32), mask=taken < 0)
+    return rows.set_column(rows.column_names.index("route"), "route", column)
+
+
+def _distinct(columns: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the first row of each distinct value, in order, and each row's index among them."""
+    codes = np.zeros(columns.num_rows, np.int64)
+    for column in columns.columns:
+        if column.null_count < len(column):
+            encoded = column.combine_chunks().dictionary_encode()
+            numbers = pc.fill_null(encoded.indices, -1).to_numpy() + 1
+            codes = np.unique(codes * (len(encoded.dictionary) + 1) + numbers, return_inverse=True)[
+                1
+            ]
+    _, first, indices = np.unique(codes, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return first[order], place[indices]
+
+
+def _askers(rows: pa.Table) -> list[Asker]:
+    brokers = [str(UUID(bytes=item)) if item else None for item in rows["to_broker"].to_pylist()]
+    named = zip(rows["to_service"].to_pylist(), brokers, rows["key"].to_pylist(), strict=True)
+    return [Asker(*item) for item in named]

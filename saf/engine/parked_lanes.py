@@ -1,11 +1,15 @@
-"""Parked lanes: the parked messages of a task's shards, wherever they go next.
+"""Parked lanes: the lanes of one task's shards, and the parked messages in them.
 
-The task reads them lane by lane, in order and in chunks, and runs a step for each chunk. A message
-for which the step raises even when alone becomes a dead letter. Settled messages leave their lane
-in a transaction that only the owner of the shards can commit. Until then the lanes are in hand
+`HeldLanes` are the lanes that the task knows (see `saf.setaside.lane`). New messages that belong in
+a held lane park behind its older messages.
+
+`ParkedLanes` takes messages out of their lanes, wherever they go next. It reads them lane by lane,
+in order and in chunks, and runs a step for each chunk. Settled messages leave their lane in a
+transaction that only the owner of the shards can commit. Until then the lanes are in hand
 (`saf.setaside.in_hand`), so that no operator decides about a message that is on its way.
 
-Held lanes: the lanes of its shards that a task knows (see `saf.setaside.lane`).
+A message for which the step raises even when alone becomes a dead letter. Where messages go is not
+decided here: the steps are those of `saf.engine.finding_routes` and `saf.engine.releasing`.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from saf.setaside.lane_columns import LANE, given_of, lanes_of, route_lanes
 
 @dataclass
 class HeldLanes:
-    """Lanes that new messages park in, and lanes not tried yet.
+    """Lanes that new messages park in, and due lanes that had nothing to try.
 
     A task knows from the start which lanes a destination has. The number of services' lanes has no
     bound, so a task looks up those of each chunk's services.

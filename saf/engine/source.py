@@ -1,17 +1,17 @@
-"""The source: reads a broker's open batch for a group of shards, inside a task.
+"""The source: a broker's open batch, read for a group of shards inside a task.
 
-It reads by COPY into Arrow, so no Python runs per message. Reading claims and changes nothing, so a
-task may run twice; the batch gives the same rows each time.
+Reading is by COPY into Arrow, so no Python runs per message. It claims and changes nothing, so a
+task may run twice; the batch gives the same rows each time. `messages` yields them by id, with the
+columns of `saf.log.columns`. A source that does not answer, or stops answering before the end,
+raises `Unavailable`.
 
-The columns are those of `saf.log.columns`.
-
-A deep backlog in the order of its ids, without sorting it at the source.
-
-A log is stored nearly in the order of its ids, but not quite, because concurrent inserts fill
-different pages. Sorting millions of rows takes the server as long as reading them, and needs files
-of the same size. So a deep batch is read in windows of some pages each, ordered by their lowest
-ids, which a survey has found (`saf.engine.survey`). When a window ends, all rows below the lowest
-id of the next window are known, and are sorted here. The others are held back.
+A deep batch is put in order here, without sorting it at the source. A log is stored nearly in the
+order of its ids, but not quite, because concurrent inserts fill different pages. Sorting millions
+of rows takes the server as long as reading them, and needs files of the same size. So a deep batch
+is read in windows of some pages each, ordered by their lowest ids, which a survey has found
+(`saf.engine.survey`). When a window ends, all rows below the lowest id of the next window are
+known, and are sorted here. The others are held back, up to `HELD_BYTES`. If there are more, or if
+no survey can be made, the source sorts the rest of the batch after all.
 """
 
 from __future__ import annotations
@@ -37,9 +37,81 @@ HELD_BYTES = 64 * 1024 * 1024
 BATCH_BYTES = 4 * 1024 * 1024
 """Bytes of sorted rows yielded at a time."""
 
+# For the session: its transactions are read-only, with one snapshot for all statements
+ONE_SNAPSHOT = """
+SELECT set_config('default_transaction_isolation', 'repeatable read', false),
+       set_config('default_transaction_read_only', 'on', false)
+"""
+
+GONE = (
+    errors.InvalidParameterValue.sqlstate,
+    errors.UndefinedObject.sqlstate,
+    errors.ObjectNotInPrerequisiteState.sqlstate,
+)
+"""SQLSTATEs, by server version, for a snapshot whose transaction has ended."""
+
 
 class NotInWindows(Exception):
     """Too many rows to hold back."""
+
+
+def messages(work: Work, max_bytes: int) -> Generator[pa.RecordBatch, None, None]:
+    """Yield the rest of an item of work, with the columns of `saf.log.columns`, by id.
+
+    Close the generator: until then it holds a snapshot at the source. Raises as `read` does.
+    """
+    rest = work.batch
+    if work.deep:
+        try:
+            for rows in _in_windows(work, max_bytes):
+                yield rows
+                rest = replace(rest, position=int(rows["id"][-1].as_py()))
+        except (NotInWindows, NotSurveyed):
+            pass
+        else:
+            return
+    with _reading(work, alone=True) as cursor:
+        yield from given(cursor, rest.select(_columns(cursor, rest.log, max_bytes)))
+
+
+def _in_windows(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
+    batch = work.batch
+    with _reading(work) as cursor:
+        windows = _windows(cursor, work)
+        columns = _columns(cursor, batch.log, max_bytes)
+        asked = common(columns)
+
+        def within(window: Window) -> Iterable[pa.RecordBatch]:
+            nonlocal asked
+            if asked is not columns:
+                rows = bounded(given(cursor, window.rows(batch, asked)))
+                whole = [complete for piece in rows if (complete := completed(piece)) is not None]
+                if len(whole) == len(rows):
+                    return whole
+                asked = columns  # later windows will have full columns too
+            return given(cursor, window.rows(batch, columns))
+
+        yield from in_order(windows, within)
+
+
+def _windows(cursor: bulk.BulkCursor, work: Work) -> list[Window]:
+    """Return the windows of the batch, by the tasks' shared survey or else by its own survey."""
+    if work.survey is not None:
+        try:
+            return adopt(cursor, work.batch, work.survey)
+        except adbc.Error as error:
+            if getattr(error, "sqlstate", None) not in GONE:
+                raise
+        cursor.connection.rollback()
+    return survey(cursor, work.batch)
+
+
+def _columns(cursor: bulk.BulkCursor, log: str, max_bytes: int) -> list[str | sql.Composable]:
+    kept = cursor.connection.learnt.get(KEPT)
+    if not kept:  # a fact about all rows of a log; once true, it stays true
+        ((kept,),) = cursor.ask(f"SELECT {KEPT.format(log=log)}")
+        cursor.connection.learnt[KEPT] = kept
+    return selected(max_bytes, kept=bool(kept))
 
 
 def in_order(
@@ -95,71 +167,6 @@ def _batches(rows: pa.Table) -> list[pa.RecordBatch]:
     return [batch for batch in rows.to_batches(max_chunksize=few) if batch.num_rows]
 
 
-# For the session: its transactions are read-only, with one snapshot for all statements
-ONE_SNAPSHOT = """
-SELECT set_config('default_transaction_isolation', 'repeatable read', false),
-       set_config('default_transaction_read_only', 'on', false)
-"""
-
-GONE = (
-    errors.InvalidParameterValue.sqlstate,
-    errors.UndefinedObject.sqlstate,
-    errors.ObjectNotInPrerequisiteState.sqlstate,
-)
-"""SQLSTATEs, by server version, for a snapshot whose transaction has ended."""
-
-
-def messages(work: Work, max_bytes: int) -> Generator[pa.RecordBatch, None, None]:
-    """Yield the rest of an item of work, with the columns of `saf.log.columns`, by id.
-
-    Close the generator: until then it holds a snapshot at the source. Raises as `read` does.
-    """
-    rest = work.batch
-    if work.deep:
-        try:
-            for rows in _in_windows(work, max_bytes):
-                yield rows
-                rest = replace(rest, position=int(rows["id"][-1].as_py()))
-        except (NotInWindows, NotSurveyed):
-            pass
-        else:
-            return
-    with _reading(work, alone=True) as cursor:
-        yield from given(cursor, rest.select(_columns(cursor, rest.log, max_bytes)))
-
-
-def _in_windows(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
-    batch = work.batch
-    with _reading(work) as cursor:
-        windows = _windows(cursor, work)
-        columns = _columns(cursor, batch.log, max_bytes)
-        asked = common(columns)
-
-        def within(window: Window) -> Iterable[pa.RecordBatch]:
-            nonlocal asked
-            if asked is not columns:
-                rows = bounded(given(cursor, window.rows(batch, asked)))
-                whole = [complete for piece in rows if (complete := completed(piece)) is not None]
-                if len(whole) == len(rows):
-                    return whole
-                asked = columns  # later windows will have full columns too
-            return given(cursor, window.rows(batch, columns))
-
-        yield from in_order(windows, within)
-
-
-def _windows(cursor: bulk.BulkCursor, work: Work) -> list[Window]:
-    """Return the windows of the batch, by the tasks' shared survey or else by its own survey."""
-    if work.survey is not None:
-        try:
-            return adopt(cursor, work.batch, work.survey)
-        except adbc.Error as error:
-            if getattr(error, "sqlstate", None) not in GONE:
-                raise
-        cursor.connection.rollback()
-    return survey(cursor, work.batch)
-
-
 def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
     """Yield a query's result at the source, about 4 MiB at a time, in types Arrow computes with.
 
@@ -170,14 +177,6 @@ def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
         yield from given(cursor, query)
 
 
-def _columns(cursor: bulk.BulkCursor, log: str, max_bytes: int) -> list[str | sql.Composable]:
-    kept = cursor.connection.learnt.get(KEPT)
-    if not kept:  # a fact about all rows of a log; once true, it stays true
-        ((kept,),) = cursor.ask(f"SELECT {KEPT.format(log=log)}")
-        cursor.connection.learnt[KEPT] = kept
-    return selected(max_bytes, kept=bool(kept))
-
-
 def given(cursor: bulk.BulkCursor, query: str) -> Iterator[pa.RecordBatch]:
     """Yield a query's result on a cursor of `reading`, in types Arrow computes with."""
     cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
@@ -185,10 +184,6 @@ def given(cursor: bulk.BulkCursor, query: str) -> Iterator[pa.RecordBatch]:
     for rows in cursor.batches():
         if rows.num_rows:
             yield plain(rows)
-
-
-def _reading(work: Work, *, alone: bool = False) -> AbstractContextManager[bulk.BulkCursor]:
-    return reading(f"broker {work.broker!r}", work.dsn, keep=work.keep, alone=alone)
 
 
 @contextmanager
@@ -219,6 +214,10 @@ def reading(
     # Arrow itself raises OSError for a stream that breaks off
     except (adbc.Error, OSError) as error:
         raise translated(what, getattr(error, "sqlstate", None), dsn.redact(str(error))) from None
+
+
+def _reading(work: Work, *, alone: bool = False) -> AbstractContextManager[bulk.BulkCursor]:
+    return reading(f"broker {work.broker!r}", work.dsn, keep=work.keep, alone=alone)
 
 
 def _open(dsn: Dsn, what: str) -> bulk.Connection:

@@ -1,18 +1,17 @@
 """Storing: the step of a delivery in which messages reach their destinations.
 
+`Storing.store` may be repeated, because a destination drops messages that it already has.
+`Storing.store_once` never repeats: messages that may have left become dead letters.
+
 An obstacle delays only the messages that it is about. Halving finds a message that a destination
 rejects, and its neighbours are stored. Between halves, the task checks for a request to stop, and
 gives nothing more to a destination that rejects one message after the other (`saf.engine.brake`).
 
-Vouching: tell receivers what the source knows of a message's sender.
-
-While a broker has rules for senders (`saf.broker.senders`), its server has checked the sender of
-each message. The forwarder states this in a header, with the broker and the service. A header of
-that name that a sender has made up is renamed, so that receivers can rely on the name. Messages on
-a local route (`saf.routing.local`) bypass the forwarder: the function of its trigger does the same.
-
-It works on whole columns of JSON text, as PostgreSQL writes it. If a name has two values, the last
-one wins, in a jsonb and in Python; so the verified value is appended last.
+Vouching (`vouched`) tells receivers what the source knows of a message's sender. While a broker has
+rules for senders (`saf.broker.senders`), its server has checked the sender of each message. The
+forwarder states this in a header, with the broker and the service. A header of that name that a
+sender has made up is renamed, so that receivers can rely on the name. Messages on a local route
+(`saf.routing.local`) bypass the forwarder: the function of its trigger does the same.
 """
 
 from __future__ import annotations
@@ -64,77 +63,16 @@ from saf.setaside.lane_columns import (
     service_lanes,
 )
 
-_VERIFIED, _CLAIMED = f'"{VERIFIED_FROM}":', f'"{CLAIMED_FROM}":'
-
-
-def vouched(rows: pa.Table, source: UUID, since: int | None) -> pa.Table:
-    """Return messages whose headers name the verified senders.
-
-    Args:
-        rows: with the columns of messages, and their ids in the outbox.
-        source: the broker_id.
-        since: senders of messages with greater ids were checked; None: no sender was.
-    """
-    checked = _checked(rows, since)
-    headers = _renamed(rows["headers"], checked)
-    if pc.any(checked).as_py():
-        headers = _said(headers, rows["from_service"], checked, source)
-    if headers is rows["headers"]:
-        return rows
-    return rows.set_column(rows.schema.get_field_index("headers"), "headers", headers)
-
-
-def _checked(rows: pa.Table, since: int | None) -> pa.ChunkedArray:
-    """Return for each message whether its sender was checked and its headers can tell so."""
-    if since is None:
-        return pa.chunked_array([pa.nulls(rows.num_rows, pa.bool_())])
-    # a parked message has another number as its id
-    ids = rows["log_id" if "log_id" in rows.column_names else "id"]
-    mask = pc.and_(pc.greater(ids, since), pc.is_valid(rows["from_service"]))
-    return pc.and_(mask, pc.fill_null(pc.starts_with(rows["headers"], "{"), True))
-
-
-def _renamed(headers: pa.ChunkedArray, checked: pa.ChunkedArray) -> pa.ChunkedArray:
-    forged = pc.match_substring(headers, _VERIFIED)
-    if not pc.any(forged).as_py():
-        return headers
-    renamed = pc.replace_substring(headers, _VERIFIED, _CLAIMED)
-    return pc.if_else(pc.fill_null(checked, False), headers, renamed)
-
-
-def _said(
-    headers: pa.ChunkedArray, services: pa.ChunkedArray, checked: pa.ChunkedArray, source: UUID
-) -> pa.ChunkedArray:
-    kind = headers.type
-    known = pc.unique(services)
-    entries = pa.array(
-        [
-            None
-            if name is None
-            else f"{_VERIFIED} {json.dumps({'broker': str(source), 'service': name})}}}"
-            for name in known.to_pylist()
-        ],
-        kind,
-    )
-    given = pc.fill_null(headers, "{}")
-    comma = pc.if_else(pc.equal(given, "{}"), pa.scalar("", kind), pa.scalar(", ", kind))
-    whole = pc.binary_join_element_wise(
-        pc.utf8_slice_codeunits(given, 0, -1),
-        comma,
-        entries.take(pc.index_in(services, known).combine_chunks()),
-        pa.scalar("", kind),
-    )
-    return pc.if_else(checked, whole, headers)
-
-
 TO_REPAIR = (Behind, Braked, ConfigurationError, Refused, SchemaError)
-"""Nothing can be stored there until an operator has repaired something."""
+"""Errors of a destination where nothing can be stored until an operator has repaired something."""
 
 REFUSES = (Unavailable, *TO_REPAIR)
-"""Nothing can be stored there now."""
+"""Errors of a destination where nothing can be stored now."""
 
 ASK_SECONDS = 0.5
 """Interval in seconds at which a task checks, between halves, whether to stop."""
+
+_VERIFIED, _CLAIMED = f'"{VERIFIED_FROM}":', f'"{CLAIMED_FROM}":'
 
 
 @dataclass
@@ -485,3 +423,66 @@ def _told_apart(error: AnotherBroker) -> tuple[pa.Table, pa.Table]:
     others = pa.array([UUID(other).bytes for other in error.others], pa.binary())
     mask = pc.is_in(error.rows["to_broker"], value_set=others, skip_nulls=True)
     return error.rows.filter(pc.invert(mask)), error.rows.filter(mask)
+
+
+def vouched(rows: pa.Table, source: UUID, since: int | None) -> pa.Table:
+    """Return messages whose headers name the verified senders.
+
+    This works on whole columns of JSON text, as PostgreSQL writes it. If a name has two values, the
+    last one wins, in a jsonb and in Python; so the verified value is appended last.
+
+    Args:
+        rows: with the columns of messages, and their ids in the outbox.
+        source: the broker_id.
+        since: senders of messages with greater ids were checked; None: no sender was.
+    """
+    checked = _checked(rows, since)
+    headers = _renamed(rows["headers"], checked)
+    if pc.any(checked).as_py():
+        headers = _said(headers, rows["from_service"], checked, source)
+    if headers is rows["headers"]:
+        return rows
+    return rows.set_column(rows.schema.get_field_index("headers"), "headers", headers)
+
+
+def _checked(rows: pa.Table, since: int | None) -> pa.ChunkedArray:
+    """Return for each message whether its sender was checked and its headers can tell so."""
+    if since is None:
+        return pa.chunked_array([pa.nulls(rows.num_rows, pa.bool_())])
+    # a parked message has another number as its id
+    ids = rows["log_id" if "log_id" in rows.column_names else "id"]
+    mask = pc.and_(pc.greater(ids, since), pc.is_valid(rows["from_service"]))
+    return pc.and_(mask, pc.fill_null(pc.starts_with(rows["headers"], "{"), True))
+
+
+def _renamed(headers: pa.ChunkedArray, checked: pa.ChunkedArray) -> pa.ChunkedArray:
+    forged = pc.match_substring(headers, _VERIFIED)
+    if not pc.any(forged).as_py():
+        return headers
+    renamed = pc.replace_substring(headers, _VERIFIED, _CLAIMED)
+    return pc.if_else(pc.fill_null(checked, False), headers, renamed)
+
+
+def _said(
+    headers: pa.ChunkedArray, services: pa.ChunkedArray, checked: pa.ChunkedArray, source: UUID
+) -> pa.ChunkedArray:
+    kind = headers.type
+    known = pc.unique(services)
+    entries = pa.array(
+        [
+            None
+            if name is None
+            else f"{_VERIFIED} {json.dumps({'broker': str(source), 'service': name})}}}"
+            for name in known.to_pylist()
+        ],
+        kind,
+    )
+    given = pc.fill_null(headers, "{}")
+    comma = pc.if_else(pc.equal(given, "{}"), pa.scalar("", kind), pa.scalar(", ", kind))
+    whole = pc.binary_join_element_wise(
+        pc.utf8_slice_codeunits(given, 0, -1),
+        comma,
+        entries.take(pc.index_in(services, known).combine_chunks()),
+        pa.scalar("", kind),
+    )
+    return pc.if_else(checked, whole, headers)

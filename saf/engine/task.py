@@ -1,4 +1,4 @@
-"""The task: delivers the messages of one item of work, in Spark or elsewhere.
+"""The task: the delivery of one item of work, in Spark or elsewhere.
 
 Due parked messages come first, lane by lane; then the batch. Per chunk, ordered by id:
 
@@ -6,12 +6,9 @@ Due parked messages come first, lane by lane; then the batch. Per chunk, ordered
    and the route that each message takes where routes share. Results to remember are written at the
    source, durably, before anything is sent.
 1. One transaction per destination; committed and durable before the next step.
-2. at_most_once routes: record the attempt at the source, durably; then send (`saf.engine.task`).
+2. at_most_once routes: record the attempt at the source, durably; then send.
 3. One transaction at the source: move the position, or close the batch with its last chunk; and set
    aside what could not go.
-
-If messages are set aside while others are still to be stored, they are written at the source first.
-Otherwise a crash before step 3 would leave them below the watermark, where they count as stored.
 
 An obstacle delays only the messages that it is about. A destination that is down, and a missing
 route or service, park them (see `saf.setaside.parking`). A message that is rejected, expired or too
@@ -19,24 +16,22 @@ large becomes a dead letter (see `saf.setaside.dead`); halving finds it among it
 the only destination is down, the batch stays open instead.
 
 A crash loses nothing: the next run reads the same batch from the last position, and the
-destination's watermark drops what the destination has. A task never raises for a problem that an
-operator can wait out or repair: it ends, and its receipt names the problem. Receipts, one per task
-and destination, are all that reaches the driver.
+destination's watermark drops what the destination has. Two rules make this true of messages that
+are set aside, and of messages that are sent at most once:
 
-Sending: the parts of a chunk, each stored at its destination, parked in its lanes, or buried.
+- Parts that wait are set aside before anything is stored, and are written at the source before
+  other parts are stored. Otherwise a crash before step 3 would leave them below the watermark,
+  unwritten: once their lane is open, they would count as stored.
+- Parts that are sent at most once go last, after every step that could raise for a message. The
+  attempt is recorded before it is made, because it is not repeated.
 
-Parts that wait are set aside before anything is stored, so that they are written at the source
-first. If another part were stored before them, a crash would leave them below the watermark,
-unwritten: once their lane is open, they would count as stored.
+The next run finds the work of an earlier task on the batch (`EarlierTask`). Messages that it set
+aside beyond the position are not sent, and new messages wait behind them. Messages that it tried to
+send at most once are not sent again. The earlier task may still be alive: Spark starts a second run
+of a task that is slow.
 
-Parts that are sent at most once go last, after every step that could raise for a message. The
-attempt is recorded at the source, durably, before it is made, because it is not repeated.
-
-An earlier task: its work on a batch's messages before it died.
-
-Messages that it set aside beyond the position are not sent, and new messages wait behind them.
-Messages that it tried to send at most once are not sent again. The earlier task may still be alive:
-Spark starts a second run of a task that is slow.
+A task never raises for a problem that an operator can wait out or repair: it ends, and its receipt
+names the problem. Receipts, one per task and destination, are all that reaches the driver.
 """
 
 from __future__ import annotations
@@ -81,155 +76,11 @@ from saf.setaside import backoff, parking
 from saf.setaside.isolation import isolate
 from saf.setaside.lane import Lane
 
-
-class EarlierTask:
-    """The work of earlier tasks on one batch. Call `look` first, and after a step has raised."""
-
-    def __init__(self, batch: Batch, source_session: SourceSession, lanes: HeldLanes) -> None:
-        self._batch = batch
-        self._at_source = source_session
-        self._lanes = lanes
-        self._set_aside: dict[str, pa.Array] = {}
-        """For each destination, the ids beyond the position that are already set aside."""
-
-    def look(self) -> None:
-        """Find the messages that are set aside, and hold their lanes."""
-        ids: dict[str, list[int]] = defaultdict(list)
-        found = self._at_source.find(lambda source: parking.set_aside(source, self._batch))
-        for id_, destination, lane in found:
-            ids[destination].append(id_)
-            if lane is not None:
-                self._lanes.hold(lane, "behind others")
-                self._lanes.ahead.add(lane)
-        self._set_aside = {name: pa.array(numbers, pa.int64()) for name, numbers in ids.items()}
-
-    def fresh(self, rows: pa.Table, destination: str = "") -> pa.Table:
-        """Return the messages not set aside for a destination; if empty, for all destinations."""
-        if destination not in self._set_aside:
-            return rows
-        return rows.filter(pc.invert(pc.is_in(rows["id"], self._set_aside[destination])))
-
-    def unfinished(self, routed: pa.Table, matches: Sequence[Match]) -> pa.Table:
-        """Return messages with anything left to do; keep a topic's, as some copy may be left."""
-        if not self._set_aside:
-            return routed
-        topics = [number for number, match in enumerate(matches) if match.to_all]
-        copies = pc.is_in(routed["route"], pa.array(topics, pa.int32()))
-        set_aside = pa.concat_arrays(list(self._set_aside.values()))
-        return routed.filter(pc.or_(copies, pc.invert(pc.is_in(routed["id"], set_aside))))
-
-    def unattempted(
-        self, parts: Iterable[Part], attempted: Mapping[int, int], set_aside: SetAside
-    ) -> list[Part]:
-        """Return parts without the messages that may have been sent at most once; bury these.
-
-        ``attempted`` maps each shard to the id up to which sending has been attempted.
-        """
-        limits = np.zeros(max(attempted) + 1, np.int64)
-        limits[list(attempted)] = list(attempted.values())
-        left = []
-        for part in parts:
-            before = part.rows["id"].to_numpy() <= limits[part.rows["shard"].to_numpy()]
-            if before.any():
-                set_aside.bury(part.rows.filter(pa.array(before)), part.waits_at, *MAY_HAVE_LEFT)
-                part = replace(part, rows=part.rows.filter(pa.array(~before)))  # noqa: PLW2901
-            left.append(part)
-        return [part for part in left if part.rows.num_rows]
-
-
-@dataclass(kw_only=True)
-class Sending:
-    """Sends the parts of one task's chunks."""
-
-    work: Work
-    rules: ForwardingRules
-    source_session: SourceSession
-    lanes: HeldLanes
-    resolver: Resolver
-    storing: Storing
-    earlier: EarlierTask
-
-    def send(self, parts: Sequence[Part], position: int, set_aside: SetAside) -> None:
-        """Send the parts of a chunk that ends at a position; put what cannot go in ``set_aside``.
-
-        Raises:
-            SafError: the only destination is down, so parking would gain nothing.
-        """
-        at_most_once = [part for part in parts if part.quality == AT_MOST_ONCE]
-        others = [part for part in parts if part.quality != AT_MOST_ONCE]
-        for part in [part for part in others if not self._waits(part, set_aside)]:
-            # the storing of another part may have held its lane since
-            if not self._waits(part, set_aside):
-                self.storing.store(part, set_aside)
-        for part in self._attempted(at_most_once, position, set_aside):
-            self.storing.store_once(part, set_aside)
-        self._stay_open(set_aside)
-
-    def _attempted(
-        self, parts: Sequence[Part], position: int, set_aside: SetAside
-    ) -> Sequence[Part]:
-        """Record that parts are about to be sent at most once; return those not tried before."""
-        if not parts:
-            return parts
-        batch = self.work.batch
-        before = self.source_session(lambda source: attempted(source, batch))
-        parts = self.earlier.unattempted(parts, before, set_aside)
-        parts = [part for part in parts if not self._waits(part, set_aside)]
-        if not parts:
-            return parts
-        set_aside.write_ahead(self.source_session)
-        before = self.source_session(lambda source: attempt(source, batch, position))
-        # another run of this task has already tried the attempts that are recorded now
-        return self.earlier.unattempted(parts, before, set_aside)
-
-    def _waits(self, part: Part, set_aside: SetAside) -> bool:
-        """Park a part that cannot go, or waits behind others in its lanes; return whether it
-        waits."""
-        for lane in part.lanes:
-            if lane not in self.lanes.held and (obstacle := self._obstacle(part, lane)):
-                set_aside.failed[lane] = obstacle
-                self.lanes.hold(lane, str(obstacle))
-        # its lane waits; or the part is not in the destination's own lane, so it is behind others
-        waits = not part.main or Lane(destination=part.waits_at) in self.lanes.held
-        if waits:
-            set_aside.wait(part)
-        return waits
-
-    def _obstacle(self, part: Part, lane: Lane) -> SafError | None:
-        """Return why messages cannot leave a lane; None if they can."""
-        if part.destination is None:
-            return self.resolver.obstacle(lane)
-        return obstacle(self.rules, part.destination, part.quality)
-
-    def _stay_open(self, set_aside: SetAside) -> None:
-        """Raise, instead of parking, if the only destination is down.
-
-        The messages of this chunk that it has stored are done: the position moves past them. If
-        this is not possible, because an earlier message waits, all waiting messages are parked.
-        """
-        lane = Lane(destination=self.work.alone or "")
-        if lane not in set_aside.failed or not set_aside.parked:
-            return
-        error, batch = set_aside.failed[lane], self.work.batch
-        taken, first = set_aside.taken, set_aside.waits_from()
-        if taken and (first is None or taken > first):
-            return
-
-        def stay(source: psycopg.Connection[Any]) -> None:
-            if taken and first is not None:
-                advance(source, batch, first - 1)
-            moving = [lane] if taken else []
-            backoff.postpone(source, batch.subscription_id, {lane: error}, moving)
-            self.storing.brake.write(source)
-
-        self.source_session(stay)
-        raise error
-
-
 BEATS = 6
 """Signs of life that a task gives per lease: twice as many as the lease's renewals."""
 
 EXPECTED = (Unavailable, Rejected, Fenced, Ahead, Behind, UsageError)
+"""Errors that end a task, and that its receipt names."""
 
 
 class Task:
@@ -433,8 +284,152 @@ class Task:
         return stop
 
     def _bury(self, message: pa.Table, error: str) -> bool:
-        """Make a dead letter of the one message for which a step has raised, and move past it."""
+        """Make a dead letter of a single message for which a step has raised; move past it."""
         position = int(message["id"][0].as_py())
         set_aside = SetAside(work=self.work, position=position)
         set_aside.bury(self.earlier.fresh(message), "", "rejected", error)
         return self._settle(set_aside, position)
+
+
+@dataclass(kw_only=True)
+class Sending:
+    """Sends the parts of one task's chunks: each is stored, parked in its lanes, or buried."""
+
+    work: Work
+    rules: ForwardingRules
+    source_session: SourceSession
+    lanes: HeldLanes
+    resolver: Resolver
+    storing: Storing
+    earlier: EarlierTask
+
+    def send(self, parts: Sequence[Part], position: int, set_aside: SetAside) -> None:
+        """Send the parts of a chunk that ends at a position; put what cannot go in ``set_aside``.
+
+        Raises:
+            SafError: the only destination is down, so parking would gain nothing.
+        """
+        at_most_once = [part for part in parts if part.quality == AT_MOST_ONCE]
+        others = [part for part in parts if part.quality != AT_MOST_ONCE]
+        for part in [part for part in others if not self._waits(part, set_aside)]:
+            # the storing of another part may have held its lane since
+            if not self._waits(part, set_aside):
+                self.storing.store(part, set_aside)
+        for part in self._attempted(at_most_once, position, set_aside):
+            self.storing.store_once(part, set_aside)
+        self._stay_open(set_aside)
+
+    def _attempted(
+        self, parts: Sequence[Part], position: int, set_aside: SetAside
+    ) -> Sequence[Part]:
+        """Record that parts are about to be sent at most once; return those not tried before."""
+        if not parts:
+            return parts
+        batch = self.work.batch
+        before = self.source_session(lambda source: attempted(source, batch))
+        parts = self.earlier.unattempted(parts, before, set_aside)
+        parts = [part for part in parts if not self._waits(part, set_aside)]
+        if not parts:
+            return parts
+        set_aside.write_ahead(self.source_session)
+        before = self.source_session(lambda source: attempt(source, batch, position))
+        # another run of this task has already tried the attempts that are recorded now
+        return self.earlier.unattempted(parts, before, set_aside)
+
+    def _waits(self, part: Part, set_aside: SetAside) -> bool:
+        """Park a part that cannot go, or waits behind others in its lanes; return whether it
+        waits."""
+        for lane in part.lanes:
+            if lane not in self.lanes.held and (obstacle := self._obstacle(part, lane)):
+                set_aside.failed[lane] = obstacle
+                self.lanes.hold(lane, str(obstacle))
+        # its lane waits; or the part is not in the destination's own lane, so it is behind others
+        waits = not part.main or Lane(destination=part.waits_at) in self.lanes.held
+        if waits:
+            set_aside.wait(part)
+        return waits
+
+    def _obstacle(self, part: Part, lane: Lane) -> SafError | None:
+        """Return why messages cannot leave a lane; None if they can."""
+        if part.destination is None:
+            return self.resolver.obstacle(lane)
+        return obstacle(self.rules, part.destination, part.quality)
+
+    def _stay_open(self, set_aside: SetAside) -> None:
+        """Raise, instead of parking, if the only destination is down.
+
+        The messages of this chunk that it has stored are done: the position moves past them. If
+        this is not possible, because an earlier message waits, all waiting messages are parked.
+        """
+        lane = Lane(destination=self.work.alone or "")
+        if lane not in set_aside.failed or not set_aside.parked:
+            return
+        error, batch = set_aside.failed[lane], self.work.batch
+        taken, first = set_aside.taken, set_aside.waits_from()
+        if taken and (first is None or taken > first):
+            return
+
+        def stay(source: psycopg.Connection[Any]) -> None:
+            if taken and first is not None:
+                advance(source, batch, first - 1)
+            moving = [lane] if taken else []
+            backoff.postpone(source, batch.subscription_id, {lane: error}, moving)
+            self.storing.brake.write(source)
+
+        self.source_session(stay)
+        raise error
+
+
+class EarlierTask:
+    """The work of earlier tasks on one batch. Call `look` first, and after a step has raised."""
+
+    def __init__(self, batch: Batch, source_session: SourceSession, lanes: HeldLanes) -> None:
+        self._batch = batch
+        self._at_source = source_session
+        self._lanes = lanes
+        self._set_aside: dict[str, pa.Array] = {}
+        """For each destination, the ids beyond the position that are already set aside."""
+
+    def look(self) -> None:
+        """Find the messages that are set aside, and hold their lanes."""
+        ids: dict[str, list[int]] = defaultdict(list)
+        found = self._at_source.find(lambda source: parking.set_aside(source, self._batch))
+        for id_, destination, lane in found:
+            ids[destination].append(id_)
+            if lane is not None:
+                self._lanes.hold(lane, "behind others")
+                self._lanes.ahead.add(lane)
+        self._set_aside = {name: pa.array(numbers, pa.int64()) for name, numbers in ids.items()}
+
+    def fresh(self, rows: pa.Table, destination: str = "") -> pa.Table:
+        """Return the messages not set aside for a destination; if empty, for all destinations."""
+        if destination not in self._set_aside:
+            return rows
+        return rows.filter(pc.invert(pc.is_in(rows["id"], self._set_aside[destination])))
+
+    def unfinished(self, routed: pa.Table, matches: Sequence[Match]) -> pa.Table:
+        """Return messages with anything left to do; keep a topic's, as some copy may be left."""
+        if not self._set_aside:
+            return routed
+        topics = [number for number, match in enumerate(matches) if match.to_all]
+        copies = pc.is_in(routed["route"], pa.array(topics, pa.int32()))
+        set_aside = pa.concat_arrays(list(self._set_aside.values()))
+        return routed.filter(pc.or_(copies, pc.invert(pc.is_in(routed["id"], set_aside))))
+
+    def unattempted(
+        self, parts: Iterable[Part], attempted: Mapping[int, int], set_aside: SetAside
+    ) -> list[Part]:
+        """Return parts without the messages that may have been sent at most once; bury these.
+
+        ``attempted`` maps each shard to the id up to which sending has been attempted.
+        """
+        limits = np.zeros(max(attempted) + 1, np.int64)
+        limits[list(attempted)] = list(attempted.values())
+        left = []
+        for part in parts:
+            before = part.rows["id"].to_numpy() <= limits[part.rows["shard"].to_numpy()]
+            if before.any():
+                set_aside.bury(part.rows.filter(pa.array(before)), part.waits_at, *MAY_HAVE_LEFT)
+                part = replace(part, rows=part.rows.filter(pa.array(~before)))  # noqa: PLW2901
+            left.append(part)
+        return [part for part in left if part.rows.num_rows]

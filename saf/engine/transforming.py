@@ -1,4 +1,4 @@
-r"""Transforming: replace messages with the results of transforms, just before they are sent.
+"""Transforming: results of transforms, which replace messages just before they are sent.
 
 A transform is a function of DataFrames for the messages of one service. Spark evaluates it beside
 the delivery (`saf.spark.evaluation`), and its results arrive here in step (`saf.engine.in_step`).
@@ -9,7 +9,8 @@ many messages a transform makes of one, and a batch that is read again finds the
 
 A transform makes nothing, one message, or several with numbers (``part``) of each message. The
 first result keeps the id of the message, so a destination that has the first has them all. The ids
-of the others are derived from this id and their numbers.
+of the others are derived from this id and their numbers. Headers of results are normalized
+(`written`).
 
 An invalid result makes a dead letter of its message. If a transform has a problem, or nobody
 evaluates it, the messages of its service wait.
@@ -20,16 +21,6 @@ Some results are kept (`saf.engine.kept_results`), and are used from then on:
 - those of the transform of a router. The router's classifier sees a message as it was sent. If the
   message is parked afterwards, it has the address that the router has found, and no longer shows
   that it was sent to the router.
-
-Headers that transforms return, normalized to the way PostgreSQL writes a jsonb.
-
-Code that runs after a transform expects headers to be a JSON object on one line with unescaped
-names: the lines of `jsonl`, and `saf.engine.storing`, which searches the text for a name. A
-transform may return any text, so each distinct text is decoded and encoded again; numbers keep
-their digits, because a signature covers them.
-
->>> written('{"a" :\n 1.50, "\\u0073af": ["ü", null, true]}')
-'{"a": 1.50, "saf": ["ü", null, true]}'
 """
 
 from __future__ import annotations
@@ -50,45 +41,6 @@ from saf.engine.in_step import ENDED, LAST, InStep
 from saf.engine.set_aside import SetAside
 from saf.engine.work import ForwardingRules, Work
 from saf.message import STRICT, as_json, check_headers
-
-
-def as_written(headers: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return headers as PostgreSQL writes them; null where it cannot store them."""
-    if headers.null_count == len(headers):
-        return headers
-    texts = pc.unique(headers)
-    values = pa.array([_written(text) for text in texts.to_pylist()], headers.type)
-    return pa.chunked_array([values.take(pc.index_in(headers, texts).combine_chunks())])
-
-
-def written(text: str) -> str:
-    """Return headers, given as JSON text, as PostgreSQL writes them.
-
-    Raises:
-        ValueError: not a JSON object that PostgreSQL can store.
-        RecursionError: nested too deeply.
-    """
-    found = STRICT.decode(text)
-    if not isinstance(found, dict):
-        raise ValueError("not a JSON object")  # noqa: TRY004 - as for invalid JSON
-    result = as_json(found, _text)
-    result.encode()  # raises for a lone surrogate
-    check_headers(result)
-    return result
-
-
-def _written(text: str | None) -> str | None:
-    try:
-        return None if text is None else written(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _text(value: str) -> str:
-    if "\0" in value:
-        raise ValueError("a jsonb holds no NUL")
-    return encode_basestring(value)
-
 
 RESULT = pa.schema(
     [
@@ -448,3 +400,49 @@ def _is_in(values: pa.ChunkedArray, wanted: Collection[Any]) -> Mask:
 
 def _number(rows: pa.Table) -> str:
     return "parked_id" if "parked_id" in rows.column_names else "id"
+
+
+def as_written(headers: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return headers as PostgreSQL writes them; null where it cannot store them."""
+    if headers.null_count == len(headers):
+        return headers
+    texts = pc.unique(headers)
+    values = pa.array([_written(text) for text in texts.to_pylist()], headers.type)
+    return pa.chunked_array([values.take(pc.index_in(headers, texts).combine_chunks())])
+
+
+def written(text: str) -> str:
+    r"""Return headers, given as JSON text, normalized to the way PostgreSQL writes a jsonb.
+
+    Code that runs after a transform expects headers to be a JSON object on one line with unescaped
+    names: the lines of `jsonl`, and `saf.engine.storing`, which searches the text for a name. A
+    transform may return any text, so each distinct text is decoded and encoded again; numbers keep
+    their digits, because a signature covers them.
+
+    >>> written('{"a" :\n 1.50, "\\u0073af": ["ü", null, true]}')
+    '{"a": 1.50, "saf": ["ü", null, true]}'
+
+    Raises:
+        ValueError: not a JSON object that PostgreSQL can store.
+        RecursionError: nested too deeply.
+    """
+    found = STRICT.decode(text)
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")  # noqa: TRY004 - as for invalid JSON
+    result = as_json(found, _text)
+    result.encode()  # raises for a lone surrogate
+    check_headers(result)
+    return result
+
+
+def _written(text: str | None) -> str | None:
+    try:
+        return None if text is None else written(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _text(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a jsonb holds no NUL")
+    return encode_basestring(value)

@@ -1,19 +1,15 @@
-"""One source broker during a run: its connection, membership and open batches, at the driver.
+"""The source broker: one broker during a run, with its connection, membership and open batches.
 
-Quiet: whether anything may be new at a source, by one statement that reads no table.
+This is the driver's part: messages never pass through it. `SourceBroker` makes this process a
+member of the forwarder subscription. Between cycles it keeps the lease and the fair share, and
+returns the work to forward; after a cycle it closes the batches of completed work.
 
-Searching for work takes several queries, about each shard. At a source where a search has found
-nothing, the driver first asks whether there can be anything new (`ASK`):
+A database that does not answer raises `Unavailable`, and the next call connects again. A process
+that has slept past its lease comes back as a new member.
 
-- *Has any transaction of the server ended* that has written something? If not, nothing is new.
-- *Has an id been drawn?* A row's id is drawn after its transaction has its own id. So while the
-  outbox's sequence stands still, no transaction that began later has written to the outbox.
-- *Has a transaction ended* that was in progress at the search? It may have drawn its ids before.
-- *Is there a lane?* An operator may have created one.
-
-So other databases of a server, however busy, cause few searches: one at most for each transaction
-that was in progress when the sequence stopped. The driver still searches now and then
-(`SURE_SECONDS`), because an operator may have set back cursors.
+Searching for work takes several queries, about each shard. So at a source where a search has found
+nothing, the driver first asks whether there can be anything new, by a statement that reads no table
+(`Quiet`).
 """
 
 from __future__ import annotations
@@ -48,64 +44,6 @@ from saf.setaside.backoff import Summary
 from saf.setaside.lane import Kind
 from saf.setaside.parking import Backoff
 
-SURE_SECONDS = 5.0
-"""Seconds for which a driver relies on a sequence that stands still."""
-
-# The snapshot is older than the sequence's value. So it counts only if the previous `ASK` returned
-# the same value.
-# it was asked for before.
-ASK = "SELECT last_value + is_called::int, pg_current_snapshot()::text FROM saf.outbox_id_seq"
-
-
-class Quiet:
-    """A driver's knowledge from its last search at a source that found nothing."""
-
-    def __init__(self) -> None:
-        self._next_id: int | None = None
-        self._asked: tuple[str, frozenset[str] | None] | None = None
-        """The snapshot before the search that follows, and the new `_known` if it finds nothing."""
-        self._at = ""
-        """The snapshot before a search that found nothing. Snapshots without a search do not count,
-        because a cursor may have been set back before."""
-        self._known: frozenset[str] | None = None
-        """Transactions that were in progress at a search that found nothing, and still are. None:
-        the sequence has not stood still."""
-        self._until = 0.0
-
-    def lasts(self, connection: psycopg.Connection[Any], subscription_id: int) -> bool:
-        """Whether there is still nothing new. Only reads.
-
-        If not, search; then call `nothing` if nothing was found and no lane exists, else `forget`.
-        """
-        ((next_id, snapshot),) = fetch(connection, ASK)
-        if snapshot == self._at:
-            return True
-        running = frozenset(filter(None, snapshot.split(":")[2].split(",")))
-        stood_still, self._next_id = next_id == self._next_id, next_id
-        known = self._known if stood_still else None
-        left = running if known is None else known & running
-        if (
-            known is not None
-            and left == known
-            and time.monotonic() < self._until
-            and not backoff.any_lane(connection, subscription_id)
-        ):
-            return True
-        self._asked = (snapshot, left if stood_still else None)
-        return False
-
-    def nothing(self) -> None:
-        """Note that the search after `lasts` has found nothing, and that no lane waits."""
-        if self._asked is not None:
-            self._at, self._known = self._asked
-            self._asked = None
-            self._until = time.monotonic() + SURE_SECONDS
-
-    def forget(self) -> None:
-        """Forget all until the next search: something was found, or other shards are owned."""
-        self._at, self._known, self._asked = "", None, None
-
-
 log = Log("saf.forward")
 
 LOG = "outbox"
@@ -118,6 +56,9 @@ DEEP = 300_000
 """Number of messages, roughly, from which a batch is quicker to survey and read than to sort."""
 SAMPLE = 4
 """Shards that are counted to estimate the size of a batch."""
+
+SURE_SECONDS = 5.0
+"""Seconds for which a driver relies on a sequence that stands still."""
 
 # Finds what any member would find; for a process that owns no shards
 PENDING = f"""
@@ -133,12 +74,15 @@ SELECT b.broker_id, s.subscription_id, b.system_identifier,
 FROM saf.broker b, saf.subscription s WHERE s.log = %(log)s AND s.name = %(subscription)s
 """
 
-
 # Destinations with failed attempts in their own lane, not in a service's, that still wait
 DOWN = """
 SELECT DISTINCT destination FROM saf.backoff
 WHERE subscription_id = %(subscription_id)s AND kind = %(kind)s AND attempts > 0
 """
+
+# The snapshot is older than the sequence's value. So it counts only if the previous `ASK` returned
+# the same value.
+ASK = "SELECT last_value + is_called::int, pg_current_snapshot()::text FROM saf.outbox_id_seq"
 
 
 class SourceBroker:
@@ -206,6 +150,7 @@ class SourceBroker:
         """Return the work to forward now. Called between cycles.
 
         A ``brief`` visit that finds nothing writes nothing, and disconnects at its end.
+
         Raises:
             Unavailable, UsageError, SchemaError
         """
@@ -510,3 +455,66 @@ class SourceBroker:
             vouched_since=since,
             lease_seconds=self.lease_seconds,
         )
+
+
+class Quiet:
+    """A driver's knowledge from its last search at a source that found nothing.
+
+    Before the next search, `lasts` tells whether anything may be new (`ASK`):
+
+    - *Has any transaction of the server ended* that has written something? If not, nothing is new.
+    - *Has an id been drawn?* A row's id is drawn after its transaction has its own id. So while the
+      outbox's sequence stands still, no transaction that began later has written to the outbox.
+    - *Has a transaction ended* that was in progress at the search? It may have drawn its ids
+      before.
+    - *Is there a lane?* An operator may have created one.
+
+    So other databases of a server, however busy, cause few searches: one at most for each
+    transaction that was in progress when the sequence stopped. The driver still searches now and
+    then (`SURE_SECONDS`), because an operator may have set back cursors.
+    """
+
+    def __init__(self) -> None:
+        self._next_id: int | None = None
+        self._asked: tuple[str, frozenset[str] | None] | None = None
+        """The snapshot before the search that follows, and the new `_known` if it finds nothing."""
+        self._at = ""
+        """The snapshot before a search that found nothing. Snapshots without a search do not count,
+        because a cursor may have been set back before."""
+        self._known: frozenset[str] | None = None
+        """Transactions that were in progress at a search that found nothing, and still are. None:
+        the sequence has not stood still."""
+        self._until = 0.0
+
+    def lasts(self, connection: psycopg.Connection[Any], subscription_id: int) -> bool:
+        """Whether there is still nothing new. Only reads.
+
+        If not, search; then call `nothing` if nothing was found and no lane exists, else `forget`.
+        """
+        ((next_id, snapshot),) = fetch(connection, ASK)
+        if snapshot == self._at:
+            return True
+        running = frozenset(filter(None, snapshot.split(":")[2].split(",")))
+        stood_still, self._next_id = next_id == self._next_id, next_id
+        known = self._known if stood_still else None
+        left = running if known is None else known & running
+        if (
+            known is not None
+            and left == known
+            and time.monotonic() < self._until
+            and not backoff.any_lane(connection, subscription_id)
+        ):
+            return True
+        self._asked = (snapshot, left if stood_still else None)
+        return False
+
+    def nothing(self) -> None:
+        """Note that the search after `lasts` has found nothing, and that no lane waits."""
+        if self._asked is not None:
+            self._at, self._known = self._asked
+            self._asked = None
+            self._until = time.monotonic() + SURE_SECONDS
+
+    def forget(self) -> None:
+        """Forget all until the next search: something was found, or other shards are owned."""
+        self._at, self._known, self._asked = "", None, None

@@ -2,18 +2,17 @@
 
 A broker that fails is a problem of this cycle, and is tried again after 1, 2, 4, … 32 times
 ``interval_seconds``; a run that only drains does not try it again. Fleets are asked again as
-`saf.fleets` describes.
+`saf.fleets` describes. Of two brokers with the same broker_id, one is a copy: the copy is not
+forwarded, and neither is if the roster cannot tell which is the copy.
 
 *Connections.* The driver stays connected to a broker, because a member of a subscription is a
 session. With more brokers than ``max_sessions``, it connects to each in turn, and stays only for
 the cycle in which there is something to forward: it is never connected to more than
 ``max_sessions`` brokers at the same time.
 
-Broker threads: each serves one database, so that no database delays another.
-
-Each database has one action at a time. No one waits for a database that takes longer than all
-others: a database that does not answer uses ``connect_timeout`` of its own thread, and of nothing
-else. Its late answer is taken later.
+*Slow databases.* No database delays another. Each has one action at a time, and the roster does not
+wait for a database that takes longer than all others. A database that does not answer uses
+``connect_timeout`` of its own thread, and of nothing else. Its late answer is taken later.
 """
 
 from __future__ import annotations
@@ -40,86 +39,15 @@ from saf.setaside.parking import wait_seconds
 
 T = TypeVar("T")
 
-PATIENCE_SECONDS = 1.0
-"""Seconds without any result after which slow databases are no longer waited for."""
-
-
-class BrokerThreads:
-    """A number of threads, and the databases that they serve."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saf-broker")
-        self._jobs: dict[Future[Any], tuple[str, Callable[[Any], None], Callable[[Any], None]]] = {}
-        self._done: SimpleQueue[Future[Any]] = SimpleQueue()
-        self.busy: set[str] = set()
-        """The databases that have not answered yet."""
-
-    @property
-    def full(self) -> bool:
-        """Whether every thread is busy."""
-        return len(self.busy) >= self.threads
-
-    def start(
-        self,
-        name: str,
-        action: Callable[[], T],
-        on_result: Callable[[T], None],
-        on_failure: Callable[[SafError], None],
-    ) -> None:
-        """Run ``action`` in a thread; `take_results` calls ``on_result`` or ``on_failure``."""
-        self.busy.add(name)
-        job = self._pool.submit(action)
-        self._jobs[job] = (name, on_result, on_failure)
-        job.add_done_callback(self._done.put)
-
-    def take_results(self, timeout: float = PATIENCE_SECONDS) -> bool:
-        """Take all results so far, or wait for the first; return False if none comes in time."""
-        done = []
-        try:
-            done.append(self._done.get(timeout=timeout if self._jobs else 0))
-            while True:
-                done.append(self._done.get_nowait())
-        except Empty:
-            pass
-        for job in done:
-            name, on_result, on_failure = self._jobs.pop(job)
-            self.busy.discard(name)
-            try:
-                result = job.result()
-            except SafError as error:
-                on_failure(error)
-            except Exception as error:  # any error concerns one database only
-                on_failure(Unexpected(name, error))
-            else:
-                on_result(result)
-        return bool(done)
-
-    def finish(self, names: set[str]) -> bool:
-        """Take the results of all these; return False if some databases are no longer waited
-        for."""
-        while self.busy & names:
-            if not self.take_results():
-                return False
-        return True
-
-    def dismiss(self, last: Callable[[str], None]) -> None:
-        """Take no more work; a thread that is still busy runs ``last`` afterwards."""
-        for job, (name, *_) in self._jobs.items():
-            job.add_done_callback(partial(_afterwards, last, name))
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _afterwards(last: Callable[[str], None], name: str, _: Future[Any]) -> None:
-    last(name)
-
-
 log = Log("saf.forward")
 
 THREADS = 64
 """Brokers that are served at a time."""
 LONGEST_WAIT = 32
 NEVER = float("inf")
+
+PATIENCE_SECONDS = 1.0
+"""Seconds without any result after which slow databases are no longer waited for."""
 
 
 class Roster:
@@ -443,3 +371,73 @@ def _created(broker: SourceBroker) -> tuple[int, int, str]:
     """Return the key by which brokers are sorted: those of one cluster by creation."""
     cluster, oid = broker.place.database if broker.place is not None else (0, 0)
     return cluster, oid, broker.name
+
+
+class BrokerThreads:
+    """A number of threads, and the databases that they serve, each with one action at a time."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saf-broker")
+        self._jobs: dict[Future[Any], tuple[str, Callable[[Any], None], Callable[[Any], None]]] = {}
+        self._done: SimpleQueue[Future[Any]] = SimpleQueue()
+        self.busy: set[str] = set()
+        """The databases that have not answered yet."""
+
+    @property
+    def full(self) -> bool:
+        """Whether every thread is busy."""
+        return len(self.busy) >= self.threads
+
+    def start(
+        self,
+        name: str,
+        action: Callable[[], T],
+        on_result: Callable[[T], None],
+        on_failure: Callable[[SafError], None],
+    ) -> None:
+        """Run ``action`` in a thread; `take_results` calls ``on_result`` or ``on_failure``."""
+        self.busy.add(name)
+        job = self._pool.submit(action)
+        self._jobs[job] = (name, on_result, on_failure)
+        job.add_done_callback(self._done.put)
+
+    def take_results(self, timeout: float = PATIENCE_SECONDS) -> bool:
+        """Take all results so far, or wait for the first; return False if none comes in time."""
+        done = []
+        try:
+            done.append(self._done.get(timeout=timeout if self._jobs else 0))
+            while True:
+                done.append(self._done.get_nowait())
+        except Empty:
+            pass
+        for job in done:
+            name, on_result, on_failure = self._jobs.pop(job)
+            self.busy.discard(name)
+            try:
+                result = job.result()
+            except SafError as error:
+                on_failure(error)
+            except Exception as error:  # any error concerns one database only
+                on_failure(Unexpected(name, error))
+            else:
+                on_result(result)
+        return bool(done)
+
+    def finish(self, names: set[str]) -> bool:
+        """Take the results of all these; return False if some databases are no longer waited
+        for."""
+        while self.busy & names:
+            if not self.take_results():
+                return False
+        return True
+
+    def dismiss(self, last: Callable[[str], None]) -> None:
+        """Take no more work; a thread that is still busy runs ``last`` afterwards."""
+        for job, (name, *_) in self._jobs.items():
+            job.add_done_callback(partial(_afterwards, last, name))
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _afterwards(last: Callable[[str], None], name: str, _: Future[Any]) -> None:
+    last(name)

@@ -1,14 +1,15 @@
-"""Summary of a run of the forwarder, for people and for programs.
+"""The summary: what a run of the forwarder reports, to operators and to programs.
 
-A meter: the progress of the running tasks, for people who watch.
+`Summary` has the results of the run, with the exit code.
 
-It asks in a separate thread with its own connections. So when it counts a deep backlog, which reads
-all of it, it delays neither leases nor tasks. If it fails, the forwarder continues and nothing is
-shown. Sources with limited connections are left out, because they have none to spare.
+*Metrics.* `receipts`, `cycle` and `problem` count for the metrics of this process. Tasks may run on
+other machines, and count nothing there: their receipts contain the counts.
 
-Reporting: a forwarder's counts for the metrics of its process, from receipts of its tasks.
-
-Tasks may run on other machines, and count nothing there: their receipts contain the counts.
+*Progress.* A `Meter` shows the progress of the running tasks to operators who watch. It asks in a
+separate thread with its own connections. So when it counts a deep backlog, and reads the whole
+backlog to do so, it delays neither leases nor tasks. If it fails, the forwarder continues and
+nothing is shown. The forwarder leaves out sources with limited connections, because they have none
+to spare.
 """
 
 from __future__ import annotations
@@ -43,118 +44,6 @@ SELECT avg(CASE WHEN open IS NOT NULL AND batch = %(batch)s THEN least(position,
            ELSE %(highest)s END)::float8
 FROM {NEWEST} AS c WHERE shard = ANY (%(shards)s)
 """
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of the current cycle, in messages; shown to people."""
-
-    done: int
-    total: int
-
-
-@dataclass
-class Span:
-    """A batch in progress: the number of its remaining messages, and their lowest and highest
-    id."""
-
-    batch: Batch
-    connection: psycopg.Connection[Any]
-    count: int = field(init=False)
-    lowest: int = field(init=False)
-    highest: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        query = f"SELECT count(*), min(id), max(id) FROM ({self.batch.rows(['id'])}) AS batch"
-        ((self.count, lowest, highest),) = fetch(self.connection, query)
-        self.lowest, self.highest = lowest or 0, highest or 0
-
-    def done(self) -> float:
-        """Estimate how many of the messages are forwarded, by the positions reached."""
-        params = {
-            "subscription_id": self.batch.subscription_id,
-            "batch": self.batch.number,
-            "shards": self.batch.shards,
-            "highest": self.highest,
-        }
-        ((position,),) = fetch(self.connection, POSITIONS, params)
-        share = ((position or 0) - self.lowest) / max(self.highest - self.lowest, 1)
-        return self.count * min(max(share, 0.0), 1.0)
-
-
-class Meter:
-    """Reports the progress of some work while its block runs."""
-
-    def __init__(self, report: Callable[[Progress], None], work: Iterable[Work]) -> None:
-        self._report = report
-        self._batches: dict[Dsn, list[Work]] = {}
-        for item in work:
-            self._batches.setdefault(item.dsn, []).append(item)
-        self._complete = False
-        self._over = Event()
-        self._thread = Thread(target=self._watch, name="saf-meter", daemon=True)
-
-    def complete(self) -> None:
-        """Note that all of the work is done; its positions show this only roughly."""
-        self._complete = True
-
-    def __enter__(self) -> Meter:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(LEAVE_SECONDS)
-
-    def _watch(self) -> None:
-        try:
-            with ExitStack() as stack:
-                spans = []
-                for dsn, items in self._batches.items():
-                    connection = stack.enter_context(dsn.connect(role="watch", autocommit=True))
-                    batches = join_splits(item.batch for item in items)
-                    spans += [Span(batch, connection) for batch in batches]
-                total = sum(span.count for span in spans)
-                while not self._over.wait(LOOK_SECONDS):
-                    self._report(Progress(int(sum(span.done() for span in spans)), total))
-                if self._complete:
-                    self._report(Progress(total, total))
-        except Exception as error:  # only the display fails: one line is enough
-            log.info("progress_not_shown", error=f"{type(error).__name__}: {error}")
-
-
-def receipts(work: Sequence[Work], found: Sequence[Receipt]) -> None:
-    """Count the results of a cycle's tasks."""
-    if not counting():
-        return
-    for receipt in found:
-        broker = work[receipt.work].broker
-        if receipt.error_kind == Fenced.__name__:
-            count(m.FENCED, broker=broker)
-        for state, messages in (("parked", receipt.parked), ("dead", receipt.dead)):
-            if messages:
-                count(m.SET_ASIDE, messages, broker=broker, state=state)
-        if receipt.destination is None:
-            continue
-        labels = {"broker": broker, "destination": receipt.destination}
-        count(m.FORWARDED, receipt.messages, **labels)
-        count(m.RETRIED, receipt.retried, **labels)
-        count(m.REPEATED, receipt.dropped, **labels)
-        for service, messages in receipt.services.items():
-            count(m.DELIVERED, messages, **labels, service=service)
-        observe(m.CHUNK_SECONDS, receipt.chunk_seconds, destination=receipt.destination)
-        observe(m.CHUNK_MESSAGES, receipt.chunk_messages, destination=receipt.destination)
-
-
-def cycle(seconds: float, messages: int) -> None:
-    """Count a cycle that had something to do."""
-    observe(m.CYCLES, seconds)
-    observe(m.CYCLE_MESSAGES, messages)
-
-
-def problem(broker: str, kind: str) -> None:
-    """Count a problem."""
-    count(m.PROBLEMS, broker=broker, kind=kind)
 
 
 @dataclass
@@ -235,3 +124,114 @@ class Summary:
             "messages_per_second": round(rate, 1),
             "exit_code": self.exit_code,
         }
+
+
+def receipts(work: Sequence[Work], found: Sequence[Receipt]) -> None:
+    """Count the results of a cycle's tasks."""
+    if not counting():
+        return
+    for receipt in found:
+        broker = work[receipt.work].broker
+        if receipt.error_kind == Fenced.__name__:
+            count(m.FENCED, broker=broker)
+        for state, messages in (("parked", receipt.parked), ("dead", receipt.dead)):
+            if messages:
+                count(m.SET_ASIDE, messages, broker=broker, state=state)
+        if receipt.destination is None:
+            continue
+        labels = {"broker": broker, "destination": receipt.destination}
+        count(m.FORWARDED, receipt.messages, **labels)
+        count(m.RETRIED, receipt.retried, **labels)
+        count(m.REPEATED, receipt.dropped, **labels)
+        for service, messages in receipt.services.items():
+            count(m.DELIVERED, messages, **labels, service=service)
+        observe(m.CHUNK_SECONDS, receipt.chunk_seconds, destination=receipt.destination)
+        observe(m.CHUNK_MESSAGES, receipt.chunk_messages, destination=receipt.destination)
+
+
+def cycle(seconds: float, messages: int) -> None:
+    """Count a cycle that had something to do."""
+    observe(m.CYCLES, seconds)
+    observe(m.CYCLE_MESSAGES, messages)
+
+
+def problem(broker: str, kind: str) -> None:
+    """Count a problem."""
+    count(m.PROBLEMS, broker=broker, kind=kind)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of the current cycle, in messages; shown to operators."""
+
+    done: int
+    total: int
+
+
+class Meter:
+    """Reports the progress of some work while its block runs."""
+
+    def __init__(self, report: Callable[[Progress], None], work: Iterable[Work]) -> None:
+        self._report = report
+        self._batches: dict[Dsn, list[Work]] = {}
+        for item in work:
+            self._batches.setdefault(item.dsn, []).append(item)
+        self._complete = False
+        self._over = Event()
+        self._thread = Thread(target=self._watch, name="saf-meter", daemon=True)
+
+    def complete(self) -> None:
+        """Note that all of the work is done; its positions show this only roughly."""
+        self._complete = True
+
+    def __enter__(self) -> Meter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(LEAVE_SECONDS)
+
+    def _watch(self) -> None:
+        try:
+            with ExitStack() as stack:
+                spans = []
+                for dsn, items in self._batches.items():
+                    connection = stack.enter_context(dsn.connect(role="watch", autocommit=True))
+                    batches = join_splits(item.batch for item in items)
+                    spans += [Span(batch, connection) for batch in batches]
+                total = sum(span.count for span in spans)
+                while not self._over.wait(LOOK_SECONDS):
+                    self._report(Progress(int(sum(span.done() for span in spans)), total))
+                if self._complete:
+                    self._report(Progress(total, total))
+        except Exception as error:  # only the display fails: one line is enough
+            log.info("progress_not_shown", error=f"{type(error).__name__}: {error}")
+
+
+@dataclass
+class Span:
+    """A batch in progress: its remaining messages' number, lowest id and highest id."""
+
+    batch: Batch
+    connection: psycopg.Connection[Any]
+    count: int = field(init=False)
+    lowest: int = field(init=False)
+    highest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        query = f"SELECT count(*), min(id), max(id) FROM ({self.batch.rows(['id'])}) AS batch"
+        ((self.count, lowest, highest),) = fetch(self.connection, query)
+        self.lowest, self.highest = lowest or 0, highest or 0
+
+    def done(self) -> float:
+        """Estimate how many of the messages are forwarded, by the positions reached."""
+        params = {
+            "subscription_id": self.batch.subscription_id,
+            "batch": self.batch.number,
+            "shards": self.batch.shards,
+            "highest": self.highest,
+        }
+        ((position,),) = fetch(self.connection, POSITIONS, params)
+        share = ((position or 0) - self.lowest) / max(self.highest - self.lowest, 1)
+        return self.count * min(max(share, 0.0), 1.0)

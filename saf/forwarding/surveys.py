@@ -1,23 +1,22 @@
-"""Surveys at the driver: a deep batch that several tasks share is surveyed once, for all tasks.
+"""Planning and surveys: a cycle's work as tasks, and surveys of deep batches that tasks share.
 
-A survey reads each page of the batch. It is valid while the transaction that made it is open
-(`saf.engine.survey`), so the driver has one more session at such a source while a job runs.
+*Planning* (`plan`) turns work into tasks, and orders them. Pure. Spark starts tasks in order, as
+many at a time as it has slots. Little work goes first, because it ends soon; the rest may then take
+its time. Deep backlogs share the slots equally among brokers, and each is split by shards.
 
-Surveys only save work. Without one, each task makes its own: if the source does not answer here, if
-the survey takes longer than the others wait for it, if this process dies, or if the server ends the
-session. So nothing is raised here. A batch that one task reads is left to that task.
-
-Planning: turn a cycle's work into tasks, and order them. Pure.
-
-Spark starts tasks in order, as many at a time as it has slots. Little work goes first, because it
-ends soon; the rest may then take its time. Deep backlogs share the slots equally among brokers, and
-are split among them by shards.
-
-Connections: a task has up to `PER_TASK` to its source (one that reads the batch, one that reads
+A task has up to `PER_TASK` connections to its source (one that reads the batch, one that reads
 parked messages, one that marks), besides the driver's own, and one to each destination that it
 delivers to. So the number of tasks keeps within a broker's limit, and no more tasks are planned
 than a destination's limit allows. Work beyond a cap stays open, and brokers that have waited
 longest go first in the next cycle.
+
+*Surveys* (`surveyed`). A deep batch that several tasks share is surveyed once, at the driver, for
+all tasks. A survey reads each page of the batch. It is valid while the transaction that made it is
+open (`saf.engine.survey`), so the driver has one more session at such a source while a job runs.
+
+Surveys only save work. Without one, each task makes its own: if the source does not answer here, if
+the survey takes longer than the others wait for it, if this process dies, or if the server ends the
+session. So nothing is raised here. A batch that one task reads is left to that task.
 """
 
 from __future__ import annotations
@@ -39,8 +38,16 @@ from saf.errors import SafError
 from saf.log.cursor import Batch, join_splits
 from saf.logger import Log
 
+log = Log("saf.forward")
+
 PER_TASK = 3
 PER_DRIVER = 1
+
+PATIENCE_SECONDS = 60.0
+"""Seconds that a survey may take before the tasks begin without it."""
+OTHERS_SECONDS = 5.0
+"""Like `PATIENCE_SECONDS`, if tasks of other sources wait for the survey too."""
+TICK_SECONDS = 1.0
 
 
 def tasks_within(max_connections: int) -> int:
@@ -96,15 +103,6 @@ def _split(items: Sequence[Work], share: int, limit: int | None) -> list[Work]:
     parts = max(1, share // len(items))
     tasks = [part for item in items for part in (item.split(parts) if item.much else [item])]
     return tasks[:limit]
-
-
-log = Log("saf.forward")
-
-PATIENCE_SECONDS = 60.0
-"""Seconds that a survey may take before the tasks begin without it."""
-OTHERS_SECONDS = 5.0
-"""Like `PATIENCE_SECONDS`, if tasks of other sources wait for the survey too."""
-TICK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

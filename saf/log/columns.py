@@ -1,12 +1,14 @@
-"""The columns that are read from a log: ``id`` and ``shard`` at the source, and the message's.
+"""Columns of a log: the expressions that read them, and their Arrow types.
+
+The columns are ``id`` and ``shard`` at the source, and the message's. Two tables give Arrow types:
+`READ` for columns as they are read, and `OF_SPARK` for columns as Spark passes them on.
 
 Reading a NULL takes as long as reading a number. So for a deep backlog, the columns that most
-messages lack are read only where some message has them.
+messages lack are read only where some message has them: `common` leaves them out, and `completed`
+adds them as NULLs, or returns None if a row has one after all.
 
 If a row is too large to be read (see `saf.limits`), its large values are NULL, and so is its body.
 The NULL body tells such a row from others.
-
-Arrow types of a message's columns: as they are read, and as Spark passes them on.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from saf.columns import MESSAGE, SELDOM
 from saf.limits import HEADERS_READABLE, LONG_NAMES, NAMES_READABLE, body_readable
 from saf.message import MAX_BODY
 
+COLUMNS = ("id", "shard", *columns.COLUMNS)
+
 MOMENT = pa.timestamp("us", "UTC")
 READ = {
     "uuid": pa.binary(),
@@ -31,7 +35,7 @@ READ = {
     "bytea": pa.binary(),
     "timestamptz": MOMENT,
 }
-"""Arrow's types by PostgreSQL's, as `saf.log.columns.plain` returns them."""
+"""Arrow's types by PostgreSQL's, as `plain` returns them."""
 TYPES = {column.name: READ[column.type] for column in MESSAGE}
 
 OF_SPARK = {
@@ -46,9 +50,6 @@ OF_SPARK = {
 
 MESSAGES = pa.schema([("id", pa.int64()), ("shard", pa.int16()), *TYPES.items()])
 """The schema of messages as the engine reads them."""
-
-
-COLUMNS = ("id", "shard", *columns.COLUMNS)
 
 UNCOMMON = {name: TYPES[name] for name in SELDOM}
 
@@ -76,7 +77,7 @@ def common(columns: Iterable[str | sql.Composable]) -> list[str | sql.Composable
 
 
 def completed(rows: pa.RecordBatch, names: Sequence[str] = COLUMNS) -> pa.RecordBatch | None:
-    """Add the seldom columns to rows read with `common`; None if a row has one of them.
+    """Add the seldom columns to rows read with `common`; None if a row has any of these.
 
     ``names`` are the columns to return.
     """
@@ -91,7 +92,8 @@ def completed(rows: pa.RecordBatch, names: Sequence[str] = COLUMNS) -> pa.Record
 def bounded(name: str, max_bytes: int | None = None, kept: str = "false") -> str | sql.Composable:
     """Return a column, or NULL where it is too large; the body is NULL if any value in the row is.
 
-    ``kept`` is an SQL condition, e.g. `KEPT`: whether a log's constraint holds for all rows.
+    ``kept`` is an SQL condition, e.g. `saf.limits.KEPT`: whether a log's constraint holds for all
+    rows.
     """
     if name in ("from_service", "message_type"):
         return _where(f"octet_length({name}) <= {LONG_NAMES}", name)

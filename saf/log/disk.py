@@ -1,6 +1,10 @@
-"""Files on this machine, written durably: contents, and the names in their folders.
+"""Durable files on this machine: their contents, and the names in their folders.
 
-Errors of the local file system, for kinds that keep their messages in files.
+A new file survives a crash once `write` and then `sync` of its folder have returned. All
+functions for files raise `OSError`, do not try again, and lock no file.
+
+`unavailable_if_lost` turns errors of the local file system into saf's own errors, for kinds that
+keep their messages in files.
 """
 
 from __future__ import annotations
@@ -17,27 +21,6 @@ from saf.errors import Refused, Unavailable
 TO_MEND = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 
 
-@contextmanager
-def unavailable_if_lost(what: str) -> Iterator[None]:
-    """Raise `Unavailable` for a file system error; `Refused` if an operator must fix the cause."""
-    try:
-        yield
-    except OSError as error:
-        reason = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        if error.errno in TO_MEND:
-            cure = "give this user a folder that it may write to"
-            raise Refused(what, reason, cure) from None
-        raise Unavailable(what, reason) from None
-
-
-def write(file: Path, content: Any) -> None:
-    """Write a file durably. Its name is durable only after `sync` of its folder."""
-    with file.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-
-
 def make_folder(folder: Path) -> None:
     """Create a folder and its missing parents, durably.
 
@@ -47,6 +30,14 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in folders:
         sync(path.parent)
+
+
+def write(file: Path, content: Any) -> None:
+    """Write a file durably. Its name is durable only after `sync` of its folder."""
+    with file.open("wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def sync(folder: Path) -> None:
@@ -65,3 +56,16 @@ def _sync(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def unavailable_if_lost(what: str) -> Iterator[None]:
+    """Raise `Unavailable` for a file system error; `Refused` if an operator must fix the cause."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        if error.errno in TO_MEND:
+            cure = "give this user a folder that it may write to"
+            raise Refused(what, reason, cure) from None
+        raise Unavailable(what, reason) from None

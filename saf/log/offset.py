@@ -1,4 +1,4 @@
-"""An offset: a stream's progress in one broker, as its checkpoint stores it.
+"""Offsets: a stream's progress in one broker, as its checkpoint stores it.
 
 A stream reads a log as `saf.log.cursor` does, in batches between two snapshots. Its cursors store
 its *committed* progress. Its *read* progress is in its own checkpoint, as an offset with the same
@@ -6,17 +6,15 @@ contents as a cursor: ``done``, ``open`` and ``position``. So two offsets always
 of rows: those that the later offset has and the earlier lacks (`between`).
 
 An offset also contains its broker, incarnation and subscription, and the number of its batch. These
-show whether a database was set back: see `saf.log.stream`.
+show whether a database was set back: see `saf.log.stream`. Nothing here writes to a database.
 
-Cuts: ids up to which a stream reads, so that it reads no more rows or bytes than requested.
-
-Rows are returned ordered by id, and no index has that order. So the rows of a range are counted
-once, in groups of some thousands of ids, by one read of each row and without sorting. These counts
-show in which group the cut is, and its few thousand rows show where exactly. The counts also show
-which transactions wrote the rows up to the cut, so only these transactions' rows are read: many
-cuts of a deep backlog together cost little more than reading it.
-
-The rows of one transaction are all read for each cut in it.
+*Cuts* are ids up to which a stream reads, so that it reads no more rows or bytes than requested
+(`Counted`). Rows are returned ordered by id, and no index has that order. So the rows of a range
+are counted once, in groups of some thousands of ids, by one read of each row and without sorting.
+These counts show in which group the cut is, and its few thousand rows show where exactly. The
+counts also show which transactions wrote the rows up to the cut, so only these transactions' rows
+are read: many cuts of a deep backlog together cost little more than reading it. The rows of one
+transaction are all read for each cut in it.
 """
 
 from __future__ import annotations
@@ -40,6 +38,27 @@ BEGINNING = "1:1:"
 NOT_BEFORE = " AND NOT (pg_visible_in_snapshot(txid, {open}::pg_snapshot) AND id <= {position})"
 UP_TO = " AND (id <= {position} OR pg_visible_in_snapshot(txid, {done}::pg_snapshot))"
 WRITTEN_BY = " AND txid BETWEEN {first}::xid8 AND {last}::xid8"
+
+PART_BITS = 13
+"""Each count covers 2 ** 13 ids."""
+
+BYTES = "coalesce(octet_length(body), 0) AS bytes"
+COUNT = """
+SELECT (id >> {bits}) AS part, count(*), sum(bytes)::bigint,
+       min(txid::text::bigint), max(txid::text::bigint)
+FROM ({rows}) AS rows GROUP BY 1 ORDER BY 1
+"""
+WITHIN = """
+SELECT max(id) FILTER (WHERE fits), count(*) FILTER (WHERE fits),
+       coalesce(sum(bytes) FILTER (WHERE fits), 0)::bigint, count(*)
+FROM (
+    SELECT id, bytes, number <= {most_rows} AND total <= {most_bytes} OR {force} AND number = 1
+               AS fits
+    FROM (SELECT id, bytes, row_number() OVER by_id AS number, sum(bytes) OVER by_id AS total
+          FROM ({rows}) AS rows WHERE id > {after} AND id <= {end}
+          WINDOW by_id AS (ORDER BY id)) AS counted) AS tried
+"""
+NO_LIMIT = (1 << 62) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +115,25 @@ class Offset:
         return found
 
 
+def shows_all_of(later: str, earlier: str) -> bool:
+    """Whether a snapshot shows all that an earlier snapshot shows.
+
+    >>> shows_all_of("10:20:10,15", "9:12:9,10"), shows_all_of("10:20:10,15", "12:12:")
+    (True, False)
+    >>> shows_all_of("20:20:", "10:20:10"), shows_all_of("10:20:10", "20:20:")
+    (True, False)
+    """
+    first, end, running = _parts(earlier)
+    later_first, later_end, later_running = _parts(later)
+    del first, later_first
+    return end <= later_end and all(txid in running for txid in later_running if txid < end)
+
+
+def _parts(snapshot: str) -> tuple[int, int, set[int]]:
+    first, end, running = snapshot.split(":")
+    return int(first), int(end), {int(txid) for txid in running.split(",") if txid}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Range(Batch):
     """The rows between two offsets, as a batch that nobody owns and that can only be read."""
@@ -148,47 +186,6 @@ def between(
         until=(end.done, end.position) if end.open else None,
         written_by=written_by,
     )
-
-
-def shows_all_of(later: str, earlier: str) -> bool:
-    """Whether a snapshot shows all that an earlier snapshot shows.
-
-    >>> shows_all_of("10:20:10,15", "9:12:9,10"), shows_all_of("10:20:10,15", "12:12:")
-    (True, False)
-    >>> shows_all_of("20:20:", "10:20:10"), shows_all_of("10:20:10", "20:20:")
-    (True, False)
-    """
-    first, end, running = _parts(earlier)
-    later_first, later_end, later_running = _parts(later)
-    del first, later_first
-    return end <= later_end and all(txid in running for txid in later_running if txid < end)
-
-
-def _parts(snapshot: str) -> tuple[int, int, set[int]]:
-    first, end, running = snapshot.split(":")
-    return int(first), int(end), {int(txid) for txid in running.split(",") if txid}
-
-
-PART_BITS = 13
-"""Each count covers 2 ** 13 ids."""
-
-BYTES = "coalesce(octet_length(body), 0) AS bytes"
-COUNT = """
-SELECT (id >> {bits}) AS part, count(*), sum(bytes)::bigint,
-       min(txid::text::bigint), max(txid::text::bigint)
-FROM ({rows}) AS rows GROUP BY 1 ORDER BY 1
-"""
-WITHIN = """
-SELECT max(id) FILTER (WHERE fits), count(*) FILTER (WHERE fits),
-       coalesce(sum(bytes) FILTER (WHERE fits), 0)::bigint, count(*)
-FROM (
-    SELECT id, bytes, number <= {most_rows} AND total <= {most_bytes} OR {force} AND number = 1
-               AS fits
-    FROM (SELECT id, bytes, row_number() OVER by_id AS number, sum(bytes) OVER by_id AS total
-          FROM ({rows}) AS rows WHERE id > {after} AND id <= {end}
-          WINDOW by_id AS (ORDER BY id)) AS counted) AS tried
-"""
-NO_LIMIT = (1 << 62) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +259,7 @@ class Counted:
         ]
 
     def next(self, connection: psycopg.Connection[Any], after: int, limit: Limit) -> Cut | None:
-        """Return the next rows with ids above ``after``, within the limit; None if there are none.
+        """Return the next rows with ids above ``after``, within the limit; None after the last.
 
         They include at least one row, even if that row alone exceeds the limit.
         """

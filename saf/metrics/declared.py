@@ -1,12 +1,11 @@
-"""All metrics of saf, with name, kind, unit, labels and help text.
+"""Declared metrics: all metrics of saf, with name, kind, unit, labels and help text.
 
 Names follow Prometheus: a unit at the end, `_total` for counters. No label contains a key, an id or
 a text that a sender chooses, except for the service, and only the busiest services are named.
 
-A tally: numbers of values by size, in a fixed number of steps.
-
-A tally is the data of a histogram. It takes as much memory for a million values as for one, and can
-be pickled, so a task can return it to its driver in a receipt.
+The data of a histogram is a `Tally`: numbers of values by size, in a fixed number of steps. A tally
+takes as much memory for a million values as for one, and can be pickled, so a task can return it to
+its driver in a receipt.
 """
 
 from __future__ import annotations
@@ -15,6 +14,39 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
+)
+MESSAGES = (1.0, 10.0, 100.0, 1_000.0, 10_000.0, 50_000.0, 100_000.0, 1_000_000.0)
+
+Origin = Literal["database", "forwarder", "worker", "dispatcher", "purge"]
+"""Reporter of the metric: a broker's database, or a process that counts its own work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One metric."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    origin: Origin
+    labels: tuple[str, ...]
+    help: str
+    bounds: tuple[float, ...] = ()
+    """For a histogram: its steps."""
+
+    @property
+    def unit(self) -> str:
+        """Unit of a value."""
+        name = self.name.removesuffix("_total")
+        known = ("seconds", "messages", "slots", "shards")
+        return next((unit for unit in known if name.endswith(f"_{unit}")), "")
+
+    def tally(self) -> Tally:
+        """Return an empty tally for this histogram."""
+        return Tally(self.bounds)
 
 
 class Tally:
@@ -56,44 +88,9 @@ class Tally:
 
     def copy(self) -> Tally:
         """Return a tally of the same values."""
-
         copy = Tally(self.bounds)
         copy.merge(self)
         return copy
-
-
-SECONDS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
-)
-MESSAGES = (1.0, 10.0, 100.0, 1_000.0, 10_000.0, 50_000.0, 100_000.0, 1_000_000.0)
-
-Origin = Literal["database", "forwarder", "worker", "dispatcher", "purge"]
-"""Reporter of the metric: a broker's database, or a process that counts its own work."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """One metric."""
-
-    name: str
-    kind: Literal["gauge", "counter", "histogram"]
-    origin: Origin
-    labels: tuple[str, ...]
-    help: str
-    bounds: tuple[float, ...] = ()
-    """For a histogram: its steps."""
-
-    @property
-    def unit(self) -> str:
-        """Unit of a value."""
-        name = self.name.removesuffix("_total")
-        known = ("seconds", "messages", "slots", "shards")
-        return next((unit for unit in known if name.endswith(f"_{unit}")), "")
-
-    def tally(self) -> Tally:
-        """Return an empty tally for this histogram."""
-        return Tally(self.bounds)
 
 
 def _gauge(name: str, labels: str, text: str, origin: Origin = "database") -> Metric:

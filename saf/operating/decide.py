@@ -1,23 +1,24 @@
 """Operators' decisions about dead letters: retry them, here or elsewhere, or give them up.
 
-`retry` passes them to the forwarder again, in their previous order, in a separate lane (see
-`saf.setaside.lane`), or to the receivers of their subscription, in the lane of their key and ahead
-of the messages that wait there. `redirect` passes them to the forwarder for another destination.
-`discard` gives them up. All three release keys that waited for the decision, and record in
-``saf.audit`` who decided, when and why. `saf.operating.decide` decides about many, in chunks.
+`retry` passes dead letters to their program again: to the forwarder, in their previous order and in
+a separate lane (see `saf.setaside.lane`); or to the receivers of their subscription, in the lane of
+their key and ahead of the messages that wait in that lane. `redirect` passes them to the forwarder
+for another destination. `discard` gives them up. Each decision releases keys that waited for it,
+and records in ``saf.audit`` who decided, when and why.
 
 If a dialog's message becomes a dead letter on its way, the other end waits for it. The dialog
 continues in order if the message is retried, and fails at both ends if it is given up. A monolog
 does not wait; its subscribers get an Error in place of a message that is given up.
 
-A dead letter whose batch is open, and not yet past it, stays (`saf.setaside.staying`).
+`in_chunks` decides about many messages: dead letters, or parked messages (see
+`saf.operating.decide_parked`). A decision about a million messages in one transaction would hold
+its locks for minutes, and could not be stopped. So each `CHUNK` is a separate transaction, with its
+own line in the audit, and the oldest messages go first. If a decision stops or fails midway,
+decided messages are done, and the others are still set aside.
 
-Bulk: an operator's decision about many dead letters or parked messages, done in chunks.
-
-A decision about a million messages in one transaction would hold its locks for minutes, and could
-not be stopped. So each `CHUNK` is a separate transaction, with its own line in the audit: decided
-messages are done, and the others are still set aside. The oldest go first. Messages set aside after
-the decision are not touched, so a message that fails again immediately is not taken twice.
+Some messages stay as they are. A dead letter stays while its batch is open and has not passed it
+(see `saf.setaside.staying`). `in_chunks` does not touch messages set aside after it began, so a
+message that fails again immediately is not decided about twice.
 """
 
 from __future__ import annotations
@@ -39,46 +40,8 @@ from saf.setaside.parked_messages import ParkedFilter
 from saf.setaside.staying import TAKEN
 from saf.setaside.unhandled import FOR_ALL
 
-Chosen = TypeVar("Chosen", Filter, ParkedFilter)
-Decided_contra = TypeVar("Decided_contra", Filter, ParkedFilter, contravariant=True)
-
 CHUNK = 1000
 """Number of messages decided about in one transaction."""
-
-
-class Decision(Protocol[Decided_contra]):
-    """A function of `saf.operating.decide` or `saf.operating.decide_parked`."""
-
-    def __call__(
-        self,
-        connection: psycopg.Connection[Any],
-        chosen: Decided_contra,
-        why: str,
-        person: str | None = None,
-        limit: int | None = None,
-    ) -> list[UUID]:
-        """Decide about the oldest of the chosen messages; return their message ids."""
-
-
-def in_chunks(
-    connection: psycopg.Connection[Any],
-    decision: Decision[Chosen],
-    chosen: Chosen,
-    why: str,
-    *,
-    person: str | None = None,
-    chunk: int = CHUNK,
-    stop: Callable[[], bool] = lambda: False,
-) -> Iterator[list[UUID]]:
-    """Decide about all chosen messages that are set aside now; yield the ids of each chunk.
-
-    Before each chunk, ``stop`` is called: if it returns true, the rest stays as it is. The
-    connection is in autocommit.
-    """
-    chosen = chosen.until_now(connection)
-    while not stop() and (done := decision(connection, chosen, why, person, chunk)):
-        yield done
-
 
 LOCKED = f"""
 WITH {TAKEN}
@@ -113,7 +76,7 @@ FROM {RETRIED}
 ON CONFLICT (subscription_id, destination, kind, subject, broker)
 DO UPDATE SET attempts = 0, next_attempt_at = now(), {FOR_ALL}
 """
-# Releases keys that waited for an operator's decision
+# Release keys that waited for an operator's decision
 LET_KEYS_GO_ON = f"""
 UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
   AND (b.subscription_id, b.destination, b.kind, b.subject)
@@ -121,6 +84,23 @@ UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
   AND of_key IS NOT NULL AND b.attempts = 0 AND NOT b.awaits_handler
 """
 DELETE = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
+
+Chosen = TypeVar("Chosen", Filter, ParkedFilter)
+Decided_contra = TypeVar("Decided_contra", Filter, ParkedFilter, contravariant=True)
+
+
+class Decision(Protocol[Decided_contra]):
+    """A function of `saf.operating.decide` or `saf.operating.decide_parked`."""
+
+    def __call__(
+        self,
+        connection: psycopg.Connection[Any],
+        chosen: Decided_contra,
+        why: str,
+        person: str | None = None,
+        limit: int | None = None,
+    ) -> list[UUID]:
+        """Decide about the oldest of the chosen messages; return their message ids."""
 
 
 def retry(
@@ -164,8 +144,8 @@ def discard(
 ) -> list[UUID]:
     """Give dead letters up for good; return their message ids.
 
-    If a dialog misses one of them, both of its ends get an Error. The subscribers of a monolog get
-    one, too.
+    If a dialog misses a message that is given up, both of its ends get an Error. The subscribers of
+    a monolog get an Error, too.
     """
     with connection.transaction():
         ids, message_ids = _locked(connection, chosen, limit)
@@ -177,6 +157,26 @@ def discard(
             connection.execute(LET_KEYS_GO_ON, params)
             connection.execute(DELETE, params)
     return message_ids
+
+
+def in_chunks(
+    connection: psycopg.Connection[Any],
+    decision: Decision[Chosen],
+    chosen: Chosen,
+    why: str,
+    *,
+    person: str | None = None,
+    chunk: int = CHUNK,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[list[UUID]]:
+    """Decide about all chosen messages that are set aside now; yield the ids of each chunk.
+
+    Call ``stop`` before each chunk: if it returns true, the remaining messages stay as they are.
+    The connection is in autocommit.
+    """
+    chosen = chosen.until_now(connection)
+    while not stop() and (done := decision(connection, chosen, why, person, chunk)):
+        yield done
 
 
 def _hand_over(

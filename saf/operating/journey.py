@@ -1,12 +1,16 @@
 """The journey of one message: where it is in each broker, from its sender to its handlers.
 
-A broker looks up a message by its id: sent from its outbox; stored in its inbox, with each
-subscription's progress; tried in vain at an endpoint; parked; a dead letter; or decided about by an
-operator. Logs have no index of message ids. So the search covers the shard of the key, if the key
-is given; otherwise it reads each log from the end, within a time limit (`saf.log.finding`). The
-result names the parts that were not searched.
+A journey consists of stays. A `Stay` is one broker's knowledge of the message: sent from its
+outbox; stored in its inbox, with each subscription's progress; tried in vain at an endpoint;
+parked; a dead letter; or decided about by an operator. `stay` looks a message up in one broker, by
+its id, and only reads. The caller visits the brokers.
 
-A stay: one broker's knowledge of a message.
+Logs have no index of message ids. So the search covers the shard of the key, if the key is given;
+otherwise it reads each log from the end, within a time limit (`saf.log.finding`). `Stay.unfinished`
+names the parts that were not searched. If a statement exceeds its own time limit, nothing is
+returned, and the error asks for the key or the time of sending.
+
+A stay does not contain the message's body, which may be large: `body` returns it.
 """
 
 from __future__ import annotations
@@ -35,6 +39,80 @@ from saf.operating import outbox
 from saf.operating.outbox import Details
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
+
+SECONDS = 10.0
+"""Default time limit, in seconds, of a statement, and of the whole search for a message."""
+
+NOWHERE: Mapping[str, str] = MappingProxyType({})
+
+SHARDS = "SELECT shards FROM saf.broker"
+BOUNDS = (
+    "SET TRANSACTION READ ONLY; SET LOCAL statement_timeout = {milliseconds}; SET LOCAL jit = off"
+)
+
+STORED = f"""
+SELECT i.id, i.shard, i.message_id, i.source, left(i.from_service, {SHOWN}) AS from_service,
+       left(i.to_service, {SHOWN}) AS service, left(i.key, {SHOWN}) AS key,
+       left(i.message_type, {SHOWN}) AS message_type, i.conversation_id, i.from_initiator,
+       i.sequence, octet_length(i.body) AS bytes, i.created_at, i.received_at,
+       CASE WHEN {HEADERS_READABLE} THEN i.headers::text END AS headers, i.txid::text AS txid
+FROM saf.inbox i
+WHERE i.shard = %(shard)s AND i.message_id = %(message_id)s
+  AND (%(id)s::bigint IS NULL OR i.txid = %(txid)s::xid8 AND i.id = %(id)s)
+ORDER BY i.id LIMIT 1
+"""
+# The newest version of each cursor, as in saf.log.shards
+READERS = f"""
+SELECT s.name AS subscription, m.name AS owner,
+       pg_visible_in_snapshot(%(txid)s::xid8, c.done)
+       OR c.open IS NOT NULL AND pg_visible_in_snapshot(%(txid)s::xid8, c.open)
+          AND %(id)s <= c.position AS complete
+FROM saf.subscription s
+CROSS JOIN LATERAL (
+    SELECT * FROM saf.cursor
+    WHERE (subscription_id, shard, batch) <= (s.subscription_id, %(shard)s::smallint, {LAST})
+    ORDER BY subscription_id DESC, shard DESC, batch DESC LIMIT 1) AS c
+LEFT JOIN saf.member m ON m.member_id = c.owner
+WHERE s.log = 'inbox' AND (s.service IS NULL OR s.service = %(service)s)
+  AND c.subscription_id = s.subscription_id AND c.shard = %(shard)s
+ORDER BY s.name
+"""
+# Tables of messages set aside have no index of message ids either, but have fewer rows
+SCANS = "SET LOCAL enable_seqscan = on"
+PARKED = f"""
+SELECT s.name AS subscription, p.parked_at AS since, p.destination, p.kind, p.subject,
+       {BROKER.replace("broker,", "p.broker,")}, b.attempts, b.next_attempt_at, b.error,
+       coalesce(b.awaits_handler, false) AS awaits_handler
+FROM saf.parked p JOIN saf.subscription s USING (subscription_id)
+LEFT JOIN saf.backoff b ON {SAME_LANE}
+WHERE p.message_id = %(message_id)s ORDER BY p.parked_id LIMIT 100
+"""
+DEAD = """
+SELECT s.name AS subscription, d.dead_letter_at AS since, d.destination, d.reason, d.error,
+       d.dead_letter_id
+FROM saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
+WHERE d.message_id = %(message_id)s ORDER BY d.dead_letter_id LIMIT 100
+"""
+# Failed attempts at an endpoint; each subscription keeps only some, so no index is needed
+ATTEMPTED = """
+SELECT a.at, s.name AS subscription, a.status, a.seconds, a.outcome, a.error
+FROM saf.attempt a JOIN saf.subscription s USING (subscription_id)
+WHERE a.message_id = %(message_id)s ORDER BY a.attempt_id LIMIT 100
+"""
+DECIDED = """
+SELECT audit_at, who, person, action, why FROM saf.audit
+WHERE message_ids @> ARRAY[%(message_id)s::uuid] ORDER BY audit_id DESC LIMIT 20
+"""
+# Most brokers know nothing of a message, and need only this query
+ANY_MORE = """
+SELECT EXISTS (SELECT FROM saf.parked WHERE message_id = %(message_id)s)
+       OR EXISTS (SELECT FROM saf.dead_letter WHERE message_id = %(message_id)s),
+       EXISTS (SELECT FROM saf.attempt WHERE message_id = %(message_id)s),
+       EXISTS (SELECT FROM saf.audit WHERE message_ids @> ARRAY[%(message_id)s::uuid])
+"""
+BODY = """
+SELECT body FROM saf.{log} WHERE shard = %(shard)s AND txid = %(txid)s::xid8 AND id = %(id)s
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +147,7 @@ class Reading:
     owner: str | None
     """The member that has the message's shard; None if no member does."""
     complete: bool
-    """True if it was taken, i.e. handled, unless it is set aside."""
+    """True if the message was taken, i.e. handled, unless it is set aside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,81 +240,6 @@ def _plain(item: Any) -> dict[str, Any]:
         with suppress(ValueError, RecursionError):  # as text if Python cannot decode them
             plain["headers"] = json.loads(plain["headers"])
     return plain
-
-
-SECONDS = 10.0
-"""Default time limit, in seconds, of a statement, and of the whole search for a message."""
-
-NOWHERE: Mapping[str, str] = MappingProxyType({})
-
-SHARDS = "SELECT shards FROM saf.broker"
-BOUNDS = (
-    "SET TRANSACTION READ ONLY; SET LOCAL statement_timeout = {milliseconds}; SET LOCAL jit = off"
-)
-
-STORED = f"""
-SELECT i.id, i.shard, i.message_id, i.source, left(i.from_service, {SHOWN}) AS from_service,
-       left(i.to_service, {SHOWN}) AS service, left(i.key, {SHOWN}) AS key,
-       left(i.message_type, {SHOWN}) AS message_type, i.conversation_id, i.from_initiator,
-       i.sequence, octet_length(i.body) AS bytes, i.created_at, i.received_at,
-       CASE WHEN {HEADERS_READABLE} THEN i.headers::text END AS headers, i.txid::text AS txid
-FROM saf.inbox i
-WHERE i.shard = %(shard)s AND i.message_id = %(message_id)s
-  AND (%(id)s::bigint IS NULL OR i.txid = %(txid)s::xid8 AND i.id = %(id)s)
-ORDER BY i.id LIMIT 1
-"""
-# The newest version of each cursor, as in saf.log.shards
-READERS = f"""
-SELECT s.name AS subscription, m.name AS owner,
-       pg_visible_in_snapshot(%(txid)s::xid8, c.done)
-       OR c.open IS NOT NULL AND pg_visible_in_snapshot(%(txid)s::xid8, c.open)
-          AND %(id)s <= c.position AS complete
-FROM saf.subscription s
-CROSS JOIN LATERAL (
-    SELECT * FROM saf.cursor
-    WHERE (subscription_id, shard, batch) <= (s.subscription_id, %(shard)s::smallint, {LAST})
-    ORDER BY subscription_id DESC, shard DESC, batch DESC LIMIT 1) AS c
-LEFT JOIN saf.member m ON m.member_id = c.owner
-WHERE s.log = 'inbox' AND (s.service IS NULL OR s.service = %(service)s)
-  AND c.subscription_id = s.subscription_id AND c.shard = %(shard)s
-ORDER BY s.name
-"""
-# Tables of messages set aside have no index of message ids either, but have fewer rows
-SCANS = "SET LOCAL enable_seqscan = on"
-PARKED = f"""
-SELECT s.name AS subscription, p.parked_at AS since, p.destination, p.kind, p.subject,
-       {BROKER.replace("broker,", "p.broker,")}, b.attempts, b.next_attempt_at, b.error,
-       coalesce(b.awaits_handler, false) AS awaits_handler
-FROM saf.parked p JOIN saf.subscription s USING (subscription_id)
-LEFT JOIN saf.backoff b ON {SAME_LANE}
-WHERE p.message_id = %(message_id)s ORDER BY p.parked_id LIMIT 100
-"""
-DEAD = """
-SELECT s.name AS subscription, d.dead_letter_at AS since, d.destination, d.reason, d.error,
-       d.dead_letter_id
-FROM saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
-WHERE d.message_id = %(message_id)s ORDER BY d.dead_letter_id LIMIT 100
-"""
-# Failed attempts at an endpoint; each subscription keeps only some, so no index is needed
-ATTEMPTED = """
-SELECT a.at, s.name AS subscription, a.status, a.seconds, a.outcome, a.error
-FROM saf.attempt a JOIN saf.subscription s USING (subscription_id)
-WHERE a.message_id = %(message_id)s ORDER BY a.attempt_id LIMIT 100
-"""
-DECIDED = """
-SELECT audit_at, who, person, action, why FROM saf.audit
-WHERE message_ids @> ARRAY[%(message_id)s::uuid] ORDER BY audit_id DESC LIMIT 20
-"""
-# Most brokers know nothing of a message, and need only this query
-ANY_MORE = """
-SELECT EXISTS (SELECT FROM saf.parked WHERE message_id = %(message_id)s)
-       OR EXISTS (SELECT FROM saf.dead_letter WHERE message_id = %(message_id)s),
-       EXISTS (SELECT FROM saf.attempt WHERE message_id = %(message_id)s),
-       EXISTS (SELECT FROM saf.audit WHERE message_ids @> ARRAY[%(message_id)s::uuid])
-"""
-BODY = """
-SELECT body FROM saf.{log} WHERE shard = %(shard)s AND txid = %(txid)s::xid8 AND id = %(id)s
-"""
 
 
 def stay(
@@ -333,25 +336,6 @@ def stay(
     )
 
 
-def body(connection: psycopg.Connection[Any], there: Stay) -> bytes | None:
-    """Return the body of a message where a broker has it; None if it was removed."""
-    for log, row in (("outbox", there.sent and there.sent.row), ("inbox", there.stored)):
-        if row is not None:
-            found = fetch(connection, BODY.format(log=log), asdict(row))
-            return bytes(found[0][0]) if found else None
-    return None
-
-
-def _aside(
-    connection: psycopg.Connection[Any], params: Mapping[str, Any]
-) -> tuple[list[Aside], list[Aside]]:
-    with psycopg.Cursor(connection, row_factory=dict_row) as rows:
-        return (
-            [_parked(row) for row in rows.execute(PARKED, params)],
-            [Aside(state="dead", **row) for row in rows.execute(DEAD, params)],
-        )
-
-
 def _stored(
     connection: psycopg.Connection[Any], message_id: UUID, row: Row | None, key: str | None
 ) -> Stored | None:
@@ -365,6 +349,16 @@ def _stored(
         params["shard"] = shard_of(key or "", shards)
     with psycopg.Cursor(connection, row_factory=class_row(Stored)) as cursor:
         return cursor.execute(STORED, params).fetchone()
+
+
+def _aside(
+    connection: psycopg.Connection[Any], params: Mapping[str, Any]
+) -> tuple[list[Aside], list[Aside]]:
+    with psycopg.Cursor(connection, row_factory=dict_row) as rows:
+        return (
+            [_parked(row) for row in rows.execute(PARKED, params)],
+            [Aside(state="dead", **row) for row in rows.execute(DEAD, params)],
+        )
 
 
 def _parked(row: dict[str, Any]) -> Aside:
@@ -384,3 +378,12 @@ def _parked(row: dict[str, Any]) -> Aside:
         attempts=row["attempts"],
         next_attempt_at=row["next_attempt_at"],
     )
+
+
+def body(connection: psycopg.Connection[Any], there: Stay) -> bytes | None:
+    """Return the body of a message where a broker has it; None if it was removed."""
+    for log, row in (("outbox", there.sent and there.sent.row), ("inbox", there.stored)):
+        if row is not None:
+            found = fetch(connection, BODY.format(log=log), asdict(row))
+            return bytes(found[0][0]) if found else None
+    return None

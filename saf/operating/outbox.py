@@ -2,7 +2,7 @@
 
 A message is *pending* until the forwarder has completed it. Then it is *parked* or *dead* while it
 is set aside, for any of its destinations, and otherwise *forwarded*. The view saf.outbox_status
-shows the same for all messages at once; this module reads no more than a page needs:
+shows the states of all messages together; `messages` reads no more than a page needs:
 
 - The outbox is read shard by shard in the order of transactions, which is its index, and a page
   begins where the previous one ended. Nothing is counted. All rows that one transaction wrote to a
@@ -11,21 +11,17 @@ shows the same for all messages at once; this module reads no more than a page n
   set aside.
 
 A filter that matches few messages may still read a whole log. So statements have a time limit, and
-the error shows how to ask for less. To get a partial result early, limit the time to look
-(`saf.operating.outbox`).
+the error shows how to ask for less. To get a partial result early, limit the time to look: then the
+outbox is searched in stretches (see `look`).
 
-Check that everything up to a moment has been forwarded; schedules wait for this.
+`details` and `body` return one message. `forwarded` checks that everything up to a moment has been
+forwarded; schedules wait for this. Each message that was committed before the moment was created
+before it. So if no message created before the moment is pending, parked or dead, all messages
+committed before it have been forwarded. Messages committed later, by a transaction that began
+before the moment, were not sent before it.
 
-Each message that was committed before the moment was created before it. So if no message created
-before it is pending, parked or dead, all of them have been forwarded. Messages committed later, by
-a transaction that began before the moment, were not sent before it.
-
-Stretches: a time-limited search through an outbox for messages that few rows match.
-
-The outbox is read in the order of transactions, a stretch of them per statement: one at first, and
-up to four times as many each time, as long as time is left. So a page of messages that lie close
-together costs little, a page of rare messages reports how far the search came, and neither depends
-on the length of the log. All rows of a transaction are in one stretch.
+All functions only read. Except for `body`, they reject a broker whose cursors do not show its
+progress because a backup was restored: messages would be shown in wrong states.
 """
 
 from __future__ import annotations
@@ -55,69 +51,6 @@ from saf.log.shards import LAST, shard_of
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import SAME_LANE
 
-GROWTH = 4
-LEAST_SECONDS = 1e-4
-"""Assumed minimum duration of a statement."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Looked:
-    """The result of a search, and where it stopped."""
-
-    rows: list[dict[str, Any]]
-    place: str | None = None
-    """The transaction to continue with; None after the last one, or if the page is full."""
-    before: datetime | None = None
-    """About when that transaction's messages were sent."""
-
-
-def look(
-    following: Callable[[str], tuple[str, datetime] | None],
-    within: Callable[[str, str, int], list[dict[str, Any]]],
-    *,
-    txid: str,
-    limit: int,
-    seconds: float,
-) -> Looked:
-    """Search for a page of messages, in at least one stretch.
-
-    Args:
-        following: Returns the first transaction, at or after the given one, that has messages, and
-            when the first of these was created.
-        within: Returns the messages of the transactions from the first one up to, but not
-            including, the second one; at most the given number.
-        txid: The transaction to begin with.
-        limit: Maximum number of messages.
-        seconds: Time after which no new stretch begins.
-    """
-    until = time.monotonic() + seconds
-    rows: list[dict[str, Any]] = []
-    width = 0
-    while (found := following(txid)) is not None:
-        txid, sent_at = found
-        now = time.monotonic()
-        if width and now >= until:
-            return Looked(rows=rows, place=txid, before=sent_at)
-        width = width or 1
-        after = str(int(txid) + width)
-        rows += within(txid, after, limit - len(rows))
-        if len(rows) == limit:
-            break
-        done = time.monotonic()
-        txid, width = after, wider(width, done - now, until - done)
-    return Looked(rows=rows)
-
-
-def wider(width: int, took: float, left: float) -> int:
-    """Return the size of the next stretch, in transactions, from the duration of the last one.
-
-    >>> wider(16, took=0.001, left=0.08), wider(1000, took=0.02, left=0.03), wider(8, 0.5, -0.1)
-    (64, 1500, 1)
-    """
-    in_time = int(width * left / max(took, LEAST_SECONDS))
-    return max(1, min(GROWTH * width, in_time))
-
-
 Place = tuple[str, int]
 """A transaction and an id in the outbox; or "0" and the number of a message set aside."""
 NUMBER = re.compile("[0-9]{1,18}")
@@ -125,14 +58,29 @@ NUMBER = re.compile("[0-9]{1,18}")
 State = Literal["pending", "forwarded", "parked", "dead"]
 STATES: tuple[State, ...] = ("pending", "forwarded", "parked", "dead")
 
+Left = Literal["pending", "parked", "dead"]
+"""The states of messages that have not been forwarded."""
+
+LEFT: tuple[Left, ...] = ("pending", "parked", "dead")
+
 SECONDS = 10.0
 """Default time limit of a statement, in seconds."""
+
+NO_LAST = str((1 << 64) - 1)
+"""A transaction id above all others."""
+
+GROWTH = 4
+"""Maximum ratio of a stretch's width to that of the previous stretch."""
+LEAST_SECONDS = 1e-4
+"""Assumed minimum duration of a statement."""
+
+SNAPSHOT = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+
+TIMEOUT = "SELECT set_config('statement_timeout', %(milliseconds)s, true)"
 
 FORWARDER = (
     "SELECT subscription_id FROM saf.subscription WHERE (log, name) = ('outbox', 'forwarder')"
 )
-
-TIMEOUT = "SELECT set_config('statement_timeout', %(milliseconds)s, true)"
 
 # The forwarder's cursors, in their newest versions as in saf.log.shards
 CURSORS = f"""
@@ -174,8 +122,6 @@ FROM ({CURSORS}) AS c CROSS JOIN LATERAL (
     ORDER BY o.txid, o.id LIMIT %(limit)s) AS o
 ORDER BY o.txid, o.id LIMIT %(limit)s
 """
-NO_LAST = str((1 << 64) - 1)
-"""A transaction id above all others."""
 
 FOLLOWING = f"""
 SELECT o.txid::text, o.created_at
@@ -271,10 +217,98 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class SentPage(Page[Sent]):
-    """A page of an outbox. It may be shorter than its limit, and the last one may be empty."""
+    """A page of an outbox. It may be shorter than its limit, and the last page may be empty."""
 
     before: datetime | None = None
     """About when the first unsearched messages were created, if the time to look ended first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """All of one message except its body."""
+
+    message: Sent
+    shard: int
+    from_service: str | None
+    to_broker: str | None
+    conversation_id: str | None
+    sequence: int | None
+    headers: str | None
+    """As JSON text; None also if they are too large to be read."""
+    deliver_at: datetime | None
+    expires_at: datetime | None
+    batch: int
+    """The forwarder's open or last batch of this shard."""
+    row: Row
+    set_aside: tuple[dict[str, Any], ...]
+    """Where the message is set aside, and why: a topic's message may be at several places."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as a dict for JSON."""
+        plain = {n: value for n, value in asdict(self).items() if n not in ("message", "row")}
+        for name in ("deliver_at", "expires_at"):
+            plain[name] = plain[name] and plain[name].isoformat()
+        if self.headers is not None:
+            with suppress(ValueError, RecursionError):  # as text if Python cannot decode them
+                plain["headers"] = json.loads(self.headers)
+        return self.message.as_dict() | plain | {"set_aside": list(self.set_aside)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forwarded:
+    """The rest of an outbox, as one message of each state."""
+
+    left: dict[Left, Sent]
+
+    @property
+    def everything(self) -> bool:
+        """True if nothing is left."""
+        return not self.left
+
+    @property
+    def waits(self) -> bool:
+        """True if the forwarder will still handle a message, with or without an operator's help.
+
+        Only operators decide about dead letters.
+        """
+        return any(state != "dead" for state in self.left)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a dict for JSON."""
+        return {
+            "forwarded": self.everything,
+            "waits": self.waits,
+            "left": {state: left.as_dict() for state, left in self.left.items()},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """The result of a search, and where it stopped."""
+
+    rows: list[dict[str, Any]]
+    place: str | None = None
+    """The transaction to continue with; None after the last one, or if the page is full."""
+    before: datetime | None = None
+    """About when that transaction's messages were sent."""
+
+
+def place_at(place: str | None, state: State | None) -> Place | None:
+    """Parse the end of the previous page into the start of the next, for `messages`.
+
+    >>> place_at("812.40", "pending"), place_at("7", "dead")
+    (('812', 40), ('0', 7))
+
+    Raises:
+        UsageError: no page of messages in this state ends there.
+    """
+    if place is None:
+        return None
+    txid, dot, number = ("0", ".", place) if state in OF_STATE else place.partition(".")
+    if not (dot and NUMBER.fullmatch(txid) and NUMBER.fullmatch(number)):
+        hint = "the place at the end of the page before, with the same --state"
+        raise foreign(place, "these messages", said=hint)
+    return txid, int(number)
 
 
 def messages(
@@ -334,35 +368,75 @@ def messages(
     return SentPage(shown=found, next=end, before=reading.before)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Details:
-    """All of one message except its body."""
+def _looked(
+    connection: psycopg.Connection[Any], params: dict[str, Any], seconds: float | None
+) -> Looked:
+    if seconds is None:
+        return Looked(rows=_rows(connection, PAGE, params))
 
-    message: Sent
-    shard: int
-    from_service: str | None
-    to_broker: str | None
-    conversation_id: str | None
-    sequence: int | None
-    headers: str | None
-    """As JSON text; None also if they are too large to be read."""
-    deliver_at: datetime | None
-    expires_at: datetime | None
-    batch: int
-    """The forwarder's open or last batch of this shard."""
-    row: Row
-    set_aside: tuple[dict[str, Any], ...]
-    """The places where it is set aside, with reasons: a topic's message may be at several."""
+    def following(txid: str) -> tuple[str, datetime] | None:
+        return next(iter(fetch(connection, FOLLOWING, params | {"txid": txid})), None)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the message as a dict for JSON."""
-        plain = {n: value for n, value in asdict(self).items() if n not in ("message", "row")}
-        for name in ("deliver_at", "expires_at"):
-            plain[name] = plain[name] and plain[name].isoformat()
-        if self.headers is not None:
-            with suppress(ValueError, RecursionError):  # as text if Python cannot decode them
-                plain["headers"] = json.loads(self.headers)
-        return self.message.as_dict() | plain | {"set_aside": list(self.set_aside)}
+    def within(first: str, after: str, limit: int) -> list[dict[str, Any]]:
+        more = {"txid": first, "before": after, "limit": limit}
+        if first != params["txid"]:
+            more["id"] = 0  # the previous page ended in another transaction
+        return _rows(connection, PAGE, params | more)
+
+    return look(following, within, txid=params["txid"], limit=params["limit"], seconds=seconds)
+
+
+def look(
+    following: Callable[[str], tuple[str, datetime] | None],
+    within: Callable[[str, str, int], list[dict[str, Any]]],
+    *,
+    txid: str,
+    limit: int,
+    seconds: float,
+) -> Looked:
+    """Search for a page of messages that few rows match, within a time limit.
+
+    The outbox is read in the order of transactions. Each statement reads a stretch of transactions:
+    the first stretch is one transaction, and each later one is up to `GROWTH` times as wide, as
+    long as time is left. At least one stretch is read. So a page of messages that lie close
+    together costs little, a page of rare messages reports how far the search came, and neither
+    depends on the length of the log. All rows of a transaction are in one stretch.
+
+    Args:
+        following: Returns the first transaction, at or after the given one, that has messages, and
+            when the first of these was created.
+        within: Returns the messages of the transactions from the first one up to, but not
+            including, the second one; at most the given number.
+        txid: The transaction to begin with.
+        limit: Maximum number of messages.
+        seconds: Time after which no new stretch begins.
+    """
+    until = time.monotonic() + seconds
+    rows: list[dict[str, Any]] = []
+    width = 0
+    while (found := following(txid)) is not None:
+        txid, sent_at = found
+        now = time.monotonic()
+        if width and now >= until:
+            return Looked(rows=rows, place=txid, before=sent_at)
+        width = width or 1
+        after = str(int(txid) + width)
+        rows += within(txid, after, limit - len(rows))
+        if len(rows) == limit:
+            break
+        done = time.monotonic()
+        txid, width = after, wider(width, done - now, until - done)
+    return Looked(rows=rows)
+
+
+def wider(width: int, took: float, left: float) -> int:
+    """Return the size of the next stretch, in transactions, from the duration of the last one.
+
+    >>> wider(16, took=0.001, left=0.08), wider(1000, took=0.02, left=0.03), wider(8, 0.5, -0.1)
+    (64, 1500, 1)
+    """
+    in_time = int(width * left / max(took, LEAST_SECONDS))
+    return max(1, min(GROWTH * width, in_time))
 
 
 def details(
@@ -419,119 +493,6 @@ def body(connection: psycopg.Connection[Any], id_: int) -> bytes | None:
     return bytes(found[0][0]) if found else None
 
 
-def _looked(
-    connection: psycopg.Connection[Any], params: dict[str, Any], seconds: float | None
-) -> Looked:
-    if seconds is None:
-        return Looked(rows=_rows(connection, PAGE, params))
-
-    def following(txid: str) -> tuple[str, datetime] | None:
-        return next(iter(fetch(connection, FOLLOWING, params | {"txid": txid})), None)
-
-    def within(first: str, after: str, limit: int) -> list[dict[str, Any]]:
-        more = {"txid": first, "before": after, "limit": limit}
-        if first != params["txid"]:
-            more["id"] = 0  # the previous page ended in another transaction
-        return _rows(connection, PAGE, params | more)
-
-    return look(following, within, txid=params["txid"], limit=params["limit"], seconds=seconds)
-
-
-def _with_state(
-    connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]
-) -> Iterator[Sent]:
-    """Yield messages of the outbox with their states; cursors only show which are complete."""
-    ids = [row["id"] for row in rows if row["complete"]]
-    aside: dict[int, dict[str, Any]] = {}
-    for state in _rows(connection, SET_ASIDE, {"ids": ids}) if ids else []:
-        aside.setdefault(state["id"], state)
-    for row in rows:
-        names = ("id", "message_id", "service", "key", "message_type", "bytes", "created_at")
-        known = {name: row[name] for name in names}
-        if row["id"] in aside:
-            yield Sent(**known | aside[row["id"]])
-        else:
-            yield Sent(**known, state="forwarded" if row["complete"] else "pending")
-
-
-def place_at(place: str | None, state: State | None) -> Place | None:
-    """Parse the end of the previous page into the start of the next, for `messages`.
-
-    >>> place_at("812.40", "pending"), place_at("7", "dead")
-    (('812', 40), ('0', 7))
-
-    Raises:
-        UsageError: no page of messages in this state ends there.
-    """
-    if place is None:
-        return None
-    txid, dot, number = ("0", ".", place) if state in OF_STATE else place.partition(".")
-    if not (dot and NUMBER.fullmatch(txid) and NUMBER.fullmatch(number)):
-        hint = "the place at the end of the page before, with the same --state"
-        raise foreign(place, "these messages", said=hint)
-    return txid, int(number)
-
-
-@contextmanager
-def _bounded(connection: psycopg.Connection[Any], seconds: float) -> Iterator[None]:
-    """Run a block in a transaction with a time limit, in seconds, for each statement."""
-    try:
-        with connection.transaction():
-            connection.execute("SET TRANSACTION READ ONLY")
-            connection.execute(BY_INDEX)
-            connection.execute(TIMEOUT, {"milliseconds": str(max(1, round(seconds * 1000)))})
-            yield
-    except psycopg.errors.QueryCanceled:
-        raise TookTooLong(
-            f"it took longer than {seconds:g} s, because few messages of this outbox match: "
-            "add the key (--key), which gives the shard; or a state, or the id; or add "
-            "--timeout with more seconds"
-        ) from None
-
-
-def _rows(
-    connection: psycopg.Connection[Any], query: str, params: dict[str, Any]
-) -> list[dict[str, Any]]:
-    with psycopg.Cursor[Any](connection, row_factory=dict_row) as cursor:
-        return cursor.execute(query, params).fetchall()
-
-
-Left = Literal["pending", "parked", "dead"]
-"""The states of messages that have not been forwarded."""
-
-LEFT: tuple[Left, ...] = ("pending", "parked", "dead")
-
-SNAPSHOT = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forwarded:
-    """The rest of an outbox, as one message of each state."""
-
-    left: dict[Left, Sent]
-
-    @property
-    def everything(self) -> bool:
-        """True if nothing is left."""
-        return not self.left
-
-    @property
-    def waits(self) -> bool:
-        """True if the forwarder will still handle a message, with or without an operator's help.
-
-        Only operators decide about dead letters.
-        """
-        return any(state != "dead" for state in self.left)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON."""
-        return {
-            "forwarded": self.everything,
-            "waits": self.waits,
-            "left": {state: left.as_dict() for state, left in self.left.items()},
-        }
-
-
 def forwarded(
     connection: psycopg.Connection[Any], wanted: Wanted, *, seconds: float = SECONDS
 ) -> Forwarded:
@@ -561,3 +522,44 @@ def forwarded(
             for lane in page.shown:
                 left[state] = lane
     return Forwarded(left=left)
+
+
+def _with_state(
+    connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]
+) -> Iterator[Sent]:
+    """Yield messages of the outbox with their states; cursors only show which are complete."""
+    ids = [row["id"] for row in rows if row["complete"]]
+    aside: dict[int, dict[str, Any]] = {}
+    for state in _rows(connection, SET_ASIDE, {"ids": ids}) if ids else []:
+        aside.setdefault(state["id"], state)
+    for row in rows:
+        names = ("id", "message_id", "service", "key", "message_type", "bytes", "created_at")
+        known = {name: row[name] for name in names}
+        if row["id"] in aside:
+            yield Sent(**known | aside[row["id"]])
+        else:
+            yield Sent(**known, state="forwarded" if row["complete"] else "pending")
+
+
+@contextmanager
+def _bounded(connection: psycopg.Connection[Any], seconds: float) -> Iterator[None]:
+    """Run a block in a transaction with a time limit, in seconds, for each statement."""
+    try:
+        with connection.transaction():
+            connection.execute("SET TRANSACTION READ ONLY")
+            connection.execute(BY_INDEX)
+            connection.execute(TIMEOUT, {"milliseconds": str(max(1, round(seconds * 1000)))})
+            yield
+    except psycopg.errors.QueryCanceled:
+        raise TookTooLong(
+            f"it took longer than {seconds:g} s, because few messages of this outbox match: "
+            "add the key (--key), which gives the shard; or a state, or the id; or add "
+            "--timeout with more seconds"
+        ) from None
+
+
+def _rows(
+    connection: psycopg.Connection[Any], query: str, params: dict[str, Any]
+) -> list[dict[str, Any]]:
+    with psycopg.Cursor[Any](connection, row_factory=dict_row) as cursor:
+        return cursor.execute(query, params).fetchall()

@@ -1,6 +1,15 @@
-"""The status of a broker: pending messages, their age, and the forwarders that work on them.
+"""The status of a broker: its identity, its pending messages and their age, and its forwarders.
 
-A broker's identity: the broker_id, which routes may name, and the place of the broker.
+`identity` returns the broker_id, which routes may name, and where the broker is: its database, and
+the versions of its schema and server. `broker_status` returns the state of its outbox in one
+snapshot: each shard with its pending messages, the forwarders that work on them, the lanes that
+wait, dead letters, dropped messages, and the streams of its logs.
+
+Both only read. If the cursors do not show which messages are pending, `broker_status` raises an
+error instead of returning wrong numbers. A role may lack the right to read a log: a forwarder, for
+example, only stores in the inbox. Then it is unknown how many messages of this log its streams have
+not committed, and the rest of the status is complete. Single messages are not listed here, but in
+`saf.operating.outbox`.
 """
 
 from __future__ import annotations
@@ -29,39 +38,6 @@ SELECT broker_id, name, shards, incarnation, created_at::date::text AS since,
        current_setting('server_version') AS postgresql
 FROM saf.broker
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """A broker's identity."""
-
-    broker_id: UUID
-    name: str
-    """The broker's name at its creation; saf.toml may use another name."""
-    shards: int
-    incarnation: int
-    """Raised by each repair after a set-back; 1 without any."""
-    since: str
-    """The day of its creation."""
-    database: str
-    schema: str
-    """The revision of its schema."""
-    postgresql: str
-    """The server's version."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON."""
-        return asdict(self) | {"broker_id": str(self.broker_id)}
-
-
-def identity(connection: psycopg.Connection[Any]) -> Identity:
-    """Return a broker's identity. Reads only."""
-    with psycopg.Cursor(connection, row_factory=class_row(Identity)) as cursor:
-        found = cursor.execute(IDENTITY).fetchone()
-    if found is None:
-        raise RowsGone(connection.info.dbname, ["saf.broker has no row"])
-    return found
-
 
 # Each shard's incomplete rows: not visible in done, and not within the open batch at or below its
 # position. Two ranges of the index per shard, whatever the age of the table.
@@ -129,6 +105,29 @@ DEAD = "SELECT count(*) FROM saf.dead_letter"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Identity:
+    """A broker's identity."""
+
+    broker_id: UUID
+    name: str
+    """The broker's name at its creation; saf.toml may use another name."""
+    shards: int
+    incarnation: int
+    """Raised by each repair after a set-back; 1 before the first repair."""
+    since: str
+    """The day of its creation."""
+    database: str
+    schema: str
+    """The revision of its schema."""
+    postgresql: str
+    """The server's version."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a dict for JSON."""
+        return asdict(self) | {"broker_id": str(self.broker_id)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardStatus:
     """One shard of the forwarder's subscription."""
 
@@ -166,7 +165,7 @@ class StreamStatus:
     pending: int | None
     """Messages that the stream has not committed; None if this role may not read the log."""
     lag_seconds: float | None
-    """The age of the oldest of these messages; None without any, or if unknown."""
+    """The age of the oldest of these messages; None if none is pending, or if unknown."""
     batch: int
     opened_at: datetime | None
     """When the stream last took messages; None if it never did."""
@@ -230,6 +229,15 @@ class BrokerStatus:
 
 def _row(shard: ShardStatus) -> dict[str, Any]:
     return {**asdict(shard), "oldest": shard.oldest and shard.oldest.isoformat()}
+
+
+def identity(connection: psycopg.Connection[Any]) -> Identity:
+    """Return a broker's identity. Reads only."""
+    with psycopg.Cursor(connection, row_factory=class_row(Identity)) as cursor:
+        found = cursor.execute(IDENTITY).fetchone()
+    if found is None:
+        raise RowsGone(connection.info.dbname, ["saf.broker has no row"])
+    return found
 
 
 def broker_status(connection: psycopg.Connection[Any], limit: int | None = None) -> BrokerStatus:

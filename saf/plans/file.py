@@ -13,10 +13,12 @@
     [brokers.shop.grants]
     shop_app = ["writer"]
 
-A table that is missing here is left unchanged at its broker. An empty table (``routes = []``) means
-that the broker should have no entries. Unknown names are rejected, as in saf.toml.
+A table that is missing in the file is left unchanged at its broker. An empty table
+(``routes = []``) means that the broker should have no entries. Unknown names are rejected, as in
+saf.toml (`read`). So are routes to destinations that saf.toml does not have (`check`).
 
-Writes TOML, as far as plans need it, because Python can only read TOML.
+A plan may also be written from the entries of a broker (`broker_plan`, `as_tables`). `document`
+writes the TOML, as far as plans need it, because Python can only read TOML.
 """
 
 from __future__ import annotations
@@ -40,87 +42,11 @@ from saf.errors import ConfigurationError
 from saf.plans.tables import TABLES, Entries, in_kinds, rights_of
 
 WIDTH = 80
+"""Columns of a line of TOML; longer lists take a line for each item."""
 LAST_OF_FOUR_DIGITS = 0xFFFF
 """Last character whose escape has four digits."""
 BARE = re.compile(r"[A-Za-z0-9_-]+")
-
-
-def document(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the lines of a table: first its values, then its tables, then its arrays of tables.
-
-    >>> print(*document({"a": {"names": ["x"], "b c": {"n": 1}, "rows": [{"s": "it's"}]}}), sep="|")
-    [a]|names = ["x"]||[a."b c"]|n = 1||[[a.rows]]|s = "it's"|
-    """
-    values = {name: item for name, item in table.items() if not _tables(item) and not _rows(item)}
-    if values and path:
-        yield f"[{_name(path)}]"
-    for name, item in values.items():
-        yield from _assigned(_name((name,)), item)
-    if values:
-        yield ""
-    for name, item in table.items():
-        if _tables(item):
-            yield from document(item, (*path, name)) if item else [f"[{_name((*path, name))}]", ""]
-    for name, rows in table.items():
-        for row in rows if _rows(rows) else ():
-            yield f"[[{_name((*path, name))}]]"
-            for field, item in row.items():
-                yield from _assigned(_name((field,)), item)
-            yield ""
-
-
-def _tables(value: object) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _rows(value: object) -> bool:
-    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
-
-
-def _assigned(name: str, value: object) -> Iterator[str]:
-    line = f"{name} = {_value(value)}"
-    if len(line) <= WIDTH or not isinstance(value, (list, tuple)):
-        yield line
-        return
-    yield f"{name} = ["
-    yield from (f"    {_value(item)}," for item in value)
-    yield "]"
-
-
-def _value(value: object) -> str:
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, Mapping):
-        inside = ", ".join(
-            f"{_name((str(name),))} = {_value(item)}" for name, item in value.items()
-        )
-        return f"{{{inside}}}" if not inside else f"{{ {inside} }}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, str):
-        return _text(value)
-    return json.dumps(value, default=str)  # e.g. an id
-
-
-def _text(text: str) -> str:
-    r"""Return a TOML string, as in JSON; characters that do not print become escapes.
-
-
-    >>> print(_text("Zürich\xad \x85 \x7f \U000e0001 \t"))
-    "Zürich\u00ad \u0085 \u007f \U000e0001 \t"
-    """
-    return "".join(
-        character if character.isprintable() else _escape(ord(character))
-        for character in json.dumps(str(text), ensure_ascii=False)
-    )
-
-
-def _escape(code: int) -> str:
-    return f"\\u{code:04x}" if code <= LAST_OF_FOUR_DIGITS else f"\\U{code:08x}"
-
-
-def _name(path: tuple[str, ...]) -> str:
-    return ".".join(part if BARE.fullmatch(part) else _text(part) for part in path)
+"""Names that TOML takes without quotes."""
 
 
 class _Table(BaseModel):
@@ -273,6 +199,16 @@ def read(path: Path) -> Plan:
     return plan
 
 
+def _explained(problem: Any) -> str:
+    where = [str(part) for part in problem["loc"]]
+    if problem["type"] == "extra_forbidden":
+        *table, name = where
+        models: dict[int, type[BaseModel]] = {0: Plan, 2: BrokerPlan}
+        known = models[len(table)].model_fields if len(table) in models else ()
+        return f"unknown setting {'.'.join(where)}{did_you_mean(name, known)}"
+    return f"{'.'.join(where)}: {str(problem['msg']).removeprefix('Value error, ')}"
+
+
 def check(plan: Plan, settings: Settings) -> None:
     """Check that routes lead to destinations of saf.toml, with a quality that these support.
 
@@ -311,7 +247,7 @@ def broker_plan(entries: Mapping[str, Entries]) -> BrokerPlan:
 
 
 def as_tables(plan: BrokerPlan) -> dict[str, Any]:
-    """Return a plan for `saf.plans.file`, with all tables, but without values that are defaults."""
+    """Return all tables of a plan, for `document`, without values that are defaults."""
     values = plan.model_dump(exclude_defaults=True, by_alias=True)
     for entry in values.get("message_types", ()):
         if "schema" in entry:
@@ -320,11 +256,78 @@ def as_tables(plan: BrokerPlan) -> dict[str, Any]:
     return {table.name: values.get(table.name, empty[table.name]) for table in TABLES}
 
 
-def _explained(problem: Any) -> str:
-    where = [str(part) for part in problem["loc"]]
-    if problem["type"] == "extra_forbidden":
-        *table, name = where
-        models: dict[int, type[BaseModel]] = {0: Plan, 2: BrokerPlan}
-        known = models[len(table)].model_fields if len(table) in models else ()
-        return f"unknown setting {'.'.join(where)}{did_you_mean(name, known)}"
-    return f"{'.'.join(where)}: {str(problem['msg']).removeprefix('Value error, ')}"
+def document(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the lines of a table: first its values, then its tables, then its arrays of tables.
+
+    >>> print(*document({"a": {"names": ["x"], "b c": {"n": 1}, "rows": [{"s": "it's"}]}}), sep="|")
+    [a]|names = ["x"]||[a."b c"]|n = 1||[[a.rows]]|s = "it's"|
+    """
+    values = {name: item for name, item in table.items() if not _tables(item) and not _rows(item)}
+    if values and path:
+        yield f"[{_name(path)}]"
+    for name, item in values.items():
+        yield from _assigned(_name((name,)), item)
+    if values:
+        yield ""
+    for name, item in table.items():
+        if _tables(item):
+            yield from document(item, (*path, name)) if item else [f"[{_name((*path, name))}]", ""]
+    for name, rows in table.items():
+        for row in rows if _rows(rows) else ():
+            yield f"[[{_name((*path, name))}]]"
+            for field, item in row.items():
+                yield from _assigned(_name((field,)), item)
+            yield ""
+
+
+def _tables(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _rows(value: object) -> bool:
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _assigned(name: str, value: object) -> Iterator[str]:
+    line = f"{name} = {_value(value)}"
+    if len(line) <= WIDTH or not isinstance(value, (list, tuple)):
+        yield line
+        return
+    yield f"{name} = ["
+    yield from (f"    {_value(item)}," for item in value)
+    yield "]"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        inside = ", ".join(
+            f"{_name((str(name),))} = {_value(item)}" for name, item in value.items()
+        )
+        return f"{{{inside}}}" if not inside else f"{{ {inside} }}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, str):
+        return _text(value)
+    return json.dumps(value, default=str)  # e.g. an id
+
+
+def _text(text: str) -> str:
+    r"""Return a TOML string, as in JSON; characters that do not print become escapes.
+
+    >>> print(_text("Zürich\xad \x85 \x7f \U000e0001 \t"))
+    "Zürich\u00ad \u0085 \u007f \U000e0001 \t"
+    """
+    return "".join(
+        character if character.isprintable() else _escape(ord(character))
+        for character in json.dumps(str(text), ensure_ascii=False)
+    )
+
+
+def _escape(code: int) -> str:
+    return f"\\u{code:04x}" if code <= LAST_OF_FOUR_DIGITS else f"\\U{code:08x}"
+
+
+def _name(path: tuple[str, ...]) -> str:
+    return ".".join(part if BARE.fullmatch(part) else _text(part) for part in path)

@@ -9,14 +9,13 @@
     [[brokers.shop.routes]]                           rows
     service = "billing"
 
-All become *values* by *key*; the key is a tuple that identifies an entry. `TABLES` is in the order
-of creation; entries are removed in the reverse order.
+All four forms become *values* by *key*; a key is a tuple that identifies an entry. `TABLES` is in
+the order of creation; entries are removed in the reverse order.
 
-Roles and their rights in a broker: `saf.broker.grants`, read back.
-
-PostgreSQL stores rights, but not the duties that they were granted for. So a role's rights are
-compared with those of each kind. Kinds whose rights are covered by the role's other kinds are left
-out: an operator may do everything that a purger may.
+Grants are read back from PostgreSQL, which stores rights, but not the duties that they were granted
+for. So `granted` compares a role's rights with those of each kind of `saf.broker.grants`. Kinds
+whose rights are covered by the role's other kinds are left out: an operator may do everything that
+a purger may.
 """
 
 from __future__ import annotations
@@ -38,6 +37,10 @@ from saf.dispatch import stored
 from saf.errors import ConfigurationError
 from saf.routing import routers, routes
 
+Connection: TypeAlias = psycopg.Connection[Any]
+Key: TypeAlias = tuple[Any, ...]
+Values: TypeAlias = Mapping[str, Any]
+Entries: TypeAlias = dict[Key, Values]
 Right: TypeAlias = tuple[str, str, str | None]
 """Table, privilege and column; None is for the whole table."""
 
@@ -56,52 +59,6 @@ WITH granted (relation, column_name, grantee, privilege, owner) AS (
 SELECT pg_get_userbyid(grantee), relation, privilege, column_name
 FROM granted WHERE grantee <> 0 AND grantee <> owner
 """
-
-
-def granted(connection: psycopg.Connection[Any]) -> dict[str, tuple[str, ...]]:
-    """Return the kinds of each role that has rights in a broker; `OTHER` for further rights."""
-    held: dict[str, set[Right]] = defaultdict(set)
-    for role, table, privilege, column in fetch(connection, HELD):
-        held[role].add((table, privilege, column))
-    return {role: in_kinds(held[role]) for role in sorted(held)}
-
-
-def in_kinds(held: Collection[Right]) -> tuple[str, ...]:
-    """Return the fewest kinds that give these rights, and `OTHER` if some rights are left over.
-
-    >>> in_kinds(rights_of([Kind.WRITER, Kind.RECEIVER]))
-    ('receiver', 'writer')
-    >>> in_kinds(rights_of([Kind.OPERATOR, Kind.PURGER]))
-    ('operator',)
-    >>> in_kinds({("outbox", "SELECT", None)})
-    ('other rights',)
-    """
-    held = set(held)
-    kinds = [kind for kind in Kind if rights_of([kind]) <= held]
-    for kind in sorted(kinds, key=lambda name: len(rights_of([name]))):
-        others = [name for name in kinds if name != kind]
-        if rights_of(others) == rights_of(kinds):
-            kinds = others
-    more = [] if rights_of(kinds) == held else [OTHER]
-    return (*sorted(map(str, kinds)), *more)
-
-
-def rights_of(kinds: Iterable[Kind]) -> set[Right]:
-    """Return the single rights of kinds."""
-    return {
-        (table, privilege, column)
-        for kind in kinds
-        for part in RIGHTS[kind]
-        for table, privileges in part.items()
-        for privilege, columns in privileges.items()
-        for column in (columns or (None,))
-    }
-
-
-Connection: TypeAlias = psycopg.Connection[Any]
-Key: TypeAlias = tuple[Any, ...]
-Values: TypeAlias = Mapping[str, Any]
-Entries: TypeAlias = dict[Key, Values]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +127,42 @@ class Table:
         return f"{self.one} {', '.join(named)}"
 
 
+def _message_types(connection: Connection) -> Entries:
+    return {
+        (message_type.name, message_type.version): {
+            "validation": message_type.validation,
+            "schema": message_type.schema,
+        }
+        for message_type in message_types(connection)
+    }
+
+
+def _create_type(connection: Connection, key: Key, values: Values) -> None:
+    name, version = key
+    contracts.create_message_type(connection, name, version=version, **values)
+
+
+def _contracts(connection: Connection) -> Entries:
+    # the last version wins
+    newest = {item.name: item.version for item in message_types(connection)}
+    return {
+        (contract.name, contract.version): {
+            "types": {item.name: item.sent_by for item in contract.types.values()},
+            "type_versions": {
+                item.name: item.version
+                for item in contract.types.values()
+                if item.version != newest[item.name]
+            },
+        }
+        for contract in contracts.contracts(connection)
+    }
+
+
+def _create_contract(connection: Connection, key: Key, values: Values) -> None:
+    name, version = key
+    contracts.create_contract(connection, name, version=version, **values)
+
+
 def _services(connection: Connection) -> Entries:
     return {(service.name,): {} for service in services.services(connection)}
 
@@ -229,6 +222,13 @@ def _routes(connection: Connection) -> Entries:
     }
 
 
+def _add_route(connection: Connection, key: Key, values: Values) -> None:
+    given = {field: value for field, value in values.items() if field != "enabled"}
+    routes.add_route(connection, **_named_route(key), **given)
+    if not values["enabled"]:
+        routes.enable_route(connection, **_named_route(key), enabled=False)
+
+
 def _named_route(key: Key) -> dict[str, Any]:
     service, broker, destination = key
     return {
@@ -238,51 +238,48 @@ def _named_route(key: Key) -> dict[str, Any]:
     }
 
 
-def _add_route(connection: Connection, key: Key, values: Values) -> None:
-    given = {field: value for field, value in values.items() if field != "enabled"}
-    routes.add_route(connection, **_named_route(key), **given)
-    if not values["enabled"]:
-        routes.enable_route(connection, **_named_route(key), enabled=False)
-
-
-def _message_types(connection: Connection) -> Entries:
-    return {
-        (message_type.name, message_type.version): {
-            "validation": message_type.validation,
-            "schema": message_type.schema,
-        }
-        for message_type in message_types(connection)
-    }
-
-
-def _create_type(connection: Connection, key: Key, values: Values) -> None:
-    name, version = key
-    contracts.create_message_type(connection, name, version=version, **values)
-
-
-def _contracts(connection: Connection) -> Entries:
-    # the last version wins
-    newest = {item.name: item.version for item in message_types(connection)}
-    return {
-        (contract.name, contract.version): {
-            "types": {item.name: item.sent_by for item in contract.types.values()},
-            "type_versions": {
-                item.name: item.version
-                for item in contract.types.values()
-                if item.version != newest[item.name]
-            },
-        }
-        for contract in contracts.contracts(connection)
-    }
-
-
-def _create_contract(connection: Connection, key: Key, values: Values) -> None:
-    name, version = key
-    contracts.create_contract(connection, name, version=version, **values)
-
-
 def _grants(connection: Connection) -> Entries:
     return {(role,): {"kinds": kinds} for role, kinds in granted(connection).items()}
+
+
+def granted(connection: psycopg.Connection[Any]) -> dict[str, tuple[str, ...]]:
+    """Return the kinds of each role that has rights in a broker; `OTHER` for further rights."""
+    held: dict[str, set[Right]] = defaultdict(set)
+    for role, table, privilege, column in fetch(connection, HELD):
+        held[role].add((table, privilege, column))
+    return {role: in_kinds(held[role]) for role in sorted(held)}
+
+
+def in_kinds(held: Collection[Right]) -> tuple[str, ...]:
+    """Return the fewest kinds that give these rights, and `OTHER` if some rights are left over.
+
+    >>> in_kinds(rights_of([Kind.WRITER, Kind.RECEIVER]))
+    ('receiver', 'writer')
+    >>> in_kinds(rights_of([Kind.OPERATOR, Kind.PURGER]))
+    ('operator',)
+    >>> in_kinds({("outbox", "SELECT", None)})
+    ('other rights',)
+    """
+    held = set(held)
+    kinds = [kind for kind in Kind if rights_of([kind]) <= held]
+    for kind in sorted(kinds, key=lambda name: len(rights_of([name]))):
+        others = [name for name in kinds if name != kind]
+        if rights_of(others) == rights_of(kinds):
+            kinds = others
+    more = [] if rights_of(kinds) == held else [OTHER]
+    return (*sorted(map(str, kinds)), *more)
+
+
+def rights_of(kinds: Iterable[Kind]) -> set[Right]:
+    """Return the single rights of kinds."""
+    return {
+        (table, privilege, column)
+        for kind in kinds
+        for part in RIGHTS[kind]
+        for table, privileges in part.items()
+        for privilege, columns in privileges.items()
+        for column in (columns or (None,))
+    }
 
 
 def _senders(connection: Connection) -> Entries:

@@ -1,17 +1,8 @@
-"""Receive under asyncio: messages in order, exactly once, in the consumer's own transaction.
+"""Receiving under asyncio: messages in order, exactly once, in the consumer's own transaction.
 
     async with saf.areceive(engine, "billing", wait_seconds=5) as delivery:
         for message in delivery:
             await delivery.connection.execute(…)
-
-This runs `saf.receive` in a thread while the task awaits it, so the event loop never waits for a
-database. `saf.receiving.asynchronous` lists the possible values of ``engine``.
-
-A task that is cancelled while it waits for messages gets none. A task that is cancelled inside the
-block has failed, as with any other exception: everything is rolled back, and the messages are
-delivered again.
-
-A link to receive on under asyncio.
 
 ``engine`` is one of
 
@@ -20,15 +11,20 @@ A link to receive on under asyncio.
     a callable                           a psycopg AsyncConnection, from ``async with engine() as
                                          connection``: ``connection`` of an AsyncConnectionPool
 
-The receiver is the same as without asyncio. It runs in its own thread, on a synchronous connection
-beside asyncio's: two psycopg objects share one session. They are never used at the same time,
-because either the receiver or the application works, never both.
+Other values raise `UsageError`, including a synchronous SQLAlchemy Engine.
 
-Event loop that runs coroutines for a thread that waits for them.
+The receiver is the same as without asyncio (`saf.receiving.receive`). It runs in its own thread
+while the task awaits it, so the event loop never waits for a database. It works on a synchronous
+connection beside asyncio's: two psycopg objects share one session (`aconnected`). They are never
+used at the same time, because either the receiver or the application works, never both.
 
-A receiver is synchronous and runs in its own thread. To await a handler or an asyncio connection,
-it submits a coroutine to an event loop of another thread and waits for its result. The loop is the
-application's own if it has one, and otherwise that of `saf.receiving.worker`.
+To await a handler or an asyncio connection, the receiver's thread submits a coroutine to an event
+loop of another thread and waits for its result (`EventLoop`). The loop is the application's own if
+it has one, and otherwise that of `saf.receiving.worker.own_loop`.
+
+A task that is cancelled while it waits for messages gets none. A task that is cancelled inside the
+block has failed, as with any other exception: everything is rolled back, and the messages are
+delivered again.
 """
 
 from __future__ import annotations
@@ -71,132 +67,81 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-
-class EventLoop:
-    """Runs coroutines in an event loop, for other threads."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._running: set[asyncio.Task[Any]] = set()
-        self._cancelled = False
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and return its result. Do not call this in the loop's own thread."""
-        return asyncio.run_coroutine_threadsafe(self._noted(coroutine), self._loop).result()
-
-    def call(self, calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
-        """Call handlers at the same time, each to its end; then raise the first error, if any.
-
-        After `cancel`, this calls no handler and raises asyncio's CancelledError. CancelledError is
-        not an Exception, so it counts as no handler's failure: it undoes the whole delivery.
-        """
-
-        async def unless_cancelled() -> None:
-            self._refuse_if_cancelled()
-            await all_of(calls)
-
-        self._refuse_if_cancelled()
-        # any Exception, because a handler may turn the cancellation into an error of its own
-        try:
-            self.run(unless_cancelled())
-        except Exception:
-            self._refuse_if_cancelled()
-            raise
-
-    def cancel(self) -> None:
-        """Cancel the running coroutines; callers that wait for them wait until they have ended."""
-        self._cancelled = True
-        self._loop.call_soon_threadsafe(self._cancel)
-
-    def end(self, seconds: float) -> None:
-        """Cancel the running coroutines; wait up to ``seconds``. Not for the loop's own thread."""
-        self.cancel()
-        ended = asyncio.run_coroutine_threadsafe(self._ended(), self._loop)
-        with suppress(TimeoutError):
-            ended.result(seconds)
-        ended.cancel()
-
-    async def _ended(self) -> None:
-        while self._running:
-            await asyncio.wait([*self._running])
-
-    async def _noted(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101 - a coroutine runs in a task
-        self._running.add(task)
-        try:
-            return await coroutine
-        finally:
-            self._running.discard(task)
-
-    def _refuse_if_cancelled(self) -> None:
-        if self._cancelled:
-            raise asyncio.CancelledError
-
-    def _cancel(self) -> None:
-        for task in self._running:
-            task.cancel()
-
-
-async def in_thread(call: Callable[[], T]) -> T:
-    """Run a call in a thread. A cancelled caller waits until the call, which cannot stop, ends.
-
-    The caller may have locked objects that the call uses.
-    """
-    context = contextvars.copy_context()
-    running = asyncio.get_running_loop().run_in_executor(None, context.run, call)
-    cancelled: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        running.exception()
-        raise cancelled
-    return running.result()
-
-
-async def all_of(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
-    """Run calls at the same time, each to its end; then raise the first error, if any."""
-
-    async def one(call: Callable[[], Awaitable[object]]) -> None:
-        await call()
-
-    if len(calls) == 1:
-        await calls[0]()
-        return
-    results = await asyncio.gather(*map(one, calls), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-
-
 Base = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 B = TypeVar("B", psycopg.Connection[Any], "AsyncConnection")
 
 
-class AsyncConnection(psycopg.AsyncConnection[Any]):
-    """psycopg's AsyncConnection over a session that saf has opened."""
+@asynccontextmanager
+async def areceive(
+    engine: AsyncEngine,
+    subscription: str,
+    *,
+    max_messages: int = 100,
+    wait_seconds: float = 0.0,
+    policy: Policy | None = None,
+    require_signed: bool = False,
+    keys: Mapping[str, Key] | None = None,
+    signer: Signer | None = None,
+) -> AsyncIterator[Delivery[Any]]:
+    """Receive messages of a subscription under asyncio, in order and exactly once.
 
-    _beside: psycopg.Connection[Any]
+    Args:
+        engine: where the inbox and the consumer's tables are: a SQLAlchemy AsyncEngine on psycopg,
+            a dsn, or a callable that gives psycopg's AsyncConnections by ``async with``.
+        subscription: the subscription to receive from; each service has a subscription of its own
+            name.
+        max_messages: the most messages in one delivery, which is one transaction.
+        wait_seconds: how long to wait for the first message; after that, the delivery is empty.
+        policy: how to treat messages whose handling fails.
+        require_signed: hand out only messages that are signed with one of the ``keys``.
+        keys: the keys that senders sign with; as for `saf.receive`.
+        signer: signs what the receiver sends on the messages' dialogs.
 
-    def __del__(self, *_: Any) -> None:
-        """Do not warn: the code that opened the session closes it."""
+    Raises:
+        ConfigurationError, UsageError, SchemaMissing, SchemaMismatch, Restored, Unavailable: as
+            `saf.receive`.
+    """
+    trust = Trust.of(keys, required=require_signed)
+    stopping = Event()
+    with ThreadPoolExecutor(1, "saf areceive") as thread:
 
-    async def run_sync(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Call a function that takes a synchronous connection first, in the same transaction.
+        async def step(call: Callable[..., T], *args: Any) -> tuple[T, BaseException | None]:
+            """Run a call in the thread to its end; return this task's cancellation too, if any."""
+            future = asyncio.get_running_loop().run_in_executor(thread, call, *args)
+            cancelled = None
+            while not future.done():
+                try:
+                    await asyncio.wait([future])
+                except asyncio.CancelledError as error:
+                    cancelled = error
+                    stopping.set()
+            return future.result(), cancelled
 
-        Use it for other functions of saf: ``await connection.run_sync(dialog.send, body)``. If the
-        task is cancelled, the call still runs to its end; then this raises CancelledError.
-        """
-        async with self.lock:
-            return await in_thread(partial(call, self._beside, *args, **options))
-
-
-class _Beside(psycopg.Connection[Any]):
-    def __del__(self, *_: Any) -> None:
-        """Do not warn: the code that opened the session closes it."""
+        receiving = one_delivery(
+            aconnected(engine, EventLoop(asyncio.get_running_loop())),
+            subscription,
+            max_messages=max_messages,
+            wait_seconds=wait_seconds,
+            policy=policy,
+            trust=trust,
+            signer=signer,
+            stopping=stopping,
+        )
+        delivery, cancelled = await step(receiving.__enter__)
+        if cancelled is not None:
+            await step(receiving.__exit__, type(cancelled), cancelled, None)
+            raise cancelled
+        try:
+            with spans.receiving(subscription, delivery):
+                yield delivery
+        except BaseException as error:
+            suppressed, _ = await step(receiving.__exit__, type(error), error, error.__traceback__)
+            if not suppressed:
+                raise
+        else:
+            _, cancelled = await step(receiving.__exit__, None, None, None)
+            if cancelled is not None:
+                raise cancelled
 
 
 @contextmanager
@@ -321,74 +266,124 @@ def _over(connection: Base, kind: type[B]) -> B:
     return other
 
 
-@asynccontextmanager
-async def areceive(
-    engine: AsyncEngine,
-    subscription: str,
-    *,
-    max_messages: int = 100,
-    wait_seconds: float = 0.0,
-    policy: Policy | None = None,
-    require_signed: bool = False,
-    keys: Mapping[str, Key] | None = None,
-    signer: Signer | None = None,
-) -> AsyncIterator[Delivery[Any]]:
-    """Receive messages of a subscription under asyncio, in order and exactly once.
+class AsyncConnection(psycopg.AsyncConnection[Any]):
+    """psycopg's AsyncConnection over a session that saf has opened."""
 
-    Args:
-        engine: where the inbox and the consumer's tables are: a SQLAlchemy AsyncEngine on psycopg,
-            a dsn, or a callable that gives psycopg's AsyncConnections by ``async with``.
-        subscription: the subscription to receive from; each service has a subscription of its own
-            name.
-        max_messages: the most messages in one delivery, which is one transaction.
-        wait_seconds: how long to wait for the first message; after that, the delivery is empty.
-        policy: how to treat messages whose handling fails.
-        require_signed: hand out only messages that are signed with one of the ``keys``.
-        keys: the keys that senders sign with; as for `saf.receive`.
-        signer: signs what the receiver sends on the messages' dialogs.
+    _beside: psycopg.Connection[Any]
 
-    Raises:
-        ConfigurationError, UsageError, SchemaMissing, SchemaMismatch, Restored, Unavailable: as
-            `saf.receive`.
+    def __del__(self, *_: Any) -> None:
+        """Do not warn: the code that opened the session closes it."""
+
+    async def run_sync(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Call a function that takes a synchronous connection first, in the same transaction.
+
+        Use it for other functions of saf: ``await connection.run_sync(dialog.send, body)``. If the
+        task is cancelled, the call still runs to its end; then this raises CancelledError.
+        """
+        async with self.lock:
+            return await in_thread(partial(call, self._beside, *args, **options))
+
+
+class _Beside(psycopg.Connection[Any]):
+    def __del__(self, *_: Any) -> None:
+        """Do not warn: the code that opened the session closes it."""
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Run a call in a thread. A cancelled caller waits until the call, which cannot stop, ends.
+
+    The caller may have locked objects that the call uses.
     """
-    trust = Trust.of(keys, required=require_signed)
-    stopping = Event()
-    with ThreadPoolExecutor(1, "saf areceive") as thread:
-
-        async def step(call: Callable[..., T], *args: Any) -> tuple[T, BaseException | None]:
-            """Run a call in the thread to its end; return this task's cancellation too, if any."""
-            future = asyncio.get_running_loop().run_in_executor(thread, call, *args)
-            cancelled = None
-            while not future.done():
-                try:
-                    await asyncio.wait([future])
-                except asyncio.CancelledError as error:
-                    cancelled = error
-                    stopping.set()
-            return future.result(), cancelled
-
-        receiving = one_delivery(
-            aconnected(engine, EventLoop(asyncio.get_running_loop())),
-            subscription,
-            max_messages=max_messages,
-            wait_seconds=wait_seconds,
-            policy=policy,
-            trust=trust,
-            signer=signer,
-            stopping=stopping,
-        )
-        delivery, cancelled = await step(receiving.__enter__)
-        if cancelled is not None:
-            await step(receiving.__exit__, type(cancelled), cancelled, None)
-            raise cancelled
+    context = contextvars.copy_context()
+    running = asyncio.get_running_loop().run_in_executor(None, context.run, call)
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
         try:
-            with spans.receiving(subscription, delivery):
-                yield delivery
-        except BaseException as error:
-            suppressed, _ = await step(receiving.__exit__, type(error), error, error.__traceback__)
-            if not suppressed:
-                raise
-        else:
-            _, cancelled = await step(receiving.__exit__, None, None, None)
-            if cancelled is not None:
-                raise cancelled
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        running.exception()
+        raise cancelled
+    return running.result()
+
+
+class EventLoop:
+    """Runs coroutines in an event loop, for other threads."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._running: set[asyncio.Task[Any]] = set()
+        self._cancelled = False
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result. Do not call this in the loop's own thread."""
+        return asyncio.run_coroutine_threadsafe(self._noted(coroutine), self._loop).result()
+
+    def call(self, calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
+        """Call handlers at the same time, each to its end; then raise the first error, if any.
+
+        After `cancel`, this calls no handler and raises asyncio's CancelledError. CancelledError is
+        not an Exception, so it counts as no handler's failure: it undoes the whole delivery.
+        """
+
+        async def unless_cancelled() -> None:
+            self._refuse_if_cancelled()
+            await all_of(calls)
+
+        self._refuse_if_cancelled()
+        # any Exception, because a handler may turn the cancellation into an error of its own
+        try:
+            self.run(unless_cancelled())
+        except Exception:
+            self._refuse_if_cancelled()
+            raise
+
+    def cancel(self) -> None:
+        """Cancel the running coroutines; callers that wait for them wait until they have ended."""
+        self._cancelled = True
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def end(self, seconds: float) -> None:
+        """Cancel the running coroutines; wait up to ``seconds``. Not for the loop's own thread."""
+        self.cancel()
+        ended = asyncio.run_coroutine_threadsafe(self._ended(), self._loop)
+        with suppress(TimeoutError):
+            ended.result(seconds)
+        ended.cancel()
+
+    async def _ended(self) -> None:
+        while self._running:
+            await asyncio.wait([*self._running])
+
+    async def _noted(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - a coroutine runs in a task
+        self._running.add(task)
+        try:
+            return await coroutine
+        finally:
+            self._running.discard(task)
+
+    def _refuse_if_cancelled(self) -> None:
+        if self._cancelled:
+            raise asyncio.CancelledError
+
+    def _cancel(self) -> None:
+        for task in self._running:
+            task.cancel()
+
+
+async def all_of(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
+    """Run calls at the same time, each to its end; then raise the first error, if any."""
+
+    async def one(call: Callable[[], Awaitable[object]]) -> None:
+        await call()
+
+    if len(calls) == 1:
+        await calls[0]()
+        return
+    results = await asyncio.gather(*map(one, calls), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

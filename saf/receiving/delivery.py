@@ -1,37 +1,19 @@
 """A delivery: messages in hand, the transaction to work in, and the result for each message.
 
-Iterating over a delivery yields its messages in order. To set aside a message that cannot be
+Iterating over a `Delivery` yields its messages in order. To set aside a message that cannot be
 handled, call `park` (try it again later), `wait` (for a handler) or `reject` (make a dead letter).
 The iteration then skips the later messages of the same key, which wait behind it. After a dead
 letter of a dialog, it skips that dialog's later messages, which are dropped, and continues with the
 key's other messages. All messages that are not set aside count as handled once the transaction
 commits.
 
-Messages that a verifier refuses are not in the delivery: they become dead letters and block no
-other messages.
+Two kinds of messages that were read are not handed out. Once a worker is told to stop, the
+iteration yields no further message (`Delivery.until`), and the rest is put back (`PutBack`).
+Messages that a verifier refuses (`refused`) are not in the delivery: they become dead letters and
+block no other messages.
 
-A worker that is told to stop gets no further message (`until`). Messages that it was not given are
-put back (`saf.receiving.delivery`).
-
-Messages that a receiver has read and not given to its handlers, because it was told to stop.
-
-They are put back as if they had not been read: each shard goes back to the first of these messages,
-and a message that was read from a lane stays in the lane. No attempt is counted.
-
-A shard cannot go back behind a completed message: batch handlers may have handled later messages of
-other keys. And messages of dialogs have arrived at their ends, which reading them again does not
-undo. Such messages are set aside in the lanes of their keys instead, and are due immediately.
-
-Verifying: messages of a hand that must not be handed out, and their dead letters.
-
-The dead letter's reason is one of `saf.signing.verifier`'s, and the log shows a warning. A refused
-message has no other effect: it blocks no messages of its key, even if the policy says ``block``,
-and it does nothing to the dialog that it claims to belong to. A forger must not be able to stop
-anything with it. A dialog waits for the number that was refused, and continues once `saf dead
-retry` delivers that message again and its signing key is known.
-
-Messages that wait behind others of their key are verified like all others, because parts of large
-bodies are set aside in that time. Expired and unreadable messages are not handed out in any case.
+A delivery neither begins nor commits its transaction. `Delivery.settle` writes the results before
+the receiver commits; if the transaction is rolled back, no result remains.
 """
 
 from __future__ import annotations
@@ -56,104 +38,12 @@ from saf.setaside.isolation import said
 from saf.setaside.lane import NO_BROKER, Kind, Lane
 from saf.signing.verifier import Refusal, Verifier
 
+log = Log("saf.receive")
+
 WHY = "its receiver was told to stop"
 """Reason shown for a message that waits in a lane after it was put back."""
 
-
-class PutBack:
-    """Messages of one delivery that were not given to handlers."""
-
-    def __init__(self) -> None:
-        self._messages: dict[Received, None] = {}
-        self._in_lanes: set[Received] = set()
-        """Messages that are set aside in lanes instead."""
-        self._again: dict[int, int] = {}
-        """First message id to read again, by shard that goes back."""
-
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    def __contains__(self, message: Received) -> bool:
-        return message in self._messages
-
-    def add(self, message: Received) -> None:
-        """Put back a message."""
-        self._messages[message] = None
-
-    def reopen(
-        self, hand: Hand, messages: Sequence[Received], complete: Iterable[Received]
-    ) -> list[Received]:
-        """Move shards back; return the messages, in order, that must be set aside instead.
-
-        Args:
-            hand: the shards.
-            messages: the messages of the delivery, in order.
-            complete: the messages of the delivery that are handled or set aside.
-        """
-        back = [entry for entry in messages if entry in self._messages]
-        if hand.spoken:
-            self._in_lanes.update(back)
-            return back
-        first: dict[int, int] = {}
-        for entry in back:
-            if entry.parked_id is None:
-                first.setdefault(entry.shard, entry.id)
-        passed = {
-            entry.shard
-            for entry in complete
-            if entry.parked_id is None and entry.id > first.get(entry.shard, entry.id)
-        }
-        for shard, id_ in first.items():
-            if shard not in passed:
-                self._again[shard] = id_
-                hand.shards[shard].reopen(id_ - 1)
-        aside = [entry for entry in back if entry.parked_id is None and entry.shard in passed]
-        self._in_lanes.update(aside)
-        return aside
-
-    def stays(self, one: Received) -> bool:
-        """Return whether a message stays where it was read from, and will be read again."""
-        if one.parked_id is not None:
-            return one in self._messages and one not in self._in_lanes
-        first_id = self._again.get(one.shard)
-        return first_id is not None and one.id >= first_id
-
-
-log = Log("saf.receive")
-
 Refused = dict[Received, Refusal]
-
-
-def refused(raw: psycopg.Connection[Any], hand: Hand, verifier: Verifier) -> Refused:
-    """Verify the messages in hand and note their signers; return the refused messages."""
-    found: Refused = {}
-    hashes = hook().body_hashes(raw, hand.reader, hand.messages) if hand.spoken else {}
-    for message in hand.messages:
-        verdict = verifier(message, hashes.get(message))
-        if not isinstance(verdict, Refusal):
-            message.is_signed_by(verdict)
-        elif not hook().is_of_saf(message):
-            found[message] = verdict
-    return found
-
-
-def bury_refused(raw: psycopg.Connection[Any], hand: Hand, some: Refused) -> list[int | None]:
-    """Make dead letters of refused messages; return their ids in saf.parked."""
-    buried: list[int | None] = []
-    for message, refusal in some.items():
-        log.warning(
-            "message_refused",
-            subscription=hand.reader.name,
-            **about(message),
-            from_service=message.from_service,
-            reason=refusal.reason,
-            detail=f"{refusal.error}: it is a dead letter",
-        )
-    for reason in sorted({refusal.reason for refusal in some.values()}):
-        errors = [(entry, cause.error) for entry, cause in some.items() if cause.reason == reason]
-        buried += bury_as_stored(raw, hand.reader, errors, reason=reason)
-    return buried
-
 
 C = TypeVar("C")
 
@@ -521,3 +411,112 @@ class Delivery(Sequence[Received], Generic[C]):
 
 def _lane(kind: Kind, subject: object) -> Lane:
     return Lane(kind=kind, subject=str(subject))
+
+
+class PutBack:
+    """Messages of one delivery that were not given to handlers, because of a stop.
+
+    They are put back as if they had not been read: each shard goes back to the first of these
+    messages, and a message that was read from a lane stays in the lane. No attempt is counted.
+
+    A shard cannot go back behind a completed message: batch handlers may have handled later
+    messages of other keys. And messages of dialogs have arrived at their ends, which reading them
+    again does not undo. Such messages are set aside in the lanes of their keys instead, and are due
+    immediately.
+    """
+
+    def __init__(self) -> None:
+        self._messages: dict[Received, None] = {}
+        self._in_lanes: set[Received] = set()
+        """Messages that are set aside in lanes instead."""
+        self._again: dict[int, int] = {}
+        """First message id to read again, by shard that goes back."""
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __contains__(self, message: Received) -> bool:
+        return message in self._messages
+
+    def add(self, message: Received) -> None:
+        """Put back a message."""
+        self._messages[message] = None
+
+    def reopen(
+        self, hand: Hand, messages: Sequence[Received], complete: Iterable[Received]
+    ) -> list[Received]:
+        """Move shards back; return the messages, in order, that must be set aside instead.
+
+        Args:
+            hand: the shards.
+            messages: the messages of the delivery, in order.
+            complete: the messages of the delivery that are handled or set aside.
+        """
+        back = [entry for entry in messages if entry in self._messages]
+        if hand.spoken:
+            self._in_lanes.update(back)
+            return back
+        first: dict[int, int] = {}
+        for entry in back:
+            if entry.parked_id is None:
+                first.setdefault(entry.shard, entry.id)
+        passed = {
+            entry.shard
+            for entry in complete
+            if entry.parked_id is None and entry.id > first.get(entry.shard, entry.id)
+        }
+        for shard, id_ in first.items():
+            if shard not in passed:
+                self._again[shard] = id_
+                hand.shards[shard].reopen(id_ - 1)
+        aside = [entry for entry in back if entry.parked_id is None and entry.shard in passed]
+        self._in_lanes.update(aside)
+        return aside
+
+    def stays(self, one: Received) -> bool:
+        """Return whether a message stays where it was read from, and will be read again."""
+        if one.parked_id is not None:
+            return one in self._messages and one not in self._in_lanes
+        first_id = self._again.get(one.shard)
+        return first_id is not None and one.id >= first_id
+
+
+# A dead letter of a refused message has a reason of `saf.signing.verifier`, and the log shows a
+# warning. A refused message has no other effect: it blocks no messages of its key, even if the
+# policy sets ``block``, and it does nothing to the dialog that it claims to belong to. A forger
+# must not be able to stop anything with it. A dialog waits for the number that was refused, and
+# continues once `saf dead retry` delivers that message again and its signing key is known.
+#
+# Messages that wait behind others of their key are verified like all others, because parts of large
+# bodies are set aside in that time. Expired and unreadable messages are not handed out in any case.
+
+
+def refused(raw: psycopg.Connection[Any], hand: Hand, verifier: Verifier) -> Refused:
+    """Verify the messages in hand and note their signers; return the refused messages."""
+    found: Refused = {}
+    hashes = hook().body_hashes(raw, hand.reader, hand.messages) if hand.spoken else {}
+    for message in hand.messages:
+        verdict = verifier(message, hashes.get(message))
+        if not isinstance(verdict, Refusal):
+            message.is_signed_by(verdict)
+        elif not hook().is_of_saf(message):
+            found[message] = verdict
+    return found
+
+
+def bury_refused(raw: psycopg.Connection[Any], hand: Hand, some: Refused) -> list[int | None]:
+    """Make dead letters of refused messages; return their ids in saf.parked."""
+    buried: list[int | None] = []
+    for message, refusal in some.items():
+        log.warning(
+            "message_refused",
+            subscription=hand.reader.name,
+            **about(message),
+            from_service=message.from_service,
+            reason=refusal.reason,
+            detail=f"{refusal.error}: it is a dead letter",
+        )
+    for reason in sorted({refusal.reason for refusal in some.values()}):
+        errors = [(entry, cause.error) for entry, cause in some.items() if cause.reason == reason]
+        buried += bury_as_stored(raw, hand.reader, errors, reason=reason)
+    return buried

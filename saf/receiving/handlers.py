@@ -1,8 +1,12 @@
-"""Handlers: functions that an application registers, their checks, and the error texts for them.
+"""Handlers: functions that an application registers, their checks, and their watched calls.
 
-Watching: durations and traces of handlers.
+A wrong handler is found when it is registered, not at its first message: `Handlers.add` and
+`check_handler` raise a `UsageError` that names the function. `watched` adds durations and traces to
+a handler's call; errors of the handler pass through. Processes that keep neither metrics nor traces
+skip this.
 
-Processes that keep neither metrics nor traces skip this.
+This file decides nothing about messages. `saf.receiving.loop` decides what happens after an error,
+or to a message without a handler; `no_handler` is only the text for it.
 """
 
 from __future__ import annotations
@@ -19,33 +23,6 @@ from saf.metrics.process import counting, timed
 from saf.received import Received
 from saf.tracing import carried
 from saf.tracing.spans import processing
-
-
-def watched(
-    call: Callable[[], Any], subscription: str, messages: Sequence[Received], *, waits: bool = False
-) -> Callable[[], Any]:
-    """Return a handler's call, timed and traced. ``waits``: the handler is async."""
-    if not counting() and not carried.on():
-        return call
-    if waits:
-
-        async def awaited() -> Any:
-            with (
-                timed(HANDLER_SECONDS, subscription=subscription),
-                processing(subscription, messages),
-            ):
-                return await call()
-
-        return awaited
-
-    def called() -> Any:
-        with (
-            timed(HANDLER_SECONDS, subscription=subscription),
-            processing(subscription, messages),
-        ):
-            return call()
-
-    return called
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +71,6 @@ class Handlers(dict[str | None, Registered]):
         self[message_type] = Registered(call=call, batch=batch, waits=waits)
 
 
-def named(call: Callable[..., object]) -> str:
-    """Return a function's name for an error; a partial or a callable object has no name."""
-    return getattr(call, "__qualname__", None) or repr(call)
-
-
-def is_async(call: Callable[..., object]) -> bool:
-    """Return whether a function must be awaited."""
-    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
-        getattr(call, "__call__", None)  # noqa: B004 - for an object with such a method
-    )
-
-
 def check_handler(
     call: Callable[..., object], what: str, *arguments: str, may_wait: bool = False
 ) -> None:
@@ -126,6 +91,18 @@ def check_handler(
         )
 
 
+def is_async(call: Callable[..., object]) -> bool:
+    """Return whether a function must be awaited."""
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
+        getattr(call, "__call__", None)  # noqa: B004 - for an object with such a method
+    )
+
+
+def named(call: Callable[..., object]) -> str:
+    """Return a function's name for an error; a partial or a callable object has no name."""
+    return getattr(call, "__qualname__", None) or repr(call)
+
+
 def described(message_type: str | None) -> str:
     """Return a message type as an error names it.
 
@@ -139,3 +116,30 @@ def no_handler(message: Received, known: Iterable[str | None]) -> str:
     """Return the error for a message without a handler."""
     types = ", ".join(map(repr, known))
     return f"no handler for message type {message.message_type!r}, only for {types}"
+
+
+def watched(
+    call: Callable[[], Any], subscription: str, messages: Sequence[Received], *, waits: bool = False
+) -> Callable[[], Any]:
+    """Return a handler's call, timed and traced. ``waits``: the handler is async."""
+    if not counting() and not carried.on():
+        return call
+    if waits:
+
+        async def awaited() -> Any:
+            with (
+                timed(HANDLER_SECONDS, subscription=subscription),
+                processing(subscription, messages),
+            ):
+                return await call()
+
+        return awaited
+
+    def called() -> Any:
+        with (
+            timed(HANDLER_SECONDS, subscription=subscription),
+            processing(subscription, messages),
+        ):
+            return call()
+
+    return called

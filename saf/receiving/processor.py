@@ -1,4 +1,4 @@
-"""A processor: a class written by the application, with one instance per key.
+"""Processors: classes written by the application, with one instance per key.
 
     class OrderTotals(saf.Processor):
         def activate(self, connection):
@@ -9,9 +9,11 @@
             self.total += message.json()["total"]
             connection.execute(…)
 
-`saf.receiving.processors` calls the instances, and lists the guarantees for them.
+A faulty class raises `UsageError` when it is defined, not at its first message.
 
-Live instances of a member: found by key, and passivated when they are old.
+`Instances` holds a member's live instances: it finds them by key, and selects the old ones, which
+are then passivated. It calls none of their methods. `saf.receiving.processors` calls the instances,
+and lists the guarantees for them.
 """
 
 from __future__ import annotations

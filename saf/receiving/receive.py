@@ -1,8 +1,10 @@
-"""Receive: messages in order, exactly once, in the consumer's own transaction.
+"""Receiving: messages in order, exactly once, in the consumer's own transaction.
 
     with saf.receive(engine, "billing", max_messages=100, wait_seconds=5) as delivery:
         for message in delivery:
             delivery.connection.execute(…)
+
+``engine`` is one of the values that `saf.receiving.link` lists.
 
 The position commits together with the block's writes on ``delivery.connection``: both or neither,
 whatever fails. An exception in the block rolls everything back and is raised. The messages are then
@@ -13,37 +15,18 @@ Any number of receivers, in any number of processes, share the work: a key is in
 and in order. Work in the block runs in READ COMMITTED. Other databases, files and calls to other
 systems are not part of the transaction, so such work happens at least once.
 
-`saf.receiving.link` lists the possible values of ``engine``.
-
-Own settings: saf's statements run as saf's role, whatever a handler has set.
-
-A handler shares saf's session and transaction. It may take a role (``SET LOCAL ROLE tenant``), or
-set search_path or a timeout. The setting lasts until the transaction ends; without LOCAL, until the
-session ends. So a receiver reads the settings at the beginning, and restores them after the
-handlers and before its own statements, for the session as well. The restore shares a round trip
-with a statement that is sent anyway.
+*Settings.* saf's statements run as saf's role, whatever a handler has set. A handler shares saf's
+session and transaction. It may take a role (``SET LOCAL ROLE tenant``), or set search_path or a
+timeout. The setting lasts until the transaction ends; without LOCAL, until the session ends. So a
+receiver reads the settings at the beginning, and restores them after the handlers and before its
+own statements, for the session as well (`restoring`). The restore shares a round trip with a
+statement that is sent anyway.
 
 Other settings, such as synchronous_commit, belong to the handlers. Handlers of one delivery share
 its transaction: a setting made by one applies to the later ones too.
 
-Quiet: an idle receiver asks, by one statement, whether anything changed since it found nothing.
-
-A search for messages to claim asks many questions: for each shard, whether it has rows unknown to
-its own cursor, in each slot of the inbox. But a receiver that found nothing a moment ago needs only
-the changes since an earlier snapshot. `ASK_WAITING` returns them for all shards together:
-
-- whether rows exist that are not visible in that snapshot;
-- whether a lane of the subscription has become due, or waits for a handler that this receiver has;
-- whether a receiver has left a batch open, or has died with a shard in hand;
-- how many shards this receiver may claim, and the sum of their epochs, which shows that owners have
-  changed.
-
-If nothing has changed, there is still nothing to claim. From time to time the receiver searches all
-the same (`SURE_SECONDS`), because an operator may have set a cursor back.
-
-On a server without writes, even `ASK_WAITING` is skipped. While no transaction that has written ends, the
-server's snapshot stays the same, and only the passage of time can bring work: a lane that becomes
-due.
+*Idle receivers.* A receiver that finds nothing polls less and less often, or listens. `Quiet` asks,
+by one statement, whether anything has changed since it found nothing, and so avoids most searches.
 """
 
 from __future__ import annotations
@@ -53,6 +36,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from enum import Enum
 from threading import Event
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -88,31 +72,26 @@ from saf.tracing import spans
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
 
+LONGEST_PAUSE_SECONDS = 0.5
+"""Longest pause between polls that find nothing, in seconds; see `saf.log.pauses`."""
+
+LISTENING_PAUSE_SECONDS = 5.0
+"""Longest pause of a listening receiver, which must still find messages that become due."""
+
+LOOK_SECONDS = 0.25
+"""Interval at which a busy receiver checks for messages to try alone, in seconds."""
+
+SURE_SECONDS = 5.0
+"""Time for which a receiver relies on an unchanged answer, in seconds."""
+
+BROKER = "SELECT broker_id FROM saf.broker"
+
 SETTINGS = ("role", "search_path", "row_security", "statement_timeout", "lock_timeout")
 """Settings that decide whether saf's statements find its tables and may use them."""
 
 ASK_SETTINGS = "SELECT " + ", ".join(f"current_setting('{name}')" for name in SETTINGS)
 ALWAYS = {"array_nulls": "on"}
 """Setting that saf's parameters depend on."""
-
-
-def restoring(connection: psycopg.Connection[Any], *, pooled: bool) -> str:
-    """Return the statement that restores the current settings; it has no parameters.
-
-    Behind a pooler, the session is not the receiver's, so only the transaction's settings are
-    restored.
-    """
-    (found,) = fetch(connection, ASK_SETTINGS)
-    values = {**dict(zip(SETTINGS, found, strict=True)), **ALWAYS}
-    restored = (
-        sql.SQL("set_config({}, {}, {})").format(name, value, pooled)
-        for name, value in values.items()
-    )
-    return "SELECT " + sql.SQL(", ").join(restored).as_string(connection)
-
-
-SURE_SECONDS = 5.0
-"""Time for which a receiver relies on an unchanged answer, in seconds."""
 
 SNAPSHOT = "SELECT pg_current_snapshot()::text"
 
@@ -151,55 +130,6 @@ FROM (
       AND owner IS NOT DISTINCT FROM %(owner)s
 ) AS free
 """
-
-
-class Quiet:
-    """A receiver's knowledge since it last found nothing."""
-
-    def __init__(self) -> None:
-        self._known: tuple[Any, ...] | None = None
-        """Snapshot, shard count and epochs when nothing was found."""
-        self._until = 0.0
-        self._asked: tuple[Any, ...] | None = None
-        self._untouched = ""
-        """Snapshot before a search that found nothing, if time alone makes nothing due. A snapshot
-        followed by `ASK_WAITING` only does not count: a cursor may have been set back before it."""
-        self._becomes_due = False
-
-    def is_certain(self, raw: psycopg.Connection[Any]) -> bool:
-        """Return whether nothing at all was written since nothing was found; one statement."""
-        return self._untouched != "" and fetch(raw, SNAPSHOT) == [(self._untouched,)]
-
-    def lasts(self, raw: psycopg.Connection[Any], reader: Reader) -> bool:
-        """Return whether there is still nothing. Call it in a transaction of its own.
-
-        If not, search, and call `nothing` if the search finds nothing.
-        """
-        raw.execute(PLAN_ONCE)
-        seen, *free = self._known or (None, None, None)
-        rows = fetch(raw, ASK_WAITING, {**params_of(reader), "seen": seen})
-        ((snapshot, *now, self._becomes_due, changed),) = rows
-        self._asked = (snapshot, *now)
-        return not changed and now == free and time.monotonic() < self._until
-
-    def nothing(self) -> None:
-        """Note that a search found nothing, neither to claim nor to try alone."""
-        # the answer before that search; none before the first
-        self._known, self._asked = self._asked, None
-        self._untouched = self._known[0] if self._known and not self._becomes_due else ""
-        self._until = time.monotonic() + SURE_SECONDS
-
-
-LONGEST_PAUSE_SECONDS = 0.5
-"""Longest pause between polls that find nothing, in seconds; see `saf.log.pauses`."""
-
-LOOK_SECONDS = 0.25
-"""Interval at which a busy receiver checks for messages to try alone, in seconds."""
-
-BROKER = "SELECT broker_id FROM saf.broker"
-
-LISTENING_PAUSE_SECONDS = 5.0
-"""Longest pause of a listening receiver, which must still find messages that become due."""
 
 _met: WeakSet[psycopg.Connection[Any]] = WeakSet()
 """Connections whose inbox was found healthy at first contact."""
@@ -281,6 +211,66 @@ def one_delivery(
         fail_point("receive_committed")
 
 
+class Step(Enum):
+    """What a receiver does next."""
+
+    TAKE = "take the next messages"
+    TRY = "try a message alone that failed before"
+    WAIT = "wait for messages"
+
+
+class Search:
+    """Which step comes next in the search for the messages of one delivery.
+
+    Half of the searches begin with messages that failed before, so neither kind delays the other. A
+    search that has found nothing to try does not try again before it has waited.
+
+    >>> search = Search(tries_first=False)
+    >>> search.tries(troubled=True), search.step.name
+    (False, 'TAKE')
+    >>> search.took(None, more=False, troubled=True); search.step.name
+    'TRY'
+    >>> search.tried(None); search.step.name, search.tries(troubled=True)
+    ('TAKE', False)
+    >>> search.took(None, more=False, troubled=True); search.step.name
+    'WAIT'
+    >>> search.waited(); search.tries(troubled=True), search.step.name
+    (True, 'TRY')
+    """
+
+    def __init__(self, *, tries_first: bool) -> None:
+        self.step = Step.TAKE
+        self._tries_first = tries_first
+        self._fruitless = False
+
+    def tries(self, *, troubled: bool) -> bool:
+        """Return whether to try a message instead of taking any. ``troubled``: some have failed."""
+        tries = troubled and self._tries_first and not self._fruitless
+        self.step = Step.TRY if tries else Step.TAKE
+        return tries
+
+    def took(self, delivery: Delivery[Any] | None, *, more: bool, troubled: bool) -> None:
+        """Note what was taken. ``more``: the same shards may have more messages."""
+        if delivery is not None or more:  # an empty delivery: all of its messages were set aside
+            self.step = Step.TAKE
+        elif troubled and not self._fruitless:
+            self._tries_first, self.step = True, Step.TRY
+        else:
+            self.step = Step.WAIT
+
+    def tried(self, delivery: Delivery[Any] | None) -> None:
+        """Note what was tried; None if there was nothing to try."""
+        self._fruitless, self.step = delivery is None, Step.TAKE
+
+    def waited(self) -> None:
+        """Note that messages may have arrived."""
+        self._fruitless, self.step = False, Step.TAKE
+
+    def failed(self) -> None:
+        """Note that a step was rolled back: the next one looks for messages to try."""
+        self._tries_first, self.step = True, Step.TAKE
+
+
 class Receiver(Trying):
     """Yields deliveries on one connection, one after the other.
 
@@ -343,77 +333,72 @@ class Receiver(Trying):
         )
 
     @contextmanager
-    def delivery(  # noqa: PLR0912, PLR0915 - a context manager yields in one place or the other, not in two
+    def delivery(
         self, wait_seconds: float = 0.0, stopping: Event | None = None
     ) -> Iterator[Delivery[Any]]:
         """Yield the next messages, or an empty delivery after ``wait_seconds`` or on a stop."""
         stopping = stopping or Event()
         deadline = time.monotonic() + wait_seconds
-        # half of the time, begin with earlier failures: so neither kind delays the other
-        careful_first, fruitless = _toss(), False
-        begun = False
         if self.listens:
             notify.forget(self.link.raw)
+        search = Search(tries_first=_toss())
         while True:
-            if begun and stopping.is_set():  # everything found so far was set aside
-                with self.link.transaction():
-                    yield self._delivery(None)
-                return
-            begun, found, troubled = True, None, False
-            is_due, claims = self._steps()
             try:
-                with self._transaction(claims=claims, plans_once=claims):
-                    with self.link.planned_once() if claims else nullcontext():
-                        if is_due:
-                            troubled = self._look()
-                        careful = troubled and careful_first and not fruitless
-                        repeat = not careful and self._prefetch.goes_on
-                        hand = None if careful else self._next()
-                    found = self._handed(hand)
-                    if found is not None:
-                        with self._settled(found):
-                            if found:
-                                yield found
-                if not careful:
-                    self._prefetch.committed(len(found or ()))
-                if found:
+                with self._taken(search) if search.step is Step.TAKE else self._one() as delivery:
+                    if delivery:
+                        yield delivery
+                if delivery:
                     self._pauses.end()
                     return
-                if repeat:
-                    continue
-                if careful:
-                    suspect = self._count()
-                    if suspect is not None:
-                        fail_point("attempt_counted")
-                        with self._tried(suspect) as delivery, self._settled(delivery):
-                            if delivery:
-                                yield delivery
-                        if delivery:
-                            self._pauses.end()
-                            return
-                    fruitless = suspect is None
-                elif found is None and troubled and not fruitless:
-                    careful_first = True
-                elif found is None:
-                    if not troubled:
-                        self._quiet.nothing()
-                    if not self._wait(deadline, stopping):
-                        with self.link.transaction():
-                            yield self._delivery(None)
-                        return
-                    fruitless = False
+                if search.step is Step.TRY:
+                    search.tried(delivery)
+                waits = search.step is Step.WAIT
+                if stopping.is_set() or (waits and not self._wait(deadline, stopping)):
+                    with self.link.transaction():
+                        yield self._delivery(None)
+                    return
+                if waits:
+                    search.waited()
             except BaseException as error:
                 # rolled back: the messages in hand are delivered again, more carefully
-                careful_first, self._look_at = True, 0.0
+                search.failed()
+                self._look_at = 0.0
                 self._prefetch.rolled_back()
                 if not isinstance(error, NotReceived):
                     raise
 
-    def _steps(self) -> tuple[bool, bool]:
-        """Return whether to check for messages to try alone, and whether to claim shards."""
+    @contextmanager
+    def _taken(self, search: Search) -> Iterator[Delivery[Any] | None]:
+        """Yield the next messages, in one transaction; None if none, or if one is to be tried."""
         self._prefetch.age()
-        is_due = not self._prefetch.goes_on or time.monotonic() >= self._look_at
-        return is_due, is_due or not self._prefetch.is_ready
+        looks = not self._prefetch.goes_on or time.monotonic() >= self._look_at
+        claims = looks or not self._prefetch.is_ready
+        with self._transaction(claims=claims, plans_once=claims):
+            with self.link.planned_once() if claims else nullcontext():
+                troubled = looks and self._look()
+                tries = search.tries(troubled=troubled)
+                more = self._prefetch.goes_on
+                hand = None if tries else self._next()
+            delivery = self._handed(hand)
+            with nullcontext() if delivery is None else self._settled(delivery):
+                yield delivery
+        if tries:
+            return
+        self._prefetch.committed(len(delivery or ()))
+        search.took(delivery, more=more, troubled=troubled)
+        if search.step is Step.WAIT and not troubled:
+            self._quiet.nothing()
+
+    @contextmanager
+    def _one(self) -> Iterator[Delivery[Any] | None]:
+        """Yield one message to try alone, after its attempt was counted; None if there is none."""
+        suspect = self._count()
+        if suspect is None:
+            yield None
+            return
+        fail_point("attempt_counted")
+        with self._tried(suspect) as delivery, self._settled(delivery):
+            yield delivery
 
     def _handed(self, hand: Hand | None) -> Delivery[Any] | None:
         """Make a delivery of the messages in hand, if any."""
@@ -517,3 +502,75 @@ class Receiver(Trying):
 
 def _toss() -> bool:
     return random.choice((True, False))  # noqa: S311 - nobody gains by guessing it
+
+
+def restoring(connection: psycopg.Connection[Any], *, pooled: bool) -> str:
+    """Return the statement that restores the current settings; it has no parameters.
+
+    Behind a pooler, the session is not the receiver's, so only the transaction's settings are
+    restored.
+    """
+    (found,) = fetch(connection, ASK_SETTINGS)
+    values = {**dict(zip(SETTINGS, found, strict=True)), **ALWAYS}
+    restored = (
+        sql.SQL("set_config({}, {}, {})").format(name, value, pooled)
+        for name, value in values.items()
+    )
+    return "SELECT " + sql.SQL(", ").join(restored).as_string(connection)
+
+
+class Quiet:
+    """A receiver's knowledge since it last found nothing.
+
+    A search for messages to claim asks many questions: for each shard, whether it has rows unknown
+    to its own cursor, in each slot of the inbox. But a receiver that found nothing a moment ago
+    needs only the changes since an earlier snapshot. `ASK_WAITING` returns them for all shards
+    together:
+
+    - whether rows exist that are not visible in that snapshot;
+    - whether a lane of the subscription has become due, or waits for a handler that this receiver
+      has;
+    - whether a receiver has left a batch open, or has died with a shard in hand;
+    - how many shards this receiver may claim, and the sum of their epochs, which shows that owners
+      have changed.
+
+    If nothing has changed, there is still nothing to claim. From time to time the receiver searches
+    all the same (`SURE_SECONDS`), because an operator may have set a cursor back.
+
+    On a server without writes, even `ASK_WAITING` is skipped. While no transaction that has written
+    ends, the server's snapshot stays the same, and only the passage of time can bring work: a lane
+    that becomes due.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, ...] | None = None
+        """Snapshot, shard count and epochs when nothing was found."""
+        self._until = 0.0
+        self._asked: tuple[Any, ...] | None = None
+        self._untouched = ""
+        """Snapshot before a search that found nothing, if time alone makes nothing due. A snapshot
+        followed by `ASK_WAITING` only does not count: a cursor may have been set back before it."""
+        self._becomes_due = False
+
+    def is_certain(self, raw: psycopg.Connection[Any]) -> bool:
+        """Return whether nothing at all was written since nothing was found; one statement."""
+        return self._untouched != "" and fetch(raw, SNAPSHOT) == [(self._untouched,)]
+
+    def lasts(self, raw: psycopg.Connection[Any], reader: Reader) -> bool:
+        """Return whether there is still nothing. Call it in a transaction of its own.
+
+        If not, search, and call `nothing` if the search finds nothing.
+        """
+        raw.execute(PLAN_ONCE)
+        seen, *free = self._known or (None, None, None)
+        rows = fetch(raw, ASK_WAITING, {**params_of(reader), "seen": seen})
+        ((snapshot, *now, self._becomes_due, changed),) = rows
+        self._asked = (snapshot, *now)
+        return not changed and now == free and time.monotonic() < self._until
+
+    def nothing(self) -> None:
+        """Note that a search found nothing, neither to claim nor to try alone."""
+        # the answer before that search; none before the first
+        self._known, self._asked = self._asked, None
+        self._untouched = self._known[0] if self._known and not self._becomes_due else ""
+        self._until = time.monotonic() + SURE_SECONDS

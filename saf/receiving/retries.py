@@ -1,4 +1,4 @@
-"""Keys that wait for a receiver, and messages that are tried again with more care.
+"""Retries: keys that wait for a receiver, and messages that are tried again with more care.
 
 A message whose handling fails is copied to saf.parked, into the lane of its key (see
 `saf.setaside.lane`). Later messages of the key park behind it; other keys continue. When the lane
@@ -17,9 +17,12 @@ it is tried.
 A message without a handler is not tried at all: its lane waits for a receiver that handles its type
 (`saf.setaside.unhandled`), and only such a receiver chooses it.
 
-Only the receiver that has the shard in hand writes any of these rows.
+A message that cannot be handed out becomes a dead letter, too. The database copies its stored row,
+not the row that was read (`bury_as_stored`).
 
-Dead letters of messages that cannot be handed out: the database copies the stored rows.
+Only the receiver that has the shard in hand writes any of these rows. The exception is `uncount`,
+which checks the number of attempts instead. This file makes no attempts: `saf.receiving.trying`
+does.
 """
 
 from __future__ import annotations
@@ -48,104 +51,6 @@ from saf.setaside.parking import (
     wait_seconds,
 )
 from saf.setaside.unhandled import FOR_ALL, awaited, possible
-
-
-def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> None:
-    """Make a dead letter of the only message in hand, because every way to handle it raises.
-
-    Its conversation ends with an error, and its shard moves past it.
-    """
-    buried = bury_as_stored(raw, hand.reader, [(message, said(error)) for message in hand.all])
-    parking.unpark(raw, [number for number in buried if number])
-    fail_unseen(raw, hand.reader, hand.all)
-    claim.move(raw, hand)
-
-
-def fail_unseen(raw: psycopg.Connection[Any], reader: Reader, messages: Iterable[Received]) -> None:
-    """End the conversations of messages that cannot be received, unless the reader listens in."""
-    if reader.converses:
-        for message in messages:
-            hook().fail_unseen(raw, message)
-
-
-def bury_as_stored(
-    raw: psycopg.Connection[Any],
-    reader: Reader,
-    some: Sequence[tuple[Received, str | None]],
-    *,
-    reason: str = "rejected",
-) -> list[int | None]:
-    """Make dead letters of messages from their stored rows, not from the rows that were read.
-
-    Each message comes with its error; None stands for "too large to be read". Return the messages'
-    ids in saf.parked.
-    """
-    for table, places in (
-        ("inbox", [(one.id, one, error) for one, error in some if one.parked_id is None]),
-        ("parked", [(one.parked_id, one, error) for one, error in some if one.parked_id]),
-    ):
-        rows = [
-            dead.AsStored(
-                shard=one.shard,
-                id=place or 0,
-                reason="over_size" if error is None else reason,
-                error=error and said(error),
-            )
-            for place, one, error in places
-        ]
-        dead.bury_as_stored(raw, reader.subscription_id, table, rows)
-    return [one.parked_id for one, _ in some]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """Treatment of a message whose handling fails.
-
-    Raises:
-        ValueError: a number is out of range, or ``permanent`` contains a value that is not an
-            exception class.
-    """
-
-    max_attempts: int = 5
-    """Number of attempts after which a message is a dead letter."""
-    first_wait_seconds: float = FIRST_WAIT_SECONDS
-    """Wait before the second attempt, in seconds; it doubles before each later attempt."""
-    longest_wait_seconds: float = LONGEST_WAIT_SECONDS
-    permanent: tuple[type[Exception], ...] = ()
-    """Exceptions after which no further attempt is made."""
-    block: bool = False
-    """True if later messages of a key wait until an operator decides about its dead letter."""
-
-    def __post_init__(self) -> None:
-        if self.max_attempts < 1 or self.first_wait_seconds < 0 or self.longest_wait_seconds < 0:
-            raise ValueError(f"max_attempts is at least 1, and no wait is negative: {self}")
-        if not isinstance(self.permanent, tuple) or not all(
-            isinstance(kind, type) and issubclass(kind, BaseException) for kind in self.permanent
-        ):
-            raise ValueError(f"permanent: expected a tuple of exceptions, got {self.permanent!r}")
-
-    def wait_seconds(self, attempts: int) -> float:
-        """Return the seconds to wait after ``attempts`` attempts."""
-        return wait_seconds(attempts, self.first_wait_seconds, self.longest_wait_seconds)
-
-    def gives_up(self, attempts: int, error: BaseException | str) -> bool:
-        """Return whether attempt number ``attempts``, which ended with ``error``, was the last one.
-
-        >>> Policy(max_attempts=2).gives_up(1, "no"), Policy(max_attempts=2).gives_up(2, "no")
-        (False, True)
-        """
-        return attempts >= self.max_attempts or isinstance(error, self.permanent)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Suspect:
-    """A subject to try alone: a lane, or a shard whose last delivery failed."""
-
-    shard: int
-    lane: str | None
-    """Lane of the key, as in `saf.received.Received.lane`."""
-    attempts: int = 1
-
 
 MINE = f"ARRAY(SELECT c.shard FROM {NEWEST} AS c WHERE owner IS NOT DISTINCT FROM %(owner)s)"
 HANDLED = awaited(shards=MINE)
@@ -245,6 +150,56 @@ WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Ki
 
 
 @dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Treatment of a message whose handling fails.
+
+    Raises:
+        ValueError: a number is out of range, or ``permanent`` contains a value that is not an
+            exception class.
+    """
+
+    max_attempts: int = 5
+    """Number of attempts after which a message is a dead letter."""
+    first_wait_seconds: float = FIRST_WAIT_SECONDS
+    """Wait before the second attempt, in seconds; it doubles before each later attempt."""
+    longest_wait_seconds: float = LONGEST_WAIT_SECONDS
+    permanent: tuple[type[Exception], ...] = ()
+    """Exceptions after which no further attempt is made."""
+    block: bool = False
+    """True if later messages of a key wait until an operator decides about its dead letter."""
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1 or self.first_wait_seconds < 0 or self.longest_wait_seconds < 0:
+            raise ValueError(f"max_attempts is at least 1, and no wait is negative: {self}")
+        if not isinstance(self.permanent, tuple) or not all(
+            isinstance(kind, type) and issubclass(kind, BaseException) for kind in self.permanent
+        ):
+            raise ValueError(f"permanent: expected a tuple of exceptions, got {self.permanent!r}")
+
+    def wait_seconds(self, attempts: int) -> float:
+        """Return the seconds to wait after ``attempts`` attempts."""
+        return wait_seconds(attempts, self.first_wait_seconds, self.longest_wait_seconds)
+
+    def gives_up(self, attempts: int, error: BaseException | str) -> bool:
+        """Return whether attempt number ``attempts``, which ended with ``error``, was the last one.
+
+        >>> Policy(max_attempts=2).gives_up(1, "no"), Policy(max_attempts=2).gives_up(2, "no")
+        (False, True)
+        """
+        return attempts >= self.max_attempts or isinstance(error, self.permanent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect:
+    """A subject to try alone: a lane, or a shard whose last delivery failed."""
+
+    shard: int
+    lane: str | None
+    """Lane of the key, as in `saf.received.Received.lane`."""
+    attempts: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Waiting:
     """How a key's lane continues to wait."""
 
@@ -337,3 +292,50 @@ def time_late(connection: psycopg.Connection[Any], reader: Reader, shards: Seque
         }
         connection.execute(TIME_LATE, params)
         connection.execute(FORGET_LATE, params)
+
+
+def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> None:
+    """Make a dead letter of the only message in hand, because every way to handle it raises.
+
+    Its conversation ends with an error, and its shard moves past it.
+    """
+    buried = bury_as_stored(raw, hand.reader, [(message, said(error)) for message in hand.all])
+    parking.unpark(raw, [number for number in buried if number])
+    fail_unseen(raw, hand.reader, hand.all)
+    claim.move(raw, hand)
+
+
+def bury_as_stored(
+    raw: psycopg.Connection[Any],
+    reader: Reader,
+    some: Sequence[tuple[Received, str | None]],
+    *,
+    reason: str = "rejected",
+) -> list[int | None]:
+    """Make dead letters of messages from their stored rows, not from the rows that were read.
+
+    Each message comes with its error; None stands for "too large to be read". Return the messages'
+    ids in saf.parked.
+    """
+    for table, places in (
+        ("inbox", [(one.id, one, error) for one, error in some if one.parked_id is None]),
+        ("parked", [(one.parked_id, one, error) for one, error in some if one.parked_id]),
+    ):
+        rows = [
+            dead.AsStored(
+                shard=one.shard,
+                id=place or 0,
+                reason="over_size" if error is None else reason,
+                error=error and said(error),
+            )
+            for place, one, error in places
+        ]
+        dead.bury_as_stored(raw, reader.subscription_id, table, rows)
+    return [one.parked_id for one, _ in some]
+
+
+def fail_unseen(raw: psycopg.Connection[Any], reader: Reader, messages: Iterable[Received]) -> None:
+    """End the conversations of messages that cannot be received, unless the reader listens in."""
+    if reader.converses:
+        for message in messages:
+            hook().fail_unseen(raw, message)

@@ -11,7 +11,7 @@
 A `saf.receiving.loop` calls the handlers. A batch handler gets all of a delivery's messages of its
 type in one call, in one savepoint, which is several times quicker; if it raises, it gets its
 messages again one by one. The messages of a key stay in order across types: a batch ends where a
-message for another handler follows for one of its keys.
+message for another handler follows for one of its keys (`runs`).
 
 Each thread has its own connection and its own deliveries. An idle thread asks twice a second, by a
 query that writes nothing.
@@ -21,21 +21,17 @@ behind it. So old and new workers may run side by side while a new type is intro
 ``@worker.handler()`` is for all types that have no handler of their own.
 
 *Async handlers.* The handlers of a worker may be ``async def``. They run in one event loop, that of
-`Worker.arun` or else `saf.receiving.worker`'s, and get an asyncio connection. Up to
-``concurrency`` handlers run at the same time in one delivery, each for a message of another key.
-They share the delivery's transaction, so if one raises, the others' work is undone as well, and all
-are called again one by one. Dialogs may be related, so only one dialog message is handled at a
-time.
+`Worker.arun` or else the process's own (`own_loop`), and get an asyncio connection. Up to
+``concurrency`` handlers run at the same time in one delivery, each for a message of another key
+(`waves`). They share the delivery's transaction, so if one raises, the others' work is undone as
+well, and all are called again one by one. Dialogs may be related, so only one dialog message is
+handled at a time.
 
-Groups of a delivery's messages that go to handlers together, in the order of each key.
-
-The process's own event loop, which runs async handlers if the application has none.
-
-All workers of a process share it while at least one worker lives: objects that handlers keep, such
-as a pool's connections, belong to the event loop that created them, and a worker may run again.
-
-The end of the process does not wait for work of handlers that cannot be cancelled: neither for
-calls that block the event loop, nor for calls in threads, such as `asyncio.to_thread`.
+*The process's own event loop.* All workers of a process share it while at least one worker lives:
+objects that handlers keep, such as a pool's connections, belong to the event loop that created
+them, and a worker may run again. The end of the process does not wait for work of handlers that
+cannot be cancelled: neither for calls that block the event loop, nor for calls in threads, such as
+`asyncio.to_thread`.
 """
 
 from __future__ import annotations
@@ -71,122 +67,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-
-def runs(
-    messages: Iterable[Received], handler_of: Callable[[Received], T]
-) -> Iterator[tuple[T, list[Received]]]:
-    """Group messages by handler, in as few runs as the order of each key allows."""
-    runs: dict[T, list[Received]] = {}
-    last: dict[str, T] = {}
-    for message in messages:
-        handler = handler_of(message)
-        if message.key is not None:
-            before = last.get(message.key, handler)
-            if before is not handler and before in runs:
-                yield before, runs.pop(before)
-            last[message.key] = handler
-        runs.setdefault(handler, []).append(message)
-    yield from runs.items()
-
-
-def waves(messages: Iterable[Received], width: int) -> Iterator[list[Received]]:
-    """Group messages into waves of up to ``width`` that may run at the same time, in order by key.
-
-    All messages of dialogs count as one key, because dialogs may be related.
-    """
-    left = list(messages)
-    while left:
-        wave: list[Received] = []
-        rest: list[Received] = []
-        keys: set[str | None] = set()
-        for message in left:
-            key = message.lane if message.conversation_id is None else None
-            (wave if len(wave) < width and key not in keys else rest).append(message)
-            keys.add(key)
-        yield wave
-        left = rest
-
-
-END_SECONDS = 1.0
-"""Time limit for an event loop to answer, and to end."""
-
 P = ParamSpec("P")
-
-_turn = threading.Lock()
-_shared: weakref.ref[OwnLoop] | None = None
-
-
-def own_loop() -> OwnLoop:
-    """Return this process's own event loop; start one if none answers."""
-    global _shared  # noqa: PLW0603 one for the process
-    with _turn:
-        current = None if _shared is None else _shared()
-        if current is None or not current.answers():
-            current = OwnLoop()
-            _shared = weakref.ref(current)
-        return current
-
-
-class OwnLoop:
-    """An event loop in its own thread, until this object is unreferenced or the process ends."""
-
-    def __init__(self) -> None:
-        started: Future[asyncio.AbstractEventLoop] = Future()
-        # a daemon, because a handler that blocks it must not keep the process from ending
-        self._thread = threading.Thread(
-            target=_run, args=[started], name="saf handlers", daemon=True
-        )
-        self._thread.start()
-        self.loop = started.result()
-        end = weakref.finalize(self, _end, self.loop, self._thread)
-        # registered here, to run before everything that the process has registered earlier
-        end.atexit = False
-        atexit.register(end)
-
-    def answers(self) -> bool:
-        """Return whether the thread lives, which it does not in a fork, and nothing blocks it."""
-        answer = threading.Event()
-        if not self._thread.is_alive():
-            return False
-        self.loop.call_soon_threadsafe(answer.set)
-        return answer.wait(END_SECONDS)
-
-
-class Detached(ThreadPoolExecutor):
-    """Threads for calls that may hang: the process does not wait for them."""
-
-    def __init__(self) -> None:
-        threads = min(32, (os.cpu_count() or 1) + 4)  # asyncio's default
-        super().__init__(threads)
-        self._background = Background(threads, "saf handlers' calls")
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a call when a thread is free."""
-        return self._background.submit(partial(fn, *args, **kwargs))
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002 the executor's form
-        """Let the threads end after their current calls."""
-        self._background.dismiss()
-
-
-def _run(started: Future[asyncio.AbstractEventLoop]) -> None:
-    with asyncio.Runner() as runner:  # cancels the remaining tasks at its end
-        loop = runner.get_loop()
-        loop.set_default_executor(Detached())
-        started.set_result(loop)
-        loop.run_forever()
-
-
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    if thread.is_alive():
-        loop.call_soon_threadsafe(loop.stop)
-        if thread is not threading.current_thread():
-            thread.join(END_SECONDS)
-
+H = TypeVar("H", bound=Callable[..., object])
 
 Handler = Callable[[Received, Any], object]
 BatchHandler = Callable[[Sequence[Received], Any], object]
-H = TypeVar("H", bound=Callable[..., object])
+
+END_SECONDS = 1.0
+"""Time limit for an event loop to answer, and to end."""
 
 
 class Worker(Loop):
@@ -460,3 +348,110 @@ class Worker(Loop):
             return call
 
         return register
+
+
+def runs(
+    messages: Iterable[Received], handler_of: Callable[[Received], T]
+) -> Iterator[tuple[T, list[Received]]]:
+    """Group messages by handler, in as few runs as the order of each key allows."""
+    runs: dict[T, list[Received]] = {}
+    last: dict[str, T] = {}
+    for message in messages:
+        handler = handler_of(message)
+        if message.key is not None:
+            before = last.get(message.key, handler)
+            if before is not handler and before in runs:
+                yield before, runs.pop(before)
+            last[message.key] = handler
+        runs.setdefault(handler, []).append(message)
+    yield from runs.items()
+
+
+def waves(messages: Iterable[Received], width: int) -> Iterator[list[Received]]:
+    """Group messages into waves of up to ``width`` that may run at the same time, in order by key.
+
+    All messages of dialogs count as one key, because dialogs may be related.
+    """
+    left = list(messages)
+    while left:
+        wave: list[Received] = []
+        rest: list[Received] = []
+        keys: set[str | None] = set()
+        for message in left:
+            key = message.lane if message.conversation_id is None else None
+            (wave if len(wave) < width and key not in keys else rest).append(message)
+            keys.add(key)
+        yield wave
+        left = rest
+
+
+_turn = threading.Lock()
+_shared: weakref.ref[OwnLoop] | None = None
+
+
+def own_loop() -> OwnLoop:
+    """Return this process's own event loop; start one if none answers."""
+    global _shared  # noqa: PLW0603 one for the process
+    with _turn:
+        current = None if _shared is None else _shared()
+        if current is None or not current.answers():
+            current = OwnLoop()
+            _shared = weakref.ref(current)
+        return current
+
+
+class OwnLoop:
+    """An event loop in its own thread, until this object is unreferenced or the process ends."""
+
+    def __init__(self) -> None:
+        started: Future[asyncio.AbstractEventLoop] = Future()
+        # a daemon, because a handler that blocks it must not keep the process from ending
+        self._thread = threading.Thread(
+            target=_run, args=[started], name="saf handlers", daemon=True
+        )
+        self._thread.start()
+        self.loop = started.result()
+        end = weakref.finalize(self, _end, self.loop, self._thread)
+        # registered here, to run before everything that the process has registered earlier
+        end.atexit = False
+        atexit.register(end)
+
+    def answers(self) -> bool:
+        """Return whether the thread lives, which it does not in a fork, and nothing blocks it."""
+        answer = threading.Event()
+        if not self._thread.is_alive():
+            return False
+        self.loop.call_soon_threadsafe(answer.set)
+        return answer.wait(END_SECONDS)
+
+
+def _run(started: Future[asyncio.AbstractEventLoop]) -> None:
+    with asyncio.Runner() as runner:  # cancels the remaining tasks at its end
+        loop = runner.get_loop()
+        loop.set_default_executor(Detached())
+        started.set_result(loop)
+        loop.run_forever()
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if thread.is_alive():
+        loop.call_soon_threadsafe(loop.stop)
+        if thread is not threading.current_thread():
+            thread.join(END_SECONDS)
+
+
+class Detached(ThreadPoolExecutor):
+    """Threads for calls that may hang: the process does not wait for them."""
+
+    def __init__(self) -> None:
+        threads = min(32, (os.cpu_count() or 1) + 4)  # asyncio's default
+        super().__init__(threads)
+        self._background = Background(threads, "saf handlers' calls")
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a call when a thread is free."""
+        return self._background.submit(partial(fn, *args, **kwargs))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002 the executor's form
+        """Let the threads end after their current calls."""
+        self._background.dismiss()

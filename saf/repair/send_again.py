@@ -8,28 +8,27 @@ complete at the source, and in no destination; or, for a topic, no longer in thi
 2. In one transaction at the source, the lost messages are parked again (`saf.repair.replay`), and
    the destination's own marks replace the acknowledged ones.
 3. The source's dialogs compare too, behind the messages sent again: if the destination has
-   forgotten a dialog altogether, only the other end knows of it. Subscribers of a monolog get an
-   Error for messages that nobody can send them again.
+   forgotten a dialog altogether, only the other end knows the dialog. Subscribers of a monolog
+   get an Error for messages that nobody can send them again.
 
 All processes may run during the repair, because nothing is stored in a destination that is behind.
 Repairs take turns, so that two operators who repair at the same time send each message once.
 
 For a destination that cannot be read back, the missing messages are unknown. If an operator names a
-time, all messages sent to it since then are sent again (`saf.repair.send_again`).
+time, all messages sent to it since then are sent again (`everything_sent`); those that the
+destination still has arrive twice. Messages that are set aside for the destination were never sent
+to it, and are left alone. A topic's message may be set aside for one destination only; the others
+get their copies again. Without a time, the forwarder continues to refuse the destination, and other
+destinations are repaired.
 
-Messages purged from the outbox since cannot be sent again; the result shows this, with the range
-that was compared. For topics, the limits of `saf.repair.reconcile.copies` apply.
+Some messages are not sent again, but the result shows them:
 
-Messages to send again to a destination that was set back and cannot be read back.
+- Messages purged from the outbox since: the result has the range that was compared.
+- For a destination that cannot be read back: messages whose routes now lead elsewhere, or that a
+  router has redirected, and copies of a topic's messages that an operator has discarded (the audit
+  does not name their destination). They may be lost too, and are only counted.
 
-Nobody knows what the destination has lost. So an operator has to name a time, and all messages sent
-there since then are sent again; those that the destination still has arrive twice. Messages that
-are set aside for it have not been sent. A topic's message may be set aside for one destination
-only; the others get their copies again.
-
-Some messages may be lost there too, and are only counted: messages whose routes now lead elsewhere,
-or that a router has redirected, and copies of a topic's messages that an operator has discarded,
-because the audit does not name the destination.
+For topics, the limits of `saf.repair.reconcile.copies` apply.
 """
 
 from __future__ import annotations
@@ -66,7 +65,37 @@ from saf.repair.set_back import IDENTITY, SetBack, raise_incarnation, remembered
 from saf.routing.matching import Routes
 from saf.setaside.waiting import retry_now
 
+# Held by the session, not by a transaction: finding the missing messages takes time
+TAKE_TURN = "SELECT pg_advisory_lock(hashtextextended('saf replay', 0))"
+END_TURN = "SELECT pg_advisory_unlock(hashtextextended('saf replay', 0))"
+
+SOURCE = "SELECT broker_id, shards FROM saf.broker"
 NOW = "SELECT clock_timestamp()"
+
+# Waits for senders in a dialog, and receivers that have an end in hand; all others wait for it
+SILENCE = "LOCK TABLE saf.conversation IN EXCLUSIVE MODE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Messages that were, or would be, sent again."""
+
+    by_destination: Mapping[str, list[UUID]]
+    """The ids of the messages by destination; those of a router have the empty name."""
+    set_back: tuple[str, ...]
+    """Destinations that had been set back, and may continue."""
+    not_compared: tuple[datetime | None, datetime] | None = None
+    """Range of created_at that was not compared, and may be lost; None: from the beginning."""
+    unrouted: int = 0
+    """Messages that are lost and not sent again, because no route exists."""
+    uncertain: Mapping[str, int] = field(default_factory=dict)
+    """For each destination that was set back, copies of topics' messages that it may have lost. It
+    is unknown whether it had them, so they are not sent again."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Destinations that cannot be read back and so get nothing again, each with the reason."""
+    blind: tuple[str, ...] = ()
+    """Destinations in `set_back` that cannot be read back: they get all messages again that were
+    sent to them since then, so those that they still have arrive twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,80 +149,6 @@ class Blind:
         )
 
 
-def everything_sent(
-    name: str,
-    source: Dsn,
-    destinations: Collection[str],
-    routes: RoutesOf,
-    *,
-    since: datetime,
-    retention_seconds: float,
-) -> Blind:
-    """Return the messages that these destinations may have got since a time.
-
-    Args:
-        name: the source's name, for errors.
-        source: the source's dsn.
-        destinations: their names.
-        routes: returns the current routes, given a connection to the source.
-        since: the earliest created_at.
-        retention_seconds: every purge has kept messages at least this long.
-
-    Raises:
-        Unavailable: the source does not answer.
-        UsageError: a role may not read.
-    """
-    with read_both(
-        name, source, {}, since=since, until=None, retention_seconds=retention_seconds
-    ) as both:
-        here, shards = both.source, list(range(both.what.shards))
-        ((now,),) = here.fetch(NOW, {})
-        kept = now - timedelta(seconds=retention_seconds)
-        found = Blind(
-            destinations=destinations,
-            purged=kept if since < kept and here.may_be_purged() else None,
-        )
-        unread = unread_of(here.connection, destinations, routes)
-        current = routes(here.connection)
-        sent = here.stream(in_order(SENT, shards, state="state"), both.params)
-        aside = (here.stream(query, both.params) for query in (SET_ASIDE, DISCARDED))
-        for _, rows in groupby(merge(sent, *aside, key=itemgetter(0)), key=itemgetter(0)):
-            found.add([Entry._make(row) for row in rows], current, unread)
-    return found
-
-
-# Held by the session, not by a transaction: finding the missing messages takes time
-TAKE_TURN = "SELECT pg_advisory_lock(hashtextextended('saf replay', 0))"
-END_TURN = "SELECT pg_advisory_unlock(hashtextextended('saf replay', 0))"
-
-SOURCE = "SELECT broker_id, shards FROM saf.broker"
-
-# Waits for senders in a dialog, and receivers that have an end in hand; all others wait for it
-SILENCE = "LOCK TABLE saf.conversation IN EXCLUSIVE MODE"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """Messages that were, or would be, sent again."""
-
-    by_destination: Mapping[str, list[UUID]]
-    """The ids of the messages by destination; those of a router have the empty name."""
-    set_back: tuple[str, ...]
-    """Destinations that had been set back, and may continue."""
-    not_compared: tuple[datetime | None, datetime] | None = None
-    """Range of created_at that was not compared, and may be lost; None: from the beginning."""
-    unrouted: int = 0
-    """Messages that are lost and not sent again, because no route exists."""
-    uncertain: Mapping[str, int] = field(default_factory=dict)
-    """For each destination that was set back, copies of topics' messages that it may have lost;
-    nobody knows whether it had them, so they are not sent again."""
-    unread: Mapping[str, str] = field(default_factory=dict)
-    """Destinations that cannot be read back and so get nothing again, each with the reason."""
-    blind: tuple[str, ...] = ()
-    """Destinations in `set_back` that cannot be read back: they get all messages again that were
-    sent to them since then, so those that they still have arrive twice."""
-
-
 def send_again(
     name: str,
     source: Dsn,
@@ -207,9 +162,9 @@ def send_again(
     dry_run: bool = False,
     only_if_set_back: bool = True,
 ) -> Sent | None:
-    """Park again what destinations have lost of a source; those set back may then continue.
+    """Park lost messages of a source again; destinations that were set back may then continue.
 
-    None if no destination was set back and only those were requested.
+    Return None if no destination was set back and ``only_if_set_back`` is true.
 
     Args:
         name: the source's name, for errors.
@@ -222,12 +177,12 @@ def send_again(
         until: send again only messages with an earlier created_at; not allowed if a destination was
             set back, because it would continue without later messages that it has lost.
         why: the reason, for the audit.
-        dry_run: return what would be sent again, and change nothing.
+        dry_run: return the messages that would be sent again, and change nothing.
         only_if_set_back: ignore messages that are missing for another reason.
 
     Raises:
         Unavailable: one of the databases does not answer.
-        Restored: one of them must be rebased first.
+        Restored: one of the databases must be rebased first.
         UsageError: a role may not do it, or a destination was set back and ``until`` was given.
         CannotReadBack: a destination was set back, cannot be read back, and ``since`` was not
             given; the others are repaired.
@@ -297,6 +252,24 @@ def send_again(
     )
 
 
+@contextmanager
+def _connected(what: str, dsn: Dsn) -> Iterator[psycopg.Connection[Any]]:
+    with unavailable_if_lost(what), dsn.connect(role="replay", autocommit=True) as connection:
+        check_schema(connection)
+        refuse(connection)
+        yield connection
+
+
+@contextmanager
+def _turn(connection: psycopg.Connection[Any]) -> Iterator[None]:
+    connection.execute(TAKE_TURN)
+    try:
+        yield
+    finally:
+        if not connection.closed:
+            connection.execute(END_TURN)
+
+
 def _behind(
     connection: psycopg.Connection[Any], destinations: Mapping[str, DestinationSettings]
 ) -> tuple[dict[str, Known], dict[str, SetBack]]:
@@ -313,6 +286,54 @@ def _behind(
         if differ.behind:
             behind[name] = differ
     return known, behind
+
+
+def everything_sent(
+    name: str,
+    source: Dsn,
+    destinations: Collection[str],
+    routes: RoutesOf,
+    *,
+    since: datetime,
+    retention_seconds: float,
+) -> Blind:
+    """Return the messages that these destinations may have got since a time.
+
+    Args:
+        name: the source's name, for errors.
+        source: the source's dsn.
+        destinations: their names.
+        routes: returns the current routes, given a connection to the source.
+        since: the earliest created_at.
+        retention_seconds: every purge has kept messages at least this long.
+
+    Raises:
+        Unavailable: the source does not answer.
+        UsageError: a role may not read.
+    """
+    with read_both(
+        name, source, {}, since=since, until=None, retention_seconds=retention_seconds
+    ) as both:
+        here, shards = both.source, list(range(both.what.shards))
+        ((now,),) = here.fetch(NOW, {})
+        kept = now - timedelta(seconds=retention_seconds)
+        found = Blind(
+            destinations=destinations,
+            purged=kept if since < kept and here.may_be_purged() else None,
+        )
+        unread = unread_of(here.connection, destinations, routes)
+        current = routes(here.connection)
+        sent = here.stream(in_order(SENT, shards, state="state"), both.params)
+        aside = (here.stream(query, both.params) for query in (SET_ASIDE, DISCARDED))
+        for _, rows in groupby(merge(sent, *aside, key=itemgetter(0)), key=itemgetter(0)):
+            found.add([Entry._make(row) for row in rows], current, unread)
+    return found
+
+
+def _raise_incarnation(store: psycopg.Connection[Any]) -> None:
+    with store.transaction():
+        store.execute(SILENCE)
+        raise_incarnation(store)
 
 
 def _let_go_on(
@@ -356,6 +377,37 @@ def _let_subscribers_know(
         )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Lacking:
+    """Messages that a destination that was set back lacks, as far as its marks show."""
+
+    destination: str
+    shards: int
+    """The number of shards at the source."""
+    reached: Mapping[int, datetime | None]
+    compared: datetime | None
+    """Messages created before were not compared."""
+    retention: timedelta
+    routes: Routes
+
+    def is_behind(self, monolog: UUID) -> bool:
+        return shard_of(str(monolog), self.shards) in self.reached
+
+    def may_lack(self, monolog: UUID, sent: SentMonolog) -> bool:
+        """Return whether messages of a monolog may be lost at the destination, which has none.
+
+        Messages that had arrived within the retention before the backup would still exist.
+        """
+        backup = self.reached[shard_of(str(monolog), self.shards)]
+        if self.compared is None or (backup and backup >= self.compared):
+            return False
+        if backup and sent.changed_at < backup - self.retention:
+            return False
+        match = self.routes.match(sent.to_service, None)
+        routed = {router.service for router in self.routes.routers}
+        return sent.to_service in routed or bool(match and self.destination in match.destinations)
+
+
 def _stays_refused(name: str, why: str) -> CannotReadBack:
     return CannotReadBack(
         name,
@@ -364,12 +416,6 @@ def _stays_refused(name: str, why: str) -> CannotReadBack:
         "the oldest transaction that was open at its backup: then all messages since are sent "
         "again, and those that it still has arrive twice",
     )
-
-
-def _raise_incarnation(store: psycopg.Connection[Any]) -> None:
-    with store.transaction():
-        store.execute(SILENCE)
-        raise_incarnation(store)
 
 
 def _gap(
@@ -389,52 +435,3 @@ def _gap(
     since = None if None in oldest else min(filter(None, oldest))
     until = purged or span.since
     return (since, until) if since is None or since < until else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Lacking:
-    """What a destination that was set back lacks, as far as its marks show."""
-
-    destination: str
-    shards: int
-    """The number of shards at the source."""
-    reached: Mapping[int, datetime | None]
-    compared: datetime | None
-    """Messages created before were not compared."""
-    retention: timedelta
-    routes: Routes
-
-    def is_behind(self, monolog: UUID) -> bool:
-        return shard_of(str(monolog), self.shards) in self.reached
-
-    def may_lack(self, monolog: UUID, sent: SentMonolog) -> bool:
-        """Whether parts of a monolog may be lost of which the destination has nothing.
-
-        Messages that had arrived within the retention before the backup would still be there.
-        """
-        backup = self.reached[shard_of(str(monolog), self.shards)]
-        if self.compared is None or (backup and backup >= self.compared):
-            return False
-        if backup and sent.changed_at < backup - self.retention:
-            return False
-        match = self.routes.match(sent.to_service, None)
-        routed = {router.service for router in self.routes.routers}
-        return sent.to_service in routed or bool(match and self.destination in match.destinations)
-
-
-@contextmanager
-def _connected(what: str, dsn: Dsn) -> Iterator[psycopg.Connection[Any]]:
-    with unavailable_if_lost(what), dsn.connect(role="replay", autocommit=True) as connection:
-        check_schema(connection)
-        refuse(connection)
-        yield connection
-
-
-@contextmanager
-def _turn(connection: psycopg.Connection[Any]) -> Iterator[None]:
-    connection.execute(TAKE_TURN)
-    try:
-        yield
-    finally:
-        if not connection.closed:
-            connection.execute(END_TURN)

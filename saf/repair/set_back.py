@@ -1,15 +1,14 @@
 """Set-backs: whether a source or a destination was set back, by what each remembers of the other.
 
-The forwarder notices this chunk by chunk (see `saf.destinations.marks`). This module checks all
-lanes and shards together: for the doctor, before a forwarder stops, and for the repair.
+The forwarder notices a set-back chunk by chunk (see `saf.destinations.marks`). `set_back` checks
+all lanes and shards together: for the doctor, before a forwarder stops, and for the repair.
 
 Forwarders may run. The source is read before and after its destination, each time in one snapshot.
 The destination must have all that the source remembered before; and the source must know afterwards
 all that the destination has.
 
-The incarnation of a broker: the number of its current life, after set-backs and repairs.
-
-Every repair raises the incarnation. From then on the open ends of the broker's dialogs belong to
+The *incarnation* of a broker is the number of its current life, after set-backs and repairs. Every
+repair raises it (`raise_incarnation`). From then on the open ends of the broker's dialogs belong to
 the new incarnation, and state it in the messages that they send. An end elsewhere that remembers an
 older incarnation compares what both ends know.
 """
@@ -39,35 +38,9 @@ from saf.destinations.marks import (
 from saf.dialogs.comparing import announce
 from saf.dialogs.monologs import ReceivedMonolog
 
-# A mere counter would repeat its numbers after another set-back to the same backup
-RAISE = """
-UPDATE saf.broker SET incarnation = greatest(
-    incarnation + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
-"""
-
-
-def raise_incarnation(
-    connection: psycopg.Connection[Any],
-    since: datetime | None = None,
-    known: Iterable[ReceivedMonolog] = (),
-) -> None:
-    """Note that this broker was set back, and is repaired now.
-
-    Call it in the transaction of the repair, which keeps all others from sending in a dialog.
-
-    Args:
-        connection: to the broker.
-        since: when the newest batch was opened that a destination knows and this broker does not;
-            None if all batches are known here.
-        known: how far destinations have received its monologs.
-    """
-    connection.execute(RAISE)
-    announce(connection, since, known)
-
-
 IDENTITY = "SELECT broker_id FROM saf.broker"
 
-# Old versions of a mark may still exist; see saf.shards.newest
+# Old versions of a mark may still exist; see saf.log.shards.newest
 ACKNOWLEDGED = """
 SELECT DISTINCT ON (lane, shard) lane, shard, batch, position, opened_at
 FROM saf.acknowledged WHERE destination = %(destination)s ORDER BY lane, shard, batch DESC
@@ -77,6 +50,12 @@ SELECT DISTINCT ON (shard) subscription_id, shard, epoch, batch, opened_at,
        coalesce(set_aside_at, '{}')
 FROM saf.cursor JOIN saf.subscription s USING (subscription_id)
 WHERE s.log = 'outbox' AND s.name = 'forwarder' ORDER BY shard, batch DESC
+"""
+
+# A mere counter would repeat its numbers after another set-back to the same backup
+RAISE = """
+UPDATE saf.broker SET incarnation = greatest(
+    incarnation + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
 """
 
 
@@ -158,3 +137,22 @@ def set_back(
         since=differ.since,
         lower=differ.lower,
     )
+
+
+def raise_incarnation(
+    connection: psycopg.Connection[Any],
+    since: datetime | None = None,
+    known: Iterable[ReceivedMonolog] = (),
+) -> None:
+    """Note that this broker was set back, and is repaired now.
+
+    Call it in the transaction of the repair, which keeps all others from sending in a dialog.
+
+    Args:
+        connection: to the broker.
+        since: when the newest batch was opened that a destination knows and this broker does not;
+            None if all batches are known here.
+        known: how far destinations have received its monologs.
+    """
+    connection.execute(RAISE)
+    announce(connection, since, known)

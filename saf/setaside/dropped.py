@@ -1,16 +1,15 @@
 """Dropped: messages that a subscription took without handing them out, counted by reason.
 
-Nobody misses these messages, so they are not kept; a message that an operator must decide about
-becomes a dead letter instead. A row of saf.dropped counts the messages of a shard, in the
-transaction that drops them, and names the last one; the log has that message until it is purged. A
-counting process has the shard in hand, or is the only one with this reason, so no process waits for
-another's count.
+Nobody misses these messages, so they are not kept. A row of saf.dropped counts the messages of a
+shard, in the transaction that drops them, and names the last one; the log has that message until it
+is purged. A counting process has the shard in hand, or is the only one with this reason, so no
+process waits for another's count.
 
-Messages that have expired while they waited for a route, so that they were sent nowhere.
-
-They become dead letters immediately, whether or not a route exists by now. A message that is parked
-for a destination may already be stored there, with the answer lost. So the destination is asked
-about it first, when its lane is released (`saf.engine.releasing`).
+A message that an operator must decide about is not dropped, and becomes a dead letter instead.
+`bury_unrouted` does this for messages that have expired while they waited for a route, so that they
+were sent nowhere. They become dead letters immediately, whether or not a route exists by now. A
+message that is parked for a destination may already be stored there, with the answer lost. So the
+destination is asked about it first, when its lane is released (`saf.engine.releasing`).
 """
 
 from __future__ import annotations
@@ -28,46 +27,6 @@ from psycopg.rows import class_row
 from saf.columns import COLUMNS
 from saf.log.cursor import Batch
 from saf.setaside.lane import Kind
-
-EXPIRED = "expires_at has passed"
-"""The error of such a dead letter."""
-
-AT_ONCE = 10_000
-"""Messages that become dead letters in one transaction."""
-
-# Expired by the time at which the batch was opened, as for the batch's own messages. Messages that
-# the batch itself has parked stay until its position has passed them, and so do messages that an
-# operator is deciding about.
-BURY = f"""
-WITH gone AS (
-    DELETE FROM saf.parked WHERE parked_id IN (
-        SELECT parked_id FROM saf.parked
-        WHERE subscription_id = %(subscription_id)s AND kind = '{Kind.ROUTE}'
-          AND expires_at <= %(opened_at)s AND shard = ANY (%(shards)s)
-          AND (id <= %(position)s OR opened_at IS DISTINCT FROM %(opened_at)s)
-        ORDER BY expires_at LIMIT {AT_ONCE} FOR UPDATE SKIP LOCKED)
-    RETURNING *
-)
-INSERT INTO saf.dead_letter
-    (subscription_id, destination, shard, id, reason, error, {", ".join(COLUMNS)})
-SELECT subscription_id, destination, shard, id, 'expired', %(error)s, {", ".join(COLUMNS)}
-FROM gone ORDER BY parked_id
-"""
-
-
-def bury_unrouted(connection: psycopg.Connection[Any], batch: Batch) -> int:
-    """Make dead letters of messages in a batch's shards that expired without a route; count them.
-
-    If the result is `AT_ONCE`, there may be more. Call it in a transaction.
-    """
-    params = {
-        "subscription_id": batch.subscription_id,
-        "opened_at": batch.opened_at,
-        "shards": batch.shards,
-        "position": batch.position,
-        "error": EXPIRED,
-    }
-    return connection.execute(BURY, params).rowcount
 
 
 class Reason(StrEnum):
@@ -99,7 +58,6 @@ ON CONFLICT (subscription_id, shard, reason) DO UPDATE SET
     last_at = now()
 """
 
-
 COUNT = f"""
 INSERT INTO saf.dropped AS d (subscription_id, shard, reason, messages, last_message_id)
 SELECT %(subscription_id)s, shard, reason, messages, message_id
@@ -119,6 +77,31 @@ SELECT s.name AS subscription, reason, sum(messages)::bigint AS messages, max(la
        (array_agg(last_message_id ORDER BY last_at DESC))[1] AS last_message_id
 FROM saf.dropped JOIN saf.subscription s USING (subscription_id)
 GROUP BY 1, 2 ORDER BY 1, 2
+"""
+
+EXPIRED = "expires_at has passed"
+"""The error of a dead letter that has expired."""
+
+AT_ONCE = 10_000
+"""Messages that become dead letters in one transaction."""
+
+# Expired by the time at which the batch was opened, as for the batch's own messages. Messages that
+# the batch itself has parked stay until its position has passed them, and so do messages that an
+# operator is deciding about.
+BURY = f"""
+WITH gone AS (
+    DELETE FROM saf.parked WHERE parked_id IN (
+        SELECT parked_id FROM saf.parked
+        WHERE subscription_id = %(subscription_id)s AND kind = '{Kind.ROUTE}'
+          AND expires_at <= %(opened_at)s AND shard = ANY (%(shards)s)
+          AND (id <= %(position)s OR opened_at IS DISTINCT FROM %(opened_at)s)
+        ORDER BY expires_at LIMIT {AT_ONCE} FOR UPDATE SKIP LOCKED)
+    RETURNING *
+)
+INSERT INTO saf.dead_letter
+    (subscription_id, destination, shard, id, reason, error, {", ".join(COLUMNS)})
+SELECT subscription_id, destination, shard, id, 'expired', %(error)s, {", ".join(COLUMNS)}
+FROM gone ORDER BY parked_id
 """
 
 
@@ -174,3 +157,18 @@ def dropped(connection: psycopg.Connection[Any]) -> list[Dropped]:
     """Return each subscription's dropped messages, by reason."""
     with psycopg.Cursor(connection, row_factory=class_row(Dropped)) as cursor:
         return cursor.execute(LIST).fetchall()
+
+
+def bury_unrouted(connection: psycopg.Connection[Any], batch: Batch) -> int:
+    """Make dead letters of messages in a batch's shards that expired without a route; count them.
+
+    If the result is `AT_ONCE`, there may be more. Call it in a transaction.
+    """
+    params = {
+        "subscription_id": batch.subscription_id,
+        "opened_at": batch.opened_at,
+        "shards": batch.shards,
+        "position": batch.position,
+        "error": EXPIRED,
+    }
+    return connection.execute(BURY, params).rowcount

@@ -1,10 +1,11 @@
 """Waiting: a broker's waiting lanes and the reasons, for operators; and retrying them now.
 
-Due: the number of lanes that a retry would try now, and the number that would keep waiting.
+`parked` lists the lanes, page by page. `due` tells how many lanes a retry would try now, and how
+many would keep waiting. `retry_now` makes the next attempts due.
 
 Some lanes wait for events that an operator's "now" cannot hasten: the time of each message, an
 earlier message of the dialog, a receiver that handles the type, or an operator's decision about a
-dead letter of the same key. `saf.setaside.waiting.retry_now` leaves them as they are.
+dead letter of the same key. `retry_now` leaves them as they are.
 """
 
 from __future__ import annotations
@@ -65,17 +66,41 @@ class _Parked(Parked):
     place: str
 
 
-# The lanes that block most come first; messages are counted only for the lanes that are shown.
-# Messages that are ahead of others have no time, so their lane has no backoff; neither has a lane
-# that an operator has taken messages from. The index alone lists all lanes. A page begins after a
-# place, so that lanes that come or go before it move no others; a lane that is tried in the
-# meantime changes its place.
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """Which lanes to choose; None means any."""
+
+    subscription: str | None = None
+    destination: str | None = None
+    lane: str | None = None
+    """The kind of the lanes; see `saf.setaside.lane.Kind`."""
+    subject: str | None = None
+
+
+ANY = Lanes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Due:
+    """Numbers of lanes of a broker that a retry would affect."""
+
+    tried: int
+    others: int
+    """Lanes that match, but would keep waiting."""
+
+
+# The lanes that block most come first. A page begins after a place, so that lanes that come or go
+# before it move no others; a lane that is tried in the meantime changes its place.
 PLACE = f"log = 'inbox', subscription, kind = ANY (%(of_service)s), -attempts, {THE_LANE}"
 PLACE_TYPES = ("bool", "text", "bool", "int", "text", "text", "text", "uuid")
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 LessAttempts = Annotated[int, Field(ge=-(1 << 31), le=0)]
 PLACES = TypeAdapter(tuple[bool, Text, bool, LessAttempts, Text, Text, Text, UUID])
 """Places that a database accepts."""
+
+# Messages are counted only for the lanes that are shown. Messages that are ahead of others have no
+# time, so their lane has no backoff; neither has a lane that an operator has taken messages from.
+# The index alone lists all lanes.
 PARKED = f"""
 SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attempt_at, due, error,
        since, needs_operator, awaits_handler, message_type, lanes, to_jsonb(ARRAY[
@@ -137,19 +162,8 @@ UPDATE saf.backoff b SET next_attempt_at = now() FROM chosen p WHERE {SAME_LANE}
 """
 COUNT_UNDECIDED = f"SELECT count(*) FROM saf.backoff WHERE {UNDECIDED} {OF_LANES}"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Lanes:
-    """Which lanes to choose; None means any."""
-
-    subscription: str | None = None
-    destination: str | None = None
-    lane: str | None = None
-    """The kind of the lanes; see `saf.setaside.lane.Kind`."""
-    subject: str | None = None
-
-
-ANY = Lanes()
+# Lanes of messages that wait for an earlier message of a dialog have no row here
+COUNT = f"SELECT count(*) FROM saf.backoff WHERE {TRIED}"
 
 
 def parked(
@@ -203,6 +217,13 @@ def place_at(place: str | None) -> Place | None:
         raise foreign(place, "lanes") from None
 
 
+def due(connection: psycopg.Connection[Any], lanes: Lanes = ANY) -> Due:
+    """Return how many of the lanes would be tried now. Reads only."""
+    ((tried,),) = fetch(connection, COUNT, asdict(lanes))
+    every = parked(connection, 1, lanes=lanes, most=1).lanes
+    return Due(tried=tried, others=max(0, every - tried))
+
+
 def retry_now(
     connection: psycopg.Connection[Any],
     destination: str | None = None,
@@ -214,7 +235,7 @@ def retry_now(
     """Make the next attempts of lanes due now; return the number of lanes.
 
     Keys that wait for an operator to decide about a dead letter keep waiting; see `undecided`. With
-    a reason, or a person, the action is written to the audit.
+    ``why`` or ``person``, the action is written to the audit.
     """
     chosen = replace(lanes, destination=destination) if destination else lanes
     with connection.transaction():
@@ -228,23 +249,3 @@ def undecided(connection: psycopg.Connection[Any], lanes: Lanes = ANY) -> int:
     """Return how many keys wait until an operator retries or discards their dead letter."""
     ((count,),) = fetch(connection, COUNT_UNDECIDED, asdict(lanes))
     return int(count)
-
-
-# Lanes of messages that wait for an earlier message of a dialog have no row here
-COUNT = f"SELECT count(*) FROM saf.backoff WHERE {TRIED}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Due:
-    """Numbers of lanes of a broker that a retry would affect."""
-
-    tried: int
-    others: int
-    """Lanes that match, but would keep waiting."""
-
-
-def due(connection: psycopg.Connection[Any], lanes: Lanes = ANY) -> Due:
-    """Return how many of the lanes would be tried now. Reads only."""
-    ((tried,),) = fetch(connection, COUNT, asdict(lanes))
-    every = parked(connection, 1, lanes=lanes, most=1).lanes
-    return Due(tried=tried, others=max(0, every - tried))

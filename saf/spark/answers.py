@@ -1,11 +1,12 @@
 """Answers: results of the routers' expressions, for the task that delivers the messages.
 
-Reasons: the error that an expression raises for a message, evaluated again by the driver.
-
 Inside a task, an expression that raises gives NULL, and Spark keeps no reason. So a task returns
-the first few messages with this result. The driver evaluates the expression for each of them
-alone, without a Spark job, and writes the error into the dead letter that the task has created. If
-a run is killed before that, the dead letter's error lacks the reason.
+the first few messages with this result (`Answers.raised`). For each of them, the driver evaluates
+the expression alone, without a Spark job (`reason`), and writes the error into the dead letter that
+the task has created (`explain`). If a run is killed before that, or the source does not answer, the
+dead letter's error lacks the reason.
+
+If answers are missing, `Answers.to` raises `Unavailable`: no message is routed without its answer.
 """
 
 from __future__ import annotations
@@ -64,68 +65,6 @@ class Raised:
     """SQL text that returns the expression's answer; see `saf.spark.expressions.Compiled`."""
     message: Mapping[str, Any]
     """The message, with the columns that expressions see, ``shard``, and ``id``, its outbox id."""
-
-
-def answer(spark: SparkSession, text: str, message: Mapping[str, Any]) -> str | None:
-    """Return an expression's answer for a message.
-
-    Raise the expression's own error, as a PySparkException or a Py4JError.
-    """
-    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
-
-    row = spark.sql("SELECT 1").select(
-        *(F.lit(_plain(name, message[name])).cast(kind).alias(name) for name, kind in KINDS)
-    )
-    frame: Any = with_derived(row).select(F.expr(text))._jdf
-    # one row of constants: the optimized plan contains only the expression itself
-    value = frame.queryExecution().optimizedPlan().expressions().apply(0).eval(None)
-    return None if value is None else str(value.toString())
-
-
-def reason(spark: SparkSession, raised: Raised) -> str | None:
-    """Return the error that the expression raises for the message, as one line; None without."""
-    from py4j.protocol import Py4JError, Py4JNetworkError
-    from pyspark.errors import PySparkException
-
-    try:
-        answer(spark, raised.text, raised.message)
-    except Py4JNetworkError:
-        raise  # Spark has ended
-    except (PySparkException, Py4JError) as error:
-        return first_line(error)[:LONGEST]
-    return None
-
-
-def explain(spark: SparkSession, item: Work, raised: Iterable[Raised]) -> None:
-    """Write the expressions' errors into the dead letters of one item of work."""
-    found = [
-        (problem.message, why) for problem in raised if (why := reason(spark, problem)) is not None
-    ]
-    if not found:
-        return
-    try:
-        with item.dsn.connect(role="forward", autocommit=True) as source:
-            for message, why in found:
-                values = {
-                    "error": f"router {message['to_service']!r}: {RAISED}: {why}",
-                    "subscription_id": item.batch.subscription_id,
-                    "shard": message["shard"],
-                    "id": message["id"],
-                }
-                source.execute(EXPLAIN, values)
-    except (psycopg.Error, SafError) as error:
-        # the dead letters exist, and already state that the expression raised
-        log.warning("reasons_lost", broker=item.broker, error=item.dsn.redact(str(error)))
-
-
-def _plain(name: str, value: Any) -> Any:
-    if name in UUIDS and isinstance(value, bytes):
-        return str(UUID(bytes=value))
-    if isinstance(value, UUID):
-        return str(value)
-    if isinstance(value, datetime) and value.tzinfo is None:
-        return value.replace(tzinfo=UTC)
-    return value
 
 
 class Answers:
@@ -199,3 +138,65 @@ def _answer(text: bytes) -> Resolved | str:
     except ValueError:
         return f"it names the broker {value['broker']!r}, which is not a UUID"
     return Resolved(service=value["service"], broker=broker, key=value.get("key"))
+
+
+def explain(spark: SparkSession, item: Work, raised: Iterable[Raised]) -> None:
+    """Write the expressions' errors into the dead letters of one item of work."""
+    found = [
+        (problem.message, why) for problem in raised if (why := reason(spark, problem)) is not None
+    ]
+    if not found:
+        return
+    try:
+        with item.dsn.connect(role="forward", autocommit=True) as source:
+            for message, why in found:
+                values = {
+                    "error": f"router {message['to_service']!r}: {RAISED}: {why}",
+                    "subscription_id": item.batch.subscription_id,
+                    "shard": message["shard"],
+                    "id": message["id"],
+                }
+                source.execute(EXPLAIN, values)
+    except (psycopg.Error, SafError) as error:
+        # the dead letters exist, and already state that the expression raised
+        log.warning("reasons_lost", broker=item.broker, error=item.dsn.redact(str(error)))
+
+
+def reason(spark: SparkSession, raised: Raised) -> str | None:
+    """Return the error that the expression raises for the message, as one line; None without."""
+    from py4j.protocol import Py4JError, Py4JNetworkError
+    from pyspark.errors import PySparkException
+
+    try:
+        answer(spark, raised.text, raised.message)
+    except Py4JNetworkError:
+        raise  # Spark has ended
+    except (PySparkException, Py4JError) as error:
+        return first_line(error)[:LONGEST]
+    return None
+
+
+def answer(spark: SparkSession, text: str, message: Mapping[str, Any]) -> str | None:
+    """Return an expression's answer for a message.
+
+    Raise the expression's own error, as a PySparkException or a Py4JError.
+    """
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+
+    row = spark.sql("SELECT 1").select(
+        *(F.lit(_plain(name, message[name])).cast(kind).alias(name) for name, kind in KINDS)
+    )
+    frame: Any = with_derived(row).select(F.expr(text))._jdf
+    # one row of constants: the optimized plan contains only the expression itself
+    value = frame.queryExecution().optimizedPlan().expressions().apply(0).eval(None)
+    return None if value is None else str(value.toString())
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name in UUIDS and isinstance(value, bytes):
+        return str(UUID(bytes=value))
+    if isinstance(value, UUID):
+        return str(value)
+    if isinstance(value, datetime) and value.tzinfo is None:
+        return value.replace(tzinfo=UTC)
+    return value

@@ -12,29 +12,29 @@ about parked messages come first (`saf.engine.in_step`).
 An expression sees the columns of a message (`saf.columns`); ``text``, the body as text; and
 ``json``, the body as a VARIANT, or NULL if the body is not valid JSON. The values are those of the
 message as sent, even if another router came first. The expression returns the name of a service, or
-a struct with the field service, and optionally broker and key. `saf.spark.expressions` defines which
-expressions are allowed. A forbidden expression, or one that Spark does not understand, is a problem
-of its router, and the router's messages wait.
+a struct with the field service, and optionally broker and key. A forbidden expression, or one that
+Spark does not understand, is a problem of its router, and the router's messages wait.
 
-If an expression raised for one message, Spark would fail the task for all. So Spark evaluates a
-safe form of the expression: it returns NULL where the expression raises, and an empty text where
-the expression returns nothing. Spark keeps no reason for the NULL; `saf.spark.answers` finds it.
+*Failures.* If an expression raised for one message, Spark would fail the task for all. So Spark
+evaluates a safe form of the expression: it returns NULL where the expression raises, and an empty
+text where the expression returns nothing. Spark keeps no reason for the NULL; `saf.spark.answers`
+finds it.
 
-Row-wise: which router expressions Spark may evaluate, and why it must not evaluate others.
-
-An expression comes from saf.toml, or from a source's saf.router, which users other than the
-forwarder's owner may write. Spark evaluates it in the forwarder's processes, and again whenever a
-batch is read again. So it may use the columns of one message, and nothing else:
+*Forbidden expressions.* An expression comes from saf.toml, or from a source's saf.router, which
+users other than the forwarder's owner may write. Spark evaluates it in the forwarder's processes,
+and again whenever a batch is read again. So it may use the columns of one message, and nothing
+else:
 
 - no other messages (aggregates, windows, queries), and no extra rows (generators);
 - nothing that changes between evaluations (the clock, random numbers, the number of a task);
 - nothing outside the row (Java by reflection, files, the user, the session), and no functions that
   users added to Spark: such a classifier is a function in Python or Arrow.
 
-Allowed expressions are listed by the names of Spark's functions and the classes of its parsed
-syntax. So additions of another Spark version are rejected until a developer has examined them. An
-expression is rejected before Spark looks up a function or loads a class for it. An allowed
-expression is checked again after Spark's analysis, because names can be given another meaning.
+Allowed expressions are listed by the names of Spark's functions (`FUNCTIONS`) and the classes of
+its parsed syntax (`SYNTAX`). So additions of another Spark version are rejected until a developer
+has examined them. An expression is rejected before Spark looks up a function or loads a class for
+it (`refusal`). An allowed expression is checked again after Spark's analysis, because names can be
+given another meaning (`refusal_of_analyzed`).
 
 One case cannot be detected from an expression: a text in a message may be a time of day without a
 date. Cast to a timestamp, it becomes a time of the current day.
@@ -131,70 +131,10 @@ TYPES = {"DATE", "TIME", "TIMESTAMP", "TIMESTAMP_NTZ", "TIMESTAMP_LTZ"}
 OF_NOW = re.compile(r"\s*(now|today|tomorrow|yesterday|T?\d{1,2}:)", re.IGNORECASE)
 """Texts for a moment that depends on the current time."""
 
-
-def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> str | None:
-    """Return why the syntax of an expression forbids its evaluation; None if it is allowed.
-
-    Raise PySparkException if the text is not an expression at all.
-    """
-    if len(expression) > LONGEST:
-        return f"it has {len(expression):,} characters, and {LONGEST:,} are looked at"
-    session: Any = spark._jsparkSession
-    for node in nodes(session.sessionState().sqlParser().parseExpression(expression)):
-        kind = kind_of(node)
-        if kind == "UnresolvedFunction":
-            name = ".".join(items(node.nameParts()))
-            if name.lower() not in FUNCTIONS:
-                return f"it calls {name}, which is not a function of one row alone"
-        elif kind == "UnresolvedAttribute":
-            name = next(items(node.nameParts()))
-            if name.lower() not in columns:
-                return f"it uses {name}, which is not a column of a message"
-        elif kind not in SYNTAX:
-            return f"it has a {kind.rstrip('$')}, which does not look at one row alone"
-    if (literal := _of_now(spark, expression)) is not None:
-        return f"it uses {literal}, which is another time at each reading"
-    return None
-
-
-def refusal_of_analyzed(plan: Any, before: Any) -> str | None:
-    """Return why Spark's analysis of an expression forbids its evaluation; None if it is allowed.
-
-    ``plan`` selects only the expression from the plan ``before``.
-    """
-    if kind_of(plan) != "Project" or not plan.child().sameResult(before):
-        return "it looks at other rows, or makes several of one"
-    for node in nodes(plan.projectList().apply(0)):
-        kind = kind_of(node)
-        own = node.getClass().getName().startswith(f"{CATALYST}expressions.")
-        if not own or FOREIGN.search(kind):
-            return f"Spark plans a {kind} for it, which is not Spark's own or reads other data"
-        if not node.deterministic():
-            return f"Spark plans a {kind} for it, which differs each time"
-        if kind in ("Cast", "ParseToDate", "ParseToTimestamp", "ParseToTime"):
-            for child in items(node.children()):
-                if kind_of(child) == "Literal" and OF_NOW.match(text := str(child.toString())):
-                    return f"it uses {text!r}, which is another time at each reading"
-    return None
-
-
-def _of_now(spark: SparkSession, expression: str) -> str | None:
-    """Return a literal such as DATE 'today', which the parser turns into the current day."""
-    jvm: Any = spark._jvm
-    parser = getattr(jvm, f"{CATALYST}parser")
-    stream = parser.UpperCaseCharStream(jvm.org.antlr.v4.runtime.CharStreams.fromString(expression))
-    tokens = parser.SqlBaseLexer(stream).getAllTokens()
-    texts = [str(token.getText()) for token in tokens if token.getChannel() == 0]
-    for kind, literal in pairwise(texts):
-        if kind.upper() in TYPES and OF_NOW.match(literal.lstrip("rR").strip("'\"")):
-            return f"{kind} {literal}"
-    return None
-
-
 DERIVED = {"text": "CAST(body AS STRING)", "json": "try_parse_json(CAST(body AS STRING))"}
+FIELDS = ("service", "broker", "key")
 OF_NONE = -1
 """Number for routers without an expression."""
-FIELDS = ("service", "broker", "key")
 QUOTED = 500
 """Maximum length, in characters, of an expression quoted in an error."""
 REFUSED = "{expression} is refused: {why}. Say another one by `saf router add`, or disable it"
@@ -241,6 +181,122 @@ def compiled_of(
     problems = {e: one for e, one in found.items() if isinstance(one, str)}
     numbered = {e: replace(one, number=n) for n, (e, one) in enumerate(usable.items())}
     return [with_problems(routes, problems) for routes in all_routes], numbered
+
+
+@lru_cache(maxsize=1024)
+def _compiled(spark: SparkSession, expression: str) -> Compiled | str:
+    """Compile an expression; return the reason if that fails."""
+    from py4j.protocol import Py4JError, Py4JNetworkError
+    from pyspark.errors import PySparkException
+
+    try:
+        return _understood(spark, expression)
+    except Py4JNetworkError:
+        raise  # Spark has ended
+    except (PySparkException, Py4JError) as error:
+        return f"Spark does not understand {quoted(expression)}: {first_line(error)}"
+
+
+def _understood(spark: SparkSession, expression: str) -> Compiled | str:
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+    from pyspark.sql.types import StringType, StructType
+
+    if why := refusal(spark, expression, {*EXPRESSED, *DERIVED}):
+        return REFUSED.format(expression=quoted(expression), why=why)
+    schema = ", ".join(f"{name} {kind}" for name, kind in EXPRESSED.items())
+    rows = with_derived(spark.createDataFrame([], schema))
+    answers = rows.select(F.expr(expression).alias("answer"))
+    if why := refusal_of_analyzed(_analyzed(answers), _analyzed(rows)):
+        return REFUSED.format(expression=quoted(expression), why=why)
+    kind = answers.schema["answer"].dataType
+    if isinstance(kind, StructType) and not {"service"} <= set(kind.names) <= set(FIELDS):
+        return f"a struct has the fields {', '.join(FIELDS)}, and not {', '.join(kind.names)}"
+    text = f"(\n{expression}\n)"  # it may end with a comment
+    if isinstance(kind, StructType):
+        text = f"to_json{text}"
+    elif not isinstance(kind, StringType):
+        text = f"CAST({text} AS STRING)"
+    safe = f"try_to_binary(coalesce({text}, ''), 'utf-8')"
+    rows.select(F.expr(safe))
+    words = set(re.findall(r"\w+", expression.lower()))
+    columns = set(EXPRESSED) if "*" in expression else words & set(EXPRESSED)
+    if words & set(DERIVED):
+        columns.add("body")
+    return Compiled(
+        text=text,
+        safe=safe,
+        structured=isinstance(kind, StructType),
+        columns=frozenset(columns),
+    )
+
+
+def quoted(expression: str) -> str:
+    """Return an expression, shortened if necessary, for an error."""
+    return f"{expression!r:.{QUOTED}}"
+
+
+def _analyzed(rows: DataFrame) -> Any:
+    jvm: Any = rows._jdf
+    return jvm.queryExecution().analyzed()
+
+
+def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> str | None:
+    """Return why the syntax of an expression forbids its evaluation; None if it is allowed.
+
+    Raise PySparkException if the text is not an expression at all.
+    """
+    if len(expression) > LONGEST:
+        return f"it has {len(expression):,} characters, and {LONGEST:,} are looked at"
+    session: Any = spark._jsparkSession
+    for node in nodes(session.sessionState().sqlParser().parseExpression(expression)):
+        kind = kind_of(node)
+        if kind == "UnresolvedFunction":
+            name = ".".join(items(node.nameParts()))
+            if name.lower() not in FUNCTIONS:
+                return f"it calls {name}, which is not a function of one row alone"
+        elif kind == "UnresolvedAttribute":
+            name = next(items(node.nameParts()))
+            if name.lower() not in columns:
+                return f"it uses {name}, which is not a column of a message"
+        elif kind not in SYNTAX:
+            return f"it has a {kind.rstrip('$')}, which does not look at one row alone"
+    if (literal := _of_now(spark, expression)) is not None:
+        return f"it uses {literal}, which is another time at each reading"
+    return None
+
+
+def _of_now(spark: SparkSession, expression: str) -> str | None:
+    """Return a literal such as DATE 'today', which the parser turns into the current day."""
+    jvm: Any = spark._jvm
+    parser = getattr(jvm, f"{CATALYST}parser")
+    stream = parser.UpperCaseCharStream(jvm.org.antlr.v4.runtime.CharStreams.fromString(expression))
+    tokens = parser.SqlBaseLexer(stream).getAllTokens()
+    texts = [str(token.getText()) for token in tokens if token.getChannel() == 0]
+    for kind, literal in pairwise(texts):
+        if kind.upper() in TYPES and OF_NOW.match(literal.lstrip("rR").strip("'\"")):
+            return f"{kind} {literal}"
+    return None
+
+
+def refusal_of_analyzed(plan: Any, before: Any) -> str | None:
+    """Return why Spark's analysis of an expression forbids its evaluation; None if it is allowed.
+
+    ``plan`` selects only the expression from the plan ``before``.
+    """
+    if kind_of(plan) != "Project" or not plan.child().sameResult(before):
+        return "it looks at other rows, or makes several of one"
+    for node in nodes(plan.projectList().apply(0)):
+        kind = kind_of(node)
+        own = node.getClass().getName().startswith(f"{CATALYST}expressions.")
+        if not own or FOREIGN.search(kind):
+            return f"Spark plans a {kind} for it, which is not Spark's own or reads other data"
+        if not node.deterministic():
+            return f"Spark plans a {kind} for it, which differs each time"
+        if kind in ("Cast", "ParseToDate", "ParseToTimestamp", "ParseToTime"):
+            for child in items(node.children()):
+                if kind_of(child) == "Literal" and OF_NOW.match(text := str(child.toString())):
+                    return f"it uses {text!r}, which is another time at each reading"
+    return None
 
 
 def answers_of(
@@ -319,10 +375,11 @@ def _parked(item: Work, columns: Sequence[str | sql.Composable]) -> Iterator[str
         yield parking.in_lanes(item.batch, "", lanes, [sql.SQL("-parked_id AS id"), *columns])
 
 
-def without_sql(item: Work, problem: str) -> Work:
-    """Return the item with this problem set on all of its routers in SQL."""
-    problems = {router.expression: problem for router in item.routes.in_sql}
-    return replace(item, routes=with_problems(item.routes, problems))
+def with_derived(rows: DataFrame) -> DataFrame:
+    """Add the columns that expressions see besides those of a message."""
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+
+    return rows.withColumns({name: F.expr(text) for name, text in DERIVED.items()})
 
 
 def with_problems(routes: Routes, problems: Mapping[str, str]) -> Routes:
@@ -338,65 +395,7 @@ def with_problems(routes: Routes, problems: Mapping[str, str]) -> Routes:
     return replace(routes, routers=routers)
 
 
-def with_derived(rows: DataFrame) -> DataFrame:
-    """Add the columns that expressions see besides those of a message."""
-    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
-
-    return rows.withColumns({name: F.expr(text) for name, text in DERIVED.items()})
-
-
-@lru_cache(maxsize=1024)
-def _compiled(spark: SparkSession, expression: str) -> Compiled | str:
-    """Compile an expression; return the reason if that fails."""
-    from py4j.protocol import Py4JError, Py4JNetworkError
-    from pyspark.errors import PySparkException
-
-    try:
-        return _understood(spark, expression)
-    except Py4JNetworkError:
-        raise  # Spark has ended
-    except (PySparkException, Py4JError) as error:
-        return f"Spark does not understand {quoted(expression)}: {first_line(error)}"
-
-
-def quoted(expression: str) -> str:
-    """Return an expression, shortened if necessary, for an error."""
-    return f"{expression!r:.{QUOTED}}"
-
-
-def _understood(spark: SparkSession, expression: str) -> Compiled | str:
-    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
-    from pyspark.sql.types import StringType, StructType
-
-    if why := refusal(spark, expression, {*EXPRESSED, *DERIVED}):
-        return REFUSED.format(expression=quoted(expression), why=why)
-    schema = ", ".join(f"{name} {kind}" for name, kind in EXPRESSED.items())
-    rows = with_derived(spark.createDataFrame([], schema))
-    answers = rows.select(F.expr(expression).alias("answer"))
-    if why := refusal_of_analyzed(_analyzed(answers), _analyzed(rows)):
-        return REFUSED.format(expression=quoted(expression), why=why)
-    kind = answers.schema["answer"].dataType
-    if isinstance(kind, StructType) and not {"service"} <= set(kind.names) <= set(FIELDS):
-        return f"a struct has the fields {', '.join(FIELDS)}, and not {', '.join(kind.names)}"
-    text = f"(\n{expression}\n)"  # it may end with a comment
-    if isinstance(kind, StructType):
-        text = f"to_json{text}"
-    elif not isinstance(kind, StringType):
-        text = f"CAST({text} AS STRING)"
-    safe = f"try_to_binary(coalesce({text}, ''), 'utf-8')"
-    rows.select(F.expr(safe))
-    words = set(re.findall(r"\w+", expression.lower()))
-    columns = set(EXPRESSED) if "*" in expression else words & set(EXPRESSED)
-    if words & set(DERIVED):
-        columns.add("body")
-    return Compiled(
-        text=text,
-        safe=safe,
-        structured=isinstance(kind, StructType),
-        columns=frozenset(columns),
-    )
-
-
-def _analyzed(rows: DataFrame) -> Any:
-    jvm: Any = rows._jdf
-    return jvm.queryExecution().analyzed()
+def without_sql(item: Work, problem: str) -> Work:
+    """Return the item with this problem set on all of its routers in SQL."""
+    problems = {router.expression: problem for router in item.routes.in_sql}
+    return replace(item, routes=with_problems(item.routes, problems))

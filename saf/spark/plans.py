@@ -1,10 +1,14 @@
-"""Plans: what Spark's plan of a DataFrame reveals about the function that built it.
+"""DataFrames of messages: how Spark reads the messages, and what its plans reveal of the results.
 
-Reading: messages as a DataFrame, for Spark to evaluate in step with the delivery.
+`messages_of` gives Spark messages to evaluate in step with the delivery. One task of a job reads
+them when they are needed: by COPY into Arrow, and from there into Spark. The item of work, with the
+password of its source, is in this task's function. A job is about one item, so no other task gets
+it; and Spark shows nothing of a function but its name.
 
-One task of a job reads the messages when they are needed: by COPY into Arrow, and from there into
-Spark. The item of work, with the password of its source, is in this task's function. A job is about
-one item, so no other task gets it; and Spark shows nothing of a function but its name.
+Spark's plan of a DataFrame shows what the function that built it does: which columns it reads
+(`columns_read`), whether it keeps the order of the messages (`keeps_order`), and whether its result
+changes with each evaluation (`changing`). None of these evaluates the DataFrame. If a plan hides
+what it was built from, `columns_read` returns None, and `keeps_order` returns False.
 """
 
 from __future__ import annotations
@@ -27,6 +31,12 @@ if TYPE_CHECKING:
 
 READER = "MapInArrow"
 """Step of Spark's plan that reads messages."""
+IN_ORDER = {READER, "Range", "Project", "Filter", "Generate", "ArrowEvalPython", "BatchEvalPython"}
+"""Steps that work row by row."""
+HIDING = {"InMemoryRelation", "LogicalRDD"}
+"""Steps that hide what they were built from."""
+
+CLOCK = re.compile(r"^(Current(Date|Time|Timestamp)|Now|LocalTimestamp)(Like)?$")
 
 
 def messages_of(
@@ -70,13 +80,6 @@ def _as_text(name: str, max_bytes: int, kept: str) -> str | sql.Composable:
     if EXPRESSED[name] == "string":
         return sql.SQL("{0}::text AS {0}").format(sql.Identifier(name))
     return name
-
-
-CLOCK = re.compile(r"^(Current(Date|Time|Timestamp)|Now|LocalTimestamp)(Like)?$")
-IN_ORDER = {READER, "Range", "Project", "Filter", "Generate", "ArrowEvalPython", "BatchEvalPython"}
-"""Steps that work row by row."""
-HIDING = {"InMemoryRelation", "LogicalRDD"}
-"""Steps that hide what they were built from."""
 
 
 def columns_read(frame: DataFrame) -> frozenset[str] | None:
@@ -132,11 +135,11 @@ def items(of_scala: Any) -> Iterator[Any]:
     return (of_scala.apply(place) for place in range(of_scala.size()))
 
 
-def _of(frame: DataFrame) -> Any:
-    jvm: Any = frame._jdf
-    return jvm.queryExecution()
-
-
 def kind_of(node: Any) -> str:
     """Return the class of a part of a plan or an expression, without its package."""
     return str(node.getClass().getName()).rpartition(".")[2]
+
+
+def _of(frame: DataFrame) -> Any:
+    jvm: Any = frame._jdf
+    return jvm.queryExecution()

@@ -1,9 +1,8 @@
-"""A forwarder's input for a destination, without a source database: for the conformance suite.
+"""A forwarder without a source database: chunks for a destination, for the conformance suite.
 
-A process that stores chunks at a destination, and may be killed on the way.
-
-It reads settings and chunks from stdin, and writes a line for each stored chunk. `start` starts the
-process, for `saf.testing.conformance`.
+`Forwarder` makes the chunks. `start` starts a process that stores them at a destination, and that
+may be killed on the way. The process reads settings and chunks from stdin. It writes a line when it
+begins, which `saf.testing.conformance` awaits, and a line for each stored chunk.
 """
 
 from __future__ import annotations
@@ -34,47 +33,10 @@ if TYPE_CHECKING:
 PROGRAM = "from saf.testing.forwarder import main; main()"
 READY, STORED = "ready", "stored"
 
-
-def start(
-    settings: DestinationSettings, chunks: Sequence[Chunk], *, fail_point: str = ""
-) -> subprocess.Popen[bytes]:
-    """Start the process in its own process group; it kills itself at ``fail_point``."""
-    process = subprocess.Popen(  # noqa: S603 - our own program
-        [sys.executable, "-c", PROGRAM],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={
-            **os.environ,
-            "SAF_FAILPOINT": fail_point,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        },
-        start_new_session=True,
-    )
-    assert process.stdin is not None  # noqa: S101 - a pipe
-    with process.stdin as given:
-        pickle.dump((settings, list(chunks)), given)
-    return process
-
-
-def main() -> None:
-    """Store all chunks."""
-    settings, chunks = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own bytes  # nosec B301
-    _say(READY, sys.stdout)
-    with closing(settings.open("conformance")) as destination:
-        for number, chunk in enumerate(chunks):
-            destination.store(chunk, exactly_once=settings.capabilities.exactly_once)
-            _say([STORED, number], sys.stdout)
-
-
-def _say(report: object, out: IO[str]) -> None:
-    out.write(json.dumps(report) + "\n")
-    out.flush()
-
-
 SERVICE = "billing"
-OPENED_AT = datetime(2026, 1, 31, 12, tzinfo=UTC)
 SHARDS = 4
 CREATED_AT = datetime(2026, 1, 31, 11, 59, 59, 1, tzinfo=UTC)
+OPENED_AT = datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 Row = dict[str, Any]
 
@@ -182,3 +144,39 @@ class Forwarder:
         """Remember the marks that the destination has acknowledged."""
         self.known |= stored.marks
         return stored
+
+
+def start(
+    settings: DestinationSettings, chunks: Sequence[Chunk], *, fail_point: str = ""
+) -> subprocess.Popen[bytes]:
+    """Start the process in its own process group; it kills itself at ``fail_point``."""
+    process = subprocess.Popen(  # noqa: S603 - our own program
+        [sys.executable, "-c", PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={
+            **os.environ,
+            "SAF_FAILPOINT": fail_point,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
+        start_new_session=True,
+    )
+    assert process.stdin is not None  # noqa: S101 - a pipe
+    with process.stdin as given:
+        pickle.dump((settings, list(chunks)), given)
+    return process
+
+
+def main() -> None:
+    """Store all chunks."""
+    settings, chunks = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own bytes  # nosec B301
+    _say(READY, sys.stdout)
+    with closing(settings.open("conformance")) as destination:
+        for number, chunk in enumerate(chunks):
+            destination.store(chunk, exactly_once=settings.capabilities.exactly_once)
+            _say([STORED, number], sys.stdout)
+
+
+def _say(report: object, out: IO[str]) -> None:
+    out.write(json.dumps(report) + "\n")
+    out.flush()

@@ -1,9 +1,10 @@
 """The choice of a form among messages set aside, and the job for a decision about it.
 
 A decision takes two steps. The first counts, and its page remembers the last number at each broker.
-The second, a job, covers only messages up to these numbers, so later ones are left alone.
+The second, a job (`begin`), covers only messages up to these numbers, so later ones are left alone.
 
-Filters: parse the fields above a table.
+`moment_of` and `number_of` parse the fields of a form, and those of the filter above a table. A
+field that cannot be parsed, or a form without a choice, raises `UsageError`.
 """
 
 from __future__ import annotations
@@ -21,35 +22,6 @@ from saf.operating.decide import Decision
 from saf.setaside.dead import Filter
 from saf.setaside.parked_messages import ParkedFilter
 from saf.ui.site import Visit
-
-
-def moment_of(text: str | None) -> datetime | None:
-    """Return a point in time; without an offset, it is in this machine's time zone.
-
-    >>> moment_of("2026-01-31T13:00:00+01:00").timestamp()
-    1769860800.0
-    >>> moment_of(None)
-    """
-    if text is None:
-        return None
-    try:
-        return datetime.fromisoformat(text).astimezone()
-    except (ValueError, OverflowError):
-        raise UsageError(f"{text!r} is not a time such as 2026-01-31T12:00:00Z") from None
-
-
-def number_of(text: str | None) -> int | None:
-    """Return a number as the pages write it.
-
-    >>> number_of("12"), number_of(None)
-    (12, None)
-    """
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):  # noqa: PLR2004 - of a bigint
-        raise UsageError(f"{text!r} is not a number of these pages")
-    return int(text)
-
 
 Chosen = TypeVar("Chosen", Filter, ParkedFilter)
 
@@ -113,3 +85,31 @@ def begin(
         expected=number_of(visit.given("expected")) or 0,
     )
     return visit.to(f"/jobs/{job.number}")
+
+
+def moment_of(text: str | None) -> datetime | None:
+    """Return a point in time; without an offset, it is in this machine's time zone.
+
+    >>> moment_of("2026-01-31T13:00:00+01:00").timestamp()
+    1769860800.0
+    >>> moment_of(None)
+    """
+    if text is None:
+        return None
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError):
+        raise UsageError(f"{text!r} is not a time such as 2026-01-31T12:00:00Z") from None
+
+
+def number_of(text: str | None) -> int | None:
+    """Return a number as the pages write it.
+
+    >>> number_of("12"), number_of(None)
+    (12, None)
+    """
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):  # noqa: PLR2004 - of a bigint
+        raise UsageError(f"{text!r} is not a number of these pages")
+    return int(text)

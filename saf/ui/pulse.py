@@ -1,9 +1,9 @@
-"""The pulse: takes the figures of all brokers repeatedly while a page is open.
+"""The pulse: figures of all brokers, taken repeatedly while a page is open, and their drawing.
 
-They are the figures of `saf metrics` (`saf.operating.figures`), which are bounded at each broker.
+The figures are those of `saf metrics` (`saf.operating.figures`), which are bounded at each broker.
 While no page is open, they are taken once a minute, so that the curves have a past.
 
-Flows: a drawing of brokers and destinations, with pending and parked messages between them.
+`drawn` shows brokers and destinations, with pending and parked messages between them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ IDLE_SECONDS = 60.0
 LOOKING_SECONDS = 20.0
 """Time after a request during which a page counts as open."""
 PATIENCE_SECONDS = 3.0
+
 PAST = 60
 """Number of values in a curve."""
 CURVES: Mapping[str, Metric] = {
@@ -37,6 +38,10 @@ CURVES: Mapping[str, Metric] = {
     "parked": m.PARKED,
     "dead": m.DEAD,
 }
+
+MOST = 12
+"""Most brokers and destinations in the drawing; the tables show all."""
+ROW, TOP, LEFT, RIGHT, BOX = 46, 14, 10, 590, 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +133,6 @@ class Pulse:
             if time.monotonic() - self._looked_at > LOOKING_SECONDS:
                 self._wanted.clear()
                 self._wanted.wait(IDLE_SECONDS)
-
-
-MOST = 12
-"""Most brokers and destinations in the drawing; the tables show all."""
-ROW, TOP, LEFT, RIGHT, BOX = 46, 14, 10, 590, 200
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
-"""A CloudEvents 1.0 event as received by HTTP: in headers, or as one JSON object.
+"""Messages from outside by HTTP: CloudEvents 1.0 events, and claims in headers about senders.
 
-Vouching at the receiving end: a source vouches only for its own senders.
+`event` reads an event from a request: from its headers, or from a body that is one JSON object.
 
-A forwarder adds a header for a checked sender, with its broker and service
-(`saf.engine.storing`). The broker is always the forwarder's own source. A partner is not trusted
-beyond that: a header that names another broker is renamed, just as a forwarder renames a header
-that a sender has made up.
+`vouched_by` lets a source vouch only for its own senders. A forwarder adds a header for a checked
+sender, with its broker and service (`saf.engine.storing`). The broker is always the forwarder's own
+source. A partner is not trusted beyond that: a header that names another broker is renamed, just as
+a forwarder renames a header that a sender has made up.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ NOT_CARRIED = (
     "data_base64",
 )
 """Attributes that a message has a column for, or that add no information."""
+
+ESCAPED = r"\u00"
+"""Beginning of an escape, by which a character of the header's name may be hidden."""
 
 
 class NoEvent(ValueError):
@@ -168,10 +171,6 @@ def _to_next(text: str, position: int) -> int:
     return position
 
 
-ESCAPED = r"\u00"
-"""Beginning of an escape, by which a character of the header's name may be hidden."""
-
-
 def vouched_by(rows: pa.Table, source: UUID) -> pa.Table:
     """Return messages whose headers name no verifying broker other than ``source``.
 
@@ -190,7 +189,6 @@ def vouched_by(rows: pa.Table, source: UUID) -> pa.Table:
 
 def _own(text: str, source: UUID) -> str:
     """Return headers in which only ``source`` vouches for the sender.
-
 
     >>> one = UUID(int=1)
     >>> _own('{"n": 1.50, "saf-verified\\u002dfrom": {"broker": "another"}}', one)

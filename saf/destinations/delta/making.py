@@ -1,9 +1,16 @@
-"""Creating a table, and checking that it fits saf's rows.
+"""Tables that fit saf's rows: how a Delta table is created and checked, and the rows in its files.
 
-A table that saf did not create is used as it is, if it can have saf's columns. Missing columns are
-added: Delta changes no files for this, and older rows are NULL there.
+`ready` creates a missing table. A table that saf did not create is used as it is, if it can have
+saf's columns. Missing columns are added: Delta changes no files for this, and older rows are NULL
+there. If another task changes the table at the same time, `ready` tries again, `ATTEMPTS` times at
+most.
 
-A row of a Delta table: `saf.destinations.lake.columns`, split by the partitions of its files.
+A table is refused, with a cure, if saf's rows do not fit: if its partitions or its types differ, or
+if it requires values, constraints or features that saf does not provide. An archive of logs is
+refused, too. No existing column is changed.
+
+A row has the columns in `saf.destinations.lake.columns`. `parts` splits rows by the partitions of
+the table's files, and `statistics` describes a file for readers that skip files.
 """
 
 from __future__ import annotations
@@ -32,75 +39,6 @@ BY: Mapping[str, tuple[str, ...]] = {"day": (DAY,), "service": ("to_service",), 
 """Columns that a table is partitioned by, by the setting."""
 COUNTED = ("id", "created_at")
 """Columns whose minimum and maximum are recorded for each file."""
-
-
-def schema(settings: Delta) -> pa.Schema:
-    """Return the columns that a table must have."""
-    return columns.schema(settings.promote, day=settings.partition_by == "day")
-
-
-def rows_of(messages: pa.Table, source: UUID, settings: Delta) -> pa.Table:
-    """Return messages as rows."""
-    day = settings.partition_by == "day"
-    return columns.rows_of(messages, source, settings.promote, day=day)
-
-
-def parts(rows: pa.Table, by: Sequence[str]) -> Iterator[tuple[dict[str, str | None], pa.Table]]:
-    """Yield the partition's values, and its rows without these columns, for each partition.
-
-    >>> rows = pa.table({"day": [7, None, 7], "id": [1, 2, 3]})
-    >>> [(values, part["id"].to_pylist()) for values, part in parts(rows, ["day"])]
-    [({'day': '7'}, [1, 3]), ({'day': None}, [2])]
-    """
-    if not by:
-        yield {}, rows
-        return
-    column, *rest = by
-    values = rows[column].cast(pa.string())
-    for value in pc.unique(values).to_pylist():
-        mask = pc.is_null(values) if value is None else pc.equal(values, value)
-        for values_of_rest, part in parts(rows.filter(mask).drop_columns([column]), rest):
-            yield {column: value, **values_of_rest}, part
-
-
-def statistics(rows: pa.Table, counted: Sequence[str]) -> str:
-    """Return the statistics of a file, by which readers skip files that they do not need.
-
-    They cover the columns in the table's property `delta.dataSkippingStatsColumns`: some readers
-    take a missing value to mean that a file has none.
-    """
-    least: dict[str, Any] = {}
-    greatest: dict[str, Any] = {}
-    for name in counted:
-        column = rows[name]
-        if column.null_count == rows.num_rows:
-            continue
-        ends = _written(pa.array(pc.min_max(column).values(), column.type))
-        least[name], greatest[name] = ends.to_pylist()
-    return json.dumps(
-        {
-            "numRecords": rows.num_rows,
-            "minValues": least,
-            "maxValues": greatest,
-            "nullCount": {name: rows[name].null_count for name in counted},
-        }
-    )
-
-
-def _written(ends: pa.Array) -> pa.Array:
-    """Return dates and times in the format of a table's log.
-
-    >>> _written(pa.array([7], pa.timestamp("us"))).to_pylist()
-    ['1970-01-01T00:00:00.000007']
-    >>> _written(pa.array([7], pa.date32())).to_pylist(), _written(pa.array([7])).to_pylist()
-    (['1970-01-08'], [7])
-    """
-    if pa.types.is_timestamp(ends.type):
-        texts = moments(ends)
-        return texts if ends.type.tz else pc.utf8_rtrim(texts, "Z")
-    return ends.cast(pa.string()) if pa.types.is_date(ends.type) else ends
-
-
 PROPERTIES = {
     # readers may skip files only by these columns, because only these are counted
     "delta.dataSkippingStatsColumns": ",".join(COUNTED),
@@ -139,6 +77,37 @@ def ready(link: Link) -> DeltaTable:
             except DeltaError as error:
                 last = error  # another task may have done the same
     raise Unavailable(link.what, f"the table cannot be made ready: {link.said(last)}")
+
+
+def _make(link: Link) -> None:
+    settings = link.settings
+    DeltaTable.create(
+        settings.table,
+        schema(settings),
+        partition_by=[*BY[settings.partition_by]],
+        description="messages, appended by saf",
+        configuration={DESTINATION: str(link.first_identity()), **PROPERTIES},
+        storage_options=settings.options,
+        raise_if_key_not_exists=False,
+    )
+
+
+def _complete(link: Link, table: DeltaTable) -> bool:
+    """Add missing columns or the identity; return True if the table has changed."""
+    existing = {field.name for field in table.schema().fields}
+    missing = [
+        field
+        for field in Schema.from_arrow(schema(link.settings)).fields
+        if field.name not in existing
+    ]
+    if missing:
+        table.alter.add_columns(missing)
+    elif DESTINATION not in table.metadata().configuration:
+        identity = {DESTINATION: str(link.first_identity())}
+        table.alter.set_table_properties(identity, raise_if_not_exists=False)
+    else:
+        return False
+    return True
 
 
 def check(link: Link, table: DeltaTable) -> None:
@@ -215,32 +184,68 @@ def type_of(field: object) -> str:
     return str(getattr(field, "type", field)).removeprefix('PrimitiveType("').removesuffix('")')
 
 
-def _make(link: Link) -> None:
-    settings = link.settings
-    DeltaTable.create(
-        settings.table,
-        schema(settings),
-        partition_by=[*BY[settings.partition_by]],
-        description="messages, appended by saf",
-        configuration={DESTINATION: str(link.first_identity()), **PROPERTIES},
-        storage_options=settings.options,
-        raise_if_key_not_exists=False,
+def schema(settings: Delta) -> pa.Schema:
+    """Return the columns that a table must have."""
+    return columns.schema(settings.promote, day=settings.partition_by == "day")
+
+
+def rows_of(messages: pa.Table, source: UUID, settings: Delta) -> pa.Table:
+    """Return messages as rows."""
+    day = settings.partition_by == "day"
+    return columns.rows_of(messages, source, settings.promote, day=day)
+
+
+def parts(rows: pa.Table, by: Sequence[str]) -> Iterator[tuple[dict[str, str | None], pa.Table]]:
+    """Yield the partition's values, and its rows without these columns, for each partition.
+
+    >>> rows = pa.table({"day": [7, None, 7], "id": [1, 2, 3]})
+    >>> [(values, part["id"].to_pylist()) for values, part in parts(rows, ["day"])]
+    [({'day': '7'}, [1, 3]), ({'day': None}, [2])]
+    """
+    if not by:
+        yield {}, rows
+        return
+    column, *rest = by
+    values = rows[column].cast(pa.string())
+    for value in pc.unique(values).to_pylist():
+        mask = pc.is_null(values) if value is None else pc.equal(values, value)
+        for values_of_rest, part in parts(rows.filter(mask).drop_columns([column]), rest):
+            yield {column: value, **values_of_rest}, part
+
+
+def statistics(rows: pa.Table, counted: Sequence[str]) -> str:
+    """Return the statistics of a file, by which readers skip files that they do not need.
+
+    They cover the columns in the table's property `delta.dataSkippingStatsColumns`: some readers
+    take a missing value to mean that a file has none.
+    """
+    least: dict[str, Any] = {}
+    greatest: dict[str, Any] = {}
+    for name in counted:
+        column = rows[name]
+        if column.null_count == rows.num_rows:
+            continue
+        ends = _written(pa.array(pc.min_max(column).values(), column.type))
+        least[name], greatest[name] = ends.to_pylist()
+    return json.dumps(
+        {
+            "numRecords": rows.num_rows,
+            "minValues": least,
+            "maxValues": greatest,
+            "nullCount": {name: rows[name].null_count for name in counted},
+        }
     )
 
 
-def _complete(link: Link, table: DeltaTable) -> bool:
-    """Add missing columns or the identity; return True if the table has changed."""
-    existing = {field.name for field in table.schema().fields}
-    missing = [
-        field
-        for field in Schema.from_arrow(schema(link.settings)).fields
-        if field.name not in existing
-    ]
-    if missing:
-        table.alter.add_columns(missing)
-    elif DESTINATION not in table.metadata().configuration:
-        identity = {DESTINATION: str(link.first_identity())}
-        table.alter.set_table_properties(identity, raise_if_not_exists=False)
-    else:
-        return False
-    return True
+def _written(ends: pa.Array) -> pa.Array:
+    """Return dates and times in the format of a table's log.
+
+    >>> _written(pa.array([7], pa.timestamp("us"))).to_pylist()
+    ['1970-01-01T00:00:00.000007']
+    >>> _written(pa.array([7], pa.date32())).to_pylist(), _written(pa.array([7])).to_pylist()
+    (['1970-01-08'], [7])
+    """
+    if pa.types.is_timestamp(ends.type):
+        texts = moments(ends)
+        return texts if ends.type.tz else pc.utf8_rtrim(texts, "Z")
+    return ends.cast(pa.string()) if pa.types.is_date(ends.type) else ends

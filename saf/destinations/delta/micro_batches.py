@@ -1,18 +1,22 @@
 """Micro-batches of a stream, appended to a table, each in one commit together with its number.
 
+1. The query's driver asks for a micro-batch (`MicroBatches.begin`). A missing table is created
+   before the first micro-batch. Missing columns are added; older rows are NULL there.
+2. Tasks write files that readers do not know (`TaskFiles.write`), and report them (`told`).
+3. The driver collects the reports (`heard`), and makes the files rows (`MicroBatches.commit`).
+
 The number of the last micro-batch is an application transaction of the table, as in Delta's own
 sink for Spark. So a micro-batch that is repeated, because its query was killed before it knew of
-the commit, is recognised. If two queries append the same one, the second finds it in the table.
+the commit, is recognised. If two queries append the same micro-batch, the second query finds it in
+the table.
 
-Spark numbers micro-batches without gaps, and one without rows is a commit, too. So a table that
-lacks one was removed, restored or set back; the query is refused, and never continued silently.
+Spark numbers micro-batches without gaps, and a micro-batch without rows is a commit, too. So a
+table that lacks a micro-batch was removed, restored or set back; the query is refused, and never
+continued silently.
 
-Missing columns are added to the table; older rows are NULL there. In a table that is created here,
-numbers, dates and times are counted, so that readers can skip files.
-
-Files that tasks of a query write for a table, unknown to readers, and the tasks' reports.
-
-A task that runs again writes new files; a vacuum removes files that no task has reported.
+A task that runs again writes new files; a vacuum removes files that no task has reported. In a
+table that is created here, the statistics of a file cover numbers, dates and times, so that readers
+can skip files.
 """
 
 from __future__ import annotations
@@ -40,58 +44,6 @@ from saf.log.disk import make_folder
 
 WRITTEN = "path string, bytes bigint, partition string, modified bigint, statistics string"
 """Columns of a task's report about its files, with Spark's types."""
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class TaskFiles:
-    """Instructions for a task: what to write, and where."""
-
-    settings: Delta
-    columns: pa.Schema
-    by: Sequence[str]
-    counted: Sequence[str]
-
-    def write(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Write rows to files that no reader knows; report each file in the columns `WRITTEN`."""
-        settings = self.settings
-        files = Files(settings.table, settings.folder, settings.options)
-        with link_of(settings).errors():
-            for rows in gathered(batches):
-                rows = rows.select(self.columns.names).cast(self.columns)  # noqa: PLW2901
-                for name in self.by:
-                    if "" in rows[name].unique().to_pylist():
-                        raise ConfigurationError(
-                            f"the column {name!r} has an empty text, which Delta takes for NULL in "
-                            "a column that its table is partitioned by: partition by another one"
-                        )
-                yield told(write(files, rows, self.by, self.counted))
-
-
-def told(files: Iterable[AddAction]) -> pa.RecordBatch:
-    """Return a task's report about its files, in the columns `WRITTEN`."""
-    rows = [
-        (row.path, row.size, json.dumps(row.partition_values), row.modification_time, row.stats)
-        for row in files
-    ]
-    text, number = pa.string(), pa.int64()
-    types = zip(zip(*rows, strict=True), (text, number, text, number, text), strict=True)
-    names = [part.split()[0] for part in WRITTEN.split(",")]
-    return pa.RecordBatch.from_arrays([pa.array(*row) for row in types], names=names)
-
-
-def heard(rows: Iterable[Sequence[Any]]) -> list[AddAction]:
-    """Return the files that tasks have reported."""
-    return [
-        AddAction(path, size, json.loads(partition), modified, True, statistics)
-        for path, size, partition, modified, statistics in rows
-    ]
-
-
-def link_of(settings: Delta) -> Link:
-    """Return the table for deltalake."""
-    return Link(settings.table, settings, f"the table {settings.table!r}")
-
-
 ATTEMPTS = 20
 """Most attempts at a commit while other processes change the same table."""
 RECENT = 3
@@ -296,3 +248,53 @@ def _counted(table: DeltaTable, columns: pa.Schema) -> list[str]:
     names = [column for column in _countable(columns) if column not in metadata.partition_columns]
     setting = metadata.configuration.get(COUNTED)
     return names if setting is None else [name for name in setting.split(",") if name in names]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TaskFiles:
+    """Instructions for a task: what to write, and where."""
+
+    settings: Delta
+    columns: pa.Schema
+    by: Sequence[str]
+    counted: Sequence[str]
+
+    def write(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Write rows to files that no reader knows; report each file in the columns `WRITTEN`."""
+        settings = self.settings
+        files = Files(settings.table, settings.folder, settings.options)
+        with link_of(settings).errors():
+            for rows in gathered(batches):
+                rows = rows.select(self.columns.names).cast(self.columns)  # noqa: PLW2901
+                for name in self.by:
+                    if "" in rows[name].unique().to_pylist():
+                        raise ConfigurationError(
+                            f"the column {name!r} has an empty text, which Delta takes for NULL in "
+                            "a column that its table is partitioned by: partition by another one"
+                        )
+                yield told(write(files, rows, self.by, self.counted))
+
+
+def told(files: Iterable[AddAction]) -> pa.RecordBatch:
+    """Return a task's report about its files, in the columns `WRITTEN`."""
+    rows = [
+        (row.path, row.size, json.dumps(row.partition_values), row.modification_time, row.stats)
+        for row in files
+    ]
+    text, number = pa.string(), pa.int64()
+    types = zip(zip(*rows, strict=True), (text, number, text, number, text), strict=True)
+    names = [part.split()[0] for part in WRITTEN.split(",")]
+    return pa.RecordBatch.from_arrays([pa.array(*row) for row in types], names=names)
+
+
+def heard(rows: Iterable[Sequence[Any]]) -> list[AddAction]:
+    """Return the files that tasks have reported."""
+    return [
+        AddAction(path, size, json.loads(partition), modified, True, statistics)
+        for path, size, partition, modified, statistics in rows
+    ]
+
+
+def link_of(settings: Delta) -> Link:
+    """Return the table for deltalake."""
+    return Link(settings.table, settings, f"the table {settings.table!r}")

@@ -1,17 +1,18 @@
-"""A probe of an object store: commits for the same version of a table, of which only one may win.
+"""The promise of a Delta table's place: what a power failure may take back, and a probe.
 
-A table's promise depends on this: if a second commit can overwrite the first one, the store
-silently loses what the first commit has acknowledged. Only writing shows whether a store does. The
+A table's promise depends on its object store: if a second commit can overwrite the first one, the
+store silently loses messages that the first commit has acknowledged. Only writing shows whether a
+store does this. So `probe` makes commits for the same version of a table, and only one may win. The
 commits run at the same time, because deltalake checks for others just before it writes. So a store
-that passes all rounds may have been lucky, but one that fails is certainly wrong.
+that passes all rounds may have been lucky, but one that fails is certainly wrong, and is refused.
 
 The probe is a table of its own in the folder ``_saf_probe`` below the address of the table, which
-readers and vacuums ignore. It is deleted afterwards.
+readers and vacuums ignore. The probe is deleted afterwards. If the login may not delete, `probe`
+yields the problem and the address where files stay.
 
-Promise of a table's place: which messages a power failure may take back, and deltalake's needs.
-
-A loss always takes the marks back with the messages. It is noticed at the next contact, and `saf
-rebase` sends the lost messages again.
+`guarantee` returns the promise, and findings about what deltalake needs, such as compaction; it
+writes nothing. A loss always takes the marks back with the messages. The loss is noticed at the
+next contact, and `saf rebase` sends the lost messages again.
 """
 
 from __future__ import annotations
@@ -31,52 +32,17 @@ from saf.destinations.delta.log import LOG
 from saf.destinations.queues import unusable
 from saf.destinations.settings import Guarantee
 
+FOLDER = "_saf_probe"
+"""Folder of probes below the table's address."""
+ROWS = pa.table({"n": pa.array([1], pa.int64())})
+AT_ONCE = 4
+"""Commits that compete in one round."""
+ROUNDS = 2
 S3 = ("s3://", "s3a://")
 NOT_TESTED = ("saf tests only object stores that speak S3", "your own test of yours")
 MANY_FILES = 1_000
 SMALL_BYTES = 8 << 20
 """A table with more than `MANY_FILES` files below this average size is worth compacting."""
-
-
-def guarantee(link: Link) -> Guarantee:
-    """Return the table's promise where it is now."""
-    settings, table = link.settings, link.load()
-    findings: list[tuple[str, str]] = []
-    server = f"no Delta table yet, {settings.table}"
-    if table is not None:
-        with link.errors():
-            sizes = sizes_of(table)
-        server = (
-            f"Delta table of {len(sizes):,} files, version {table.version():,}, {settings.table}"
-        )
-        if len(sizes) > MANY_FILES and sum(sizes) / len(sizes) < SMALL_BYTES:
-            findings.append(
-                (
-                    f"its {len(sizes):,} files have {sum(sizes) // len(sizes) >> 10:,} KiB on "
-                    "average, which makes reading slow",
-                    f"saf lake optimize {link.name}",
-                )
-            )
-    kept = "a crash of the process or of the machine loses nothing that was acknowledged"
-    if settings.folder is None:
-        kept = (
-            "acknowledged messages are as safe as the object store; the store must refuse to "
-            "overwrite a file of the log, which saf destination check tries"
-        )
-        if not settings.table.startswith(S3):
-            findings.append(NOT_TESTED)
-    return Guarantee(
-        server=server,
-        promise=f"{settings.quality.replace('_', ' ')}; {kept}; a loss is detected, and saf "
-        "rebase sends the lost messages again",
-        more=tuple(findings),
-    )
-
-
-FOLDER = "_saf_probe"
-ROWS = pa.table({"n": pa.array([1], pa.int64())})
-AT_ONCE = 4
-ROUNDS = 2
 
 
 def probe(link: Link) -> Iterator[tuple[str, str]]:
@@ -114,7 +80,7 @@ def probe(link: Link) -> Iterator[tuple[str, str]]:
 def _winners(
     link: Link, address: str, files: Files, paths: list[str], threads: ThreadPoolExecutor
 ) -> int:
-    """Make competing commits that set the same transaction's number; return how many of them win.
+    """Make competing commits that set the same transaction's number; return how many commits win.
 
     ``paths`` collects the files that they write.
     """
@@ -128,3 +94,38 @@ def _winners(
         return commit(link.what, table, files, added, by=(), numbers=[("saf-probe", 1)])
 
     return sum(threads.map(commits, range(AT_ONCE)))
+
+
+def guarantee(link: Link) -> Guarantee:
+    """Return the table's promise where it is now."""
+    settings, table = link.settings, link.load()
+    findings: list[tuple[str, str]] = []
+    server = f"no Delta table yet, {settings.table}"
+    if table is not None:
+        with link.errors():
+            sizes = sizes_of(table)
+        server = (
+            f"Delta table of {len(sizes):,} files, version {table.version():,}, {settings.table}"
+        )
+        if len(sizes) > MANY_FILES and sum(sizes) / len(sizes) < SMALL_BYTES:
+            findings.append(
+                (
+                    f"its {len(sizes):,} files have {sum(sizes) // len(sizes) >> 10:,} KiB on "
+                    "average, which makes reading slow",
+                    f"saf lake optimize {link.name}",
+                )
+            )
+    kept = "a crash of the process or of the machine loses nothing that was acknowledged"
+    if settings.folder is None:
+        kept = (
+            "acknowledged messages are as safe as the object store; the store must refuse to "
+            "overwrite a file of the log, which saf destination check tries"
+        )
+        if not settings.table.startswith(S3):
+            findings.append(NOT_TESTED)
+    return Guarantee(
+        server=server,
+        promise=f"{settings.quality.replace('_', ' ')}; {kept}; a loss is detected, and saf "
+        "rebase sends the lost messages again",
+        more=tuple(findings),
+    )

@@ -5,10 +5,11 @@
     server = "https://partner.example.com/saf"
     secret = "${PARTNER_SECRET}"            # of Standard Webhooks: whsec_ and base64
 
-The other end serves `saf.webhooks.broker`. `saf.destinations.https.wire` describes the protocol,
-`saf.destinations.https.remote` how a chunk is stored. It needs no client library.
+The other end serves `saf.webhooks.broker` at the URL ``server``. A URL with a login, a query or a
+fragment is rejected; ``http://`` is allowed only for this machine.
 
-Address of a broker behind a URL.
+`saf.destinations.https.wire` describes the protocol, `saf.destinations.https.remote` how a chunk is
+stored. No client library is needed.
 """
 
 from __future__ import annotations

@@ -8,14 +8,8 @@ A forwarder POSTs, and signs each body as defined by Standard Webhooks:
                   them, or to ask for the marks of their lanes and shards
 
 The broker answers with one JSON object, which contains the ``version``, and the broker's
-``identity`` where it is known. With status 200 it contains the result; otherwise the ``error``, see
-`saf.destinations.https.wire`. An answer without a version is not a broker's: no answer of a
-proxy counts as stored.
-
-A mark is ``[batch, position, opened_at, acknowledged]``, followed by ``set_aside_at`` if it has
-one. Marks are a list of ``[lane, shard, mark]``. A moment is text in ISO 8601, with its zone.
-
-Refusals of a broker behind a URL: how it reports an error, and the error that is raised again.
+``identity`` where it is known. With status 200, the object contains the result. With any other
+status, it contains the ``error``, and the forwarder raises that error again:
 
     error            status   the forwarder raises
     fenced           409      Fenced
@@ -31,6 +25,11 @@ Refusals of a broker behind a URL: how it reports an error, and the error that i
     version          400      Refused: the ends speak different versions
 
 ``rows`` are the numbers of the rows that were not stored.
+
+A mark is ``[batch, position, opened_at, acknowledged]``, followed by ``set_aside_at`` if it has
+one. Marks are a list of ``[lane, shard, mark]``. A moment is text in ISO 8601, with its zone.
+
+An answer without a version is not a broker's: no answer of a proxy counts as stored.
 """
 
 from __future__ import annotations
@@ -62,10 +61,16 @@ JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
 """Content types of questions, and of chunks."""
 IDENTITY, KNOWN, GUARANTEE = "identity", "known", "guarantee"
 """Questions."""
-
+ROW = "row"
+"""Column in which the other end numbers the rows of a chunk."""
 UNLIKE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """Errors that reading a value of the wrong type raises."""
-
+SILENT = {"reason": "its database does not answer"}
+LOCKED = {
+    "reason": "its database denies it access",
+    "cure": "its operator finds the reason in its log",
+}
+"""Members of answers that hide the details of the broker's database."""
 Said = Mapping[str, Any]
 """A parsed message of one side."""
 
@@ -173,15 +178,6 @@ def to_known(said: Said) -> Known:
     )
 
 
-ROW = "row"
-"""Column in which the other end numbers the rows of a chunk."""
-
-SILENT = {"reason": "its database does not answer"}
-LOCKED = {
-    "reason": "its database denies it access",
-    "cure": "its operator finds the reason in its log",
-}
-
 TOLD: Sequence[tuple[type[SafError], int, str, Callable[[Any], dict[str, Any]]]] = [
     (Fenced, 409, "fenced", lambda error: {"shards": [*error.shards]}),
     (Ahead, 409, "ahead", lambda e: {"shards": [*e.shards], "marks": of_marks(e.marks)}),
@@ -232,19 +228,6 @@ def told(error: SafError) -> tuple[int, dict[str, Any]]:
     raise AssertionError(error)  # the last line fits
 
 
-def raised(what: str, said: Said, chunk: Chunk | None) -> SafError:
-    """Return the error that a broker has reported, about a chunk or a question."""
-    name = said["error"]
-    if name in OF_CHUNKS:
-        if chunk is None:
-            raise ValueError("a question has neither shards nor messages")
-        return OF_CHUNKS[name](what, said, chunk)
-    reason = str(said["reason"])
-    if name == "unavailable":
-        return Unavailable(what, reason)
-    return (Refused if name == "not_signed" else unusable)(what, reason, str(said["cure"]))
-
-
 OF_CHUNKS: Mapping[str, Callable[[str, Said, Chunk], SafError]] = {
     "fenced": lambda what, answer, _: Fenced(what, _shards(answer)),
     "ahead": lambda what, answer, _: Ahead(what, _shards(answer), to_marks(answer["marks"])),
@@ -261,6 +244,19 @@ OF_CHUNKS: Mapping[str, Callable[[str, Said, Chunk], SafError]] = {
     "too_large": lambda what, answer, _: Rejected(what, str(answer["reason"])),
 }
 """Errors about a chunk, by the name in the answer."""
+
+
+def raised(what: str, said: Said, chunk: Chunk | None) -> SafError:
+    """Return the error that a broker has reported, about a chunk or a question."""
+    name = said["error"]
+    if name in OF_CHUNKS:
+        if chunk is None:
+            raise ValueError("a question has neither shards nor messages")
+        return OF_CHUNKS[name](what, said, chunk)
+    reason = str(said["reason"])
+    if name == "unavailable":
+        return Unavailable(what, reason)
+    return (Refused if name == "not_signed" else unusable)(what, reason, str(said["cure"]))
 
 
 def _shards(answer: Said) -> list[int]:

@@ -1,19 +1,21 @@
-"""A table in pyiceberg: its catalog, its identity and its marks.
+"""A table in pyiceberg: its catalog, its identity and marks, and its files on this machine.
 
 Besides its rows, saf's table has:
 
     saf.destination     a property: the destination's identity, which stays if the table is moved
     saf.marks.…         properties: the marks; see `saf.destinations.iceberg.marks`
 
-This module does not use Arrow, because a forwarder's driver asks for the identity.
+`Link` reads them, and creates the catalog's own tables if they do not exist. It does not create the
+table (`saf.destinations.iceberg.making`). Calls to the catalog and to an object store wait within
+saf's bounds. `Link.errors` translates errors, and keeps secrets out of their texts.
 
-Files of tables on this machine, read and written by pyiceberg.
+pyiceberg reads and writes files on this machine through `LocalFiles`. A file is durable when its
+stream is closed: its content and its name. So everything that a commit refers to is durable before
+the commit. Folders are created only inside a table's own folder: if a disk is no longer mounted,
+nothing is written.
 
-A file is durable when its stream is closed: its content and its name. So everything that a commit
-refers to is durable before the commit. Folders are created only inside a table's own folder: if a
-disk is no longer mounted, nothing is written.
-
-This module does not use Arrow, because a forwarder's driver reads a table's metadata.
+This module does not use Arrow, because a forwarder's driver asks for the identity, and reads a
+table's metadata.
 """
 
 from __future__ import annotations
@@ -71,88 +73,8 @@ if TYPE_CHECKING:
     from saf.destinations.iceberg import Iceberg
 
 NAME = f"{__name__}.LocalFiles"
-"""Name by which pyiceberg finds the class."""
+"""Name by which pyiceberg finds `LocalFiles`."""
 FILE = re.compile(r"^file:(//(localhost)?(?=/))?")
-
-
-def path_of(location: str) -> Path:
-    """Return the path of a file that a table refers to.
-
-    >>> [str(path_of(one)) for one in ("file:///lake/a", "file:/lake/a", "/lake/a")]
-    ['/lake/a', '/lake/a', '/lake/a']
-    """
-    return Path(FILE.sub("", location))
-
-
-class Synced(io.BufferedWriter):
-    """A stream into a new file, which is durable once closed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        super().__init__(io.FileIO(path, "xb"))
-
-    def close(self) -> None:
-        """Sync the file and its folder to the disk."""
-        if not self.closed:
-            self.flush()
-            os.fsync(self.fileno())
-            super().close()
-            disk.sync(self._path.parent)
-
-
-class LocalFile(InputFile, OutputFile):
-    """One file."""
-
-    def __init__(self, location: str) -> None:
-        super().__init__(location)
-        self._path = path_of(location)
-
-    def __len__(self) -> int:
-        return self._path.stat().st_size
-
-    def exists(self) -> bool:
-        """Return True if the file exists."""
-        return self._path.exists()
-
-    def open(self, seekable: bool = True) -> InputStream:  # noqa: ARG002 - it always is
-        """Open the file for reading."""
-        return self._path.open("rb")
-
-    def to_input_file(self) -> InputFile:
-        """Return the file for reading."""
-        return self
-
-    def create(self, overwrite: bool = False) -> OutputStream:
-        """Create the file and open it for writing.
-
-        Raises:
-            FileNotFoundError: the table's folder does not exist.
-        """
-        if overwrite:
-            self._path.unlink(missing_ok=True)
-        folder = self._path.parent
-        if not folder.exists():
-            folder.mkdir(exist_ok=True)  # fails without the table's folder
-            disk.sync(folder.parent)
-        return Synced(self._path)
-
-
-class LocalFiles(FileIO):
-    """Files of this machine."""
-
-    def new_input(self, location: str) -> InputFile:
-        """Return a file for reading."""
-        return LocalFile(location)
-
-    def new_output(self, location: str) -> OutputFile:
-        """Return a file for writing."""
-        return LocalFile(location)
-
-    def delete(self, location: str | InputFile | OutputFile) -> None:
-        """Remove a file."""
-        path_of(location if isinstance(location, str) else location.location).unlink()
-
-
 DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH")
 """Words in pyarrow's error texts for an object store's refused login; it has no error codes."""
 ATTEMPTS, PAUSE_SECONDS = 5, 0.1
@@ -174,7 +96,7 @@ class Link:
         return tuple(self.settings.table.split("."))
 
     def load(self) -> Table | None:
-        """Load the newest version of the table; None if there is no table yet. Write nothing.
+        """Load the newest version of the table; None if it does not exist yet. Write nothing.
 
         Raises:
             Unavailable: the catalog does not answer, or files are missing.
@@ -381,3 +303,81 @@ def _rest(settings: Iceberg, properties: dict[str, str]) -> Catalog:
             return session
 
     return Rest(settings.catalog_name, **properties, uri=settings.catalog)
+
+
+class LocalFiles(FileIO):
+    """Files of this machine."""
+
+    def new_input(self, location: str) -> InputFile:
+        """Return a file for reading."""
+        return LocalFile(location)
+
+    def new_output(self, location: str) -> OutputFile:
+        """Return a file for writing."""
+        return LocalFile(location)
+
+    def delete(self, location: str | InputFile | OutputFile) -> None:
+        """Remove a file."""
+        path_of(location if isinstance(location, str) else location.location).unlink()
+
+
+class LocalFile(InputFile, OutputFile):
+    """One file."""
+
+    def __init__(self, location: str) -> None:
+        super().__init__(location)
+        self._path = path_of(location)
+
+    def __len__(self) -> int:
+        return self._path.stat().st_size
+
+    def exists(self) -> bool:
+        """Return True if the file exists."""
+        return self._path.exists()
+
+    def open(self, seekable: bool = True) -> InputStream:  # noqa: ARG002 - it always is
+        """Open the file for reading."""
+        return self._path.open("rb")
+
+    def to_input_file(self) -> InputFile:
+        """Return the file for reading."""
+        return self
+
+    def create(self, overwrite: bool = False) -> OutputStream:
+        """Create the file and open it for writing.
+
+        Raises:
+            FileNotFoundError: the table's folder does not exist.
+        """
+        if overwrite:
+            self._path.unlink(missing_ok=True)
+        folder = self._path.parent
+        if not folder.exists():
+            folder.mkdir(exist_ok=True)  # fails without the table's folder
+            disk.sync(folder.parent)
+        return Synced(self._path)
+
+
+class Synced(io.BufferedWriter):
+    """A stream into a new file, which is durable once closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        super().__init__(io.FileIO(path, "xb"))
+
+    def close(self) -> None:
+        """Sync the file and its folder to the disk."""
+        if not self.closed:
+            self.flush()
+            os.fsync(self.fileno())
+            super().close()
+            disk.sync(self._path.parent)
+
+
+def path_of(location: str) -> Path:
+    """Return the path of a file that a table refers to.
+
+    >>> [str(path_of(one)) for one in ("file:///lake/a", "file:/lake/a", "/lake/a")]
+    ['/lake/a', '/lake/a', '/lake/a']
+    """
+    return Path(FILE.sub("", location))

@@ -1,9 +1,16 @@
-"""Creating a table, and checking that it fits saf's rows.
+"""Tables that fit saf's rows: how an Iceberg table is created, checked, and given files of rows.
 
-A table that saf did not create is used as it is, if it can have saf's columns. Missing columns are
-added: Iceberg changes no files for this, and older rows are NULL there.
+`ready` creates a missing table. A table that saf did not create is used as it is, if it can have
+saf's columns. Missing columns are added: Iceberg changes no files for this, and older rows are NULL
+there. If another task changes the table at the same time, `ready` tries again, `ATTEMPTS` times at
+most.
 
-Writing rows to Parquet files for Iceberg, which identifies columns by number.
+A table is refused, with a cure, if saf's rows do not fit: if its format is too old, its partitions
+or its types differ, or another column requires a value. No existing column is changed.
+
+`write` writes a chunk to Parquet files, one per partition. Iceberg identifies columns by number, so
+each column in a file carries its number in the table. The files become rows only by a commit
+(`saf.destinations.iceberg.table`).
 """
 
 from __future__ import annotations
@@ -58,64 +65,6 @@ if TYPE_CHECKING:
     from saf.destinations.iceberg.link import Link
 
 NUMBER = b"PARQUET:field_id"
-
-
-def write(table: Table, messages: pa.Table, source: UUID, settings: Iceberg) -> list[DataFile]:
-    """Write the files of a chunk; return their entries for the table's list of files."""
-    if not messages.num_rows:
-        return []
-    rows = rows_of(messages, source, settings.promote)
-    columns = table.schema()
-    rows = rows.cast(pa.schema([_numbered(field, columns) for field in rows.schema]))
-    return [_file(table, partition, part) for partition, part in parts(rows, settings.partition_by)]
-
-
-def parts(rows: pa.Table, partition_by: str) -> Iterator[tuple[tuple[Any, ...], pa.Table]]:
-    """Yield the rows of each partition, with the partition's values as Iceberg stores them."""
-    if partition_by == "nothing":
-        yield (), rows
-        return
-    if partition_by == "day":
-        days = rows["created_at"].cast(pa.timestamp("us")).cast(pa.date32())
-        values = days.cast(pa.int32())
-    else:
-        values = rows["to_service"]
-    for value in pc.unique(values).to_pylist():
-        yield (value,), rows.filter(pc.equal(values, value))
-
-
-def _numbered(field: pa.Field, columns: Schema) -> pa.Field:
-    number = columns.find_field(field.name).field_id
-    return field.with_metadata({NUMBER: str(number).encode()})
-
-
-def _file(table: Table, partition: tuple[Any, ...], rows: pa.Table) -> DataFile:
-    out = pa.BufferOutputStream()
-    pq.write_table(rows, out, compression="zstd", store_schema=False)
-    content = out.getvalue()
-    path = table.location_provider().new_data_location(f"{uuid4()}.parquet")
-    with table.io.new_output(path).create() as file:
-        file.write(content.to_pybytes())
-    columns, properties = table.schema(), table.metadata.properties
-    statistics = data_file_statistics_from_parquet_metadata(
-        pq.read_metadata(pa.BufferReader(content)),
-        compute_statistics_plan(columns, properties),
-        parquet_path_to_id_mapping(columns),
-    )
-    return DataFile.from_args(
-        content=DataFileContent.DATA,
-        file_path=path,
-        file_format=FileFormat.PARQUET,
-        partition=Record(*partition),
-        file_size_in_bytes=content.size,
-        sort_order_id=None,
-        spec_id=table.metadata.default_spec_id,
-        equality_ids=None,
-        key_metadata=None,
-        **statistics.to_serialized_dict(),
-    )
-
-
 TYPES: Mapping[pa.DataType, PrimitiveType] = {
     OF_SPARK["string"]: StringType(),
     OF_SPARK["boolean"]: BooleanType(),
@@ -163,60 +112,6 @@ def ready(link: Link) -> Table:
             except (CommitFailedException, IntegrityError, TableAlreadyExistsError) as error:
                 last = error  # another task may have done the same
     raise Unavailable(link.what, f"the table cannot be made ready: {link.said(last)}")
-
-
-def wanted(link: Link) -> Mapping[str, PrimitiveType]:
-    """Return the columns that a table must have."""
-    return {field.name: TYPES[field.type] for field in schema(link.settings.promote)}
-
-
-def check(link: Link, table: Table) -> None:
-    """Check that rows can be appended to a table as they are.
-
-    Raises:
-        Refused: they cannot.
-    """
-    settings = link.settings
-    if table.format_version < LEAST_VERSION:
-        raise unusable(
-            link.what,
-            f"its table has version {table.format_version} of Iceberg's format",
-            f"set its property format-version to {LEAST_VERSION}, or name another table",
-        )
-    columns = table.schema()
-    transforms = tuple(
-        (columns.find_column_name(field.source_id), field.transform)
-        for field in table.spec().fields
-    )
-    if transforms != BY[settings.partition_by]:
-        names = {columns: name for name, columns in BY.items()}
-        parts = ", ".join(f"{transform}({name})" for name, transform in transforms)
-        raise unusable(
-            link.what,
-            f"its table is partitioned by {parts or 'nothing'}, not by {settings.partition_by}",
-            f'set partition_by = "{names[transforms]}" in saf.toml'
-            if transforms in names
-            else "name another table: it is one that saf has not made",
-        )
-    existing = {field.name.lower(): field for field in columns.fields}
-    for name, type_ in wanted(link).items():
-        column = existing.pop(name.lower(), None)
-        if column and (column.name != name or column.field_type != type_):
-            raise unusable(
-                link.what,
-                f"the column {column.name!r} of its table is {column.field_type}, and {name!r} is "
-                f"to be {type_}",
-                "promote it by another name, or with its own type"
-                if name in settings.promote
-                else "name another table",
-            )
-    required = [field.name for field in existing.values() if field.required]
-    if required:
-        raise unusable(
-            link.what,
-            f"the column {required[0]!r} of its table must have a value",
-            "ALTER TABLE … ALTER COLUMN … DROP NOT NULL, or name another table",
-        )
 
 
 def _make(link: Link) -> None:
@@ -273,3 +168,113 @@ def _complete(link: Link, table: Table) -> bool:
         if lacks_identity:
             transaction.set_properties({DESTINATION: str(link.first_identity())})
     return True
+
+
+def check(link: Link, table: Table) -> None:
+    """Check that rows can be appended to a table as they are.
+
+    Raises:
+        Refused: they cannot.
+    """
+    settings = link.settings
+    if table.format_version < LEAST_VERSION:
+        raise unusable(
+            link.what,
+            f"its table has version {table.format_version} of Iceberg's format",
+            f"set its property format-version to {LEAST_VERSION}, or name another table",
+        )
+    columns = table.schema()
+    transforms = tuple(
+        (columns.find_column_name(field.source_id), field.transform)
+        for field in table.spec().fields
+    )
+    if transforms != BY[settings.partition_by]:
+        names = {columns: name for name, columns in BY.items()}
+        parts = ", ".join(f"{transform}({name})" for name, transform in transforms)
+        raise unusable(
+            link.what,
+            f"its table is partitioned by {parts or 'nothing'}, not by {settings.partition_by}",
+            f'set partition_by = "{names[transforms]}" in saf.toml'
+            if transforms in names
+            else "name another table: it is one that saf has not made",
+        )
+    existing = {field.name.lower(): field for field in columns.fields}
+    for name, type_ in wanted(link).items():
+        column = existing.pop(name.lower(), None)
+        if column and (column.name != name or column.field_type != type_):
+            raise unusable(
+                link.what,
+                f"the column {column.name!r} of its table is {column.field_type}, and {name!r} is "
+                f"to be {type_}",
+                "promote it by another name, or with its own type"
+                if name in settings.promote
+                else "name another table",
+            )
+    required = [field.name for field in existing.values() if field.required]
+    if required:
+        raise unusable(
+            link.what,
+            f"the column {required[0]!r} of its table must have a value",
+            "ALTER TABLE … ALTER COLUMN … DROP NOT NULL, or name another table",
+        )
+
+
+def wanted(link: Link) -> Mapping[str, PrimitiveType]:
+    """Return the columns that a table must have."""
+    return {field.name: TYPES[field.type] for field in schema(link.settings.promote)}
+
+
+def write(table: Table, messages: pa.Table, source: UUID, settings: Iceberg) -> list[DataFile]:
+    """Write the files of a chunk; return their entries for the table's list of files."""
+    if not messages.num_rows:
+        return []
+    rows = rows_of(messages, source, settings.promote)
+    columns = table.schema()
+    rows = rows.cast(pa.schema([_numbered(field, columns) for field in rows.schema]))
+    return [_file(table, partition, part) for partition, part in parts(rows, settings.partition_by)]
+
+
+def parts(rows: pa.Table, partition_by: str) -> Iterator[tuple[tuple[Any, ...], pa.Table]]:
+    """Yield the rows of each partition, with the partition's values as Iceberg stores them."""
+    if partition_by == "nothing":
+        yield (), rows
+        return
+    if partition_by == "day":
+        days = rows["created_at"].cast(pa.timestamp("us")).cast(pa.date32())
+        values = days.cast(pa.int32())
+    else:
+        values = rows["to_service"]
+    for value in pc.unique(values).to_pylist():
+        yield (value,), rows.filter(pc.equal(values, value))
+
+
+def _numbered(field: pa.Field, columns: Schema) -> pa.Field:
+    number = columns.find_field(field.name).field_id
+    return field.with_metadata({NUMBER: str(number).encode()})
+
+
+def _file(table: Table, partition: tuple[Any, ...], rows: pa.Table) -> DataFile:
+    out = pa.BufferOutputStream()
+    pq.write_table(rows, out, compression="zstd", store_schema=False)
+    content = out.getvalue()
+    path = table.location_provider().new_data_location(f"{uuid4()}.parquet")
+    with table.io.new_output(path).create() as file:
+        file.write(content.to_pybytes())
+    columns, properties = table.schema(), table.metadata.properties
+    statistics = data_file_statistics_from_parquet_metadata(
+        pq.read_metadata(pa.BufferReader(content)),
+        compute_statistics_plan(columns, properties),
+        parquet_path_to_id_mapping(columns),
+    )
+    return DataFile.from_args(
+        content=DataFileContent.DATA,
+        file_path=path,
+        file_format=FileFormat.PARQUET,
+        partition=Record(*partition),
+        file_size_in_bytes=content.size,
+        sort_order_id=None,
+        spec_id=table.metadata.default_spec_id,
+        equality_ids=None,
+        key_metadata=None,
+        **statistics.to_serialized_dict(),
+    )

@@ -1,11 +1,13 @@
-"""A probe of an object store: a file that is written beside a table's own, read, and deleted.
+"""The promise of an Iceberg table's place: what a power failure may take back, and a probe.
 
-Commits meet in the catalog. So a table only needs the store to keep files.
+Commits meet in the catalog. So a table only needs the store to keep files: `probe` writes a file
+beside a table's own, reads it, and deletes it. If the file cannot be written, or other bytes are
+read, `probe` raises. If the login may not delete, `probe` yields the problem and the address where
+the file stays. On this machine, or if only a REST catalog knows the address, nothing is probed.
 
-Promise of a table's place: messages that a power failure may take back, and untested parts.
-
-A loss always takes the marks back with the messages. It is noticed at the next contact, and `saf
-rebase` sends the lost messages again.
+`guarantee` returns the promise, and findings about the table's state and the parts that saf does
+not test; it writes nothing. A loss always takes the marks back with the messages. The loss is
+noticed at the next contact, and `saf rebase` sends the lost messages again.
 """
 
 from __future__ import annotations
@@ -25,22 +27,22 @@ if TYPE_CHECKING:
     from pyiceberg.table import Table
 
 NAME = "_saf_probe"
+"""Beginning of the name of a probe's file."""
 CONTENT = b"a probe by saf destination check"
-
-
-def place_of(link: Link, table: Table | None) -> str:
-    """Return where a table's files are, or will be; empty if only a REST catalog knows."""
-    if table is not None:
-        return table.location()
-    warehouse = link.settings.warehouse or ""
-    return warehouse if "://" in warehouse else ""
+S3 = ("s3://", "s3a://")
+MANY_FILES = 1_000
+SMALL_BYTES = 8 << 20
+"""A table with more than `MANY_FILES` files below this average size is worth compacting."""
+MANY_SNAPSHOTS = 1_000
+"""Above this number, each commit is slow, because it writes all snapshots."""
 
 
 def probe(link: Link) -> Iterator[tuple[str, str]]:
     """Yield each problem of the table's object store, with its cure.
 
     Raises:
-        Unavailable: the store does not answer, or its login has no right to write there.
+        Refused: the login has no right to write there.
+        Unavailable: the store does not answer, or returns other bytes than were written.
     """
     table = link.load()
     warehouse = place_of(link, table)
@@ -61,14 +63,6 @@ def probe(link: Link) -> Iterator[tuple[str, str]]:
                 f"its login may not delete: a probe stays at {address}",
                 "let its login delete files of the table, which expiring snapshots needs, too",
             )
-
-
-S3 = ("s3://", "s3a://")
-MANY_FILES = 1_000
-SMALL_BYTES = 8 << 20
-"""A table with more than `MANY_FILES` files below this average size is worth compacting."""
-MANY_SNAPSHOTS = 1_000
-"""Above this number, each commit is slow, because it writes all snapshots."""
 
 
 def guarantee(link: Link) -> Guarantee:
@@ -118,3 +112,11 @@ def guarantee(link: Link) -> Guarantee:
         "saf rebase sends the lost messages again",
         more=tuple(findings),
     )
+
+
+def place_of(link: Link, table: Table | None) -> str:
+    """Return where a table's files are, or will be; empty if only a REST catalog knows."""
+    if table is not None:
+        return table.location()
+    warehouse = link.settings.warehouse or ""
+    return warehouse if "://" in warehouse else ""

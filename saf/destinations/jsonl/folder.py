@@ -1,22 +1,23 @@
 r"""A folder of files of JSON lines, filled a chunk at a time, exactly once.
 
-    saf.json                       the folder's identity; see `saf.destinations.jsonl.folder`
+    saf.json                       the folder's identity, created once
     SOURCE/000000000001.jsonl      the messages of one source, a file for each chunk; file names and
     SOURCE/000000000002.jsonl      lines give the order of each key
     .saf/SOURCE.json               the state of a source: its marks, and the number of its last file
     .saf/SOURCE.lock               locked by the forwarder that writes
     .saf/SOURCE-2.tmp              a file that is being written, with its future number
 
-A chunk is stored by one rename, which puts a new SOURCE.json in place. Before the rename, the
-messages are in a durable file that readers do not see. After it, that file gets its name. If this
-process is killed in between, the next process that gets the lock names the file, because the marks
-in SOURCE.json show that the chunk is stored. So a killed process leaves a whole chunk, or none of
-the chunk, and a file never changes once it has its name.
+A chunk is stored by one rename, which puts a new SOURCE.json in place; the file is only ever
+replaced as a whole. Before the rename, the messages are in a durable file that readers do not see.
+After it, that file gets its name. If this process is killed in between, the next process that gets
+the lock names the file, because the marks in SOURCE.json show that the chunk is stored. So a killed
+process leaves a whole chunk, or none of the chunk, and a file never changes once it has its name.
 
 A stopped process keeps its lock, and others wait ``lock_seconds`` for it. If it continues after
-others have written, it reads their marks and is fenced.
+others have written, it reads their marks and is fenced. A damaged saf.json or SOURCE.json is
+refused: an operator must restore it.
 
-Messages as lines of JSON, written by Arrow, without Python code per message.
+A line is one message, written by Arrow, without Python code per message:
 
     {"source": "…", "shard": 7, "message_id": "…", "to_service": "billing", "key": "order 7",
      "headers": {"content-type": "application/json"}, "body": "{\"order\": 7}",
@@ -25,11 +26,6 @@ Messages as lines of JSON, written by Arrow, without Python code per message.
 The names are those of a message's columns; NULL columns are left out. ``source`` is the broker_id
 of the source, ``shard`` the key's shard there. A UTF-8 body is a text in ``body``; any other body
 is in ``body_base64``. Only if a chunk contains such a body, Python checks its bodies one by one.
-
-State of a folder and of its sources: small files of JSON, replaced as a whole.
-
-saf.json               the folder's identity, created once
-.saf/SOURCE.json       a source's marks, and the number of its last file
 """
 
 from __future__ import annotations
@@ -64,84 +60,12 @@ from saf.log.disk import make_folder, sync, unavailable_if_lost, write
 if TYPE_CHECKING:
     from saf.destinations.jsonl import Jsonl
 
-
-def lines(rows: pa.Table, source: UUID) -> pa.Array:
-    """Return a line for each message, ending with a newline."""
-    rows = rows.combine_chunks()
-    parts = [_scalar(f'{{"source":"{source}","shard":'), rows["shard"].cast(TEXT)]
-    for column in MESSAGE:
-        values = whole(rows[column.name])
-        if values.null_count == len(values):
-            continue
-        if column.name == "body":
-            parts += _body(values)
-        else:
-            parts.append(_field(column.name, WRITTEN[column.type](values)))
-    return whole(_join(*parts, _scalar("}\n")))
-
-
-def content(written: pa.Array) -> memoryview:
-    """Return the concatenated bytes of lines, without copying them."""
-    offsets = np.frombuffer(written.buffers()[1], np.int64)
-    first, last = offsets[written.offset], offsets[written.offset + len(written)]
-    return memoryview(written.buffers()[2])[first:last]
-
-
-def _body(values: pa.Array) -> list[pa.Array]:
-    values = values.cast(pa.large_binary())
-    try:
-        return [_field("body", quoted(values.cast(TEXT)))]
-    except pa.ArrowInvalid:  # some are not UTF-8
-        texts = [_as_text(body) for body in values.to_pylist()]
-    encoded = [
-        None if text is not None else base64.b64encode(body).decode()
-        for text, body in zip(texts, values.to_pylist(), strict=True)
-    ]
-    return [
-        _field("body", quoted(pa.array(texts, TEXT))),
-        _field("body_base64", quoted(pa.array(encoded, TEXT))),
-    ]
-
-
-def _as_text(body: bytes) -> str | None:
-    try:
-        return body.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def _field(name: str, written: pa.Array) -> pa.Array:
-    """Return a field of each line, preceded by a comma; null where the value is null."""
-    return pc.binary_join_element_wise(_scalar(f',"{name}":'), written, _scalar(""))
-
-
-def _plain(values: pa.Array) -> pa.Array:
-    return values.cast(TEXT)
-
-
-WRITTEN: dict[str, Callable[[pa.Array], pa.Array]] = {
-    "uuid": lambda values: in_quotes(uuids(values)),
-    "text": lambda values: quoted(values.cast(TEXT)),
-    "boolean": _plain,
-    "bigint": _plain,
-    "jsonb": _plain,
-    "timestamptz": lambda values: in_quotes(moments(values)),
-}
-"""Function that writes a column's values, by the column's type in PostgreSQL."""
-
-
-def _join(*parts: pa.Array) -> pa.Array:
-    return pc.binary_join_element_wise(
-        *parts, _scalar(""), null_handling="replace", null_replacement=""
-    )
-
-
-def _scalar(text: str) -> pa.Scalar:
-    return pa.scalar(text, TEXT)
-
-
 IDENTITY, INSIDE = "saf.json", ".saf"
+"""Names of the file with the identity, and of the folder for files that readers must not see."""
 CURE = "bring the file back as it was, or the folder from a backup"
+"""Cure of a damaged file."""
+POLL_SECONDS = 0.02
+"""Pause between attempts to get a lock."""
 
 
 @dataclass(kw_only=True)
@@ -175,75 +99,12 @@ class State:
         return state
 
 
-def read_identity(what: str, folder: Path) -> UUID:
-    """Return the identity of a folder, or the future one of an empty folder; write nothing.
-
-    An empty folder's identity is computed from its path. So a folder that is emptied, or whose disk
-    is not mounted, is not taken for a new one: it is the same one, without its acknowledged data.
-
-    Raises:
-        Unavailable: the folder does not exist.
-        Refused: its saf.json is damaged.
-    """
-    with unavailable_if_lost(what), readable(what, str(folder / IDENTITY), CURE):
-        try:
-            return UUID(json.loads((folder / IDENTITY).read_bytes())["destination"])
-        except FileNotFoundError:
-            os.scandir(folder).close()
-            return uuid5(NAMESPACE_URL, folder.resolve().as_uri())
-
-
-def make_identity(what: str, folder: Path) -> UUID:
-    """Return the identity of a folder; it stays when the folder is moved.
-
-    An empty folder becomes a destination.
-    """
-    identity = read_identity(what, folder)
-    with unavailable_if_lost(what):
-        (folder / INSIDE).mkdir(exist_ok=True)
-        if not (folder / IDENTITY).exists():
-            draft = folder / INSIDE / f"{uuid4()}.tmp"
-            write(draft, json.dumps({"destination": str(identity)}).encode())
-            # a concurrent process writes the same identity
-            draft.rename(folder / IDENTITY)
-            sync(folder)
-    return identity
-
-
-def read_state(what: str, folder: Path, source: UUID) -> State:
-    """Return the state of a source.
-
-    Raises:
-        Refused: its file is damaged.
-    """
-    file = folder / INSIDE / f"{source}.json"
-    try:
-        with readable(what, str(file), CURE):
-            return State.of(file.read_bytes())
-    except FileNotFoundError:
-        return State()
-
-
-def known_of(what: str, folder: Path, source: UUID) -> Known:
-    """Return the marks of a source, for `saf reconcile`, `saf doctor` and repairs."""
-    destination = read_identity(what, folder)
-    with unavailable_if_lost(what):
-        state = read_state(what, folder, source)
-    epochs: dict[int, int] = {}
-    for (_, shard), epoch in state.epochs.items():
-        epochs[shard] = max(epoch, epochs.get(shard, 0))
-    return Known(destination=destination, marks=state.marks, epochs=epochs)
-
-
 def _text(moment: datetime | None) -> str | None:
     return moment.isoformat() if moment else None
 
 
 def _moment(text: str | None) -> datetime | None:
     return datetime.fromisoformat(text) if text else None
-
-
-POLL_SECONDS = 0.02
 
 
 class Folder:
@@ -373,3 +234,138 @@ def draft_of(folder: Path, source: UUID, number: int) -> Path:
 def file_of(folder: Path, source: UUID, number: int) -> Path:
     """Return the path of a source's file with this number, once the file has its name."""
     return folder / str(source) / f"{number:012}.jsonl"
+
+
+def read_identity(what: str, folder: Path) -> UUID:
+    """Return the identity of a folder, or the future one of an empty folder; write nothing.
+
+    An empty folder's identity is computed from its path. So a folder that is emptied, or whose disk
+    is not mounted, is not taken for a new one: it is the same one, without its acknowledged data.
+
+    Raises:
+        Unavailable: the folder does not exist.
+        Refused: its saf.json is damaged.
+    """
+    with unavailable_if_lost(what), readable(what, str(folder / IDENTITY), CURE):
+        try:
+            return UUID(json.loads((folder / IDENTITY).read_bytes())["destination"])
+        except FileNotFoundError:
+            os.scandir(folder).close()
+            return uuid5(NAMESPACE_URL, folder.resolve().as_uri())
+
+
+def make_identity(what: str, folder: Path) -> UUID:
+    """Return the identity of a folder; it stays when the folder is moved.
+
+    An empty folder becomes a destination.
+    """
+    identity = read_identity(what, folder)
+    with unavailable_if_lost(what):
+        (folder / INSIDE).mkdir(exist_ok=True)
+        if not (folder / IDENTITY).exists():
+            draft = folder / INSIDE / f"{uuid4()}.tmp"
+            write(draft, json.dumps({"destination": str(identity)}).encode())
+            # a concurrent process writes the same identity
+            draft.rename(folder / IDENTITY)
+            sync(folder)
+    return identity
+
+
+def read_state(what: str, folder: Path, source: UUID) -> State:
+    """Return the state of a source.
+
+    Raises:
+        Refused: its file is damaged.
+    """
+    file = folder / INSIDE / f"{source}.json"
+    try:
+        with readable(what, str(file), CURE):
+            return State.of(file.read_bytes())
+    except FileNotFoundError:
+        return State()
+
+
+def known_of(what: str, folder: Path, source: UUID) -> Known:
+    """Return the marks of a source, for `saf reconcile`, `saf doctor` and repairs."""
+    destination = read_identity(what, folder)
+    with unavailable_if_lost(what):
+        state = read_state(what, folder, source)
+    epochs: dict[int, int] = {}
+    for (_, shard), epoch in state.epochs.items():
+        epochs[shard] = max(epoch, epochs.get(shard, 0))
+    return Known(destination=destination, marks=state.marks, epochs=epochs)
+
+
+def lines(rows: pa.Table, source: UUID) -> pa.Array:
+    """Return a line for each message, ending with a newline."""
+    rows = rows.combine_chunks()
+    parts = [_scalar(f'{{"source":"{source}","shard":'), rows["shard"].cast(TEXT)]
+    for column in MESSAGE:
+        values = whole(rows[column.name])
+        if values.null_count == len(values):
+            continue
+        if column.name == "body":
+            parts += _body(values)
+        else:
+            parts.append(_field(column.name, WRITTEN[column.type](values)))
+    return whole(_join(*parts, _scalar("}\n")))
+
+
+def content(written: pa.Array) -> memoryview:
+    """Return the concatenated bytes of lines, without copying them."""
+    offsets = np.frombuffer(written.buffers()[1], np.int64)
+    first, last = offsets[written.offset], offsets[written.offset + len(written)]
+    return memoryview(written.buffers()[2])[first:last]
+
+
+def _body(values: pa.Array) -> list[pa.Array]:
+    values = values.cast(pa.large_binary())
+    try:
+        return [_field("body", quoted(values.cast(TEXT)))]
+    except pa.ArrowInvalid:  # some are not UTF-8
+        texts = [_as_text(body) for body in values.to_pylist()]
+    encoded = [
+        None if text is not None else base64.b64encode(body).decode()
+        for text, body in zip(texts, values.to_pylist(), strict=True)
+    ]
+    return [
+        _field("body", quoted(pa.array(texts, TEXT))),
+        _field("body_base64", quoted(pa.array(encoded, TEXT))),
+    ]
+
+
+def _as_text(body: bytes) -> str | None:
+    try:
+        return body.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _field(name: str, written: pa.Array) -> pa.Array:
+    """Return a field of each line, preceded by a comma; null where the value is null."""
+    return pc.binary_join_element_wise(_scalar(f',"{name}":'), written, _scalar(""))
+
+
+def _plain(values: pa.Array) -> pa.Array:
+    return values.cast(TEXT)
+
+
+WRITTEN: dict[str, Callable[[pa.Array], pa.Array]] = {
+    "uuid": lambda values: in_quotes(uuids(values)),
+    "text": lambda values: quoted(values.cast(TEXT)),
+    "boolean": _plain,
+    "bigint": _plain,
+    "jsonb": _plain,
+    "timestamptz": lambda values: in_quotes(moments(values)),
+}
+"""Function that writes a column's values, by the column's type in PostgreSQL."""
+
+
+def _join(*parts: pa.Array) -> pa.Array:
+    return pc.binary_join_element_wise(
+        *parts, _scalar(""), null_handling="replace", null_replacement=""
+    )
+
+
+def _scalar(text: str) -> pa.Scalar:
+    return pa.scalar(text, TEXT)

@@ -31,8 +31,8 @@ from saf.destinations import Chunk
 from saf.destinations.kafka import names, wire
 from saf.destinations.kafka.client import FENCED, UNDECIDED, errors
 from saf.destinations.kafka.server import OPEN, Link, open_link
-from saf.destinations.mapping import Mapped, mapped, read
-from saf.destinations.marks import Mark, Place, shards_of
+from saf.destinations.mapping import Mapped, mapped
+from saf.destinations.marks import Mark, Place, read, shards_of
 from saf.destinations.places import guarded
 from saf.destinations.stepwise import Cut, Step, Stepwise
 from saf.errors import Rejected, Unavailable

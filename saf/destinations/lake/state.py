@@ -1,6 +1,14 @@
-"""A table's knowledge of one source: its marks, and the epochs of its shards.
+"""State of a lakehouse table: its knowledge of one source, and names that saf gives to its parts.
 
-Names that a table of a lakehouse has besides its columns'.
+A table knows the marks of a source, and the epochs of the source's shards. A mark is stored as
+whole numbers: `numbers_of` names them in a fixed order, and `mark_of` reads them back. A time is a
+number of microseconds since 1970, in UTC; `NEVER` stands for an unknown time.
+
+Where the numbers are stored differs by kind; this module stores nothing. See
+`saf.destinations.delta.log` and `saf.destinations.iceberg.marks`.
+
+Besides the columns of messages, a table may have a column that partitions it by `DAY`, and the
+properties `DESTINATION` and `ARCHIVE`.
 """
 
 from __future__ import annotations
@@ -19,7 +27,6 @@ DESTINATION = "saf.destination"
 ARCHIVE = "saf.archive"
 """Table property of an archive of logs, which is not a destination."""
 
-
 NEVER = -1
 """Number that stands for an unknown time."""
 START = datetime(1970, 1, 1, tzinfo=UTC)
@@ -28,7 +35,7 @@ MICROSECOND = timedelta(microseconds=1)
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A table's knowledge of one source."""
+    """A table's knowledge of one source: its marks, and the epochs of its shards."""
 
     marks: Mapping[Place, Mark] = field(default_factory=dict)
     epochs: Mapping[int, int] = field(default_factory=dict)
@@ -39,7 +46,7 @@ class State:
 
 
 def numbers_of(mark: Mark) -> dict[str, int]:
-    """Return the numbers that a table stores of a mark, by name."""
+    """Return the numbers that a table stores for a mark, by name."""
     numbers = {
         "batch": mark.batch,
         "position": mark.position,
@@ -51,7 +58,7 @@ def numbers_of(mark: Mark) -> dict[str, int]:
 def mark_of(
     lane: str, batch: int, position: int, opened_at: int, set_aside_at: int = NEVER
 ) -> Mark:
-    """Return the mark that `numbers_of` has written."""
+    """Return the mark whose numbers `numbers_of` has returned."""
     if not batch:
         return replace(NOTHING, set_aside_at=_moment(set_aside_at))
     # no task waits for at_most_once's answer; see `saf.destinations.places.last_of`

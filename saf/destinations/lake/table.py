@@ -1,13 +1,17 @@
-"""A table of a lakehouse, to which chunks are appended, each in one commit, exactly once.
+"""Lake table: a lakehouse table to which chunks are appended, each in one commit, exactly once.
 
 A chunk first becomes files that readers do not see. Then one commit makes them rows of the table
 and moves the marks: both, or neither. A process that is killed before the commit leaves files that
 nobody reads.
 
 Another commit may come first. Then the marks are read again: this process is fenced, or the
-messages are stored already, or it continues from there.
+messages are stored already, or it continues from there. After `ATTEMPTS` such commits, the
+destination is `saf.errors.Unavailable`.
 
-Reading back: the rows of a source in one version of a table.
+`reading` reads back the rows of a source in one version of a table. If rows were removed from the
+table, `LakeReading.purged` reports that rows may be missing on purpose.
+
+How a table is opened, read and committed to differs by kind: a kind is a subclass of `LakeTable`.
 """
 
 from __future__ import annotations
@@ -34,51 +38,10 @@ from saf.failpoints import fail_point
 
 COLUMNS = ("message_id", "shard", "to_service", "to_broker", "key", "created_at")
 """Columns required for each row."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LakeReading(TableReading):
-    """One version of a table."""
-
-    removed: bool
-    """True if rows were removed."""
-
-    def purged(self) -> str | None:
-        """Return "table" if rows may be missing on purpose, because some were removed."""
-        return "table" if self.removed else None
-
-
-def reading(
-    name: str,
-    identity: UUID,
-    rows: Callable[[UUID], pa.Table] | None,
-    known: Callable[[UUID], Known],
-    *,
-    removed: bool,
-) -> LakeReading:
-    """Return a reading of a table; ``rows`` gives `COLUMNS` of a source's rows, None: no table."""
-
-    def held(source: UUID) -> pa.Table:
-        return HELD.empty_table() if rows is None else _held(rows(source))
-
-    return LakeReading(
-        name=name, is_=identity, read=cache(held), knows=cache(known), removed=removed
-    )
-
-
-def _held(rows: pa.Table) -> pa.Table:
-    for name in ("message_id", "to_broker"):
-        texts = rows[name].to_pylist()
-        values = [None if text is None else UUID(text).bytes for text in texts]
-        place = rows.column_names.index(name)
-        rows = rows.set_column(place, name, pa.array(values, HELD.field(name).type))
-    return rows.select(HELD.names).cast(HELD)
-
-
 ATTEMPTS = 100
 """Most attempts at a commit while other processes change the same table."""
 PAUSE_SECONDS = 0.005
-"""Average pause is half of this after the first attempt, and up to ten times as long later."""
+"""Longest pause after the first attempt; the longest pause grows to ten times this value."""
 
 Opened = TypeVar("Opened")
 
@@ -97,7 +60,7 @@ class Change:
 
 
 class LakeTable(ABC, Generic[Opened]):
-    """A `saf.destinations.Destination`; a kind implements opening its table and committing."""
+    """A table as a `saf.destinations.Destination`; a kind implements the abstract methods."""
 
     def __init__(self, name: str) -> None:
         self.what = f"destination {name!r}"
@@ -201,3 +164,45 @@ def _change(
         moved=moved,
         epochs={shard: own[shard] for _, shard in epochs},
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LakeReading(TableReading):
+    """One version of a table, for reading back."""
+
+    removed: bool
+    """True if rows were removed."""
+
+    def purged(self) -> str | None:
+        """Return "table" if rows may be missing on purpose, because some were removed."""
+        return "table" if self.removed else None
+
+
+def reading(
+    name: str,
+    identity: UUID,
+    rows: Callable[[UUID], pa.Table] | None,
+    known: Callable[[UUID], Known],
+    *,
+    removed: bool,
+) -> LakeReading:
+    """Return a reading of a table.
+
+    ``rows`` returns `COLUMNS` of a source's rows; it is None if the table does not exist.
+    """
+
+    def held(source: UUID) -> pa.Table:
+        return HELD.empty_table() if rows is None else _held(rows(source))
+
+    return LakeReading(
+        name=name, is_=identity, read=cache(held), knows=cache(known), removed=removed
+    )
+
+
+def _held(rows: pa.Table) -> pa.Table:
+    for name in ("message_id", "to_broker"):
+        texts = rows[name].to_pylist()
+        values = [None if text is None else UUID(text).bytes for text in texts]
+        place = rows.column_names.index(name)
+        rows = rows.set_column(place, name, pa.array(values, HELD.field(name).type))
+    return rows.select(HELD.names).cast(HELD)

@@ -8,15 +8,15 @@
     stream = "ORDERS"
     topic = "orders.{service}"              # subject orders.billing
 
+The address is a URL without a login. It names one server, or the servers of a cluster:
+
+    nats://host:4222            one server
+    nats://host,host:4223       a cluster: the first host that answers
+    tls://host                  one server, with TLS
+
 `saf.destinations.nats.batches` describes how a chunk is stored, `saf.destinations.nats.subjects`
 the subjects. saf implements the client protocol itself (`saf.destinations.nats.connection`), so it
 needs no client library; a login with an nkey or with credentials needs the extra ``nats``.
-
-Addresses of a NATS server, or of the servers of a cluster, as URLs without a login.
-
-nats://host:4222            one server
-nats://host,host:4223       a cluster: the first host that answers
-tls://host                  one server, with TLS
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ if TYPE_CHECKING:
     from saf.destinations.nats.server import Link
 
 PORT = 4222
+"""Default port of a server."""
+LARGEST = 31 << 20
+"""Largest message: a stream accepts a little less than 32 MiB, including headers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Addresses of servers."""
+    """Address of one server, or of the servers of a cluster."""
 
     hosts: tuple[tuple[str, int], ...]
     tls: bool
@@ -78,10 +81,6 @@ def parse(text: str) -> Address:
             raise ValueError(f"{text!r} lacks a host, or has something after it")
         hosts.append((named_host(text, host), port or PORT))
     return Address(hosts=tuple(hosts), tls=scheme == "tls")
-
-
-LARGEST = 31 << 20
-"""Largest message: a stream accepts a little less than 32 MiB, including headers."""
 
 
 def _address(text: str) -> str:

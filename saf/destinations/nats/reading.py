@@ -12,8 +12,8 @@ from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations.mapping import held_of, known_of, said_of, source_of
-from saf.destinations.marks import MAIN, Place
+from saf.destinations.mapping import held_of, said_of, source_of
+from saf.destinations.marks import MAIN, Place, known_of
 from saf.destinations.nats import subjects
 from saf.destinations.nats.connection import Received
 from saf.destinations.nats.server import STORED, Link, connected

@@ -1,15 +1,17 @@
-"""A connection to a NATS server, for one destination, and the state that saf keeps there.
+"""Link to a NATS server: a destination's connection, and the state that saf keeps at the server.
+
+The state is a stream with messages, their marks and the destination's identity. `Link` creates the
+stream if it does not exist, and changes no settings of an existing stream.
 
 An error of JetStream is recognised by its code, and one of the protocol by its words, which the
 protocol defines. If a later attempt may succeed, it is `Unavailable`: no answer, no leader, no
 room. If an operator must fix something, it is `Refused`: the login, a right, a stream that cannot
 keep marks.
 
-Promise of the settings of a NATS server and its stream: what a crash may take back.
-
-A batch is stored all or nothing, so a loss takes the marks back with the messages. It is noticed at
-the next contact, and `saf rebase` sends the lost messages again. There is one exception: a power
-failure in the middle of a batch, at a server without replicas.
+`guarantee` returns the promise of the settings of the server and its stream: what a crash may take
+back. A batch is stored all or nothing, so a loss takes the marks back with the messages. It is
+noticed at the next contact, and `saf rebase` sends the lost messages again. There is one exception:
+a power failure in the middle of a batch, at a server without replicas.
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_URL, UUID, uuid5
 
-from saf.destinations.mapping import ABSENT, known_of
-from saf.destinations.marks import Known
+from saf.destinations.marks import ABSENT, Known, known_of
 from saf.destinations.nats import subjects
 from saf.destinations.nats.connection import Connection, NatsError, NoResponders, Received
 from saf.destinations.queues import unusable
@@ -49,8 +50,10 @@ LOGINS = ("authorization violation", "authentication", "user authentication", "a
 RIGHTS = "permissions violation"
 
 STORED, TTL, ROLLUP = "saf-stored", "Nats-TTL", "Nats-Rollup"
-"""Headers of marks: the number of a shard's messages that were ever stored; two headers that make
-the stream keep the last mark, and only that one."""
+"""Headers of marks. The first has the number of a shard's messages that were ever stored. The other
+two make the stream keep the last mark of a place, and no earlier marks."""
+ENOUGH = 3
+"""Fewest servers that tolerate the loss of one server."""
 
 
 class JetStreamError(Exception):
@@ -62,7 +65,7 @@ class JetStreamError(Exception):
 
 
 class Link:
-    """A destination's connection."""
+    """A destination's connection to its server, and to its stream."""
 
     def __init__(self, what: str, settings: Nats, connection: Connection) -> None:
         self.what = what
@@ -300,10 +303,6 @@ def translated(what: str, settings: Nats, error: Exception) -> SafError:
     unavailable = Unavailable(what, f"{settings.server}: {reason}")
     unavailable.hangs = isinstance(error, TimeoutError)
     return unavailable
-
-
-ENOUGH = 3
-"""Servers needed so that one of them may be down."""
 
 
 def guarantee(link: Link) -> Guarantee:

@@ -1,8 +1,9 @@
-"""The journal of a source: a stream of its marks, read before messages and written after them.
+"""Journal of a source: a stream of its marks, and the publishing ids by which repeats are dropped.
 
-An entry is JSON, with some of these members:
+The marks are read before messages and written after them. An entry of the stream is JSON, with some
+of these members:
 
-    done      for each place, its epoch and mark, in the form of `saf.destinations.mapping`
+    done      for each place, its epoch and mark, in the form of `saf.destinations.marks.written`
     begun     for each place, the same for the batch that begins now, with the batch's streams
     streams   all streams that messages of the source went to
     all       this entry, with the entries just before it, contains everything that is known
@@ -13,13 +14,11 @@ processes have written, and an entry that is written twice changes nothing.
 
 ``begun`` is written before the first message of a batch. It tells the batch from one with the same
 number in an earlier life of a source that was set back. It counts as the mark, without a position,
-if messages of the batch exist.
+if messages of the batch exist, which the last publishing ids of its publishers show (`is_of`).
 
-A process that reads to the end, and has read much, writes all that it knows as one entry. It stores
+A process that reads to the end, and has read much, writes all that it knows again. It stores
 beside the stream the number of the entry from which everything is known. Others read from there.
 Earlier entries are deleted by the server when the stream gets too large (``max-length-bytes``).
-
-Numbers: the publishing id of each message, and the name of its publisher.
 
 The server keeps the last publishing id of each publisher of a stream, and drops messages that are
 not above it. So the id is a function of the message's place, batch and row id only: every process,
@@ -30,6 +29,8 @@ Row ids do not rise across batches, so the batch has the higher bits of the id:
 
     publisher   SOURCE/SHARD/LANE/GENERATION      the generation is the batch / 2**15
     id          the batch % 2**15, and in the 48 bits below it the row's id
+
+The journal fences no writer: see `saf.destinations.rabbitmq_stream.streams`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,7 @@ from uuid import UUID, uuid4
 import numpy as np
 import numpy.typing as npt
 
-from saf.destinations.mapping import read, written
-from saf.destinations.marks import NOTHING, Known, Mark, Place
+from saf.destinations.marks import NOTHING, Known, Mark, Place, read, written
 from saf.destinations.queues import readable
 from saf.destinations.rabbitmq_stream.connection import Connection
 from saf.destinations.rabbitmq_stream.protocol import (
@@ -58,61 +58,10 @@ from saf.destinations.rabbitmq_stream.protocol import (
     frame,
 )
 
-ROW_BITS, BATCH_BITS = 48, 15
-LONGEST = 255
-"""Longest name of a publisher that a server accepts, in bytes."""
-
-
-def publisher(source: UUID, place: Place, generation: int) -> str:
-    """Return the name of a publisher, with a hash if the lane's name is too long.
-
-    >>> publisher(UUID(int=7), ("retry", 3), 0)
-    '00000000-0000-0000-0000-000000000007/3/retry/0'
-    >>> len(publisher(UUID(int=7), ("route:" + "ü" * 200, 3), 0))
-    106
-    """
-    lane, shard = place
-    name = f"{source}/{shard}/{lane}/{generation}"
-    if len(name.encode()) <= LONGEST:
-        return name
-    return f"{source}/{shard}/#{sha256(lane.encode()).hexdigest()}/{generation}"  # no lane has a #
-
-
-def generation(batch: int) -> int:
-    """Return the generation of a batch."""
-    return batch >> BATCH_BITS
-
-
-def publishing_ids(
-    batches: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Return the id of each message.
-
-    >>> low, high = publishing_ids(np.array([1, 2]), np.array([900, 3]))
-    >>> bool(low < high)
-    True
-
-    Raises:
-        OverflowError: a row's id has more than 48 bits.
-    """
-    if len(rows) and rows.max() >> ROW_BITS:
-        raise OverflowError(f"row {rows.max():,} has more than {ROW_BITS} bits")
-    return ((batches & ((1 << BATCH_BITS) - 1)) << ROW_BITS) | rows
-
-
-def is_of(publishing_id: int, batch: int) -> bool:
-    """Return True if ``publishing_id`` belongs to ``batch`` or later, in the same generation.
-
-    >>> last = int(publishing_ids(np.array([5]), np.array([900]))[0])
-    >>> is_of(last, 5), is_of(last, 6), is_of(0, 1)
-    (True, False, False)
-    """
-    return publishing_id >> ROW_BITS >= batch & ((1 << BATCH_BITS) - 1) and publishing_id > 0
-
-
 KEPT_BYTES, SEGMENT_BYTES = 32 << 20, 4 << 20
+"""Size limits of the stream and of its segments."""
 ENOUGH_BYTES = 256 << 10
-"""Write everything as one entry after reading this many bytes, or that entry's size if larger."""
+"""Write everything again after reading this many bytes, or the size of everything if larger."""
 AT_ONCE = 2_000
 """Places per entry."""
 CURE = (
@@ -120,11 +69,16 @@ CURE = (
     "messages"
 )
 CARRIED = "saf"
-"""Name under which the number of an entry is stored."""
+"""Name under which the number of the entry to read from is stored."""
 NOBODY = 255
-"""Number of the publisher of entries. It has no name, so the server drops none of its entries."""
+"""Number of the publisher of entries. It has no name, so the server drops no entry."""
 DATA = b"\0\x53\x75\xb0"
 """Start of a body in AMQP 1.0; its size follows."""
+
+ROW_BITS, BATCH_BITS = 48, 15
+"""Bits of a publishing id for the row's id and for the batch."""
+LONGEST = 255
+"""Longest name of a publisher that a server accepts, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +105,7 @@ class Journal:
     _next: int | None = None
     """Number of the entry after the last one that was read."""
     _bytes: int = 0
-    """Bytes read since everything was written as one entry."""
+    """Bytes read since everything was last written again."""
     _whole: int = field(default_factory=lambda: ENOUGH_BYTES)
     _declared: bool = False
 
@@ -333,3 +287,50 @@ def _name(place: Place) -> str:
 def _place(name: str) -> Place:
     shard, _, lane = name.partition(":")
     return lane, int(shard)
+
+
+def publisher(source: UUID, place: Place, generation: int) -> str:
+    """Return the name of a publisher, with a hash if the lane's name is too long.
+
+    >>> publisher(UUID(int=7), ("retry", 3), 0)
+    '00000000-0000-0000-0000-000000000007/3/retry/0'
+    >>> len(publisher(UUID(int=7), ("route:" + "ü" * 200, 3), 0))
+    106
+    """
+    lane, shard = place
+    name = f"{source}/{shard}/{lane}/{generation}"
+    if len(name.encode()) <= LONGEST:
+        return name
+    return f"{source}/{shard}/#{sha256(lane.encode()).hexdigest()}/{generation}"  # no lane has a #
+
+
+def generation(batch: int) -> int:
+    """Return the generation of a batch."""
+    return batch >> BATCH_BITS
+
+
+def publishing_ids(
+    batches: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Return the id of each message.
+
+    >>> low, high = publishing_ids(np.array([1, 2]), np.array([900, 3]))
+    >>> bool(low < high)
+    True
+
+    Raises:
+        OverflowError: a row's id has more than 48 bits.
+    """
+    if len(rows) and rows.max() >> ROW_BITS:
+        raise OverflowError(f"row {rows.max():,} has more than {ROW_BITS} bits")
+    return ((batches & ((1 << BATCH_BITS) - 1)) << ROW_BITS) | rows
+
+
+def is_of(publishing_id: int, batch: int) -> bool:
+    """Return True if ``publishing_id`` belongs to ``batch`` or later, in the same generation.
+
+    >>> last = int(publishing_ids(np.array([5]), np.array([900]))[0])
+    >>> is_of(last, 5), is_of(last, 6), is_of(0, 1)
+    (True, False, False)
+    """
+    return publishing_id >> ROW_BITS >= batch & ((1 << BATCH_BITS) - 1) and publishing_id > 0

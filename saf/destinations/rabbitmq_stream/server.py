@@ -1,17 +1,18 @@
-"""A RabbitMQ server's streams, for one destination, and the state that saf keeps there.
+"""Link to a RabbitMQ server's streams: a destination's connection, and saf's state at the server.
+
+The streams are:
+
+    TOPIC            messages
+    MARKS            the destination's identity, followed by the sources that have a journal
+    MARKS.SOURCE     the journal of a source: `saf.destinations.rabbitmq_stream.journal`
+
+`Link` creates streams that do not exist, and changes no settings of existing streams.
 
 An error is recognised by its code. If a later attempt may succeed, it is `Unavailable`: no answer,
 a stream without a leader. If an operator must fix something, it is `Refused`: the login, a right.
 
-The streams are:
-
-TOPIC            messages
-MARKS            the destination's identity, followed by the sources that have a journal
-MARKS.SOURCE     the journal of a source: `saf.destinations.rabbitmq_stream.journal`
-
-Promise of a RabbitMQ server's streams: which messages a crash may take back.
-
-A server confirms a message when most of the servers that keep its stream have written it, and never
+`guarantee` returns the promise of the server's streams: which messages a crash may take back. A
+server confirms a message when most of the servers that keep its stream have written it, and never
 syncs its files. So the number of servers that lose power together decides.
 """
 
@@ -47,14 +48,17 @@ if TYPE_CHECKING:
     from saf.destinations.rabbitmq_stream import RabbitmqStream
 
 OLDEST = (3, 10)
+"""Oldest supported version."""
 NOTER = 254
-"""Number of the publisher of ids."""
+"""Number of the publisher of ids: the identity, and the sources."""
 IDENTITY = "identity"
 """Name of the publisher of the identity: the first id counts, because its publishing id is 1."""
+ENOUGH = 3
+"""Fewest servers that tolerate the loss of one server."""
 
 
 class Link:
-    """One destination's connection."""
+    """A destination's connection to its server, and to its streams."""
 
     def __init__(self, what: str, settings: RabbitmqStream, connection: Connection) -> None:
         self.what = what
@@ -200,10 +204,6 @@ def translated(what: str, settings: RabbitmqStream, error: Exception) -> SafErro
     unavailable = Unavailable(what, f"{settings.server}: {reason}")
     unavailable.hangs = isinstance(error, TimeoutError)
     return unavailable
-
-
-ENOUGH = 3
-"""Servers needed so that one of them may be down."""
 
 
 def guarantee(link: Link) -> Guarantee:

@@ -1,17 +1,17 @@
-"""Streams of a RabbitMQ server, exactly once.
+"""Streams of a RabbitMQ server: a destination that stores messages exactly once.
 
 The server has no transactions, and compares only publishing ids: it drops a message whose id is not
 above the last one of its publisher. So the guarantee rests on two things:
 
-- *The id is a function of the message* (`saf.destinations.rabbitmq_stream.journal`). A batch is
-  immutable and in order, so every process sends the same messages in the same order. Each writer of
-  a place sends what follows the mark that it has read, without a gap. So a stream always holds the
-  beginning of the same sequence of a place, and the rest follows, whichever process sends it. The
-  server drops repeats: after a lost answer, from a task that runs twice, from an owner that was
-  stopped and wakes up, and from two owners that both send first.
-- *The marks are written after their messages* (`saf.destinations.rabbitmq_stream.journal`). A mark
-  that is too low, because a process died in between, only makes the server drop repeats. Parked
-  messages keep their place, batch and id, so they are the same messages from there too.
+- *The id is a function of the message* (`saf.destinations.rabbitmq_stream.journal.publishing_ids`).
+  A batch is immutable and in order, so every process sends the same messages in the same order.
+  Each writer of a place sends what follows the mark that it has read, without a gap. So a stream
+  always holds the beginning of the same sequence of a place, and the rest follows, whichever
+  process sends it. The server drops repeats: after a lost answer, from a task that runs twice, from
+  an owner that was stopped and wakes up, and from two owners that both send first.
+- *The marks are written after their messages* (`saf.destinations.rabbitmq_stream.journal.Journal`).
+  A mark that is too low, because a process died in between, only makes the server drop repeats.
+  Parked messages keep their place, batch and id, so they are the same messages from there too.
 
 *It is not fenced.* If the journal shows a newer owner before a chunk, the chunk is refused. An
 owner that is stopped after it has read the journal, and wakes up later, still sends that chunk. The
@@ -21,10 +21,8 @@ messages that the new owner has disposed of in another way, such as expired ones
 Each message is a frame of its own, in the order of the chunk, so a stream has the order of the
 chunk, whatever the shards. The server confirms a message when most of its replicas have it.
 
-Publishers: the numbers of a connection's publishers, and their messages as frames.
-
-A connection has 256 numbers, two for marks. If a chunk has more publishers, they take
-turns.
+A connection has 256 numbers for publishers, two for marks. If a chunk has more publishers, they
+take turns (`Publishers`).
 """
 
 from __future__ import annotations
@@ -64,112 +62,14 @@ if TYPE_CHECKING:
     from saf.destinations.rabbitmq_stream import RabbitmqStream
 
 MOST = 254
-"""Numbers for publishers of messages; the rest are for marks."""
+"""Most numbers for publishers of messages; the other two are for marks."""
+LONGEST = 255
+"""Longest name of a stream, in bytes."""
 HEAD = np.dtype([
     ("size", ">u4"), ("command", ">u2"), ("version", ">u2"), ("publisher", "u1"),
     ("count", ">u4"), ("id", ">u8"), ("bytes", ">u4"),
 ])  # fmt: skip
 """Header of a message's frame."""
-
-
-class Publishers:
-    """Publishers of one connection; at most `MOST` at a time."""
-
-    head = HEAD.itemsize
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._numbers: dict[tuple[str, str], int] = {}
-        self._last: dict[tuple[str, str], int] = {}
-
-    def publish(
-        self,
-        publishers: Sequence[tuple[str, str]],
-        which: npt.NDArray[np.int64],
-        ids: npt.NDArray[np.int64],
-        bodies: pa.Array,
-        at_once: int,
-    ) -> int:
-        """Send messages, and wait until all are confirmed; return the number of new ones.
-
-        Args:
-            publishers: the name and stream of each publisher.
-            which: for each message, the index of its publisher.
-            ids: the publishing ids.
-            bodies: the messages.
-            at_once: messages to send before waiting for those sent earlier.
-        """
-        new = 0
-        for first in range(0, len(publishers), MOST):
-            batch = publishers[first : first + MOST]
-            numbers, last = self._declared(batch)
-            index = which - first
-            if len(publishers) > MOST:
-                mask = (index >= 0) & (index < len(batch))
-                index = np.where(mask, index, 0)
-            else:
-                mask = np.ones(len(ids), bool)
-            mask &= (ids > last[index]) | ~np.array([bool(name) for name, _ in batch])[index]
-            new += self._send(numbers[index], ids, bodies, mask, at_once)
-            for place, declared in enumerate(batch):
-                sent = ids[mask & (index == place)] if declared[0] else ids[:0]
-                if len(sent):
-                    self._last[declared] = int(sent[-1])
-        return new
-
-    def _declared(
-        self, publishers: Sequence[tuple[str, str]]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the numbers of publishers, and their last publishing ids."""
-        new = [publisher for publisher in publishers if publisher not in self._numbers]
-        if len(self._numbers) + len(new) > MOST:
-            self._connection.forget([*self._numbers.values()])
-            self._numbers, self._last = {}, {}
-            new = [*publishers]
-        free = iter(sorted({*range(MOST)} - {*self._numbers.values()}))
-        declared = dict(zip(free, new, strict=False))
-        for number, last in self._connection.declare(declared).items():
-            self._numbers[declared[number]] = number
-            self._last[declared[number]] = last
-        return (
-            np.array([self._numbers[publisher] for publisher in publishers], np.int64),
-            np.array([self._last[publisher] for publisher in publishers], np.int64),
-        )
-
-    def _send(
-        self,
-        numbers: npt.NDArray[np.int64],
-        ids: npt.NDArray[np.int64],
-        bodies: pa.Array,
-        mask: npt.NDArray[np.bool_],
-        at_once: int,
-    ) -> int:
-        """Send the messages that ``mask`` selects as frames."""
-        if not mask.all():
-            numbers, ids, bodies = numbers[mask], ids[mask], bodies.filter(pa.array(mask))
-        count = len(ids)
-        if not count:
-            return 0
-        sizes = np.asarray(pc.binary_length(bodies))
-        heads = np.zeros(count, HEAD)
-        heads["size"] = sizes + HEAD.itemsize - 4
-        heads["command"], heads["version"], heads["count"] = Command.PUBLISH, VERSION, 1
-        heads["publisher"], heads["id"], heads["bytes"] = numbers, ids, sizes
-        frames = pc.binary_join_element_wise(fixed(heads), bodies, pa.scalar(b"", BYTES))
-        ends = np.frombuffer(frames.buffers()[1], np.int64)[frames.offset :][: count + 1]
-        data = memoryview(frames.buffers()[2])
-        start = target = self._connection.confirmed
-        for first in range(0, count, at_once):
-            last = min(first + at_once, count)
-            self._connection.send(data[ends[first] : ends[last]])
-            self._connection.confirm(target)
-            target = start + last
-        self._connection.confirm(start + count)
-        return count
-
-
-LONGEST = 255
-"""Longest name of a stream, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +80,7 @@ class Numbered:
     bodies: pa.Array
     """Messages in the form that streams hold."""
     publishers: list[tuple[str, str]]
-    """A name and a stream each; without a name, the server drops nothing."""
+    """Name and stream of each publisher; the server drops nothing from one without a name."""
     which: npt.NDArray[np.int64]
     """For each message, the index of its publisher in ``publishers``."""
     ids: npt.NDArray[np.int64]
@@ -263,7 +163,7 @@ class Streams:
     def _numbered(
         self, link: Link, chunk: Chunk, rows: pa.Table, *, exactly_once: bool
     ) -> Numbered | None:
-        """Return numbered messages in the streams' form; None if there are none.
+        """Return numbered messages in the form that streams hold; None for no messages.
 
         Raises:
             Rejected: the streams do not accept a message.
@@ -371,3 +271,99 @@ class Streams:
         except (Unavailable, Refused):
             self.close()  # its declared publishers are unknown now
             raise
+
+
+class Publishers:
+    """Publishers of one connection, which send messages as frames; at most `MOST` at a time."""
+
+    head = HEAD.itemsize
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._last: dict[tuple[str, str], int] = {}
+
+    def publish(
+        self,
+        publishers: Sequence[tuple[str, str]],
+        which: npt.NDArray[np.int64],
+        ids: npt.NDArray[np.int64],
+        bodies: pa.Array,
+        at_once: int,
+    ) -> int:
+        """Send messages, and wait until all are confirmed; return the number of new ones.
+
+        Args:
+            publishers: the name and stream of each publisher.
+            which: for each message, the index of its publisher.
+            ids: the publishing ids.
+            bodies: the messages.
+            at_once: messages to send before waiting for those sent earlier.
+        """
+        new = 0
+        for first in range(0, len(publishers), MOST):
+            batch = publishers[first : first + MOST]
+            numbers, last = self._declared(batch)
+            index = which - first
+            if len(publishers) > MOST:
+                mask = (index >= 0) & (index < len(batch))
+                index = np.where(mask, index, 0)
+            else:
+                mask = np.ones(len(ids), bool)
+            mask &= (ids > last[index]) | ~np.array([bool(name) for name, _ in batch])[index]
+            new += self._send(numbers[index], ids, bodies, mask, at_once)
+            for place, declared in enumerate(batch):
+                sent = ids[mask & (index == place)] if declared[0] else ids[:0]
+                if len(sent):
+                    self._last[declared] = int(sent[-1])
+        return new
+
+    def _declared(
+        self, publishers: Sequence[tuple[str, str]]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the numbers of publishers, and their last publishing ids."""
+        new = [publisher for publisher in publishers if publisher not in self._numbers]
+        if len(self._numbers) + len(new) > MOST:
+            self._connection.forget([*self._numbers.values()])
+            self._numbers, self._last = {}, {}
+            new = [*publishers]
+        free = iter(sorted({*range(MOST)} - {*self._numbers.values()}))
+        declared = dict(zip(free, new, strict=False))
+        for number, last in self._connection.declare(declared).items():
+            self._numbers[declared[number]] = number
+            self._last[declared[number]] = last
+        return (
+            np.array([self._numbers[publisher] for publisher in publishers], np.int64),
+            np.array([self._last[publisher] for publisher in publishers], np.int64),
+        )
+
+    def _send(
+        self,
+        numbers: npt.NDArray[np.int64],
+        ids: npt.NDArray[np.int64],
+        bodies: pa.Array,
+        mask: npt.NDArray[np.bool_],
+        at_once: int,
+    ) -> int:
+        """Send the messages that ``mask`` selects as frames."""
+        if not mask.all():
+            numbers, ids, bodies = numbers[mask], ids[mask], bodies.filter(pa.array(mask))
+        count = len(ids)
+        if not count:
+            return 0
+        sizes = np.asarray(pc.binary_length(bodies))
+        heads = np.zeros(count, HEAD)
+        heads["size"] = sizes + HEAD.itemsize - 4
+        heads["command"], heads["version"], heads["count"] = Command.PUBLISH, VERSION, 1
+        heads["publisher"], heads["id"], heads["bytes"] = numbers, ids, sizes
+        frames = pc.binary_join_element_wise(fixed(heads), bodies, pa.scalar(b"", BYTES))
+        ends = np.frombuffer(frames.buffers()[1], np.int64)[frames.offset :][: count + 1]
+        data = memoryview(frames.buffers()[2])
+        start = target = self._connection.confirmed
+        for first in range(0, count, at_once):
+            last = min(first + at_once, count)
+            self._connection.send(data[ends[first] : ends[last]])
+            self._connection.confirm(target)
+            target = start + last
+        self._connection.confirm(start + count)
+        return count

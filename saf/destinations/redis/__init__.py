@@ -7,16 +7,16 @@
     password = "${REDIS_PASSWORD}"
     topic = "orders.{service}"              # stream {saf}:orders.billing
 
-`saf.destinations.redis.streams` describes how a chunk is stored, `saf.destinations.redis.script` the
-keys. The client is the extra ``redis``.
+The address is a URL without a login:
 
-Addresses of Redis servers, as URLs without a login.
+    redis://host:6379/0                        one server
+    rediss://host:6379/0                       one server, with TLS
+    unix:///run/redis.sock?db=0                a server on this machine
+    redis+sentinel://host:26379,host/name/0    the server that the sentinels call the master
+    redis+cluster://host:6379,host             a cluster, whose nodes know each other
 
-redis://host:6379/0                        one server
-rediss://host:6379/0                       one server, with TLS
-unix:///run/redis.sock?db=0                a server on this machine
-redis+sentinel://host:26379,host/name/0    the server that the sentinels call the master
-redis+cluster://host:6379,host             a cluster, whose nodes know each other
+`saf.destinations.redis.streams` describes how a chunk is stored, `saf.destinations.redis.script`
+the keys. The client is the extra ``redis``.
 """
 
 from __future__ import annotations

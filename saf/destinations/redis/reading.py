@@ -10,7 +10,8 @@ from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations.mapping import held_of, known_of, said_of, source_of, texts_of
+from saf.destinations.mapping import held_of, said_of, source_of, texts_of
+from saf.destinations.marks import known_of
 from saf.destinations.reading import Reading
 from saf.destinations.redis import script
 from saf.destinations.redis.server import Link, connected

@@ -1,29 +1,23 @@
-"""The script that stores a step at a Redis server, all or nothing.
+"""Script that stores a step at a Redis server, all or nothing, and the keys of a destination there.
 
-It changes something only if the marks are still those that the caller has read. It compares texts,
-so the rules of marks exist in Python only (`saf.destinations.places`). The server runs nothing else
-at the same time. It writes the script's changes to its append-only file, and to its replicas, as
-one transaction: after a crash, a restart or a failover, all changes exist, or none.
+The script, `STORE`, changes something only if the marks are still those that the caller has read.
+It compares texts, so the rules of marks exist in Python only (`saf.destinations.places`). The
+server runs nothing else at the same time. It writes the script's changes to its append-only file,
+and to its replicas, as one transaction: after a crash, a restart or a failover, all changes exist,
+or none.
 
 Whatever could fail halfway is checked first: a key that is not a stream. The right to write marks
 is used before the first message: one mark is written unchanged. So a step that fails has moved no
 mark, and stored nothing.
 
-KEYS    the marks of the source, the set of its streams, and then the streams
-ARGV    PLACES, and for each place its field and expected value
-        MOVED, and for each place that moves its field and new value
-        SHAPES, and for each shape of messages: FIELDS, and for each field its name, and ``?`` if
-        each message has a value of its own, or ``=`` and the value of all
-        and then for each message: its stream, its shape, and its values
+All keys of a destination have one hash tag:
 
-Keys of one destination at a Redis server. All have one hash tag.
-
-{saf}:TOPIC              a stream of messages
-{saf}/identity           the destination's identity
-{saf}/marks/SOURCE       a hash of one source's marks: a field for each shard and lane, with a value
-                         in the form of `saf.destinations.mapping`
-{saf}/streams/SOURCE     a set of the streams that messages of one source went to
-{saf}/waited             nothing; written before a wait for replicas
+    {saf}:TOPIC              a stream of messages
+    {saf}/identity           the destination's identity
+    {saf}/marks/SOURCE       a hash of one source's marks: a field for each shard and lane, with a
+                             value in the form of `saf.destinations.marks.written`
+    {saf}/streams/SOURCE     a set of the streams that messages of one source went to
+    {saf}/waited             nothing; written before a wait for replicas
 """
 
 from __future__ import annotations
@@ -32,57 +26,6 @@ from collections.abc import Mapping
 from uuid import UUID
 
 from saf.destinations.marks import Place
-
-
-def stream(tag: str, topic: str) -> str:
-    """Return the key of a topic's stream."""
-    return f"{{{tag}}}:{topic}"
-
-
-def identity(tag: str) -> str:
-    """Return the key of the destination's identity."""
-    return f"{{{tag}}}/identity"
-
-
-def marks(tag: str, source: UUID | str) -> str:
-    """Return the key of a source's marks."""
-    return f"{{{tag}}}/marks/{source}"
-
-
-def streams(tag: str, source: UUID | str) -> str:
-    """Return the key of the set of a source's streams."""
-    return f"{{{tag}}}/streams/{source}"
-
-
-def waited(tag: str) -> str:
-    """Return the key that is written before a wait for replicas."""
-    return f"{{{tag}}}/waited"
-
-
-def field(place: Place) -> str:
-    """Return the field of a place.
-
-    >>> field(("retry", 7))
-    '7:retry'
-    """
-    lane, shard = place
-    return f"{shard}:{lane}"
-
-
-def place(name: str) -> Place:
-    """Return the place of a field.
-
-    >>> place("7:route:x:y")
-    ('route:x:y', 7)
-    """
-    shard, _, lane = name.partition(":")
-    return lane, int(shard)
-
-
-def texts(fields: Mapping[bytes, bytes]) -> dict[Place, str]:
-    """Return the written marks of places, from the fields of a source's marks."""
-    return {place(name.decode()): value.decode() for name, value in fields.items()}
-
 
 STORED, MOVED = 1, 0
 """Answers: the step is stored; another process has moved the marks."""
@@ -96,6 +39,12 @@ DENIED = "SAFDENIED"
 MOST_FIELDS = 2_000
 """Most fields of a message: Lua passes on about 8,000 values at a time."""
 
+# KEYS    the marks of the source, the set of its streams, and then the streams
+# ARGV    PLACES, and for each place its field and expected value
+#         MOVED, and for each place that moves its field and new value
+#         SHAPES, and for each shape of messages: FIELDS, and for each field its name, and ``?`` if
+#         each message has a value of its own, or ``=`` and the value of all
+#         and then for each message: its stream, its shape, and its values
 STORE = """
 local at, doing = 1, ''
 local function following()
@@ -160,3 +109,53 @@ local said = type(answer) == 'table' and answer.err or tostring(answer)
 if string.sub(said, 1, 4) == 'ERR ' then said = 'SAFDENIED ' .. doing .. ': ' .. said end
 return redis.error_reply(said)
 """
+
+
+def stream(tag: str, topic: str) -> str:
+    """Return the key of a topic's stream."""
+    return f"{{{tag}}}:{topic}"
+
+
+def identity(tag: str) -> str:
+    """Return the key of the destination's identity."""
+    return f"{{{tag}}}/identity"
+
+
+def marks(tag: str, source: UUID | str) -> str:
+    """Return the key of a source's marks."""
+    return f"{{{tag}}}/marks/{source}"
+
+
+def streams(tag: str, source: UUID | str) -> str:
+    """Return the key of the set of a source's streams."""
+    return f"{{{tag}}}/streams/{source}"
+
+
+def waited(tag: str) -> str:
+    """Return the key that is written before a wait for replicas."""
+    return f"{{{tag}}}/waited"
+
+
+def field(place: Place) -> str:
+    """Return the field of a place.
+
+    >>> field(("retry", 7))
+    '7:retry'
+    """
+    lane, shard = place
+    return f"{shard}:{lane}"
+
+
+def place(name: str) -> Place:
+    """Return the place of a field.
+
+    >>> place("7:route:x:y")
+    ('route:x:y', 7)
+    """
+    shard, _, lane = name.partition(":")
+    return lane, int(shard)
+
+
+def texts(fields: Mapping[bytes, bytes]) -> dict[Place, str]:
+    """Return the written marks of places, from the fields of a source's marks."""
+    return {place(name.decode()): value.decode() for name, value in fields.items()}

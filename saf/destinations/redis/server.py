@@ -1,13 +1,15 @@
-"""A connection to a Redis server, for one destination, and the state that saf keeps there.
+"""Link to a Redis server: a destination's connection, and the state that saf keeps at the server.
+
+The state is the destination's identity and the marks of sources. `saf.destinations.redis.script`
+describes their keys, and writes the marks.
 
 An error of the server is recognised by its code, the first word of its answer. If a later attempt
 may succeed, it is `Unavailable`: no answer, no memory, no disk, a failover. If an operator must fix
 something, it is `Refused`: the login, a right, a replica, a policy that evicts keys.
 
-Promise of a Redis server's settings: which messages a crash or a failover may take back.
-
-A loss always takes the marks back with the messages. It is noticed at the next contact, and `saf
-rebase` sends the lost messages again; but a consumer may have read them before.
+`guarantee` returns the promise of the server's settings: which messages a crash or a failover may
+take back. A loss always takes the marks back with the messages. It is noticed at the next contact,
+and `saf rebase` sends the lost messages again; but a consumer may have read them before.
 """
 
 from __future__ import annotations
@@ -30,8 +32,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from saf.destinations.mapping import ABSENT, known_of
-from saf.destinations.marks import Known, Place
+from saf.destinations.marks import ABSENT, Known, Place, known_of
 from saf.destinations.queues import unusable
 from saf.destinations.redis import script
 from saf.destinations.redis.script import DENIED, NO_STREAM
@@ -54,9 +55,20 @@ TO_MEND = {
 }
 """The operator's action for an error, by its code."""
 
+KEPT = {
+    "always": "a crash of the process or of the machine loses nothing that was acknowledged",
+    "everysec": "a crash loses messages acknowledged in the last second or two",
+    "no": "a crash of the machine loses messages acknowledged since the system last wrote, "
+    "often half a minute",
+    None: "what a crash of the machine loses is not known, because this user may not ask",
+}
+"""Loss with an append-only file, by appendfsync; None: appendfsync is unknown."""
+NOT_KEPT = "a crash, or any restart, loses messages acknowledged since the last snapshot"
+"""Loss without an append-only file."""
+
 
 class Link:
-    """A destination's connected client."""
+    """A destination's client, connected to its server."""
 
     def __init__(self, what: str, settings: Redis, client: Any) -> None:
         self.what = what
@@ -97,7 +109,7 @@ class Link:
         return dict(self.client.info())
 
     def config(self, name: str) -> str | None:
-        """Return a setting of the server; None if it is not set, or this user has no right to."""
+        """Return a setting of the server; None if it is not set, or this user may not ask."""
         try:
             answer = self.client.config_get(name)
         except redis.ResponseError:
@@ -132,6 +144,10 @@ class Link:
             self.client.close()
 
 
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
 @contextmanager
 def connected(name: str, settings: Redis) -> Iterator[Link]:
     """Yield a link, and translate its errors."""
@@ -150,47 +166,6 @@ def open_link(name: str, settings: Redis) -> Link:
         client = _client(settings)
         client.ping()
     return Link(destination, settings, client)
-
-
-@contextmanager
-def errors(what: str, settings: Redis) -> Iterator[None]:
-    """Translate the client's errors."""
-    try:
-        yield
-    except (RedisError, RedisClusterException, OSError) as error:
-        raise translated(what, settings, error) from None
-
-
-def translated(what: str, settings: Redis, error: Exception) -> SafError:
-    """Return saf's error for an error of the client."""
-    error = _refusal(error)
-    text = settings.redact(str(error)) or type(error).__name__
-    code = text.split(" ")[0]
-    if isinstance(error, redis.AuthenticationError):
-        code = code if code in TO_MEND else "WRONGPASS"
-    elif isinstance(error, redis.exceptions.NoPermissionError):
-        code = "NOPERM"
-    elif isinstance(error, (MovedError, ClusterCrossSlotError)):  # without their codes
-        # in a cluster, the slot has moved: a new connection finds it
-        code = "" if settings.address.found_by == "cluster" else "MOVED"
-    if code in ("NOAUTH", "WRONGPASS", "NOPERM"):
-        return Refused(what, text, TO_MEND[code])
-    if code in TO_MEND:
-        reason = text.removeprefix(f"{NO_STREAM} ").removeprefix(f"{DENIED} ")
-        return unusable(what, reason, TO_MEND[code])
-    unavailable = Unavailable(what, f"{settings.server}: {text}")
-    unavailable.hangs = isinstance(error, redis.TimeoutError)
-    return unavailable
-
-
-def _refusal(error: Exception) -> Exception:
-    """Return a node's own error if a client of a cluster has wrapped it in another one."""
-    inner: BaseException | None = error
-    while isinstance(inner, RedisClusterException):
-        inner = inner.__cause__ or inner.__context__
-        if isinstance(inner, redis.exceptions.NoPermissionError):
-            return inner
-    return error.__cause__ if isinstance(error.__cause__, RedisError) else error
 
 
 def _client(settings: Redis) -> Any:
@@ -246,18 +221,45 @@ def _path(file: object) -> str | None:
     return None if file is None else str(file)
 
 
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+@contextmanager
+def errors(what: str, settings: Redis) -> Iterator[None]:
+    """Translate the client's errors."""
+    try:
+        yield
+    except (RedisError, RedisClusterException, OSError) as error:
+        raise translated(what, settings, error) from None
 
 
-KEPT = {
-    "always": "a crash of the process or of the machine loses nothing that was acknowledged",
-    "everysec": "a crash loses messages acknowledged in the last second or two",
-    "no": "a crash of the machine loses messages acknowledged since the system last wrote, "
-    "often half a minute",
-    None: "what a crash of the machine loses is not known, because this user may not ask",
-}
-NOT_KEPT = "a crash, or any restart, loses messages acknowledged since the last snapshot"
+def translated(what: str, settings: Redis, error: Exception) -> SafError:
+    """Return saf's error for an error of the client."""
+    error = _refusal(error)
+    text = settings.redact(str(error)) or type(error).__name__
+    code = text.split(" ")[0]
+    if isinstance(error, redis.AuthenticationError):
+        code = code if code in TO_MEND else "WRONGPASS"
+    elif isinstance(error, redis.exceptions.NoPermissionError):
+        code = "NOPERM"
+    elif isinstance(error, (MovedError, ClusterCrossSlotError)):  # without their codes
+        # in a cluster, the slot has moved: a new connection finds it
+        code = "" if settings.address.found_by == "cluster" else "MOVED"
+    if code in ("NOAUTH", "WRONGPASS", "NOPERM"):
+        return Refused(what, text, TO_MEND[code])
+    if code in TO_MEND:
+        reason = text.removeprefix(f"{NO_STREAM} ").removeprefix(f"{DENIED} ")
+        return unusable(what, reason, TO_MEND[code])
+    unavailable = Unavailable(what, f"{settings.server}: {text}")
+    unavailable.hangs = isinstance(error, redis.TimeoutError)
+    return unavailable
+
+
+def _refusal(error: Exception) -> Exception:
+    """Return a node's own error if a client of a cluster has wrapped it in another one."""
+    inner: BaseException | None = error
+    while isinstance(inner, RedisClusterException):
+        inner = inner.__cause__ or inner.__context__
+        if isinstance(inner, redis.exceptions.NoPermissionError):
+            return inner
+    return error.__cause__ if isinstance(error.__cause__, RedisError) else error
 
 
 def guarantee(link: Link) -> Guarantee:

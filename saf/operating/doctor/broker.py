@@ -1,6 +1,16 @@
-"""Checks that need the schema: rights, restores, unread and waiting messages.
+"""Checks of a broker: its schema, its rights, set-backs, and messages that wait.
 
-The check of both sides: was a source, or one of its destinations, set back?
+These checks need saf's schema. So `schema` and `rows` come first: after an error of either, the
+other checks do not run (see `saf.operating.doctor.examination`). The next checks report causes that
+keep messages from being stored or read: missing rights, row-level security, a restored backup,
+forged transaction ids. The last checks report messages that wait, unread or set aside, and what
+helps.
+
+`parked_by` and `set_back_by` return checks that depend on a saf.toml. That of `set_back_by`
+examines both sides: was the source, or one of its destinations, set back? Neither reports a
+destination that does not answer, because the destination's own examination does.
+
+Checks only read, and repair nothing: each finding names the cure.
 """
 
 from __future__ import annotations
@@ -32,54 +42,6 @@ from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE
 from saf.setaside.parking import Backoff
 from saf.setaside.unhandled import unhandled
 
-ONE_SNAPSHOT = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-REPAIR = "saf rebase"
-
-
-def set_back_by(config: Settings) -> Check:
-    """Return the check of a source and the destinations of a saf.toml."""
-
-    def set_back(patient: Patient) -> Found:
-        """Check that the forwarder will not reject the source or a destination as set back."""
-        for name, found in _met(patient, config):
-            if found.ahead:
-                yield (
-                    "error",
-                    f"destination {name!r} has stored more of "
-                    f"{in_words(shards_of(found.ahead))} than is known here: it seems to be "
-                    "restored from a backup, and is not forwarded",
-                    REPAIR,
-                )
-            if found.behind:
-                since = found.since and f"since a batch of {found.since.isoformat()}"
-                example = f", such as: {found.lower}" if found.lower else ""
-                yield (
-                    "error",
-                    f"destination {name!r} has lost messages that it acknowledged of "
-                    f"{in_words(shards_of(found.behind))}, {since or 'or never had any'}{example}; "
-                    "it seems to be restored from a backup, and gets no messages",
-                    REPAIR,
-                )
-
-    return set_back
-
-
-def _met(patient: Patient, config: Settings) -> Iterator[tuple[str, SetBack]]:
-    """Yield how the forwarder would find each destination that answers: set back or not."""
-    source = patient.connection
-    (broker_id,) = of_broker(source, IDENTITY)
-    for name, destination in config.destinations.items():
-        if not destination.capabilities.exactly_once:
-            continue
-        try:
-            before = remembered(source, destination.identity(name))
-            known = destination.known(name, broker_id, role="doctor")
-        except (psycopg.OperationalError, SafError):
-            continue  # its own examination reports this
-        with source.transaction():
-            source.execute(ONE_SNAPSHOT)
-            yield name, who_was(source, name, known, before)
-
 
 def schema(patient: Patient) -> Found:
     """Check that the schema has the version of this library."""
@@ -96,6 +58,38 @@ def rows(patient: Patient) -> Found:
     """Check that saf's own rows are complete; without them, no other check means anything."""
     if gone := whole.missing(patient.connection):
         yield "error", f"saf's own rows are gone: {'; '.join(gone)}", REFILL
+
+
+MISSING_RIGHTS = """
+SELECT wanted.name, wanted.privilege, wanted.part
+FROM unnest(%(tables)s::text[], %(privileges)s::text[], %(parts)s::text[])
+    AS wanted (name, privilege, part)
+JOIN pg_class c ON c.relnamespace = 'saf'::regnamespace AND c.relname = wanted.name
+WHERE NOT CASE WHEN part = '' THEN has_table_privilege(c.oid, privilege)
+               ELSE has_column_privilege(c.oid, part, privilege) END
+ORDER BY 1, 2, 3
+"""
+
+
+def rights(patient: Patient) -> Found:
+    """Check that the role has the rights of a forwarder."""
+    wanted = [
+        (table, privilege, column)
+        for part in RIGHTS[Kind.FORWARDER]
+        for table, privileges in part.items()
+        for privilege, columns in privileges.items()
+        for column in columns or ("",)
+    ]
+    tables, privileges, parts = map(list, zip(*wanted, strict=True))
+    found = patient.ask(MISSING_RIGHTS, tables=tables, privileges=privileges, parts=parts)
+    if found:
+        lacking = sorted({f"{privilege} on saf.{table}" for table, privilege, _ in found})
+        user = patient.connection.info.user
+        yield (
+            "error",
+            f"role {user!r} lacks what a forwarder needs: {', '.join(lacking)}",
+            f"as the owner, saf grant --role forwarder {user}, and --role for whatever else it is",
+        )
 
 
 def policies(patient: Patient) -> Found:
@@ -128,35 +122,26 @@ def search_path(patient: Patient) -> Found:
         yield "warning", what, cure
 
 
-MISSING_RIGHTS = """
-SELECT wanted.name, wanted.privilege, wanted.part
-FROM unnest(%(tables)s::text[], %(privileges)s::text[], %(parts)s::text[])
-    AS wanted (name, privilege, part)
-JOIN pg_class c ON c.relnamespace = 'saf'::regnamespace AND c.relname = wanted.name
-WHERE NOT CASE WHEN part = '' THEN has_table_privilege(c.oid, privilege)
-               ELSE has_column_privilege(c.oid, part, privilege) END
-ORDER BY 1, 2, 3
+# Partitions inherit the constraints of their log, and are validated with it
+NOT_VALIDATED = """
+SELECT c.relname, o.conname FROM pg_constraint o JOIN pg_class c ON c.oid = o.conrelid
+WHERE o.connamespace = 'saf'::regnamespace AND NOT o.convalidated AND o.coninhcount = 0
+ORDER BY 1, 2
 """
 
 
-def rights(patient: Patient) -> Found:
-    """Check that the role has the rights of a forwarder."""
-    wanted = [
-        (table, privilege, column)
-        for part in RIGHTS[Kind.FORWARDER]
-        for table, privileges in part.items()
-        for privilege, columns in privileges.items()
-        for column in columns or ("",)
-    ]
-    tables, privileges, parts = map(list, zip(*wanted, strict=True))
-    found = patient.ask(MISSING_RIGHTS, tables=tables, privileges=privileges, parts=parts)
-    if found:
-        lacking = sorted({f"{privilege} on saf.{table}" for table, privilege, _ in found})
-        user = patient.connection.info.user
+def constraints(patient: Patient) -> Found:
+    """Report constraints that hold for new rows, but that older rows may violate."""
+    for table, name in patient.ask(NOT_VALIDATED):
+        command = sql.SQL("ALTER TABLE {} VALIDATE CONSTRAINT {}").format(
+            sql.Identifier("saf", table), sql.Identifier(name)
+        )
         yield (
-            "error",
-            f"role {user!r} lacks what a forwarder needs: {', '.join(lacking)}",
-            f"as the owner, saf grant --role forwarder {user}, and --role for whatever else it is",
+            "warning",
+            f"constraint {name!r} of saf.{table} holds for new rows only: it was added to existing "
+            "rows, which may violate it, so readers check each row",
+            f"as the owner, {command.as_string(None)}: it reads the table, and nobody waits for "
+            "it. It fails if a row violates it: then once that is purged",
         )
 
 
@@ -194,7 +179,56 @@ def restored(patient: Patient) -> Found:
             )
 
 
-# With each shard given, because of the index
+ONE_SNAPSHOT = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+REPAIR = "saf rebase"
+
+
+def set_back_by(config: Settings) -> Check:
+    """Return the check of a source and the destinations of a saf.toml."""
+
+    def set_back(patient: Patient) -> Found:
+        """Check that the forwarder will not reject the source or a destination as set back."""
+        for name, found in _met(patient, config):
+            if found.ahead:
+                yield (
+                    "error",
+                    f"destination {name!r} has stored more of "
+                    f"{in_words(shards_of(found.ahead))} than is known here: it seems to be "
+                    "restored from a backup, and is not forwarded",
+                    REPAIR,
+                )
+            if found.behind:
+                since = found.since and f"since a batch of {found.since.isoformat()}"
+                example = f", such as: {found.lower}" if found.lower else ""
+                yield (
+                    "error",
+                    f"destination {name!r} has lost messages that it acknowledged of "
+                    f"{in_words(shards_of(found.behind))}, {since or 'or never had any'}{example}; "
+                    "it seems to be restored from a backup, and gets no messages",
+                    REPAIR,
+                )
+
+    return set_back
+
+
+def _met(patient: Patient, config: Settings) -> Iterator[tuple[str, SetBack]]:
+    """Yield each destination that answers, and whether the forwarder would find a set-back."""
+    source = patient.connection
+    (broker_id,) = of_broker(source, IDENTITY)
+    for name, destination in config.destinations.items():
+        if not destination.capabilities.exactly_once:
+            continue
+        try:
+            before = remembered(source, destination.identity(name))
+            known = destination.known(name, broker_id, role="doctor")
+        except (psycopg.OperationalError, SafError):
+            continue  # its own examination reports this
+        with source.transaction():
+            source.execute(ONE_SNAPSHOT)
+            yield name, who_was(source, name, known, before)
+
+
+# Each shard is given, so that the index is used
 FORGED = """
 SELECT count(*), min(f.id)
 FROM saf.broker b CROSS JOIN LATERAL generate_series(0, b.shards - 1) AS s (shard)
@@ -421,29 +455,6 @@ def unheard(patient: Patient) -> Found:
             "and a purge takes them with the others",
             f"{patient.command('subscription', 'create', name, '--service', name)}, or "
             + patient.command("service", "remove", name),
-        )
-
-
-# Partitions inherit theirs from their log, and are validated with it
-NOT_VALIDATED = """
-SELECT c.relname, o.conname FROM pg_constraint o JOIN pg_class c ON c.oid = o.conrelid
-WHERE o.connamespace = 'saf'::regnamespace AND NOT o.convalidated AND o.coninhcount = 0
-ORDER BY 1, 2
-"""
-
-
-def constraints(patient: Patient) -> Found:
-    """Report constraints that hold for new rows, but that older rows may violate."""
-    for table, name in patient.ask(NOT_VALIDATED):
-        command = sql.SQL("ALTER TABLE {} VALIDATE CONSTRAINT {}").format(
-            sql.Identifier("saf", table), sql.Identifier(name)
-        )
-        yield (
-            "warning",
-            f"constraint {name!r} of saf.{table} holds for new rows only: it was added to existing "
-            "rows, which may violate it, so readers check each row",
-            f"as the owner, {command.as_string(None)}: it reads the table, and nobody waits for "
-            "it. It fails if a row violates it: then once that is purged",
         )
 
 

@@ -1,9 +1,10 @@
 """Comparing two sides: the two figures of each shard, and the messages where they differ.
 
-Messages that may be at destinations that cannot be read back; they do not count as lost.
+`figures` returns a count and a sum of hashes for each shard, computed on the servers. `differences`
+reads the messages of both sides in the order of their ids and merges them, in bounded memory.
 
-Where a message went is not recorded. So a message that no other destination has counts as not
-compared, instead of lost, in two cases:
+Some destinations cannot be read back, and where a message went is not recorded. So a message that
+no other destination has counts as not compared, instead of lost, in two cases (`Unread`):
 
 - some routes, current or frozen ones that are kept, lead it to a destination that cannot be read
   back;
@@ -30,37 +31,6 @@ from saf.repair.reconcile.copies import Copies, Lost, RoutesOf
 from saf.repair.reconcile.outcome import Both, Difference, Kind, Shard
 from saf.routing.matching import Routes
 from saf.routing.routes import versions
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unread:
-    """Destinations that cannot be read back, and all routes that could have led there."""
-
-    destinations: frozenset[str]
-    routes: Sequence[Routes] = ()
-
-    def may_have(self, sent: Entry) -> bool:
-        """Whether any of the destinations may have a message of the source."""
-        return bool(self.destinations) and any(
-            self._led(routes, sent.service, sent.broker) for routes in self.routes
-        )
-
-    def _led(self, routes: Routes, service: str, broker: UUID | None) -> bool:
-        if any(router.service == service for router in routes.routers):
-            return True
-        match = routes.match(service, str(broker) if broker else None)
-        return match is not None and not self.destinations.isdisjoint(match.destinations)
-
-
-def unread_of(
-    source: psycopg.Connection[Any], destinations: Collection[str], routes: RoutesOf
-) -> Unread:
-    """Return destinations that cannot be read back, with all routes that the source has."""
-    if not destinations:
-        return Unread(destinations=frozenset())
-    frozen = [version.routes for version in versions(source)]
-    return Unread(destinations=frozenset(destinations), routes=[routes(source), *frozen])
-
 
 SENT = f"""
 SELECT o.message_id, o.shard, o.id, o.to_service, o.to_broker, o.key, o.created_at,
@@ -106,6 +76,26 @@ FROM saf.audit, unnest(message_ids) AS message_id WHERE action = 'discard' ORDER
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unread:
+    """Destinations that cannot be read back, and all routes that could have led there."""
+
+    destinations: frozenset[str]
+    routes: Sequence[Routes] = ()
+
+    def may_have(self, sent: Entry) -> bool:
+        """Return whether any of the destinations may have a message of the source."""
+        return bool(self.destinations) and any(
+            self._led(routes, sent.service, sent.broker) for routes in self.routes
+        )
+
+    def _led(self, routes: Routes, service: str, broker: UUID | None) -> bool:
+        if any(router.service == service for router in routes.routers):
+            return True
+        match = routes.match(service, str(broker) if broker else None)
+        return match is not None and not self.destinations.isdisjoint(match.destinations)
+
+
 def figures(both: Both) -> list[Shard]:
     """Return the count and the sum of hashes of each shard, for both sides.
 
@@ -123,6 +113,16 @@ def figures(both: Both) -> list[Shard]:
             sent, (others, sum_of_others) = shard.hashes
             shard.hashes = (sent, (others + count, sum_of_others + hashed))
     return list(found.values())
+
+
+def unread_of(
+    source: psycopg.Connection[Any], destinations: Collection[str], routes: RoutesOf
+) -> Unread:
+    """Return destinations that cannot be read back, with all routes that the source has."""
+    if not destinations:
+        return Unread(destinations=frozenset())
+    frozen = [version.routes for version in versions(source)]
+    return Unread(destinations=frozenset(destinations), routes=[routes(source), *frozen])
 
 
 def differences(

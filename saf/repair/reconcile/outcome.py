@@ -1,6 +1,11 @@
-"""The outcome of reconciling one source: figures, and the messages at fault.
+"""Reconciling one source: both sides, open for reading, and the outcome of their comparison.
 
-Both sides of a comparison, each read as of one moment and kept from purges during it.
+`read_both` opens the source and its destinations. Each is read as of one moment, and kept from
+purges while it is open. A destination that cannot be read back raises no error: `Both.unread` names
+it with the reason.
+
+An `Outcome` has the figures of each shard, and the messages at fault. The comparison itself is in
+`saf.repair.reconcile.comparing`.
 """
 
 from __future__ import annotations
@@ -23,12 +28,17 @@ Kind = Literal[
     "lost", "uncertain", "duplicate", "doubled", "unexpected", "in_flight", "not_compared"
 ]
 
-
 HARMLESS = ("in_flight", "not_compared", "uncertain")
 """Kinds of differences that are not faults, as far as can be seen."""
 
 Figures = tuple[int, int]
 """The number of messages, and the sum of the hashes of their ids."""
+
+SOURCE = """
+SELECT broker_id, shards, subscription_id, pg_current_snapshot()::text, clock_timestamp(),
+       ARRAY(SELECT DISTINCT unnest(topics) FROM saf.route_version)
+FROM saf.broker, saf.subscription s WHERE s.log = 'outbox' AND s.name = 'forwarder'
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +49,28 @@ class Range:
     until: datetime | None = None
     purged: tuple[str, ...] = ()
     """Logs that may have been purged, so that the range begins at ``since``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Both:
+    """A source and its destinations, with the range and parameters of the comparison."""
+
+    source: Side
+    destinations: tuple[Reading, ...]
+    unread: Mapping[str, str]
+    """Destinations that cannot be read back, each with the reason."""
+    range: Range
+    what: Compared
+    snapshot: str
+    params: Mapping[str, Any]
+    """The parameters of queries at the source."""
+    later: Dsn
+    """Dsn for reading the source again, after the destinations."""
+
+    @property
+    def topics(self) -> frozenset[str]:
+        """Services that are topics now, or in frozen routes that are kept."""
+        return frozenset(self.what.topics)
 
 
 @dataclass(kw_only=True)
@@ -110,35 +142,6 @@ class Outcome:
     def same(self) -> bool:
         """Whether nothing is lost, duplicated or unexpected in the compared range."""
         return not any(count for kind, count in self.counts.items() if kind not in HARMLESS)
-
-
-SOURCE = """
-SELECT broker_id, shards, subscription_id, pg_current_snapshot()::text, clock_timestamp(),
-       ARRAY(SELECT DISTINCT unnest(topics) FROM saf.route_version)
-FROM saf.broker, saf.subscription s WHERE s.log = 'outbox' AND s.name = 'forwarder'
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Both:
-    """A source and its destinations, with the range and parameters of the comparison."""
-
-    source: Side
-    destinations: tuple[Reading, ...]
-    unread: Mapping[str, str]
-    """Destinations that cannot be read back, each with the reason."""
-    range: Range
-    what: Compared
-    snapshot: str
-    params: Mapping[str, Any]
-    """The parameters of queries at the source."""
-    later: Dsn
-    """Dsn for reading the source again, after the destinations."""
-
-    @property
-    def topics(self) -> frozenset[str]:
-        """Services that are topics now, or in frozen routes that are kept."""
-        return frozenset(self.what.topics)
 
 
 @contextmanager

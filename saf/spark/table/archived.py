@@ -1,18 +1,18 @@
 """Archived messages, as part of a read: everything in the archive that the log no longer has.
 
-A purge archives a slot, and then truncates it. In between, or if the purge dies there, messages are
-in both places. A read is planned while purges are locked out, and its snapshot of the log is older
-than its list of the archive. So the archive has everything that left the log. Archived messages
-that are still in the log are detected, and left to the tasks that read the log. TRUNCATE empties a
-whole slot, so one of the messages that were archived together answers for all of them.
+A purge archives a slot, and then truncates it. In between, or if the purge dies at that point,
+messages are in both places. A read is planned while purges are locked out, and its snapshot of the
+log is older than its list of the archive. So the archive has everything that left the log. `plan`
+detects archived messages that are still in the log, and leaves them to the tasks that read the log.
+TRUNCATE empties a whole slot, so one message answers for all messages archived together with it.
 
 Archived messages never change. So tasks read the files that the plan names, whatever is archived
-later. Their rows have no order, and have their own partitions.
+later. Their rows have no order, and have their own partitions. Filters are Arrow's, which skips
+parts of a file by the file's statistics.
 
-The rows of an archive's files, as a task reads them, in no order.
-
-Filters are Arrow's, which skips parts of a file by the file's statistics. If a file was removed
-after planning, the read fails; it never returns fewer rows.
+A read never returns fewer rows than planned: if a file was removed after planning, it fails. If the
+broker was set back after its messages were archived, `plan` fails, because nothing shows which of
+them left the log.
 """
 
 from __future__ import annotations
@@ -52,6 +52,17 @@ MOST_ROWS = 1 << 16
 TYPES = {"id": pa.int64(), "shard": pa.int64(), "created_at": pa.timestamp("us", "UTC")}
 """Arrow types of the non-text columns that have filters."""
 
+PLACE = ("shard", "txid", "id", "message_id")
+"""The columns that identify a message in its log."""
+
+# The index is (shard, txid); the other columns detect a different message after a set-back
+IS_THERE = """
+SELECT EXISTS (SELECT FROM {slot} WHERE shard = %(shard)s AND txid = %(txid)s::text::xid8
+               AND id = %(id)s AND message_id = %(message_id)s::uuid)
+"""
+
+Message = Mapping[str, Any]
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Archived(InputPartition):
@@ -68,102 +79,6 @@ class Archived(InputPartition):
     """Archives (slot, number) in the table whose messages are still in the log."""
 
 
-def read(part: Archived, query: Query) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a task's files, in the requested schema.
-
-    Raises:
-        Unavailable: a file is unreadable, or gone.
-    """
-    wanted = expression(query.conditions)
-    for slot, number in part.in_log:
-        wanted &= ~((ds.field("slot") == slot) & (ds.field("purge") == number))
-    with readable(part.what):
-        files = _filesystem(part)
-        for path in part.paths:
-            for rows in _rows(files, path, query.names, wanted):
-                if rows.num_rows:
-                    yield fields.shaped(plain(rows), query.asked, part.broker)
-
-
-def expression(conditions: Iterable[Condition]) -> pc.Expression:
-    """Translate a database's conditions for Arrow, which compares texts by their bytes, too.
-
-    >>> one = Condition(column="id", operator=">", values=(7,), text="id > 7")
-    >>> str(expression([one]))
-    '(true and (id > 7))'
-    """
-    found = pc.scalar(True)
-    for condition in conditions:
-        found &= _as_arrow(condition)
-    return found
-
-
-def _as_arrow(condition: Condition) -> pc.Expression:
-    column, kind = ds.field(condition.column), TYPES.get(condition.column, pa.string())
-    if condition.operator in ("null", "not null"):
-        return column.is_null() if condition.operator == "null" else column.is_valid()
-    if condition.column == "shard":  # a number may not fit into the column's own type
-        column = column.cast(kind)
-    values = [
-        v.astimezone(UTC) if condition.column == "created_at" else v for v in condition.values
-    ]
-    if condition.operator == "in":
-        return column.isin(pa.array(values, kind))
-    (value,) = pa.array(values, kind)
-    return {
-        ">": column > value,
-        ">=": column >= value,
-        "<": column < value,
-        "<=": column <= value,
-    }[condition.operator]
-
-
-def _filesystem(part: Archived) -> FileSystem:
-    if part.table is None:
-        return LocalFileSystem()
-    from saf.destinations.delta.files import Files
-
-    return Files(part.table.table, part.table.folder, part.table.options).filesystem
-
-
-def _rows(
-    files: FileSystem, path: str, names: list[str], wanted: pc.Expression
-) -> Iterator[pa.RecordBatch]:
-    file = ds.dataset(path, filesystem=files, format="parquet")
-    groups = [group for fragment in file.get_fragments() for group in fragment.row_groups]
-    size = sum(group.total_byte_size for group in groups)
-    count = sum(group.num_rows for group in groups)
-    yield from file.to_batches(
-        columns=names,
-        filter=wanted,
-        batch_size=max(1, min(MOST_ROWS, BATCH_BYTES * count // max(1, size))),
-        batch_readahead=1,
-        fragment_readahead=1,
-    )
-
-
-@contextmanager
-def readable(what: str) -> Iterator[None]:
-    """Translate errors of the file system, or of Arrow, to `Unavailable`."""
-    try:
-        yield
-    except (OSError, pa.ArrowException) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise Unavailable(what, " ".join(reason.split()) or type(error).__name__) from None
-
-
-PLACE = ("shard", "txid", "id", "message_id")
-"""The columns that identify a message in its log."""
-
-# The index is (shard, txid); the other columns detect a different message after a set-back
-IS_THERE = """
-SELECT EXISTS (SELECT FROM {slot} WHERE shard = %(shard)s AND txid = %(txid)s::text::xid8
-               AND id = %(id)s AND message_id = %(message_id)s::uuid)
-"""
-
-Message = Mapping[str, Any]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """The part of a log that an archive has."""
@@ -171,7 +86,7 @@ class Found:
     files: Mapping[str, int]
     """Size in bytes of each file, by path."""
     incarnation: int
-    """The broker's incarnation when it was archived."""
+    """The broker's incarnation when its messages were archived."""
     in_log: tuple[tuple[int, int], ...] = ()
     """See `Archived.in_log`."""
 
@@ -300,3 +215,87 @@ def _divided(files: Mapping[str, int], number: int) -> list[tuple[str, ...]]:
         parts[least].append(path)
         sizes[least] += size
     return [tuple(paths) for paths in parts if paths]
+
+
+def read(part: Archived, query: Query) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a task's files, in the requested schema.
+
+    Raises:
+        Unavailable: a file is unreadable, or gone.
+    """
+    wanted = expression(query.conditions)
+    for slot, number in part.in_log:
+        wanted &= ~((ds.field("slot") == slot) & (ds.field("purge") == number))
+    with readable(part.what):
+        files = _filesystem(part)
+        for path in part.paths:
+            for rows in _rows(files, path, query.names, wanted):
+                if rows.num_rows:
+                    yield fields.shaped(plain(rows), query.asked, part.broker)
+
+
+def _filesystem(part: Archived) -> FileSystem:
+    if part.table is None:
+        return LocalFileSystem()
+    from saf.destinations.delta.files import Files
+
+    return Files(part.table.table, part.table.folder, part.table.options).filesystem
+
+
+def _rows(
+    files: FileSystem, path: str, names: list[str], wanted: pc.Expression
+) -> Iterator[pa.RecordBatch]:
+    file = ds.dataset(path, filesystem=files, format="parquet")
+    groups = [group for fragment in file.get_fragments() for group in fragment.row_groups]
+    size = sum(group.total_byte_size for group in groups)
+    count = sum(group.num_rows for group in groups)
+    yield from file.to_batches(
+        columns=names,
+        filter=wanted,
+        batch_size=max(1, min(MOST_ROWS, BATCH_BYTES * count // max(1, size))),
+        batch_readahead=1,
+        fragment_readahead=1,
+    )
+
+
+def expression(conditions: Iterable[Condition]) -> pc.Expression:
+    """Translate a database's conditions for Arrow, which compares texts by their bytes, too.
+
+    >>> one = Condition(column="id", operator=">", values=(7,), text="id > 7")
+    >>> str(expression([one]))
+    '(true and (id > 7))'
+    """
+    found = pc.scalar(True)
+    for condition in conditions:
+        found &= _as_arrow(condition)
+    return found
+
+
+def _as_arrow(condition: Condition) -> pc.Expression:
+    column, kind = ds.field(condition.column), TYPES.get(condition.column, pa.string())
+    if condition.operator in ("null", "not null"):
+        return column.is_null() if condition.operator == "null" else column.is_valid()
+    if condition.column == "shard":  # a number may not fit into the column's own type
+        column = column.cast(kind)
+    values = [
+        v.astimezone(UTC) if condition.column == "created_at" else v for v in condition.values
+    ]
+    if condition.operator == "in":
+        return column.isin(pa.array(values, kind))
+    (value,) = pa.array(values, kind)
+    return {
+        ">": column > value,
+        ">=": column >= value,
+        "<": column < value,
+        "<=": column <= value,
+    }[condition.operator]
+
+
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Translate errors of the file system, or of Arrow, to `Unavailable`."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise Unavailable(what, " ".join(reason.split()) or type(error).__name__) from None

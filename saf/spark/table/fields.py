@@ -1,4 +1,4 @@
-"""The columns of a log in Spark: types, the source of each column, and its conversion.
+"""Columns of a log in Spark: their types, their sources at the broker, and their conversion.
 
 A DataFrame has all columns, or those of the schema that its reader gives. The columns of
 `saf.columns` have the Spark types listed there, and ``shard`` is a message's bucket. Besides:
@@ -8,13 +8,15 @@ A DataFrame has all columns, or those of the schema that its reader gives. The c
     text string                   the body as UTF-8, or NULL if it is not UTF-8; only if requested
     broker string                 the broker's name; if requested, or if several are read
 
-A row of an older schema may be too large to read (see `saf.limits`). Its large values are NULL,
-and so is its body, which distinguishes it from other rows.
+`check_schema` rejects a schema with other columns or types before anything is read. To get another
+type, cast the column in the query.
 
-Headers as maps, built from the JSON text that the database sends.
+A row of an older schema may be too large to read (see `saf.limits`). Its large values are NULL, and
+so is its body, which distinguishes it from other rows.
 
-Most messages share a few headers, so each distinct text is parsed once per batch of rows. Parsing
-at the server would cost more than everything else it does to read a row.
+Headers become maps here, from the JSON text that the database sends. Most messages share a few
+headers, so each distinct text is parsed once per batch of rows. Parsing at the server would cost
+more than everything else that it does to read a row.
 """
 
 from __future__ import annotations
@@ -45,11 +47,129 @@ from saf.destinations.texts import uuids
 from saf.errors import ConfigurationError
 from saf.log.columns import bounded
 
+TEXT, BROKER = "text", "broker"
+ONLY_INBOX = ("source", "received_at")
+OF_SPARK: dict[str, DataType] = {
+    "string": StringType(),
+    "boolean": BooleanType(),
+    "int": IntegerType(),
+    "long": LongType(),
+    "binary": BinaryType(),
+    "timestamp": TimestampType(),
+}
+"""Spark's types by name, because Spark needs a JVM to look them up."""
+UUIDS = tuple(name for name, type_ in IN_TABLES.items() if type_ == "uuid")
+
 # Values that are not texts are cut out verbatim, so numbers need no parsing
 DECODER = json.JSONDecoder(parse_int=lambda _: 0, parse_float=lambda _: 0)
 JSON_TEXT = r'"(?:[^"\\]|\\.)*"'
 NAME = re.compile(JSON_TEXT)
 TOKEN = re.compile(JSON_TEXT + r"|[][{},]")
+
+
+def schema_of(log: str, *, several: bool = False) -> StructType:
+    """Return the columns of a log by default; with ``several``, for a read of several brokers."""
+    return StructType(
+        [
+            StructField(name, types[0], name not in ("id", "shard"))
+            for name, types in _types(log).items()
+            if name != TEXT and (several or name != BROKER)
+        ]
+    )
+
+
+def check_schema(log: str, asked: StructType) -> None:
+    """Check that a log has the columns that a reader asks for.
+
+    Raises:
+        ConfigurationError: a column is missing, or has another type.
+    """
+    known = _types(log)
+    if not asked.fields:
+        raise ConfigurationError("the schema given to the format saf names no column")
+    for field in asked.fields:
+        if field.name not in known:
+            raise ConfigurationError(
+                f"an {log} has no column {field.name!r}{did_you_mean(field.name, known)}, only "
+                f"{', '.join(known)}"
+            )
+        types = known[field.name]
+        if not any(_same(field.dataType, type_) for type_ in types):
+            raise ConfigurationError(
+                f"the column {field.name!r} of an {log} is a "
+                f"{' or a '.join(type_.simpleString() for type_ in types)}, and not a "
+                f"{field.dataType.simpleString()}: read it so, and cast it"
+            )
+
+
+def _types(log: str) -> dict[str, tuple[DataType, ...]]:
+    """Return the possible types of each column."""
+    types: dict[str, tuple[DataType, ...]] = {}
+    for name, type_ in IN_TABLES.items():
+        if log == "inbox" or name not in ONLY_INBOX:
+            types[name] = (OF_SPARK[SPARK[type_]],)
+    types["headers"] = (MapType(StringType(), StringType()), StringType())
+    types[TEXT] = (StringType(),)
+    types[BROKER] = (StringType(),)
+    return types
+
+
+def _same(first: DataType, other: DataType) -> bool:
+    if isinstance(first, MapType) and isinstance(other, MapType):
+        return first.keyType == other.keyType and first.valueType == other.valueType
+    return first == other
+
+
+def columns_read(asked: StructType, others: Iterable[str]) -> list[str]:
+    """Return the log's columns to read for the requested columns and for ``others``."""
+    names = {"body" if name == TEXT else name for name in asked.fieldNames()}
+    return [name for name in IN_TABLES if name in {"id", *names, *others}]
+
+
+def at_source(names: Iterable[str], *, kept: bool) -> list[str | sql.Composable]:
+    """Return the bounded SQL expressions of columns; ``kept``: see `saf.log.columns.selected`."""
+    return [bounded(name, kept="true" if kept else "false") for name in names]
+
+
+def shaped(rows: pa.RecordBatch, asked: StructType, broker: str) -> pa.RecordBatch:
+    """Convert rows read at a broker to the rows that Spark expects for a schema."""
+    schema = to_arrow_schema(asked, timezone="UTC")
+    columns = [
+        pa.repeat(pa.scalar(broker, field.type), rows.num_rows)
+        if field.name == BROKER
+        else _column(rows, field)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _column(rows: pa.RecordBatch, field: pa.Field) -> pa.Array:
+    if field.name == TEXT:
+        return decoded(rows["body"])
+    if field.name in UUIDS and not pa.types.is_string(rows[field.name].type):
+        return uuids(rows[field.name]).cast(field.type)
+    if field.name == "headers" and pa.types.is_map(field.type):
+        return maps(rows["headers"], field.type)
+    return rows[field.name].cast(field.type)
+
+
+def decoded(bodies: pa.Array) -> pa.Array:
+    """Return bodies as texts; a body that is not UTF-8 becomes NULL.
+
+    >>> decoded(pa.array([b"one", b"\\xff", None])).to_pylist()
+    ['one', None, None]
+    """
+    try:
+        return bodies.cast(pa.string())
+    except pa.ArrowInvalid:
+        return pa.array([_decoded(body) for body in bodies.to_pylist()], pa.string())
+
+
+def _decoded(body: bytes | None) -> str | None:
+    try:
+        return None if body is None else body.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def maps(texts: pa.Array, type_: pa.DataType) -> pa.Array:
@@ -108,122 +228,3 @@ def _end(text: str, at: int) -> int:
         elif token[0] in "]}":
             depth -= 1
     raise ValueError("not an object as PostgreSQL writes it")
-
-
-TEXT, BROKER = "text", "broker"
-ONLY_INBOX = ("source", "received_at")
-OF_SPARK: dict[str, DataType] = {
-    "string": StringType(),
-    "boolean": BooleanType(),
-    "int": IntegerType(),
-    "long": LongType(),
-    "binary": BinaryType(),
-    "timestamp": TimestampType(),
-}
-"""Spark's types by name, because Spark needs a JVM to look them up."""
-UUIDS = tuple(name for name, type_ in IN_TABLES.items() if type_ == "uuid")
-
-
-def schema_of(log: str, *, several: bool = False) -> StructType:
-    """Return the columns of a log by default; with ``several``, for a read of several brokers."""
-    return StructType(
-        [
-            StructField(name, types[0], name not in ("id", "shard"))
-            for name, types in _types(log).items()
-            if name != TEXT and (several or name != BROKER)
-        ]
-    )
-
-
-def check_schema(log: str, asked: StructType) -> None:
-    """Check that a log has the columns that a reader asks for.
-
-    Raises:
-        ConfigurationError: a column is missing, or has another type.
-    """
-    known = _types(log)
-    if not asked.fields:
-        raise ConfigurationError("the schema given to the format saf names no column")
-    for field in asked.fields:
-        if field.name not in known:
-            raise ConfigurationError(
-                f"an {log} has no column {field.name!r}{did_you_mean(field.name, known)}, only "
-                f"{', '.join(known)}"
-            )
-        types = known[field.name]
-        if not any(_same(field.dataType, type_) for type_ in types):
-            raise ConfigurationError(
-                f"the column {field.name!r} of an {log} is a "
-                f"{' or a '.join(type_.simpleString() for type_ in types)}, and not a "
-                f"{field.dataType.simpleString()}: read it so, and cast it"
-            )
-
-
-def columns_read(asked: StructType, others: Iterable[str]) -> list[str]:
-    """Return the log's columns to read for the requested columns and for ``others``."""
-    names = {"body" if name == TEXT else name for name in asked.fieldNames()}
-    return [name for name in IN_TABLES if name in {"id", *names, *others}]
-
-
-def at_source(names: Iterable[str], *, kept: bool) -> list[str | sql.Composable]:
-    """Return the bounded SQL expressions of columns; ``kept``: see `saf.log.columns.selected`."""
-    return [bounded(name, kept="true" if kept else "false") for name in names]
-
-
-def shaped(rows: pa.RecordBatch, asked: StructType, broker: str) -> pa.RecordBatch:
-    """Convert rows read at a broker to those that Spark expects for a schema."""
-    schema = to_arrow_schema(asked, timezone="UTC")
-    columns = [
-        pa.repeat(pa.scalar(broker, field.type), rows.num_rows)
-        if field.name == BROKER
-        else _column(rows, field)
-        for field in schema
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def _column(rows: pa.RecordBatch, field: pa.Field) -> pa.Array:
-    if field.name == TEXT:
-        return decoded(rows["body"])
-    if field.name in UUIDS and not pa.types.is_string(rows[field.name].type):
-        return uuids(rows[field.name]).cast(field.type)
-    if field.name == "headers" and pa.types.is_map(field.type):
-        return maps(rows["headers"], field.type)
-    return rows[field.name].cast(field.type)
-
-
-def decoded(bodies: pa.Array) -> pa.Array:
-    """Return bodies as texts; a body that is not UTF-8 becomes NULL.
-
-    >>> decoded(pa.array([b"one", b"\\xff", None])).to_pylist()
-    ['one', None, None]
-    """
-    try:
-        return bodies.cast(pa.string())
-    except pa.ArrowInvalid:
-        return pa.array([_decoded(body) for body in bodies.to_pylist()], pa.string())
-
-
-def _decoded(body: bytes | None) -> str | None:
-    try:
-        return None if body is None else body.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def _types(log: str) -> dict[str, tuple[DataType, ...]]:
-    """Return the possible types of each column."""
-    types: dict[str, tuple[DataType, ...]] = {}
-    for name, type_ in IN_TABLES.items():
-        if log == "inbox" or name not in ONLY_INBOX:
-            types[name] = (OF_SPARK[SPARK[type_]],)
-    types["headers"] = (MapType(StringType(), StringType()), StringType())
-    types[TEXT] = (StringType(),)
-    types[BROKER] = (StringType(),)
-    return types
-
-
-def _same(first: DataType, other: DataType) -> bool:
-    if isinstance(first, MapType) and isinstance(other, MapType):
-        return first.keyType == other.keyType and first.valueType == other.valueType
-    return first == other

@@ -1,4 +1,6 @@
-"""The options of a read: which broker, which log, how many partitions.
+"""Options of the format ``saf``: which broker, which log, which messages, how many tasks.
+
+A read has:
 
     broker        a name in saf.toml: of a broker, of a destination that is a broker, or FLEET/NAME.
                   A stream takes several, separated by commas, and whole fleets
@@ -24,9 +26,12 @@ A write goes into an outbox, and may have:
                           has only txnAppId: a name that no other checkpoint has used
 
 Spark shows options to everyone. So a dsn is not an option: the options only name the place where
-the Python process that plans a read, on the driver's machine, finds the dsn.
+the Python process that plans a read, on the driver's machine, finds the dsn. For the same reason,
+errors do not repeat the value of an unknown option.
 
-Where to find the brokers that an option names: from saf.toml and its fleets.
+`options_of` checks options as far as possible without saf.toml and the database. An unknown option,
+or one that belongs to another operation, is an error; none is ignored. `configured` finds the
+brokers that an option names, in saf.toml and its fleets.
 """
 
 from __future__ import annotations
@@ -48,60 +53,28 @@ from saf.log.stream import Start
 from saf.logger import Log
 from saf.message import MAX_NAME, fits
 
-log = Log("saf.stream")
-
-
-def configured(name: str, config: Path | None, *, fleets: bool = False) -> dict[str, Broker]:
-    """Return the broker with a name in saf.toml; with ``fleets``, all brokers of a whole fleet.
-
-    Raises:
-        ConfigurationError: no broker has this name.
-        Unavailable: a fleet cannot list its members.
-    """
-    settings = load(config, delivers=False)
-    stores = {
-        place: Broker(dsn=dsn)
-        for place, destination in settings.destinations.items()
-        if (dsn := destination.broker())
-    }
-    places = {**stores, **settings.brokers}
-    if name in places:
-        return {name: places[name]}
-    fleet = name.partition("/")[0]
-    if fleet in settings.fleets and (fleets or "/" in name):
-        listing = ask(fleet, settings.fleets[fleet])
-        members = listing.brokers
-        if name == fleet:
-            for where, error in listing.problems:
-                log.warning("broker_not_listed", fleet=where, error=str(error))
-            return dict(members)
-        if name in members:
-            return {name: members[name]}
-        raise ConfigurationError(f"broker = {name!r}: not in the fleet {fleet!r}")
-    if name in settings.destinations:
-        kind = settings.destinations[name].kind
-        raise ConfigurationError(
-            f"broker = {name!r}: the destination {name!r} is of kind {kind!r}, and no broker"
-        )
-    raise ConfigurationError(
-        f"broker = {name!r}: saf.toml has no such broker{did_you_mean(name, places)}, only "
-        f"{', '.join(places)}"
-    )
-
-
-NO_LIMITS = Limit()
 OF_STREAMS = ("subscription", "start", "maxRowsPerTrigger", "maxBytesPerTrigger")
 OF_SINKS = ("txnAppId", "txnVersion")
 OF_READS = ("archive",)
-CHECKPOINT = "checkpointlocation"
-"""An option of Spark itself, which Spark passes to writers of streams."""
 NAMES = ("broker", "config", "dsn_from", "log", "partitions", *OF_READS, *OF_STREAMS, *OF_SINKS)
 LOGS = ("outbox", "inbox")
+CHECKPOINT = "checkpointlocation"
+"""An option of Spark itself, which Spark passes to writers of streams."""
+
+NO_LIMITS = Limit()
+
+NO_TABLE = (
+    "Spark's catalog does not pass a table's options on when the table is read. Say "
+    "CREATE TEMPORARY VIEW … USING saf OPTIONS (…)"
+)
+"""Advice after CREATE TABLE … USING saf, or saveAsTable."""
+
+log = Log("saf.stream")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a read, checked as far as possible without saf.toml and the database."""
+    """The options of a read or a write, as `options_of` has checked them."""
 
     log: Literal["outbox", "inbox"]
     broker: str | None = None
@@ -173,13 +146,6 @@ class Options:
         return Dsn(os.environ[name])
 
 
-NO_TABLE = (
-    "Spark's catalog does not pass a table's options on when the table is read. Say "
-    "CREATE TEMPORARY VIEW … USING saf OPTIONS (…)"
-)
-"""Advice after CREATE TABLE … USING saf, or saveAsTable."""
-
-
 def options_of(given: Mapping[str, str]) -> Options:
     """Check options as Spark passes them.
 
@@ -234,11 +200,53 @@ def options_of(given: Mapping[str, str]) -> Options:
     )
 
 
+def _partitions(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_SHARDS:
+        raise ConfigurationError(
+            f"the option partitions is a number from 1 to {MAX_SHARDS}, and not {text!r}"
+        )
+    return int(text)
+
+
+def _archive(text: str | None) -> str | None:
+    if text is not None:
+        try:
+            table_at(text)
+        except ValueError as error:
+            raise ConfigurationError(f"the option archive: {error}") from None
+    return text
+
+
+def _start(text: str) -> Start:
+    if text not in ("beginning", "now"):
+        raise ConfigurationError(f"the option start is beginning or now, and not {text!r}")
+    return cast("Start", text)
+
+
+def _most(name: str, known: Mapping[str, str]) -> int:
+    text = known.get(name)
+    if text is None:
+        return NO_LIMIT
+    if not text.isdecimal() or not 1 <= int(text) <= NO_LIMIT:
+        raise ConfigurationError(f"the option {name} is a number from 1 on, and not {text!r}")
+    return int(text)
+
+
+def _version(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) > NO_LIMIT:
+        raise ConfigurationError(f"the option txnVersion is a number from 0 on, and not {text!r}")
+    return int(text)
+
+
 def refuse_for_batch(options: Options) -> None:
-    """Check that a batch read has no options that only a stream supports.
+    """Check that a batch read has no options of a stream or of a write.
 
     Raises:
-        ConfigurationError: it has one.
+        ConfigurationError: it has such an option, or several brokers.
     """
     refuse(options, OF_STREAMS, "streams: spark.readStream")
     refuse(options, OF_SINKS, "sending: df.write")
@@ -247,6 +255,16 @@ def refuse_for_batch(options: Options) -> None:
             f"broker = {options.broker!r}: only a stream reads several brokers; make the union of "
             "a DataFrame of each"
         )
+
+
+def refuse_for_stream(options: Options) -> None:
+    """Check that a stream has no options that it does not support.
+
+    Raises:
+        ConfigurationError: it has such an option.
+    """
+    refuse(options, OF_SINKS, "sending: df.write")
+    refuse(options, OF_READS, "batch reads: spark.read")
 
 
 def for_sink(given: Mapping[str, str], *, stream: bool) -> Options:
@@ -282,21 +300,11 @@ def for_sink(given: Mapping[str, str], *, stream: bool) -> Options:
     return options
 
 
-def refuse_for_stream(options: Options) -> None:
-    """Check that a stream has no options that it does not support.
-
-    Raises:
-        ConfigurationError: it has one.
-    """
-    refuse(options, OF_SINKS, "sending: df.write")
-    refuse(options, OF_READS, "batch reads: spark.read")
-
-
 def refuse(options: Options, names: Iterable[str], whose: str) -> None:
     """Reject options that belong to another operation.
 
     Raises:
-        ConfigurationError: one of them was given.
+        ConfigurationError: one of these options was given.
     """
     for name in names:
         if name in options.given:
@@ -319,43 +327,39 @@ def subscription_of(options: Options) -> str:
     return name
 
 
-def _archive(text: str | None) -> str | None:
-    if text is not None:
-        try:
-            table_at(text)
-        except ValueError as error:
-            raise ConfigurationError(f"the option archive: {error}") from None
-    return text
+def configured(name: str, config: Path | None, *, fleets: bool = False) -> dict[str, Broker]:
+    """Return the broker with a name in saf.toml; with ``fleets``, all brokers of a whole fleet.
 
-
-def _start(text: str) -> Start:
-    if text not in ("beginning", "now"):
-        raise ConfigurationError(f"the option start is beginning or now, and not {text!r}")
-    return cast("Start", text)
-
-
-def _most(name: str, known: Mapping[str, str]) -> int:
-    text = known.get(name)
-    if text is None:
-        return NO_LIMIT
-    if not text.isdecimal() or not 1 <= int(text) <= NO_LIMIT:
-        raise ConfigurationError(f"the option {name} is a number from 1 on, and not {text!r}")
-    return int(text)
-
-
-def _version(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) > NO_LIMIT:
-        raise ConfigurationError(f"the option txnVersion is a number from 0 on, and not {text!r}")
-    return int(text)
-
-
-def _partitions(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_SHARDS:
+    Raises:
+        ConfigurationError: no broker has this name.
+        Unavailable: a fleet cannot list its members.
+    """
+    settings = load(config, delivers=False)
+    stores = {
+        place: Broker(dsn=dsn)
+        for place, destination in settings.destinations.items()
+        if (dsn := destination.broker())
+    }
+    places = {**stores, **settings.brokers}
+    if name in places:
+        return {name: places[name]}
+    fleet = name.partition("/")[0]
+    if fleet in settings.fleets and (fleets or "/" in name):
+        listing = ask(fleet, settings.fleets[fleet])
+        members = listing.brokers
+        if name == fleet:
+            for where, error in listing.problems:
+                log.warning("broker_not_listed", fleet=where, error=str(error))
+            return dict(members)
+        if name in members:
+            return {name: members[name]}
+        raise ConfigurationError(f"broker = {name!r}: not in the fleet {fleet!r}")
+    if name in settings.destinations:
+        kind = settings.destinations[name].kind
         raise ConfigurationError(
-            f"the option partitions is a number from 1 to {MAX_SHARDS}, and not {text!r}"
+            f"broker = {name!r}: the destination {name!r} is of kind {kind!r}, and no broker"
         )
-    return int(text)
+    raise ConfigurationError(
+        f"broker = {name!r}: saf.toml has no such broker{did_you_mean(name, places)}, only "
+        f"{', '.join(places)}"
+    )

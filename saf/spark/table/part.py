@@ -1,17 +1,22 @@
-"""A partition of a read: the rows of some shards in the snapshot, ordered by id, for one task.
+"""Partitions of a read: the rows of some shards in a snapshot, ordered by id, for one task each.
 
-Reading changes nothing and returns the same rows each time, so a task may be retried, or run twice.
-From the purge check until the last row is returned, a lock prevents purges of the remaining rows.
-
-The moment of a read: one snapshot for all of its partitions, taken while Spark plans.
-
-The snapshot is a text, and holds nothing at the source: no transaction, no lock. A row that it
-contains stays in it, and rows never change. So each partition, whenever and however often its task
-runs, reads the same rows; rows committed later are not among them (see `saf.log.cursor`).
+All partitions of a batch read have one snapshot, which `take` takes while Spark plans. The snapshot
+is a text, and holds nothing at the source: no transaction, no lock. A row that it contains stays in
+it, and rows never change. So each partition, whenever and however often its task runs, reads the
+same rows; rows committed later are not among them (see `saf.log.cursor`). Reading changes nothing,
+so a task may be retried, or run twice. A stream's partitions lie between two of its offsets instead
+(see `saf.spark.table.followed`); `storage` records the files for them.
 
 Only a purge removes rows: it empties a whole slot of the ring by giving the slot a new file. So the
 files are recorded with the snapshot, while a lock keeps purges out. A task takes the same lock, and
-compares the files: see `saf.spark.table.part`.
+compares the files. From this check until the last row is returned, the lock prevents purges of the
+remaining rows. If a slot was purged since the snapshot, the task fails; it never returns fewer
+rows. Only a stream's task continues if its subscription still retains the whole batch, because then
+the purge took older rows only.
+
+The rows of a large log are read in windows (see `saf.engine.source`), not sorted at the source. If
+windows are impossible, or would hold back too many rows, the remaining rows are sorted at the
+source.
 """
 
 from __future__ import annotations
@@ -63,6 +68,13 @@ SELECT pg_current_snapshot()::text, (SELECT shards FROM saf.broker), {KEPT}, ({F
         FROM generate_series(0, {SLOTS - 1}) AS slot) >= {DEEP_BYTES}
 """
 
+COMMITTED = """
+SELECT shard, done::text FROM saf.cursor
+WHERE subscription_id = {subscription_id} AND shard IN ({shards})
+"""
+
+ROWS = "SELECT {columns} FROM ({rows}) AS message WHERE {conditions}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
@@ -95,70 +107,12 @@ class Snapshot:
         )
 
 
-def take(
-    what: str,
-    dsn: Dsn,
-    log: str,
-    meanwhile: Callable[[psycopg.Connection[Any]], None] | None = None,
-) -> Snapshot:
-    """Take a snapshot of a log, in a transaction that has ended when this returns.
-
-    ``meanwhile`` is called in this transaction. It sees the snapshot's rows, and rows committed
-    later, because no purge can remove any.
-
-    Raises:
-        Unavailable: the database does not answer.
-        SchemaError: the database is not a broker of this version, or was restored.
-    """
-    with unavailable_if_lost(what), dsn.connect(role="read") as connection:
-        connection.read_only = True
-        check(connection, log)
-        connection.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)))
-        ((snapshot, shards, kept, files, deep),) = fetch(connection, NOW.format(log=log).encode())
-        if meanwhile is not None:
-            meanwhile(connection)
-        connection.rollback()
-    return Snapshot(
-        log=log,
-        snapshot=snapshot,
-        shards=shards,
-        kept=bool(kept),
-        files=tuple(files),
-        deep=bool(deep),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Storage:
     """Facts about a log's tables that a task needs."""
 
     kept: bool
     files: tuple[int, ...]
-
-
-def storage(connection: psycopg.Connection[Any], log: str) -> Storage:
-    """Return identifiers of a log's tables; no purge changes them until the transaction ends."""
-    connection.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)))
-    ((kept, files),) = fetch(connection, STORAGE.format(log=log).encode())
-    return Storage(kept=bool(kept), files=tuple(files))
-
-
-def check(connection: psycopg.Connection[Any], log: str | None) -> None:
-    """Check that a database can be read by snapshots; see `saf.broker.health.refuse`.
-
-    Raises:
-        SchemaError: the database is not a broker of this version, or was restored.
-    """
-    check_schema(connection)
-    health.refuse(connection, log)
-
-
-COMMITTED = """
-SELECT shard, done::text FROM saf.cursor
-WHERE subscription_id = {subscription_id} AND shard IN ({shards})
-"""
-
-ROWS = "SELECT {columns} FROM ({rows}) AS message WHERE {conditions}"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -220,6 +174,56 @@ class Query:
             )
             .as_string(None)
         )
+
+
+def take(
+    what: str,
+    dsn: Dsn,
+    log: str,
+    meanwhile: Callable[[psycopg.Connection[Any]], None] | None = None,
+) -> Snapshot:
+    """Take a snapshot of a log, in a transaction that has ended when this returns.
+
+    ``meanwhile`` is called in this transaction. It sees the snapshot's rows, and rows committed
+    later, because no purge can remove any.
+
+    Raises:
+        Unavailable: the database does not answer.
+        SchemaError: the database is not a broker of this version, or was restored.
+    """
+    with unavailable_if_lost(what), dsn.connect(role="read") as connection:
+        connection.read_only = True
+        check(connection, log)
+        connection.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)))
+        ((snapshot, shards, kept, files, deep),) = fetch(connection, NOW.format(log=log).encode())
+        if meanwhile is not None:
+            meanwhile(connection)
+        connection.rollback()
+    return Snapshot(
+        log=log,
+        snapshot=snapshot,
+        shards=shards,
+        kept=bool(kept),
+        files=tuple(files),
+        deep=bool(deep),
+    )
+
+
+def storage(connection: psycopg.Connection[Any], log: str) -> Storage:
+    """Return identifiers of a log's tables; no purge changes them until the transaction ends."""
+    connection.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)))
+    ((kept, files),) = fetch(connection, STORAGE.format(log=log).encode())
+    return Storage(kept=bool(kept), files=tuple(files))
+
+
+def check(connection: psycopg.Connection[Any], log: str | None) -> None:
+    """Check that a database can be read by snapshots; see `saf.broker.health.refuse`.
+
+    Raises:
+        SchemaError: the database is not a broker of this version, or was restored.
+    """
+    check_schema(connection)
+    health.refuse(connection, log)
 
 
 def read(part: Part, query: Query) -> Iterator[pa.RecordBatch]:

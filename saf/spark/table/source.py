@@ -107,7 +107,6 @@ class Scan(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         """Take the snapshot, and divide the shards and the files of an archive evenly."""
-        pass
         from saf.spark.table.archived import Archived, Log, plan
         from saf.spark.table.part import Part, take
 

@@ -68,8 +68,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a receiver that sets everything aside hears of no stop",
         "saf/receiving/receive.py",
-        "if begun and stopping.is_set():",
-        "if False:",
+        "if stopping.is_set() or (waits",
+        "if (waits",
         "contract/test_stopping.py::test_a_stop_is_heard_while_all_that_is_there_is_set_aside",
     ),
     mutant(
