@@ -23,8 +23,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tenacity
-
 from saf.errors import Refused, Unavailable
 
 T = TypeVar("T")
@@ -201,6 +199,8 @@ def while_unavailable(attempts: int, action: Callable[[], T]) -> T:
     This bridges outages of a few seconds, such as a server's restart. A server that hangs is not
     retried, because the first call has already waited for it. The last error is raised unchanged.
     """
+    import tenacity
+
     return tenacity.Retrying(
         stop=tenacity.stop_after_attempt(attempts),
         wait=tenacity.wait_exponential(FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),

@@ -25,11 +25,12 @@ import pyarrow.compute as pc
 from psycopg import sql
 
 from saf.engine.brake import Brake
+from saf.engine.chunks import chunks
 from saf.engine.destination_sessions import DestinationSessions
 from saf.engine.set_aside import SetAside
 from saf.engine.source import read
 from saf.engine.source_session import SourceSession
-from saf.engine.work import ForwardingRules, Receipts, Work, chunks
+from saf.engine.work import ForwardingRules, Receipts, Work
 from saf.errors import SafError
 from saf.failpoints import fail_point
 from saf.log.cursor import Batch, lock_cursors

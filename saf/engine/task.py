@@ -47,6 +47,7 @@ import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from saf.engine.chunks import chunks, with_last
 from saf.engine.destination_sessions import DestinationSessions, obstacle
 from saf.engine.finding_routes import FindingRoutes, share
 from saf.engine.parked_lanes import HeldLanes, ParkedLanes
@@ -58,7 +59,7 @@ from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
 from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing
 from saf.engine.transforming import Transforming
-from saf.engine.work import ForwardingRules, Receipt, Receipts, Work, chunks, with_last
+from saf.engine.work import ForwardingRules, Receipt, Receipts, Work
 from saf.errors import Ahead, Behind, Fenced, Rejected, Restored, SafError, Unavailable, UsageError
 from saf.failpoints import fail_point
 from saf.log.cursor import (

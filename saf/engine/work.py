@@ -1,24 +1,19 @@
 """Work and receipts: what the driver and its tasks exchange.
 
 The driver gives a task one item of `Work`, an open batch of one broker or some shards of the batch,
-and the `ForwardingRules`, which are the same for all tasks of a run. The task cuts the Arrow
-batches that it reads into chunks (`chunks`): tables that are each stored in one transaction. It
-returns its receipts, one per destination: all that the driver learns about messages.
+and the `ForwardingRules`, which are the same for all tasks of a run. The task returns its receipts,
+one per destination: all that the driver learns about messages.
 
-Spark is not imported here.
+Neither Spark nor Arrow is imported here, so a driver needs neither.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING
 from uuid import UUID, uuid4
-
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from saf.database import Dsn
 from saf.destinations.settings import DestinationSettings
@@ -29,14 +24,15 @@ from saf.metrics.process import OTHER
 from saf.routing.matching import Routes
 from saf.setaside.parking import Backoff
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 LEASE_SECONDS = 30.0
 
 MAX_REJECTED = 10
 
 MOST_SERVICES = 100
 """Services per destination that are counted by name; others are counted under `OTHER`."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,52 +115,6 @@ class ForwardingRules:
     def qualities(self) -> dict[str, str]:
         """The default quality of service of each destination."""
         return {name: destination.quality for name, destination in self.destinations.items()}
-
-
-def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[pa.Table]:
-    """Join and split Arrow batches into tables of bounded size.
-
-    A table has at most ``max_rows`` rows, and ends with the batch that reaches ``max_bytes``.
-    """
-    held: list[pa.RecordBatch] = []
-    rows = size = 0
-    for batch in batches:
-        start = 0
-        while start < batch.num_rows:
-            part = batch.slice(start, max_rows - rows)
-            start += part.num_rows
-            held.append(part)
-            rows += part.num_rows
-            size += part.nbytes
-            if rows >= max_rows or size >= max_bytes:
-                yield pa.Table.from_batches(held)
-                held, rows, size = [], 0, 0
-    if held:
-        yield pa.Table.from_batches(held)
-
-
-def up_to(batches: Iterable[pa.RecordBatch], last: int) -> Iterator[pa.RecordBatch]:
-    """Yield the messages with ids up to ``last``; the batches are ordered by id."""
-    for batch in batches:
-        inside = int(pc.sum(pc.less_equal(batch["id"], last)).as_py() or 0)
-        yield batch.slice(0, inside)
-        if inside < batch.num_rows:
-            return
-
-
-def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yield each item, and whether it is the last one.
-
-    >>> list(with_last("ab")), list(with_last(""))
-    ([('a', False), ('b', True)], [])
-    """
-    rest = iter(items)
-    held = list(islice(rest, 1))
-    for following in rest:
-        yield held.pop(), False
-        held.append(following)
-    for item in held:
-        yield item, True
 
 
 @dataclass(kw_only=True)

@@ -34,6 +34,7 @@ import psycopg
 import pyarrow as pa
 
 from saf.columns import EXPRESSED
+from saf.engine.chunks import up_to
 from saf.engine.classifying import as_table
 from saf.engine.in_step import ENDED, LAST, InStep
 from saf.engine.pulse import Pulse
@@ -42,7 +43,7 @@ from saf.engine.source import messages
 from saf.engine.source_session import SourceSession
 from saf.engine.task import BEATS, Task
 from saf.engine.transforming import Evaluated, Transforming
-from saf.engine.work import ForwardingRules, Receipt, Work, up_to
+from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import ConfigurationError, JobFailed, SafError, Unavailable
 from saf.log.cursor import lock_cursors
 from saf.spark import items, session

@@ -15,15 +15,15 @@ import binascii
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 from uuid import UUID
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from saf.errors import Rejected
 from saf.message import CLAIMED_FROM, RESERVED_HEADER, STRICT, VERIFIED_FROM
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 PREFIX = "ce-"
 STRUCTURED = "application/cloudevents+json"
@@ -177,6 +177,9 @@ def vouched_by(rows: pa.Table, source: UUID) -> pa.Table:
     Raises:
         Rejected: headers may contain such a claim, and cannot be read.
     """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     headers = rows["headers"]
     mask = pc.or_(pc.match_substring(headers, VERIFIED_FROM), pc.match_substring(headers, ESCAPED))
     suspects = headers.filter(mask).unique().to_pylist()  # most messages of a source share them

@@ -22,7 +22,7 @@ from uuid import UUID
 from pydantic import AfterValidator
 
 from saf.destinations import Capabilities, Destination
-from saf.destinations.jsonl.folder import known_of, read_identity
+from saf.destinations.jsonl.state import known_of, read_identity
 from saf.destinations.marks import Known
 from saf.destinations.reading import Reading
 from saf.destinations.settings import DestinationSettings, within

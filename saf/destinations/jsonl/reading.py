@@ -13,14 +13,8 @@ from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations.jsonl.folder import (
-    INSIDE,
-    draft_of,
-    file_of,
-    known_of,
-    read_identity,
-    read_state,
-)
+from saf.destinations.jsonl.folder import draft_of, file_of
+from saf.destinations.jsonl.state import INSIDE, known_of, read_identity, read_state
 from saf.destinations.reading import Reading
 from saf.destinations.tables import HELD, TableReading
 from saf.errors import CannotReadBack

@@ -132,7 +132,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a state of a folder that is damaged makes dead letters",
-        "saf/destinations/jsonl/folder.py",
+        "saf/destinations/jsonl/state.py",
         "        with readable(what, str(file), CURE):\n",
         "        if True:\n",
         "contract/test_jsonl.py::test_what_is_wrong_with_its_own_files_makes_no_dead_letters",

@@ -493,14 +493,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "chunks are larger than they may be",
-        "saf/engine/work.py",
+        "saf/engine/chunks.py",
         "batch.slice(start, max_rows - rows)",
         "batch.slice(start, max_rows)",
         "unit/test_chunks.py",
     ),
     mutant(
         "the last chunk is lost",
-        "saf/engine/work.py",
+        "saf/engine/chunks.py",
         "    if held:\n",
         "    if held and rows >= max_rows:\n",
         "unit/test_chunks.py",
