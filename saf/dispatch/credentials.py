@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import ssl
 import time
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -156,6 +157,8 @@ def parsed(body: bytes) -> tuple[str, float]:
         raise NoToken("no token: the answer has no access_token") from None
     if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:
         raise NoToken("no token: the answer's access_token is invalid")
+    if not math.isfinite(lifetime):
+        raise NoToken(f"no token: the answer's expires_in is {lifetime}")
     return token, lifetime
 
 

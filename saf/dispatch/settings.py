@@ -71,7 +71,9 @@ def _is_url(text: str) -> str:
         port = parts.port
         (parts.hostname or "").encode("idna")  # as name resolution does it
     except ValueError as error:
-        raise ValueError(f"it is not a URL: {error}") from None
+        # the error quotes a part of the URL, which may be a password
+        why = "" if "@" in text else f": {error}"
+        raise ValueError(f"it is not a URL{why}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ValueError("it is not a URL such as https://billing.example.com/hooks")
     if parts.username or parts.password:

@@ -130,7 +130,10 @@ def add(
         if added:
             _begin_anew(connection, name, found.subscription_id)
     if not added:
-        ((other,), *_) = fetch(connection, OTHER, params)
+        rivals = [rival for (rival,) in fetch(connection, OTHER, params)]
+        if not rivals:
+            raise UsageError(f"another endpoint was in the way of {name!r} and is gone: try again")
+        other = rivals[0]
         raise UsageError(
             f"there is an endpoint {other!r} already, for this subscription or of this name: "
             f"saf endpoint remove {other}"

@@ -43,7 +43,8 @@ class Piece:
 class Savepoints:
     """Pieces of work in one transaction.
 
-    ``own``, a statement that restores saf's own settings, runs after them; see `saf.receiving.receive`.
+    ``own``, a statement that restores saf's own settings, runs after them; see
+    `saf.receiving.receive`.
     """
 
     def __init__(self, raw: psycopg.Connection[Any], own: str = "") -> None:

@@ -59,6 +59,14 @@ def test_what_contradicts_itself_is_refused_by_its_name(file: Path, more: str, s
         load(file)
 
 
+@pytest.mark.parametrize("url", ["http://me:secret@a℀b.com", "http://me:secret/1@x"])
+def test_an_unreadable_url_is_refused_without_showing_its_login(file: Path, url: str) -> None:
+    file.write_text(WHOLE + f'[endpoints.x]\nurl = "{url}"')
+    with pytest.raises(ConfigurationError, match=r"endpoints\.x\.url: it is not a URL") as refused:
+        load(file)
+    assert "secret" not in str(refused.value)
+
+
 def test_a_password_from_the_environment_is_only_that(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

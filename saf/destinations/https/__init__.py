@@ -60,7 +60,9 @@ def parse(text: str) -> Address:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise ValueError(f"it is not a URL: {error}") from None
+        # the error quotes a part of the URL, which may be a password
+        why = "" if "@" in text else f": {error}"
+        raise ValueError(f"it is not a URL{why}") from None
     if parts.scheme not in ("https", "http") or not parts.hostname or port == 0:
         raise ValueError("it is not a URL such as https://partner.example.com/saf")
     if not text.isascii() or not text.isprintable() or " " in text:

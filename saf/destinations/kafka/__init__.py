@@ -10,8 +10,8 @@
     topic = "orders.{service}"              # topic orders.billing
 
 `saf.destinations.kafka.transactions` describes how a chunk is stored,
-`saf.destinations.kafka.server` how marks are kept, and which process owns a shard. The client is the
-extra ``kafka``.
+`saf.destinations.kafka.server` how marks are kept, and which process owns a shard. The client is
+the extra ``kafka``.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 of its places: readers of committed messages see all of it, or nothing.
 
 Before a step, this process has ensured that no other process can end a transaction with messages of
-its shards (`saf.destinations.kafka.server`), and has read the marks after that. So the marks stay as
-they are until this transaction ends, or until another process fences it. Then nothing of the step
-is stored, and the marks are read again.
+its shards (`saf.destinations.kafka.server`), and has read the marks after that. So the marks stay
+as they are until this transaction ends, or until another process fences it. Then nothing of the
+step is stored, and the marks are read again.
 
 A process that begins transactions with a name again ends the open one, by aborting it; if its end
 had begun, by waiting for the end. So nothing is repaired here: after an error, the client is thrown

@@ -117,9 +117,10 @@ class Options:
             ConfigurationError: the variable is not set, or saf.toml has no such broker.
             Unavailable: a fleet cannot list its members.
         """
-        if self.broker is not None:
-            return configured(self.broker, self._config())[self.broker].dsn
-        return self._given()
+        if self.broker is None:
+            return self._given()
+        (name,) = self.names
+        return configured(name, self._config())[name].dsn
 
     def brokers(self) -> dict[str, Broker]:
         """Return the brokers of a stream, by the names that users know.
