@@ -230,7 +230,7 @@ class Search:
     (False, 'TAKE')
     >>> search.took(None, more=False, troubled=True); search.step.name
     'TRY'
-    >>> search.tried(None); search.step.name, search.tries(troubled=True)
+    >>> search.tried(found=False); search.step.name, search.tries(troubled=True)
     ('TAKE', False)
     >>> search.took(None, more=False, troubled=True); search.step.name
     'WAIT'
@@ -258,9 +258,9 @@ class Search:
         else:
             self.step = Step.WAIT
 
-    def tried(self, delivery: Delivery[Any] | None) -> None:
-        """Note what was tried; None if there was nothing to try."""
-        self._fruitless, self.step = delivery is None, Step.TAKE
+    def tried(self, *, found: bool) -> None:
+        """Note whether there was a message to try."""
+        self._fruitless, self.step = not found, Step.TAKE
 
     def waited(self) -> None:
         """Note that messages may have arrived."""
@@ -344,14 +344,12 @@ class Receiver(Trying):
         search = Search(tries_first=_toss())
         while True:
             try:
-                with self._taken(search) if search.step is Step.TAKE else self._one() as delivery:
+                with self._step(search) as delivery:
                     if delivery:
                         yield delivery
                 if delivery:
                     self._pauses.end()
                     return
-                if search.step is Step.TRY:
-                    search.tried(delivery)
                 waits = search.step is Step.WAIT
                 if stopping.is_set() or (waits and not self._wait(deadline, stopping)):
                     with self.link.transaction():
@@ -366,6 +364,9 @@ class Receiver(Trying):
                 self._prefetch.rolled_back()
                 if not isinstance(error, NotReceived):
                     raise
+
+    def _step(self, search: Search) -> AbstractContextManager[Delivery[Any] | None]:
+        return self._tried_alone(search) if search.step is Step.TRY else self._taken(search)
 
     @contextmanager
     def _taken(self, search: Search) -> Iterator[Delivery[Any] | None]:
@@ -390,9 +391,10 @@ class Receiver(Trying):
             self._quiet.nothing()
 
     @contextmanager
-    def _one(self) -> Iterator[Delivery[Any] | None]:
-        """Yield one message to try alone, after its attempt was counted; None if there is none."""
+    def _tried_alone(self, search: Search) -> Iterator[Delivery[Any] | None]:
+        """Yield a message to try alone, after its attempt was counted; None if there is none."""
         suspect = self._count()
+        search.tried(found=suspect is not None)
         if suspect is None:
             yield None
             return
