@@ -8,7 +8,16 @@ import sys
 
 import pytest
 
-HEAVY = {"pyspark", "pyarrow", "sqlalchemy", "adbc_driver_postgresql", "alembic", "pandas", "numpy"}
+HEAVY = {
+    "pyspark",
+    "pyarrow",
+    "sqlalchemy",
+    "adbc_driver_postgresql",
+    "alembic",
+    "pandas",
+    "numpy",
+    "tenacity",
+}
 
 IMPORT = """
 import json, resource, sys
@@ -63,3 +72,14 @@ def test_a_client_of_a_lakehouse_is_imported_where_it_is_used_and_a_driver_needs
     assert fresh_import("saf.cli.destination")[1] & heavy == set()
     assert fresh_import("saf.destinations.delta.link")[1] & heavy == {"deltalake"}
     assert fresh_import("saf.destinations.iceberg.link")[1] & heavy == {"pyiceberg"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("saf.forwarding.forwarder", "saf.engine.work", "saf.webhooks", "saf.destinations.jsonl"),
+        *(f"saf.destinations.{kind}.server" for kind in ("redis", "kafka", "rabbitmq_stream")),
+    ],
+)
+def test_a_driver_an_application_and_a_client_of_a_queue_need_no_arrow(module: str) -> None:
+    assert fresh_import(module)[1] & {"pyarrow", "pandas"} == set()
