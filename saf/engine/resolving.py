@@ -268,7 +268,7 @@ class Resolver:
             (pc.is_null(services), pa.scalar("its classifier returns no service")),
             (
                 _unfit(services, MAX_NAME),
-                pc.binary_join_element_wise(named, "no service's name", ""),
+                pc.binary_join_element_wise(named, "which is not a service name", ""),
             ),
             (_unfit(keys, MAX_KEY), pa.scalar("it names a key that no message can have")),
             (pa.array(lost), pc.binary_join_element_wise(named, "which no route leads to", "")),

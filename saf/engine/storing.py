@@ -121,11 +121,9 @@ class Storing:
             part = self._without_stored(part, set_aside, error, perf_counter() - began)
             self._wait(part, set_aside, error)
         except AnotherBroker as error:
-            part = self._leave_out(part, chunk, set_aside)
             error.rows = inputs_of(part.rows, error.rows)
             self._store_own(part, set_aside, error)
         except UnknownService as error:
-            part = self._leave_out(part, chunk, set_aside)
             error.rows = inputs_of(part.rows, error.rows)
             self._store_known(part, set_aside, error)
         except Fenced as error:

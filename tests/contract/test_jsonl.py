@@ -215,6 +215,38 @@ def test_a_folder_that_was_set_back_is_refused_and_gets_again_what_it_has_lost(
     assert compare(app, files=files).same
 
 
+def test_messages_behind_a_replay_that_became_due_meanwhile_do_not_count_as_failed(
+    app: Dsn, files: Jsonl, tmp_path: Path
+) -> None:
+    send_numbers(app, 0, 1)
+    forward(app, chunk_rows=3, files=files)
+    backup = shutil.copytree(files.folder, tmp_path / "backup")
+    send_numbers(app, 2, 3)
+    forward(app, chunk_rows=3, files=files)
+    shutil.rmtree(files.folder)
+    backup.rename(files.folder)
+    send_numbers(app, 4)
+    forward(app, chunk_rows=3, files=files)
+    send_again(
+        "app", app, {"files": files}, lambda one: current_routes(one, "files"),
+        retention_seconds=WEEK,
+    )  # fmt: skip
+    later = "now() + CASE kind WHEN 'replay' THEN interval '1 hour' ELSE interval '0' END"
+    with (
+        connect(app) as connection,
+        Cycle(app, forwarding_rules("exactly_once", 3, files=files)) as cycle,
+    ):
+        connection.execute(f"UPDATE saf.backoff SET next_attempt_at = {later}")
+        cycle.open()
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
+        cycle.close(cycle.deliver())
+        attempts = fetch(connection, "SELECT kind, attempts FROM saf.backoff ORDER BY kind")
+    assert (texts(files), attempts) == (["0", "1"], [("main", 1), ("replay", 0)])
+    forward(app, chunk_rows=3, files=files)
+    forward(app, chunk_rows=3, files=files)
+    assert texts(files) == [str(number) for number in range(5)]
+
+
 def test_an_empty_folder_is_compared_and_repaired_like_any_other(app: Dsn, files: Jsonl) -> None:
     """Nothing was forwarded there yet, and who only asks writes nothing."""
     send_numbers(app, 0)

@@ -13,8 +13,10 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
+from saf.config import load
 from saf.database import Dsn
 from saf.errors import UsageError
+from saf.forwarding.roster import Roster
 from saf.repair.new_id import give_new_id
 from tests.pipeline import bodies, connect, new_member, send
 from tests.programs import configuration, last_json, saf
@@ -97,6 +99,25 @@ def test_a_copy_is_refused_by_name_and_is_a_broker_of_its_own_after_new_id(
             send(connection, "last", key="k")
     assert forwarded(config)["exit_code"] == 0
     assert sorted(bodies(mom)) == sorted([*mine, "of copy", "parked", "last", "last"])
+
+
+def test_work_that_was_found_at_a_copy_is_not_run(
+    config: Path, app: Dsn, copy: Dsn, mom: Dsn
+) -> None:
+    configuration(config, {"copy": copy, "app": app}, {"mom": mom}, use_spark="auto")
+    for there in (app, copy):
+        with connect(there) as connection:
+            send(connection, "of both", key="k")
+    problems: list[tuple[str, str]] = []
+    roster = Roster(
+        load(config), lambda name, error: problems.append((name, type(error).__name__)), print
+    )
+    try:
+        work = roster.visit("mom")
+    finally:
+        roster.leave()
+    assert problems == [("copy", "SameBroker")]
+    assert [item.broker for item in work] == ["app"]
 
 
 def test_a_copy_that_is_at_work_keeps_its_id(config: Path, app: Dsn, copy: Dsn) -> None:

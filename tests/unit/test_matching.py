@@ -112,6 +112,19 @@ def test_a_topics_way_is_every_destination_that_matches_once_by_its_most_specifi
             assert route.specificity == max(one.specificity for one in same)
 
 
+def test_a_topics_destination_has_the_quality_of_its_most_specific_route() -> None:
+    given = [
+        Route(destination="erp", quality="at_least_once"),
+        Route(service="billing", destination="erp", quality="at_most_once"),
+        Route(service="billing", destination="crm"),
+    ]
+    routes = Routes(routes=tuple(by_precedence(given)), topics=frozenset({"billing"}))
+    match = routes.match("billing", None)
+    assert match is not None
+    qualities = {route.destination: route.quality for route in match.routes}
+    assert qualities == {"erp": "at_most_once", "crm": None}
+
+
 @pytest.mark.parametrize("broker", [None, BROKERS[0]])
 def test_the_default_destination_is_in_no_topics_match_beside_others(broker: str | None) -> None:
     default = Route(destination="default", fallback=True)

@@ -77,7 +77,7 @@ MUTANTS: list[Mutant] = [
         "saf/forwarding/roster.py",
         "return [item for item in found if item.broker not in copies]",
         "return found",
-        f"{OF_COPIES}::test_a_copy_is_refused_by_name_and_is_a_broker_of_its_own_after_new_id",
+        f"{OF_COPIES}::test_work_that_was_found_at_a_copy_is_not_run",
     ),
     mutant(
         "a copy sends what its original sends as well",

@@ -230,7 +230,7 @@ MUTANTS: list[Mutant] = [
         MATCHING,
         "by_destination.setdefault(route.destination, route)",
         "by_destination[route.destination] = route",
-        OF_MATCHING,
+        f"{OF_MATCHING}::test_a_topics_destination_has_the_quality_of_its_most_specific_route",
     ),
     mutant(
         "an expired route counts for a moment longer",

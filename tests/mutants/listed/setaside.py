@@ -121,7 +121,7 @@ MUTANTS: list[Mutant] = [
         "            if lane.due:\n",
         "            if False:\n",
         "contract/test_jsonl.py::"
-        "test_a_folder_that_was_set_back_is_refused_and_gets_again_what_it_has_lost",
+        "test_messages_behind_a_replay_that_became_due_meanwhile_do_not_count_as_failed",
     ),
     mutant(
         "what a person has parked again forgets the quality of its route",

@@ -19,16 +19,6 @@ MUTANTS: list[Mutant] = [
         f"{LEFT_OUT}::test_an_answer_that_gets_lost_counts_nothing_twice",
     ),
     mutant(
-        "what is left out is not counted where a part of it waits",
-        "saf/engine/storing.py",
-        "            part = self._leave_out(part, chunk, set_aside)\n"
-        "            error.rows = inputs_of(part.rows, error.rows)\n"
-        "            self._store_known(part, set_aside, error)",
-        "            error.rows = inputs_of(part.rows, error.rows)\n"
-        "            self._store_known(part, set_aside, error)",
-        f"{LEFT_OUT}::test_a_scenario_with_transforms_has_no_findings",
-    ),
-    mutant(
         "results that end too early leave messages out",
         IN_STEP,
         '            raise Unavailable("Spark", "the evaluated rows are incomplete")',
