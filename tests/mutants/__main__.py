@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
@@ -74,20 +74,20 @@ def _generated(given: argparse.Namespace, until: float) -> list[Mutant]:
     recordings = Recordings()
     groups = in_groups(recordings.missing(given.tests.split()))
 
-    def record(ground: Field, group: list[str]) -> float | None:
+    def record(ground: Field, group: list[str]) -> tuple[str, float | None]:
         began = time.monotonic()
         if began > until:
-            return None
+            return group[0], None
         recordings.record(ground, group)
-        return time.monotonic() - began
+        return group[0], time.monotonic() - began
 
     if groups:
         print(f"which lines each test executes is recorded, in {len(groups)} parts", flush=True)
-    for number, took in enumerate(in_fields(record, groups, given.jobs), start=1):
+    for number, (first, took) in enumerate(in_fields(record, groups, given.jobs), start=1):
         if took is None:
             print(f"{len(groups) - number + 1} parts are left: the same command goes on")
             return []
-        print(f"{number}/{len(groups)} {took:5.0f} s  {groups[number - 1][0]} …", flush=True)
+        print(f"{number}/{len(groups)} {took:5.0f} s  {first} …", flush=True)
     print(f"seed {given.seed}", flush=True)
     every = [one for mutants in PARTS.values() for one in mutants]
     generated = Generated(recordings, every)
@@ -123,7 +123,7 @@ def planted(mutants: Sequence[Mutant], until: float, jobs: int = 1) -> Iterator[
 
 
 def in_fields(work: Callable[[Field, T], R], items: Sequence[T], jobs: int) -> Iterator[R]:
-    """Do work with each item, in as many copies as there are jobs."""
+    """Do work with each item, in as many copies as there are jobs; yield results as they come."""
     if not items:
         return
     free: SimpleQueue[Field] = SimpleQueue()
@@ -140,7 +140,8 @@ def in_fields(work: Callable[[Field, T], R], items: Sequence[T], jobs: int) -> I
             free.put(stack.enter_context(field()))
         pool = ThreadPoolExecutor(jobs)
         stack.callback(pool.shutdown, cancel_futures=True)
-        yield from pool.map(do, items)
+        for done in as_completed([pool.submit(do, item) for item in items]):
+            yield done.result()
 
 
 def show(verdict: Verdict) -> None:
