@@ -492,7 +492,7 @@ class Settings(_Sources):
         for name, endpoint in self.endpoints.items():
             if endpoint.broker is None and len(brokers) != 1:
                 raise ValueError(
-                    f"endpoints.{name}: whose inbox has its messages? Say broker = "
+                    f"endpoints.{name}: whose inbox has its messages? Set broker = "
                     f"{' or '.join(map(repr, brokers)) or 'a destination that is a broker'}"
                 )
             if endpoint.broker is not None and endpoint.broker not in brokers:
@@ -603,7 +603,7 @@ def _tables(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding=ENCODING)
     except OSError as error:
         raise ConfigurationError(
-            f"cannot read {path}: {error.strerror}. Say --config FILE or set SAF_CONFIG"
+            f"cannot read {path}: {error.strerror}. Use --config FILE or set SAF_CONFIG"
         ) from None
     except UnicodeDecodeError:
         raise ConfigurationError(f"{path} is not UTF-8 text") from None

@@ -154,7 +154,7 @@ def add_senders(
                 raise UsageError(
                     f"this is the first rule of database {connection.info.dbname!r}: from then on, "
                     f"nobody sends without one, and {', '.join(map(repr, others))} would have "
-                    "none. Say --refuse-others, and then `saf sender add` for each that shall send"
+                    "none. Use --refuse-others, and then `saf sender add` for each that may send"
                 )
             connection.execute(LOCK_TIMEOUT)
             connection.execute(ENABLE)
@@ -196,7 +196,7 @@ def remove_senders(
             if not allow_others:
                 raise UsageError(
                     f"this is the last rule of database {connection.info.dbname!r}: without it, "
-                    "any writer may send as anybody. Say --allow-others"
+                    "any writer may send as anybody. Use --allow-others"
                 )
             connection.execute(LOCK_TIMEOUT)
             connection.execute(DISABLE)

@@ -177,7 +177,7 @@ class Round:
             UsageError: several brokers are chosen.
         """
         if numbers and len(self.brokers) > 1:
-            raise UsageError("numbers are a broker's own: which one? Say --broker NAME")
+            raise UsageError("numbers are a broker's own: which one? Use --broker NAME")
 
     def visit(self, role: str, action: Callable[[psycopg.Connection[Any], Any], T]) -> dict[str, T]:
         """Connect to the brokers, several in parallel; return the results of ``action`` by broker.

@@ -51,7 +51,7 @@ def create(
     """
     if [service is not None, everything, log is not None].count(True) != 1:
         raise UsageError(
-            "whose messages? Say either --service NAME or --all-services; or, for a stream, which "
+            "whose messages? Use either --service NAME or --all-services; or, for a stream, which "
             "log: --stream outbox"
         )
     start: Start = "now" if from_now else "beginning"
@@ -154,7 +154,7 @@ def _refuse_several(
     if broker is None and len(found) > 1:
         raise UsageError(
             f"there is a stream {name!r} in {', '.join(found)}, and none is dropped: which one? "
-            "Say --broker NAME"
+            "Use --broker NAME"
         )
     if broker is None and round_.failed:
         echo("not every broker answers, so nothing is dropped: add --broker NAME", err=True)
@@ -163,7 +163,7 @@ def _refuse_several(
     if places:
         raise UsageError(
             f"there is a stream {name!r} of both logs in {', '.join(places)}, and none is dropped: "
-            "which one? Say --stream outbox or --stream inbox"
+            "which one? Use --stream outbox or --stream inbox"
         )
 
 

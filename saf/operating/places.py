@@ -71,7 +71,7 @@ def store(settings: Settings, name: str | None) -> Mapping[str, Broker]:
     if not found:
         raise ConfigurationError("no destination of saf.toml is a broker, where services live")
     if len(found) > 1:
-        raise ConfigurationError(f"which broker? Say --broker, one of {', '.join(found)}")
+        raise ConfigurationError(f"which broker? Use --broker with one of {', '.join(found)}")
     return found
 
 

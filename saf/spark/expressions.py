@@ -137,7 +137,7 @@ OF_NONE = -1
 """Number for routers without an expression."""
 QUOTED = 500
 """Maximum length, in characters, of an expression quoted in an error."""
-REFUSED = "{expression} is refused: {why}. Say another one by `saf router add`, or disable it"
+REFUSED = "{expression} is refused: {why}. Replace it by `saf router add`, or disable it"
 
 
 @dataclass(frozen=True, kw_only=True)
