@@ -116,7 +116,6 @@ def _relayed(stage: Stage, server: str, client: Any) -> Iterator[Callable[[], fl
 def nats_stream(stage: Stage, spark: SparkContext) -> None:
     """Notes nats_… . The bare client has no batches, and the server syncs each of its messages."""
     from saf.demo import nats as server
-    from saf.destinations.nats.server import connected
 
     folder = Path(stage.server.data_dir).parent
     with server.serve(folder / "nats") as there:
@@ -140,7 +139,7 @@ def nats_stream(stage: Stage, spark: SparkContext) -> None:
             return (time.monotonic() - started) * MESSAGES / SOME
 
         def forget() -> None:
-            with connected("nats", there) as link:
+            with there.connected("nats") as link:
                 if link.stream() is not None:
                     link.ask("STREAM.DELETE")
                 link.make()
@@ -260,7 +259,6 @@ def rabbitmq_stream(stage: Stage, spark: SparkContext) -> None:
     """Notes rabbitmq_stream_… . The bare client numbers its messages, as a careful one would."""
     from saf.demo import rabbitmq_stream as server
     from saf.destinations.rabbitmq_stream.protocol import Command, text
-    from saf.destinations.rabbitmq_stream.server import connected
 
     folder = Path(stage.server.data_dir).parent
     with server.serve(folder / "rabbitmq_stream") as there:
@@ -296,7 +294,7 @@ def rabbitmq_stream(stage: Stage, spark: SparkContext) -> None:
             return time.monotonic() - started
 
         def forget() -> None:
-            with connected("rabbitmq_stream", there) as link:
+            with there.connected("rabbitmq_stream") as link:
                 for stream in link.connection.replicas(streams):
                     link.connection.ask(Command.DELETE, text(stream))
                 link.connection.create("flights", {})

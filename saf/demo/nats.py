@@ -16,7 +16,6 @@ from saf.demo.proof import Received
 from saf.demo.received import free_port, received_of
 from saf.destinations.nats import Nats
 from saf.destinations.nats.reading import Questions
-from saf.destinations.nats.server import connected
 from saf.errors import UsageError
 
 PROGRAM = "nats-server"
@@ -61,7 +60,7 @@ def serve(folder: Path) -> Iterator[Nats]:
 
 def received(settings: Nats) -> Iterator[Received]:
     """Yield all messages of the stream, in order."""
-    with connected("nats", settings) as link:
+    with settings.connected("nats") as link:
         number = 0
         for message in Questions("nats", link).messages(sys.maxsize):
             headers = {name: unquote(value) for name, value in message.headers().items()}

@@ -12,7 +12,6 @@ from saf.demo.proof import Received
 from saf.demo.received import received_of
 from saf.destinations.rabbitmq_stream import RabbitmqStream, amqp
 from saf.destinations.rabbitmq_stream.reading import entries
-from saf.destinations.rabbitmq_stream.server import connected
 from saf.errors import Unavailable
 
 STREAM = "flights"
@@ -33,7 +32,7 @@ def serve(folder: Path) -> Iterator[RabbitmqStream]:
 
 def received(settings: RabbitmqStream) -> Iterator[Received]:
     """Yield all messages of the stream, in order."""
-    with connected("rabbitmq_stream", settings) as link:
+    with settings.connected("rabbitmq_stream") as link:
         for number, message in entries(link.connection, STREAM):
             yield received_of(number, *amqp.read(message))
 
@@ -43,7 +42,7 @@ def _wait_for(stream: RabbitmqStream) -> None:
     deadline = time.monotonic() + rabbitmq_server.START_SECONDS
     while True:
         try:
-            with connected("rabbitmq_stream", stream) as link:
+            with stream.connected("rabbitmq_stream") as link:
                 link.connection.replicas([STREAM, stream.marks])
                 return
         except Unavailable:

@@ -42,7 +42,7 @@ class LinkedSettings(DestinationSettings):
         copy._bounds = bounds
         return copy
 
-    def _connected(self, name: str) -> AbstractContextManager[Any]:
+    def connected(self, name: str) -> AbstractContextManager[Any]:
         """Open a link for a ``with`` block; it has ``identity()`` and ``known(source)`` at least.
 
         Typed as `Any`, so that modules imported early do not need each kind's own type.
@@ -51,13 +51,13 @@ class LinkedSettings(DestinationSettings):
 
     def identity(self, name: str) -> UUID:
         """Return the identity of the other end; see `DestinationSettings.identity`."""
-        with self._connected(name) as link:
+        with self.connected(name) as link:
             identity: UUID = link.identity()
             return identity
 
     def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - unused here
         """Return the marks of a source; see `DestinationSettings.known`."""
-        with self._connected(name) as link:
+        with self.connected(name) as link:
             known: Known = link.known(source)
             return known
 

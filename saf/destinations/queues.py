@@ -7,13 +7,18 @@ queue knows no services, and no end of a dialog can live there.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from string import Formatter
-from typing import Annotated, Literal
+from types import ModuleType
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AfterValidator
 
+from saf.destinations import Destination
 from saf.destinations.linked import LinkedSettings
+from saf.destinations.reading import Reading
+from saf.destinations.settings import Guarantee
 from saf.errors import Refused
 
 Format = Literal["saf", "cloudevents", "cloudevents-structured"]
@@ -26,6 +31,8 @@ PLACEHOLDERS = {
     "shard": "the shard of its key at its source",
 }
 """Placeholders in a template of topics, each with its meaning."""
+
+FOLDER = "saf.destinations"
 
 
 def _template(text: str) -> str:
@@ -55,7 +62,21 @@ Topic = Annotated[str, AfterValidator(_template)]
 
 
 class QueueSettings(LinkedSettings):
-    """Base class for the settings of queues."""
+    """Base class for the settings of queues.
+
+    A kind is a folder of `saf.destinations` with its name. The modules of the folder are imported
+    where they are used, because drivers lack Arrow, and some machines the kind's client:
+
+        server     `open_link` connects a link, and `errors` translates its errors; `guarantee`
+                   returns the promise of the server's settings
+        reading    `read` opens what is stored there for reading, if the kind reads back
+        `stores`   the module and the class of the destination
+    """
+
+    client: ClassVar[str | None] = None
+    """Module of the client; None if saf speaks the protocol itself."""
+    stores: ClassVar[str]
+    """Module and class of the destination, such as `streams.Streams`."""
 
     topic: Topic = "{service}"
     """Template of the topic that messages are stored under, with `{service}`, `{message_type}`,
@@ -64,9 +85,62 @@ class QueueSettings(LinkedSettings):
     """Names of headers: `saf-id` and so on, or as CloudEvents: `cloudevents` in binary mode,
     `cloudevents-structured` with the whole event as the body."""
 
+    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
+        """Return the destination; see `DestinationSettings.open`."""
+        module, _, destination = self.stores.partition(".")
+        return cast("Destination", getattr(self._module(name, module), destination)(name, self))
+
+    @classmethod
+    def preload(cls) -> None:
+        """Import the modules that `open` imports; without its client, a kind is not used."""
+        try:
+            if cls.client:
+                import_module(cls.client)
+        except ImportError:
+            return
+        import_module(f"{FOLDER}.{cls._folder()}.{cls.stores.partition('.')[0]}")
+
+    @classmethod
+    def _folder(cls) -> str:
+        return str(cls.model_fields["kind"].default)
+
+    def _module(self, name: str, module: str) -> ModuleType:
+        """Import a module of the kind's folder; raise `Refused` if the client is missing."""
+        folder = self._folder()
+        with client_needed(name, folder) if self.client else nullcontext():
+            return import_module(f"{FOLDER}.{folder}.{module}")
+
+    @contextmanager
+    def connected(self, name: str) -> Iterator[Any]:
+        """Open a link, and translate its errors; see `LinkedSettings.connected`."""
+        server = self._module(name, "server")
+        link = server.open_link(name, self)
+        try:
+            with server.errors(link.what, self):
+                yield link
+        finally:
+            link.close()
+
+    def reading(self, name: str) -> AbstractContextManager[Reading]:
+        """Open what is stored there for reading; see `DestinationSettings.reading`.
+
+        Raises:
+            CannotReadBack: the kind cannot be read back, or messages were removed.
+        """
+        if not self.capabilities.reads_back:
+            return super().reading(name)
+        return cast(
+            "AbstractContextManager[Reading]", self._module(name, "reading").read(name, self)
+        )
+
+    def guarantee(self, name: str) -> Guarantee:
+        """Return the promise of the server's settings; see `DestinationSettings.guarantee`."""
+        with self.connected(name) as link:
+            return cast("Guarantee", self._module(name, "server").guarantee(link))
+
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
         """Raise if messages must not be stored there; see `DestinationSettings.problems`."""
-        with self._connected(name) as link:
+        with self.connected(name) as link:
             link.look()
         yield from ()
 

@@ -83,7 +83,8 @@ class Delta(LakeSettings):
         return Table(name, self)
 
     @contextmanager
-    def _connected(self, name: str) -> Iterator[Link]:
+    def connected(self, name: str) -> Iterator[Link]:
+        """Open a link; see `LinkedSettings.connected`."""
         with client_needed(name, "delta"):
             from saf.destinations.delta.link import Link
         yield Link(name, self)
@@ -112,7 +113,7 @@ class Delta(LakeSettings):
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
         """Yield the table's problems; see `DestinationSettings.problems`."""
-        with self._connected(name) as link:
+        with self.connected(name) as link:
             from saf.destinations.delta.link import restored
             from saf.destinations.delta.making import check
 
@@ -133,14 +134,14 @@ class Delta(LakeSettings):
         """Test competing commits in an object store; see `DestinationSettings.probe`."""
         if self.folder:
             return
-        with self._connected(name) as link:
+        with self.connected(name) as link:
             from saf.destinations.delta.probing import probe
 
             yield from probe(link)
 
     def guarantee(self, name: str) -> Guarantee:
         """Return the promise of the table's place; see `DestinationSettings.guarantee`."""
-        with self._connected(name) as link:
+        with self.connected(name) as link:
             from saf.destinations.delta.probing import guarantee
 
             return guarantee(link)

@@ -145,7 +145,8 @@ class Https(LinkedSettings):
         import saf.destinations.https.remote  # noqa: F401 - imported for its effect
 
     @contextmanager
-    def _connected(self, name: str) -> Iterator[Link]:
+    def connected(self, name: str) -> Iterator[Link]:
+        """Open a link; see `LinkedSettings.connected`."""
         from saf.destinations.https.link import linked
 
         with linked(name, self) as link:
@@ -153,5 +154,5 @@ class Https(LinkedSettings):
 
     def guarantee(self, name: str) -> Guarantee:
         """Return the promise of the other end's database; see `DestinationSettings.guarantee`."""
-        with self._connected(name) as link:
+        with self.connected(name) as link:
             return link.guarantee()

@@ -89,7 +89,8 @@ class Iceberg(LakeSettings):
         return Table(name, self)
 
     @contextmanager
-    def _connected(self, name: str) -> Iterator[Link]:
+    def connected(self, name: str) -> Iterator[Link]:
+        """Open a link; see `LinkedSettings.connected`."""
         with client_needed(name, "iceberg"):
             from saf.destinations.iceberg.link import Link
         link = Link(name, self)
@@ -101,14 +102,14 @@ class Iceberg(LakeSettings):
     @contextmanager
     def reading(self, name: str) -> Iterator[Reading]:
         """Open the table for reading; see `DestinationSettings.reading`."""
-        with self._connected(name) as link:
+        with self.connected(name) as link:
             from saf.destinations.iceberg.reading import read
 
             yield read(link)
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
         """Raise if messages must not be stored there; see `DestinationSettings.problems`."""
-        with self._connected(name) as link:
+        with self.connected(name) as link:
             from saf.destinations.iceberg.making import check
 
             table = link.load()
@@ -118,14 +119,14 @@ class Iceberg(LakeSettings):
 
     def probe(self, name: str) -> Iterator[tuple[str, str]]:
         """Write a file to an object store; see `DestinationSettings.probe`."""
-        with self._connected(name) as link:
+        with self.connected(name) as link:
             from saf.destinations.iceberg.probing import probe
 
             yield from probe(link)
 
     def guarantee(self, name: str) -> Guarantee:
         """Return the promise of the table's place; see `DestinationSettings.guarantee`."""
-        with self._connected(name) as link:
+        with self.connected(name) as link:
             from saf.destinations.iceberg.probing import guarantee
 
             return guarantee(link)

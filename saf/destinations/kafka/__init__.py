@@ -16,23 +16,17 @@ the extra ``kafka``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, SecretStr
 
-from saf.destinations import Capabilities, Destination
+from saf.destinations import Capabilities
 from saf.destinations.kafka.names import brokers, topic_name
 from saf.destinations.linked import check_certificates
-from saf.destinations.queues import QueueSettings, client_needed
-from saf.destinations.reading import Reading
-from saf.destinations.settings import Guarantee, within
-
-if TYPE_CHECKING:
-    from saf.destinations.kafka.server import Link
+from saf.destinations.queues import QueueSettings
+from saf.destinations.settings import within
 
 
 def _brokers(text: str) -> str:
@@ -76,6 +70,9 @@ class Kafka(QueueSettings):
     capabilities: ClassVar[Capabilities] = Capabilities(
         exactly_once=True, fences=True, reads_back=True, takes_dialogs=False
     )
+
+    client: ClassVar[str | None] = "confluent_kafka"
+    stores: ClassVar[str] = "transactions.Transactions"
 
     kind: Literal["kafka"] = "kafka"
     brokers: Annotated[str, AfterValidator(_brokers)]
@@ -147,42 +144,3 @@ class Kafka(QueueSettings):
             raise ValueError(f"{self.sasl_mechanism} needs {' and '.join(missing)}")
         if wrong := [name for name in useless if name in configured]:
             raise ValueError(f"{self.sasl_mechanism} has no use for {wrong[0]}")
-
-    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
-        """Return the topics as a destination; see `DestinationSettings.open`."""
-        with client_needed(name, "kafka"):
-            from saf.destinations.kafka.transactions import Transactions  # drivers lack Arrow
-        return Transactions(name, self)
-
-    @classmethod
-    def preload(cls) -> None:
-        """Import the modules that `open` imports; without the client, this kind is not used."""
-        try:
-            import confluent_kafka  # noqa: F401 - imported for its effect
-        except ImportError:
-            return
-        import saf.destinations.kafka.transactions  # noqa: F401 - imported for its effect
-
-    @contextmanager
-    def _connected(self, name: str) -> Iterator[Link]:
-        with client_needed(name, "kafka"):
-            from saf.destinations.kafka.server import connected
-        with connected(name, self) as link:
-            yield link
-
-    def reading(self, name: str) -> AbstractContextManager[Reading]:
-        """Open the topics for reading; see `DestinationSettings.reading`.
-
-        Raises:
-            CannotReadBack: messages were removed.
-        """
-        with client_needed(name, "kafka"):
-            from saf.destinations.kafka.reading import read
-        return read(name, self)
-
-    def guarantee(self, name: str) -> Guarantee:
-        """Return the promise of the cluster's settings; see `DestinationSettings.guarantee`."""
-        with self._connected(name) as link:
-            from saf.destinations.kafka.server import guarantee
-
-            return guarantee(link)

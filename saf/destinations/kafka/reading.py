@@ -13,7 +13,7 @@ import pyarrow as pa
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from saf.destinations.kafka.client import HARMLESS, settings_of
-from saf.destinations.kafka.server import Link, connected
+from saf.destinations.kafka.server import Link
 from saf.destinations.kafka.wire import EVENTS
 from saf.destinations.mapping import held_of, said_of, source_of, texts_of
 from saf.destinations.marks import known_of
@@ -36,7 +36,7 @@ def read(name: str, settings: Kafka) -> Iterator[Reading]:
     Raises:
         CannotReadBack: messages were removed.
     """
-    with connected(name, settings) as link:
+    with settings.connected(name) as link:
         identity = link.identity()
         if link.look():
             link.read()

@@ -37,8 +37,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import NAMESPACE_URL, UUID, uuid5
 
@@ -101,17 +100,6 @@ STATE = "__transaction_state"
 ENOUGH = 3
 """Brokers needed to continue while one is down."""
 T = TypeVar("T")
-
-
-@contextmanager
-def connected(name: str, settings: Kafka) -> Iterator[Link]:
-    """Yield a link, and translate its errors."""
-    link = open_link(name, settings)
-    try:
-        with errors(link.what, settings):
-            yield link
-    finally:
-        link.close()
 
 
 def open_link(name: str, settings: Kafka) -> Link:

@@ -21,26 +21,20 @@ needs no client library; a login with an nkey or with credentials needs the extr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import AfterValidator, SecretStr
 
-from saf.destinations import Capabilities, Destination
+from saf.destinations import Capabilities
 from saf.destinations.addresses import named_host
 from saf.destinations.linked import check_certificates
 from saf.destinations.nats.subjects import pattern
 from saf.destinations.queues import QueueSettings, Topic
-from saf.destinations.reading import Reading
-from saf.destinations.settings import Guarantee, within
-
-if TYPE_CHECKING:
-    from saf.destinations.nats.server import Link
+from saf.destinations.settings import within
 
 PORT = 4222
 """Default port of a server."""
@@ -106,6 +100,8 @@ class Nats(QueueSettings):
         exactly_once=True, fences=True, reads_back=True, takes_dialogs=False, largest_body=LARGEST
     )
 
+    stores: ClassVar[str] = "batches.Batches"
+
     kind: Literal["nats"] = "nats"
     server: Annotated[str, AfterValidator(_address)]
     """`nats://host:4222`, or several hosts of a cluster: `nats://host,host`; `tls://…` with TLS."""
@@ -152,38 +148,3 @@ class Nats(QueueSettings):
     def address(self) -> Address:
         """Address of the server."""
         return parse(self.server)
-
-    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
-        """Return the stream as a destination; see `DestinationSettings.open`."""
-        from saf.destinations.nats.batches import Batches  # needs Arrow, which drivers lack
-
-        return Batches(name, self)
-
-    @classmethod
-    def preload(cls) -> None:
-        """Import the modules that `open` imports."""
-        import saf.destinations.nats.batches  # noqa: F401 - imported for its effect
-
-    @contextmanager
-    def _connected(self, name: str) -> Iterator[Link]:
-        from saf.destinations.nats.server import connected
-
-        with connected(name, self) as link:
-            yield link
-
-    def reading(self, name: str) -> AbstractContextManager[Reading]:
-        """Open the stream for reading; see `DestinationSettings.reading`.
-
-        Raises:
-            CannotReadBack: messages were removed, or the stream's settings do not allow it.
-        """
-        from saf.destinations.nats.reading import read
-
-        return read(name, self)
-
-    def guarantee(self, name: str) -> Guarantee:
-        """Return the promise of the stream's settings; see `DestinationSettings.guarantee`."""
-        with self._connected(name) as link:
-            from saf.destinations.nats.server import guarantee
-
-            return guarantee(link)

@@ -16,7 +16,7 @@ from saf.destinations.mapping import held_of, said_of, source_of
 from saf.destinations.marks import MAIN, Place, known_of
 from saf.destinations.nats import subjects
 from saf.destinations.nats.connection import Received
-from saf.destinations.nats.server import STORED, Link, connected
+from saf.destinations.nats.server import STORED, Link
 from saf.destinations.nats.wire import EVENTS
 from saf.destinations.reading import Reading
 from saf.destinations.tables import HELD, TableReading
@@ -38,7 +38,7 @@ def read(name: str, settings: Nats) -> Iterator[Reading]:
     Raises:
         CannotReadBack: messages were removed, or the stream does not allow direct reads.
     """
-    with connected(name, settings) as link:
+    with settings.connected(name) as link:
         config = link.look()
         if config is not None and not config.get("allow_direct"):
             raise CannotReadBack(name, f"its stream {settings.stream} lacks allow_direct")

@@ -261,17 +261,6 @@ def answered(answer: Received) -> dict[str, Any]:
     return reply
 
 
-@contextmanager
-def connected(name: str, settings: Nats) -> Iterator[Link]:
-    """Yield a link, and translate its errors."""
-    link = open_link(name, settings)
-    try:
-        with errors(link.what, settings):
-            yield link
-    finally:
-        link.close()
-
-
 def open_link(name: str, settings: Nats) -> Link:
     """Return a link that is connected."""
     destination = f"destination {name!r}"

@@ -22,10 +22,10 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 import pydantic
 from pydantic import AfterValidator, SecretStr
 
-from saf.destinations import Capabilities, Destination
+from saf.destinations import Capabilities
 from saf.destinations.addresses import Address, parse
 from saf.destinations.linked import check_certificates
-from saf.destinations.queues import QueueSettings, client_needed
+from saf.destinations.queues import QueueSettings
 from saf.destinations.settings import Guarantee, within
 
 PORTS = {"amqp": 5672, "amqps": 5671}
@@ -51,6 +51,9 @@ class Rabbitmq(QueueSettings):
     """Settings of queues of a RabbitMQ server, reached through an exchange."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(takes_dialogs=False)
+
+    client: ClassVar[str | None] = "pika"
+    stores: ClassVar[str] = "queues.Queues"
 
     kind: Literal["rabbitmq"] = "rabbitmq"
     server: Annotated[str, AfterValidator(_address)]
@@ -90,21 +93,6 @@ class Rabbitmq(QueueSettings):
             return self.password.get_secret_value()
         return "guest" if self.username == "guest" else ""
 
-    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
-        """Return the queues as a destination; see `DestinationSettings.open`."""
-        with client_needed(name, "rabbitmq"):
-            from saf.destinations.rabbitmq.queues import Queues  # needs Arrow, which drivers lack
-        return Queues(name, self)
-
-    @classmethod
-    def preload(cls) -> None:
-        """Import the modules that `open` imports; without the client, this kind is not used."""
-        try:
-            import pika  # noqa: F401 - imported for its effect
-        except ImportError:
-            return
-        import saf.destinations.rabbitmq.queues  # noqa: F401 - imported for its effect
-
     def identity(self, name: str) -> UUID:  # noqa: ARG002 - its server keeps no identity
         """Return an identity computed from the address: the server can keep none.
 
@@ -119,10 +107,7 @@ class Rabbitmq(QueueSettings):
 
     def guarantee(self, name: str) -> Guarantee:
         """Return the server's promise; see `DestinationSettings.guarantee`."""
-        with client_needed(name, "rabbitmq"):
-            from saf.destinations.rabbitmq.server import connected
-
-        with connected(name, self) as channel:
+        with self._module(name, "server").connected(name, self) as channel:
             version = channel.version
         exchange = f"exchange {self.exchange!r}" if self.exchange else "its own exchange"
         return Guarantee(

@@ -14,23 +14,17 @@ needs its plugin ``rabbitmq_stream``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import AfterValidator, SecretStr
 
-from saf.destinations import Capabilities, Destination
+from saf.destinations import Capabilities
 from saf.destinations.addresses import Address, parse
 from saf.destinations.linked import check_certificates
 from saf.destinations.queues import QueueSettings
-from saf.destinations.reading import Reading
-from saf.destinations.settings import Guarantee, within
-
-if TYPE_CHECKING:
-    from saf.destinations.rabbitmq_stream.server import Link
+from saf.destinations.settings import within
 
 PORTS = {"rabbitmq-stream": 5552, "rabbitmq-stream+tls": 5551}
 """Default port of each scheme."""
@@ -60,6 +54,8 @@ class RabbitmqStream(QueueSettings):
     capabilities: ClassVar[Capabilities] = Capabilities(
         exactly_once=True, reads_back=True, takes_dialogs=False
     )
+
+    stores: ClassVar[str] = "streams.Streams"
 
     kind: Literal["rabbitmq_stream"] = "rabbitmq_stream"
     server: Annotated[str, AfterValidator(_address)]
@@ -99,40 +95,3 @@ class RabbitmqStream(QueueSettings):
         if self.password is not None:
             return self.password.get_secret_value()
         return "guest" if self.username == "guest" else ""
-
-    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
-        """Return the streams as a destination; see `DestinationSettings.open`."""
-        from saf.destinations.rabbitmq_stream.streams import (
-            Streams,
-        )  # needs Arrow, which drivers lack
-
-        return Streams(name, self)
-
-    @classmethod
-    def preload(cls) -> None:
-        """Import the modules that `open` imports."""
-        import saf.destinations.rabbitmq_stream.streams  # noqa: F401 - imported for its effect
-
-    @contextmanager
-    def _connected(self, name: str) -> Iterator[Link]:
-        from saf.destinations.rabbitmq_stream.server import connected
-
-        with connected(name, self) as link:
-            yield link
-
-    def reading(self, name: str) -> AbstractContextManager[Reading]:
-        """Open the streams for reading; see `DestinationSettings.reading`.
-
-        Raises:
-            CannotReadBack: some messages are gone.
-        """
-        from saf.destinations.rabbitmq_stream.reading import read
-
-        return read(name, self)
-
-    def guarantee(self, name: str) -> Guarantee:
-        """Return the promise of the server's settings; see `DestinationSettings.guarantee`."""
-        with self._connected(name) as link:
-            from saf.destinations.rabbitmq_stream.server import guarantee
-
-            return guarantee(link)

@@ -14,7 +14,6 @@ from saf.destinations.marks import Known
 from saf.destinations.rabbitmq_stream import amqp
 from saf.destinations.rabbitmq_stream.connection import Connection
 from saf.destinations.rabbitmq_stream.journal import Journal, generation, publisher
-from saf.destinations.rabbitmq_stream.server import connected
 from saf.destinations.reading import Reading
 from saf.destinations.tables import HELD, TableReading
 from saf.errors import CannotReadBack
@@ -30,7 +29,7 @@ def read(name: str, settings: RabbitmqStream) -> Iterator[Reading]:
     Raises:
         CannotReadBack: messages were removed.
     """
-    with connected(name, settings) as link:
+    with settings.connected(name) as link:
         identity = link.identity()
         columns: dict[UUID, dict[str, list[Any]]] = {}
         known: dict[UUID, Known] = {}

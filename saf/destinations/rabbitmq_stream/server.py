@@ -164,17 +164,6 @@ class Link:
         self.connection.close()
 
 
-@contextmanager
-def connected(name: str, settings: RabbitmqStream) -> Iterator[Link]:
-    """Yield a link, and translate its errors."""
-    link = open_link(name, settings)
-    try:
-        with errors(link.what, settings):
-            yield link
-    finally:
-        link.close()
-
-
 def open_link(name: str, settings: RabbitmqStream) -> Link:
     """Return a link that is connected."""
     destination = f"destination {name!r}"

@@ -21,25 +21,19 @@ the keys. The client is the extra ``redis``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pydantic
 from pydantic import AfterValidator, SecretStr
 
-from saf.destinations import Capabilities, Destination
+from saf.destinations import Capabilities
 from saf.destinations.addresses import named_host
 from saf.destinations.linked import check_certificates
-from saf.destinations.queues import QueueSettings, client_needed
-from saf.destinations.reading import Reading
-from saf.destinations.settings import Guarantee, within
-
-if TYPE_CHECKING:
-    from saf.destinations.redis.server import Link
+from saf.destinations.queues import QueueSettings
+from saf.destinations.settings import within
 
 PORTS = {"": 6379, "cluster": 6379, "sentinel": 26379}
 """Default port, by the part of the scheme after ``+``."""
@@ -137,6 +131,9 @@ class Redis(QueueSettings):
         exactly_once=True, fences=True, reads_back=True, takes_dialogs=False
     )
 
+    client: ClassVar[str | None] = "redis"
+    stores: ClassVar[str] = "streams.Streams"
+
     kind: Literal["redis"] = "redis"
     server: Annotated[str, AfterValidator(_address)]
     """`redis://host:6379/0`; with TLS, `rediss://…`; `unix:///path?db=0`;
@@ -168,42 +165,3 @@ class Redis(QueueSettings):
     def address(self) -> Address:
         """Address of the server."""
         return parse(self.server)
-
-    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
-        """Return the streams as a destination; see `DestinationSettings.open`."""
-        with client_needed(name, "redis"):
-            from saf.destinations.redis.streams import Streams  # needs Arrow, which drivers lack
-        return Streams(name, self)
-
-    @classmethod
-    def preload(cls) -> None:
-        """Import the modules that `open` imports; without the client, this kind is not used."""
-        try:
-            import redis  # noqa: F401 - imported for its effect
-        except ImportError:
-            return
-        import saf.destinations.redis.streams  # noqa: F401 - imported for its effect
-
-    @contextmanager
-    def _connected(self, name: str) -> Iterator[Link]:
-        with client_needed(name, "redis"):
-            from saf.destinations.redis.server import connected
-        with connected(name, self) as link:
-            yield link
-
-    def reading(self, name: str) -> AbstractContextManager[Reading]:
-        """Open the streams for reading; see `DestinationSettings.reading`.
-
-        Raises:
-            CannotReadBack: some entries are gone.
-        """
-        with client_needed(name, "redis"):
-            from saf.destinations.redis.reading import read
-        return read(name, self)
-
-    def guarantee(self, name: str) -> Guarantee:
-        """Return the promise of the server's settings; see `DestinationSettings.guarantee`."""
-        with self._connected(name) as link:
-            from saf.destinations.redis.server import guarantee
-
-            return guarantee(link)

@@ -14,7 +14,7 @@ from saf.destinations.mapping import held_of, said_of, source_of, texts_of
 from saf.destinations.marks import known_of
 from saf.destinations.reading import Reading
 from saf.destinations.redis import script
-from saf.destinations.redis.server import Link, connected
+from saf.destinations.redis.server import Link
 from saf.destinations.redis.wire import BODY, EVENTS
 from saf.destinations.tables import HELD, TableReading
 from saf.errors import CannotReadBack
@@ -33,7 +33,7 @@ def read(name: str, settings: Redis) -> Iterator[Reading]:
     Raises:
         CannotReadBack: entries were removed.
     """
-    with connected(name, settings) as link:
+    with settings.connected(name) as link:
         moment = cache(lambda source: Moment(name, link, source))
         tag = settings.hash_tag
         for key in [*link.client.scan_iter(match=_literally(script.streams(tag, "")) + "*")]:

@@ -148,17 +148,6 @@ def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-@contextmanager
-def connected(name: str, settings: Redis) -> Iterator[Link]:
-    """Yield a link, and translate its errors."""
-    link = open_link(name, settings)
-    try:
-        with errors(link.what, settings):
-            yield link
-    finally:
-        link.close()
-
-
 def open_link(name: str, settings: Redis) -> Link:
     """Return a link that is connected."""
     destination = f"destination {name!r}"
