@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any
@@ -39,6 +39,7 @@ from saf.cli.brokers import (
     say_next,
 )
 from saf.cli.console import Listing, echo, write
+from saf.cli.options import Options, grouped
 from saf.config import did_you_mean, load
 from saf.database.pages import Page
 from saf.errors import ConfigurationError, UsageError
@@ -69,30 +70,42 @@ Subscription = Annotated[
 Error = Annotated[str | None, typer.Option(help="Only those whose error has this text in it.")]
 
 
+def _filter(*, ids: list[int] | None, **criteria: Any) -> Filter:
+    found = Filter(dead_letter_ids=ids or None, **criteria)
+    if found.reason is not None and found.reason not in REASONS:
+        raise UsageError(f"--reason {found.reason}: the reasons are {', '.join(REASONS)}")
+    return found
+
+
+CRITERIA = Options(
+    {
+        "ids": Ids,
+        "reason": Reason,
+        "service": Service,
+        "destination": Destination,
+        "key": Key,
+        "before": Before,
+        "subscription": Subscription,
+        "error": Error,
+    },
+    make=_filter,
+)
+
+
 @app.command("list")
+@grouped
 def list_(
-    ids: Ids = None,
     *,
     config: Config = None,
     broker: Name = None,
-    reason: Reason = None,
-    service: Service = None,
-    destination: Destination = None,
-    key: Key = None,
-    before: Before = None,
-    subscription: Subscription = None,
-    error: Error = None,
+    criteria: Annotated[Filter, CRITERIA],
     after: After = None,
     limit: Limit = 100,
     count: Annotated[bool, typer.Option("--count", help="Count without listing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show dead letters, oldest first."""
-    criteria = _filter(
-        dead_letter_ids=ids or None, reason=reason, service=service, destination=destination,
-        key=key, before=before, subscription=subscription, error=error,
-        after=dead.place_at(after),
-    )  # fmt: skip
+    criteria = replace(criteria, after=dead.place_at(after))
     round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
     if count:
@@ -155,18 +168,12 @@ def show(
 
 
 @app.command()
+@grouped
 def retry(
-    ids: Ids = None,
     *,
     config: Config = None,
     broker: Name = None,
-    reason: Reason = None,
-    service: Service = None,
-    destination: Destination = None,
-    key: Key = None,
-    before: Before = None,
-    subscription: Subscription = None,
-    error: Error = None,
+    criteria: Annotated[Filter, CRITERIA],
     why: Why = "",
     everything: All = False,
     dry_run: DryRun = False,
@@ -176,53 +183,35 @@ def retry(
 
     The forwarder or their receivers deliver them.
     """
-    criteria = _filter(
-        everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
-        destination=destination, key=key, before=before, subscription=subscription, error=error,
-    )  # fmt: skip
+    _refuse_all(criteria, everything=everything)
     _act(decide.retry, criteria, config, broker, why, dry_run=dry_run, as_json=as_json)
 
 
 @app.command()
+@grouped
 def discard(
-    ids: Ids = None,
     *,
     config: Config = None,
     broker: Name = None,
-    reason: Reason = None,
-    service: Service = None,
-    destination: Destination = None,
-    key: Key = None,
-    before: Before = None,
-    subscription: Subscription = None,
-    error: Error = None,
+    criteria: Annotated[Filter, CRITERIA],
     why: Why = "",
     everything: All = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Give dead letters up for good."""
-    criteria = _filter(
-        everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
-        destination=destination, key=key, before=before, subscription=subscription, error=error,
-    )  # fmt: skip
+    _refuse_all(criteria, everything=everything)
     _act(decide.discard, criteria, config, broker, why, dry_run=dry_run, as_json=as_json)
 
 
 @app.command()
+@grouped
 def redirect(
-    ids: Ids = None,
     *,
     to: Annotated[str, typer.Option(help="The destination, by its name in saf.toml.")],
     config: Config = None,
     broker: Name = None,
-    reason: Reason = None,
-    service: Service = None,
-    destination: Destination = None,
-    key: Key = None,
-    before: Before = None,
-    subscription: Subscription = None,
-    error: Error = None,
+    criteria: Annotated[Filter, CRITERIA],
     why: Why = "",
     everything: All = False,
     dry_run: DryRun = False,
@@ -232,10 +221,7 @@ def redirect(
 
     The forwarder delivers them. Dead letters of receivers and of dialogs stay, and are counted.
     """
-    criteria = _filter(
-        everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
-        destination=destination, key=key, before=before, subscription=subscription, error=error,
-    )  # fmt: skip
+    _refuse_all(criteria, everything=everything)
     known = load(config).destinations
     if to not in known:
         raise ConfigurationError(
@@ -247,13 +233,9 @@ def redirect(
     )  # fmt: skip
 
 
-def _filter(*, everything: bool = True, **chosen: Any) -> Filter:
-    criteria = Filter(**chosen)
-    if criteria.reason is not None and criteria.reason not in REASONS:
-        raise UsageError(f"--reason {criteria.reason}: the reasons are {', '.join(REASONS)}")
+def _refuse_all(criteria: Filter, *, everything: bool) -> None:
     if criteria == Filter() and not everything:
         raise UsageError("which dead letters? Give numbers, a filter, or --all")
-    return criteria
 
 
 def _act(

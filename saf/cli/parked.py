@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -34,6 +35,7 @@ from saf.cli.brokers import (
 )
 from saf.cli.console import Listing, echo
 from saf.cli.dead import MOST, decide_and_show, say_staying
+from saf.cli.options import Options, grouped
 from saf.config import did_you_mean, load
 from saf.database.pages import Page
 from saf.errors import ConfigurationError, UsageError
@@ -76,7 +78,28 @@ All = Annotated[bool, typer.Option("--all", help="Really all, where no filter is
 CountFirst = Annotated[bool, typer.Option("--dry-run", help="Count matches without changing them.")]
 
 
+def _lanes(*, kind: Kind | None, **criteria: Any) -> Lanes:
+    return Lanes(lane=kind, **criteria)
+
+
+def _filter(*, ids: list[int] | None, kind: Kind | None, **criteria: Any) -> ParkedFilter:
+    return ParkedFilter(parked_ids=ids or None, lane=kind, **criteria)
+
+
+OF_LANES = {
+    "subscription": Subscription,
+    "destination": Destination,
+    "kind": LaneKind,
+    "subject": Subject,
+}
+LANES = Options(OF_LANES, make=_lanes)
+MESSAGES = Options(
+    {"ids": Ids, **OF_LANES, "service": Service, "key": Key, "before": Before}, make=_filter
+)
+
+
 @app.command("list")
+@grouped
 def list_(
     *,
     config: Config = None,
@@ -84,10 +107,7 @@ def list_(
     limit: Annotated[
         int, typer.Option(min=1, max=MOST_ROWS, help="Lanes per broker, at most.")
     ] = LIMIT,
-    subscription: Subscription = None,
-    destination: Destination = None,
-    kind: LaneKind = None,
-    subject: Subject = None,
+    criteria: Annotated[Lanes, LANES],
     after: After = None,
     as_json: AsJson = False,
 ) -> None:
@@ -99,7 +119,6 @@ def list_(
     place = place_at(after)
     round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
-    criteria = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
     lanes = round_.visit(
         "parked", lambda connection, _: parked(connection, limit, lanes=criteria, after=place)
     )
@@ -148,14 +167,12 @@ def _next(lane: Parked) -> str:
 
 
 @app.command("retry-now")
+@grouped
 def retry_now_(
     *,
     config: Config = None,
     broker: Name = None,
-    destination: Destination = None,
-    subscription: Subscription = None,
-    kind: LaneKind = None,
-    subject: Subject = None,
+    criteria: Annotated[Lanes, LANES],
     why: Why = "",
     as_json: AsJson = False,
 ) -> None:
@@ -165,7 +182,6 @@ def retry_now_(
     about its dead letter is counted, and still waits: see `saf dead`.
     """
     round_ = Round(chosen(load(config), broker))
-    criteria = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
 
     def retry(connection: psycopg.Connection[Any], _: object) -> tuple[int, int]:
         return retry_now(connection, lanes=criteria, why=why), undecided(connection, criteria)
@@ -186,18 +202,12 @@ def retry_now_(
     round_.finish(say=not as_json)
 
 
+@grouped
 def messages(
-    ids: Ids = None,
     *,
     config: Config = None,
     broker: Name = None,
-    subscription: Subscription = None,
-    destination: Destination = None,
-    kind: LaneKind = None,
-    subject: Subject = None,
-    service: Service = None,
-    key: Key = None,
-    before: Before = None,
+    criteria: Annotated[ParkedFilter, MESSAGES],
     after: After = None,
     limit: Limit = 100,
     as_json: AsJson = False,
@@ -206,11 +216,7 @@ def messages(
 
     Those that were parked first come first.
     """
-    criteria = ParkedFilter(
-        parked_ids=ids or None, subscription=subscription, destination=destination, lane=kind,
-        subject=subject, service=service, key=key, before=before,
-        after=parked_messages.place_at(after),
-    )  # fmt: skip
+    criteria = replace(criteria, after=parked_messages.place_at(after))
     round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
     pages = round_.visit(
@@ -238,18 +244,12 @@ def _listing(pages: Mapping[str, Page[ParkedMessage]]) -> Listing:
     return listing
 
 
+@grouped
 def discard(
-    ids: Ids = None,
     *,
     config: Config = None,
     broker: Name = None,
-    subscription: Subscription = None,
-    destination: Destination = None,
-    kind: LaneKind = None,
-    subject: Subject = None,
-    service: Service = None,
-    key: Key = None,
-    before: Before = None,
+    criteria: Annotated[ParkedFilter, MESSAGES],
     why: Why = "",
     everything: All = False,
     dry_run: CountFirst = False,
@@ -260,28 +260,18 @@ def discard(
     What a forwarder or a receiver has in hand stays as it is; --dry-run says what else, and why. A
     dialog that lacks one of them fails at both ends.
     """
-    criteria = _filter(
-        everything=everything, parked_ids=ids or None, subscription=subscription,
-        destination=destination, lane=kind, subject=subject, service=service, key=key,
-        before=before,
-    )  # fmt: skip
+    _refuse_all(criteria, everything=everything)
     round_ = Round(chosen(load(config), broker))
     _act(round_, decide_parked.discard, criteria, why, dry_run=dry_run, as_json=as_json)
 
 
+@grouped
 def redirect(
-    ids: Ids = None,
     *,
     to: Annotated[str, typer.Option(help="The destination, by its name in saf.toml.")],
     config: Config = None,
     broker: Name = None,
-    subscription: Subscription = None,
-    destination: Destination = None,
-    kind: LaneKind = None,
-    subject: Subject = None,
-    service: Service = None,
-    key: Key = None,
-    before: Before = None,
+    criteria: Annotated[ParkedFilter, MESSAGES],
     why: Why = "",
     everything: All = False,
     dry_run: CountFirst = False,
@@ -291,11 +281,7 @@ def redirect(
 
     The forwarder does, in order. Those of receivers and of dialogs stay as they are.
     """
-    criteria = _filter(
-        everything=everything, parked_ids=ids or None, subscription=subscription,
-        destination=destination, lane=kind, subject=subject, service=service, key=key,
-        before=before,
-    )  # fmt: skip
+    _refuse_all(criteria, everything=everything)
     settings = load(config)
     if to not in settings.destinations:
         raise ConfigurationError(
@@ -312,11 +298,9 @@ app.command("discard")(discard)
 app.command("redirect")(redirect)
 
 
-def _filter(*, everything: bool, **given: Any) -> ParkedFilter:
-    criteria = ParkedFilter(**given)
+def _refuse_all(criteria: ParkedFilter, *, everything: bool) -> None:
     if criteria == ParkedFilter() and not everything:
         raise UsageError("which parked messages? Give numbers, a filter, or --all")
-    return criteria
 
 
 def _act(
