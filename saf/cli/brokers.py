@@ -16,7 +16,8 @@ import typer
 
 from saf.broker import health
 from saf.cli.console import INTERRUPTED, echo
-from saf.config import Broker, Settings
+from saf.cli.options import Options
+from saf.config import Broker, Settings, load
 from saf.database import check_schema, unavailable_if_lost
 from saf.database.background import Background
 from saf.database.pages import Page
@@ -271,3 +272,29 @@ class Round:
             raise typer.Exit(INTERRUPTED)
         if found or self.failed:
             raise typer.Exit(found or max(error.exit_code for _, error in self.failed))
+
+
+Brokers = Annotated[
+    Round,
+    Options(
+        {"config": Config, "broker": Name},
+        make=lambda config, broker: Round(chosen(load(config), broker)),
+    ),
+]
+"""The chosen brokers, or all."""
+Everywhere = Annotated[
+    Round,
+    Options(
+        {"config": Config, "broker": Where},
+        make=lambda config, broker: Round(everywhere(load(config), broker)),
+    ),
+]
+"""The chosen broker, or all brokers and destinations."""
+AtStore = Annotated[
+    Round,
+    Options(
+        {"config": Config, "broker": Store},
+        make=lambda config, broker: Round(store(load(config), broker)),
+    ),
+]
+"""The chosen MOM store."""

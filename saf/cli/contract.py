@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
+from saf.cli.brokers import AsJson, Everywhere
 from saf.cli.console import Listing, echo
-from saf.config import ENCODING, load
+from saf.cli.options import grouped
+from saf.config import ENCODING
 from saf.dialogs.contracts import contracts, create_contract, create_message_type
 from saf.errors import ConfigurationError
 
@@ -24,7 +25,8 @@ File = Annotated[
 
 
 @app.command()
-def create(file: File, *, config: Config = None, broker: Where = None) -> None:
+@grouped
+def create(file: File, *, round_: Everywhere) -> None:
     """Create message types and contracts from a file.
 
     At one broker, or at all. Repeating it changes nothing.
@@ -37,16 +39,15 @@ def create(file: File, *, config: Config = None, broker: Where = None) -> None:
             created += [create_contract(connection, **entry) for entry in named]
         return sum(created)
 
-    round_ = Round(everywhere(load(config), broker))
     for name, created in round_.visit("contract", make).items():
         echo(f"{name}: {created} created, {len(types) + len(named) - created} there already")
     round_.finish(say=True)
 
 
 @app.command("list")
-def list_(*, config: Config = None, broker: Where = None, as_json: AsJson = False) -> None:
+@grouped
+def list_(*, round_: Everywhere, as_json: AsJson = False) -> None:
     """Show contracts, their message types, and which end sends each."""
-    round_ = Round(everywhere(load(config), broker))
     found = round_.visit("contract", lambda connection, _: contracts(connection))
     rows = [
         {

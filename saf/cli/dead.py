@@ -27,6 +27,7 @@ from saf.cli.brokers import (
     After,
     AsJson,
     Before,
+    Brokers,
     Config,
     DryRun,
     Limit,
@@ -96,8 +97,7 @@ CRITERIA = Options(
 @grouped
 def list_(
     *,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     criteria: Annotated[Filter, CRITERIA],
     after: After = None,
     limit: Limit = 100,
@@ -106,7 +106,6 @@ def list_(
 ) -> None:
     """Show dead letters, oldest first."""
     criteria = replace(criteria, after=dead.place_at(after))
-    round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
     if count:
         _show_count(round_, criteria, as_json=as_json)
@@ -116,10 +115,10 @@ def list_(
 
 
 @app.command("audit")
+@grouped
 def audit_(
     *,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     limit: Limit = 100,
     after: After = None,
     as_json: AsJson = False,
@@ -129,7 +128,6 @@ def audit_(
     Each decision has its reason.
     """
     before = audit.place_at(after)
-    round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
     pages = round_.visit("dead", lambda connection, _: audit.page(connection, limit, before))
     if as_json:
@@ -148,17 +146,16 @@ def audit_(
 
 
 @app.command()
+@grouped
 def show(
     number: Annotated[int, typer.Argument(max=GREATEST, help="As `saf dead list` shows it.")],
     *,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
 ) -> None:
     """Write the body of a dead letter to standard output.
 
     On a terminal, the body is shown as text.
     """
-    round_ = Round(chosen(load(config), broker))
     round_.only(number)
     for body in round_.visit("dead", lambda connection, _: dead.body(connection, number)).values():
         if body is None:

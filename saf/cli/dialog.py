@@ -13,6 +13,7 @@ from saf.cli.brokers import (
     After,
     AsJson,
     Config,
+    Everywhere,
     Limit,
     Round,
     Where,
@@ -22,6 +23,7 @@ from saf.cli.brokers import (
     say_next,
 )
 from saf.cli.console import Listing, echo
+from saf.cli.options import grouped
 from saf.config import load
 from saf.dialogs.comparing import compare
 from saf.dialogs.conversations import (
@@ -52,10 +54,10 @@ Text = Annotated[str, typer.Option(help="Text of the error for the other end.")]
 
 
 @app.command("list")
+@grouped
 def list_(
     *,
-    config: Config = None,
-    broker: Where = None,
+    round_: Everywhere,
     service: Service = None,
     state: StateOption = None,
     limit: Limit = 100,
@@ -64,7 +66,6 @@ def list_(
 ) -> None:
     """Show conversations, oldest first."""
     place = place_at(after)
-    round_ = Round(everywhere(load(config), broker))
     round_.go_on(after)
     pages = round_.visit(
         "dialog",
@@ -91,11 +92,9 @@ def list_(
 
 
 @app.command()
-def show(
-    handle: Handle, *, config: Config = None, broker: Where = None, as_json: AsJson = False
-) -> None:
+@grouped
+def show(handle: Handle, *, round_: Everywhere, as_json: AsJson = False) -> None:
     """Show one end of a conversation, at any broker."""
-    round_ = Round(everywhere(load(config), broker))
     found = round_.visit("dialog", lambda connection, _: conversations(connection, handle=handle))
     rows = [{"broker": name, **side.as_dict()} for name, group in found.items() for side in group]
     if as_json:
@@ -110,11 +109,11 @@ def show(
 
 
 @app.command("exchange")
+@grouped
 def exchange_(
     conversation_id: Annotated[UUID, typer.Argument(help="As `saf dialog show` has it.")],
     *,
-    config: Config = None,
-    broker: Where = None,
+    round_: Everywhere,
     limit: Limit = 200,
     as_json: AsJson = False,
 ) -> None:
@@ -122,7 +121,6 @@ def exchange_(
 
     It reads the logs of all brokers; purged messages are missing.
     """
-    round_ = Round(everywhere(load(config), broker))
     found = round_.visit(
         "dialog", lambda connection, _: exchange(connection, conversation_id, limit)
     )
@@ -167,24 +165,24 @@ def end(
 
 
 @app.command()
-def cleanup(handle: Handle, *, config: Config = None, broker: Where = None) -> None:
+@grouped
+def cleanup(handle: Handle, *, round_: Everywhere) -> None:
     """Close this side for good, in any state.
 
     The other end is not notified.
     """
-    round_ = Round(everywhere(load(config), broker))
     _where_it_lives(round_, handle, lambda connection: clean_up(connection, handle), "closed")
 
 
 @app.command("compare")
-def compare_(*, config: Config = None, broker: Where = None, as_json: AsJson = False) -> None:
+@grouped
+def compare_(*, round_: Everywhere, as_json: AsJson = False) -> None:
     """Let the open ends compare with their other ends.
 
     They compare which messages each has sent and received. Run it after one of the databases was
     set back and repaired: if messages are missing, both ends of the dialog get an Error. Other
     dialogs are not affected, except that dialogs with a dead letter end.
     """
-    round_ = Round(everywhere(load(config), broker))
 
     def let_compare(connection: psycopg.Connection[Any], _: object) -> int:
         with connection.transaction():

@@ -23,9 +23,10 @@ import psycopg
 import typer
 
 from saf.broker import services
-from saf.cli.brokers import AsJson, Config, Limit, Round, Store, store
+from saf.cli.brokers import AsJson, AtStore, Config, Limit, Round, Store, store
 from saf.cli.console import Listing, echo
 from saf.cli.metrics import Listen, Push, Textfile, published
+from saf.cli.options import grouped
 from saf.config import Settings, load, load_signer
 from saf.database import check_schema, unavailable_if_lost
 from saf.dispatch import envelope, stored
@@ -52,6 +53,7 @@ app = typer.Typer(no_args_is_help=True, help="Endpoints: where `saf dispatch` se
 
 
 @app.command()
+@grouped
 def add(
     name: Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name.")],
     *,
@@ -80,8 +82,7 @@ def add(
     reply: Annotated[
         bool, typer.Option("--reply", help="Send answers back to the sender's service.")
     ] = False,
-    config: Config = None,
-    broker: Store = None,
+    round_: AtStore,
 ) -> None:
     """Store an endpoint in the broker that has the subscription.
 
@@ -97,7 +98,6 @@ def add(
         "rate": rate,
         "reply": reply or None,
     }
-    round_ = Round(store(load(config), broker))
     for where in round_.visit(
         "endpoint",
         lambda connection, _: stored.add(

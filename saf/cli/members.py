@@ -8,21 +8,21 @@ from typing import Annotated
 
 import typer
 
-from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
+from saf.cli.brokers import AsJson, Everywhere
 from saf.cli.console import Listing, echo
-from saf.config import load
+from saf.cli.options import grouped
 from saf.errors import UsageError, ranges
 from saf.operating.members import Membership, memberships
 from saf.operating.wording import age, at
 
 
+@grouped
 def command(
     subscription: Annotated[
         str | None, typer.Option(help="Only this one, of either log. Default: all.")
     ] = None,
     *,
-    config: Config = None,
-    broker: Where = None,
+    round_: Everywhere,
     shards: Annotated[bool, typer.Option("--shards", help="Also list each shard.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -32,7 +32,6 @@ def command(
     shards. Workers own none: they lock the shards of a delivery. The number of pending messages is
     an estimate where a shard has more than 1,000; the lag is exact.
     """
-    round_ = Round(everywhere(load(config), broker))
     asked = round_.visit("members", lambda connection, _: memberships(connection))
     known = {
         name: [item for item in group if subscription in (None, item.backlog.subscription)]

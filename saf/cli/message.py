@@ -10,15 +10,16 @@ from uuid import UUID
 
 import typer
 
-from saf.cli.brokers import AsJson, Config, Round, Where, everywhere, moment
+from saf.cli.brokers import AsJson, Everywhere, moment
 from saf.cli.console import Listing, echo
-from saf.config import load
+from saf.cli.options import grouped
 from saf.errors import UsageError
 from saf.operating import journey
 from saf.operating.journey import Stay
 from saf.operating.wording import at, counted
 
 
+@grouped
 def command(
     message_id: Annotated[UUID, typer.Argument(help="As `saf outbox list` or a handler has it.")],
     *,
@@ -34,8 +35,7 @@ def command(
             help="About when it was sent: it is looked for there first.",
         ),
     ] = None,
-    config: Config = None,
-    broker: Where = None,
+    round_: Everywhere,
     timeout: Annotated[
         float, typer.Option(min=0.01, help="Of looking for it at a broker, in seconds.")
     ] = journey.SECONDS,
@@ -47,7 +47,6 @@ def command(
     failed attempts, parked, dead, and operators' decisions. Logs are searched from their ends; the
     part that was not searched is named.
     """
-    round_ = Round(everywhere(load(config), broker))
     found = round_.visit(
         "outbox",
         lambda connection, _: journey.stay(

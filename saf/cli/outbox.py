@@ -12,19 +12,17 @@ import typer
 from saf.cli.brokers import (
     After,
     AsJson,
-    Config,
-    Name,
+    Brokers,
     Round,
     Since,
     Until,
-    chosen,
     ends,
     moment,
     rows_of,
     say_next,
 )
 from saf.cli.console import Listing, echo, write
-from saf.config import load
+from saf.cli.options import grouped
 from saf.errors import UsageError
 from saf.operating import outbox
 from saf.operating.outbox import SECONDS, STATES, Details, SentPage, Wanted, forwarded
@@ -43,10 +41,10 @@ Key = Annotated[
 
 
 @app.command("list")
+@grouped
 def list_(
     *,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     state: State = None,
     service: Annotated[str | None, typer.Option(help="Only those for this service.")] = None,
     key: Key = None,
@@ -66,7 +64,6 @@ def list_(
     if state is not None and state not in STATES:
         raise UsageError(f"--state {state}: the states are {', '.join(STATES)}")
     place = outbox.place_at(after, state)
-    round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
     wanted = Wanted(state=state, service=service, key=key, since=since, until=until)
     found = round_.visit(
@@ -85,13 +82,13 @@ def list_(
 
 
 @app.command()
+@grouped
 def show(
     which: Annotated[
         str, typer.Argument(metavar="ID", help="As `saf outbox list` shows it, or a message id.")
     ],
     *,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     key: Annotated[
         str | None, typer.Option(help="Of the message: a message id is found sooner with it.")
     ] = None,
@@ -106,7 +103,6 @@ def show(
     A message id is searched in all outboxes; an id needs --broker.
     """
     number = _number(which)
-    round_ = Round(chosen(load(config), broker))
     round_.only(isinstance(number, int))
     asked = round_.visit(
         "outbox",
@@ -128,13 +124,13 @@ def show(
 
 
 @app.command("forwarded")
+@grouped
 def forwarded_(
     *,
     until: Annotated[
         datetime, typer.Option(parser=moment, metavar="TIME", help="Messages created before.")
     ],
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     service: Annotated[str | None, typer.Option(help="Only those for this service.")] = None,
     since: Since = None,
     timeout: Timeout = SECONDS,
@@ -147,7 +143,6 @@ def forwarded_(
     it before it works with forwarded messages.
     """
     wanted = Wanted(service=service, since=since, until=until)
-    round_ = Round(chosen(load(config), broker))
     found = round_.visit(
         "outbox", lambda connection, _: forwarded(connection, wanted, seconds=timeout)
     )

@@ -23,6 +23,7 @@ from saf.cli.brokers import (
     After,
     AsJson,
     Before,
+    Brokers,
     Config,
     Limit,
     Name,
@@ -102,8 +103,7 @@ MESSAGES = Options(
 @grouped
 def list_(
     *,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     limit: Annotated[
         int, typer.Option(min=1, max=MOST_ROWS, help="Lanes per broker, at most.")
     ] = LIMIT,
@@ -117,7 +117,6 @@ def list_(
     lanes than the limit, it shows those that block the most messages.
     """
     place = place_at(after)
-    round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
     lanes = round_.visit(
         "parked", lambda connection, _: parked(connection, limit, lanes=criteria, after=place)
@@ -170,8 +169,7 @@ def _next(lane: Parked) -> str:
 @grouped
 def retry_now_(
     *,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     criteria: Annotated[Lanes, LANES],
     why: Why = "",
     as_json: AsJson = False,
@@ -181,7 +179,6 @@ def retry_now_(
     The next run of the forwarder, or a receiver, retries them. A key that waits for your decision
     about its dead letter is counted, and still waits: see `saf dead`.
     """
-    round_ = Round(chosen(load(config), broker))
 
     def retry(connection: psycopg.Connection[Any], _: object) -> tuple[int, int]:
         return retry_now(connection, lanes=criteria, why=why), undecided(connection, criteria)
@@ -205,8 +202,7 @@ def retry_now_(
 @grouped
 def messages(
     *,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     criteria: Annotated[ParkedFilter, MESSAGES],
     after: After = None,
     limit: Limit = 100,
@@ -217,7 +213,6 @@ def messages(
     Those that were parked first come first.
     """
     criteria = replace(criteria, after=parked_messages.place_at(after))
-    round_ = Round(chosen(load(config), broker))
     round_.go_on(after)
     pages = round_.visit(
         "parked", lambda connection, _: parked_messages.page(connection, criteria, limit)
@@ -247,8 +242,7 @@ def _listing(pages: Mapping[str, Page[ParkedMessage]]) -> Listing:
 @grouped
 def discard(
     *,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     criteria: Annotated[ParkedFilter, MESSAGES],
     why: Why = "",
     everything: All = False,
@@ -261,7 +255,6 @@ def discard(
     dialog that lacks one of them fails at both ends.
     """
     _refuse_all(criteria, everything=everything)
-    round_ = Round(chosen(load(config), broker))
     _act(round_, decide_parked.discard, criteria, why, dry_run=dry_run, as_json=as_json)
 
 

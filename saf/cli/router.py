@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from saf.cli.brokers import AsJson, Config, Name, Round, Store, chosen, store
+from saf.cli.brokers import AsJson, Brokers, Config, Name, Round, Store, chosen, store
 from saf.cli.console import Listing, echo
 from saf.cli.metrics import published
+from saf.cli.options import grouped
 from saf.cli.route import show_explanation
 from saf.cli.worker import StopTimeout, WorkersListen, listening, supervise
 from saf.config import load, load_keys, load_signer
@@ -33,6 +34,7 @@ Function = "MODULE:FUNCTION"
 
 
 @app.command()
+@grouped
 def add(
     service: Service,
     *,
@@ -57,8 +59,7 @@ def add(
         bool, typer.Option("--elsewhere", help="Do not look for the function on this machine.")
     ] = False,
     comment: Annotated[str | None, typer.Option(help="For people.")] = None,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
 ) -> None:
     """Let a classifier choose the service of each message.
 
@@ -81,7 +82,6 @@ def add(
             raise ConfigurationError(
                 f"{error}. If the module exists only elsewhere, add --elsewhere"
             ) from None
-    round_ = Round(chosen(load(config), broker))
     added = round_.visit(
         "route",
         lambda connection, _: routers.add_router(

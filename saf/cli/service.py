@@ -9,8 +9,9 @@ import psycopg
 import typer
 
 from saf.broker import services
-from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
+from saf.cli.brokers import AsJson, AtStore, Config, Round, Store, store, stores
 from saf.cli.console import Listing, echo
+from saf.cli.options import grouped
 from saf.config import load
 
 app = typer.Typer(no_args_is_help=True, help="Services: what messages are addressed to.")
@@ -22,6 +23,7 @@ Discard = Annotated[
 
 
 @app.command()
+@grouped
 def create(
     names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Of the services.")],
     *,
@@ -32,8 +34,7 @@ def create(
             help="Of a broker's first: also if its inbox has messages for others, which then wait.",
         ),
     ] = False,
-    config: Config = None,
-    broker: Store = None,
+    round_: AtStore,
 ) -> None:
     """Create services at a broker.
 
@@ -41,7 +42,6 @@ def create(
     service; a broker with services, for these only. Messages for others wait at their sources, and
     `saf parked list` shows them there.
     """
-    round_ = Round(store(load(config), broker))
 
     def make(connection: psycopg.Connection[Any], _: object) -> tuple[bool, list[str]]:
         first = not services.services(connection)
