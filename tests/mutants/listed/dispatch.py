@@ -51,6 +51,20 @@ MUTANTS: list[Mutant] = [
         f"{RUNNING}::test_a_stop_waits_for_no_broker_that_is_asked_for_endpoints",
     ),
     mutant(
+        "the error for an unreadable URL shows a part of its password",
+        "saf/dispatch/settings.py",
+        'why = "" if "@" in text else f": {error}"',
+        'why = f": {error}"',
+        "unit/test_settings.py::test_an_unreadable_url_is_refused_without_showing_its_login",
+    ),
+    mutant(
+        "a token whose lifetime is no number never expires",
+        "saf/dispatch/credentials.py",
+        "    if not math.isfinite(lifetime):\n",
+        "    if False:\n",
+        "fuzz/test_fuzz.py::test_whatever_it_is_given_it_returns_or_says_why_not",
+    ),
+    mutant(
         "what saf is to blame for at one endpoint stops the others",
         "saf/dispatch/dispatcher.py",
         "stopping, drain=self._drain)\n        except Exception as error:\n",

@@ -66,6 +66,27 @@ MUTANTS: list[Mutant] = [
         "contract/test_worker.py::test_a_handler_that_would_end_its_thread_is_undone_and_the_message_comes_again",
     ),
     mutant(
+        "a search that had nothing to try tries again and again",
+        "saf/receiving/receive.py",
+        "self._fruitless, self.step = not found, Step.TAKE",
+        "self._fruitless, self.step = False, Step.TAKE",
+        "unit/test_search.py::test_a_search_that_had_nothing_to_try_waits_before_it_tries_again",
+    ),
+    mutant(
+        "after a failure all messages are taken as before",
+        "saf/receiving/receive.py",
+        "        self._tries_first, self.step = True, Step.TAKE\n",
+        "        self.step = Step.TAKE\n",
+        "unit/test_search.py::test_after_a_failure_the_next_step_looks_for_messages_to_try",
+    ),
+    mutant(
+        "a receiver waits although its shards have more messages",
+        "saf/receiving/receive.py",
+        "if delivery is not None or more:",
+        "if delivery is not None:",
+        "unit/test_search.py::test_shards_with_more_messages_are_read_on_without_a_wait",
+    ),
+    mutant(
         "a receiver that sets everything aside hears of no stop",
         "saf/receiving/receive.py",
         "if stopping.is_set() or (waits",
