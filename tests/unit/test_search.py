@@ -43,10 +43,11 @@ def test_what_was_tried_may_be_tried_again_at_once() -> None:
 
 def test_shards_with_more_messages_are_read_on_without_a_wait() -> None:
     search = searching()
-    search.took(None, more=True, troubled=False)
-    assert search.step is Step.TAKE
-    search.took(None, more=False, troubled=False)
-    assert search.step is Step.WAIT
+    steps = []
+    for more in (True, False):
+        search.took(None, more=more, troubled=False)
+        steps.append(search.step)
+    assert steps == [Step.TAKE, Step.WAIT]
 
 
 def test_after_a_failure_the_next_step_looks_for_messages_to_try() -> None:
