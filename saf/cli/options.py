@@ -34,11 +34,13 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
     >>> from typing import Annotated
     >>> PATH = Options({"folder": str, "file": str}, make="{folder}/{file}".format)
-    >>> def show(*, path: Annotated[str, PATH], twice: bool = False) -> None: print(path)
-    >>> print(inspect.signature(grouped(show)))
-    (*, folder: str = None, file: str = None, twice: bool = False)
+    >>> shown = []
+    >>> def show(*, path: Annotated[str, PATH], twice: bool = False) -> None: shown.append(path)
+    >>> str(inspect.signature(grouped(show)))
+    '(*, folder: str = None, file: str = None, twice: bool = False)'
     >>> grouped(show)(folder="etc", file="saf.toml")
-    etc/saf.toml
+    >>> shown
+    ['etc/saf.toml']
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
