@@ -30,7 +30,8 @@ DSN_FROM = "SAF_STATEFUL_ARCHIVE"
 # An id that was drawn, and comes late
 SEND_LATE = """
 INSERT INTO saf.outbox (id, to_service, key, body) OVERRIDING SYSTEM VALUE
-SELECT 500000 + %(number)s + (last_value >> 20 << 20) - (%(ago)s << 20), 'lake', 'late', %(body)s
+SELECT 500000 + %(number)s + (last_value >> 20 << 20) - (%(ago)s::bigint << 20),
+       'lake', 'late', %(body)s
 FROM saf.outbox_id_seq WHERE last_value >> 20 >= %(ago)s
 RETURNING id
 """
