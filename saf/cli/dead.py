@@ -41,7 +41,7 @@ from saf.cli.brokers import (
 )
 from saf.cli.console import Listing, echo, write
 from saf.cli.options import Options, grouped
-from saf.config import did_you_mean, load
+from saf.config import Settings, did_you_mean, load
 from saf.database.pages import Page
 from saf.errors import ConfigurationError, UsageError
 from saf.operating import decide
@@ -49,6 +49,7 @@ from saf.operating.decide import Chosen, Decision, in_chunks
 from saf.operating.wording import at, counted
 from saf.setaside import audit, dead, staying
 from saf.setaside.dead import REASONS, DeadLetter, Filter
+from saf.setaside.parked_messages import ParkedFilter
 from saf.setaside.staying import WHY, Counted
 
 MOST = 1_000_000_000
@@ -168,8 +169,7 @@ def show(
 @grouped
 def retry(
     *,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     criteria: Annotated[Filter, CRITERIA],
     why: Why = "",
     everything: All = False,
@@ -180,16 +180,15 @@ def retry(
 
     The forwarder or their receivers deliver them.
     """
-    _refuse_all(criteria, everything=everything)
-    _act(decide.retry, criteria, config, broker, why, dry_run=dry_run, as_json=as_json)
+    refuse_all(criteria, "dead letters", everything=everything)
+    _act(round_, decide.retry, criteria, why, dry_run=dry_run, as_json=as_json)
 
 
 @app.command()
 @grouped
 def discard(
     *,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     criteria: Annotated[Filter, CRITERIA],
     why: Why = "",
     everything: All = False,
@@ -197,8 +196,8 @@ def discard(
     as_json: AsJson = False,
 ) -> None:
     """Give dead letters up for good."""
-    _refuse_all(criteria, everything=everything)
-    _act(decide.discard, criteria, config, broker, why, dry_run=dry_run, as_json=as_json)
+    refuse_all(criteria, "dead letters", everything=everything)
+    _act(round_, decide.discard, criteria, why, dry_run=dry_run, as_json=as_json)
 
 
 @app.command()
@@ -218,35 +217,39 @@ def redirect(
 
     The forwarder delivers them. Dead letters of receivers and of dialogs stay, and are counted.
     """
-    _refuse_all(criteria, everything=everything)
-    known = load(config).destinations
-    if to not in known:
+    refuse_all(criteria, "dead letters", everything=everything)
+    settings = load(config)
+    refuse_unknown(to, settings)
+    round_ = Round(chosen(settings, broker))
+    decision = partial(decide.redirect, to=to)
+    _act(round_, decision, criteria, why, to=to, dry_run=dry_run, as_json=as_json)
+
+
+def refuse_all(criteria: Filter | ParkedFilter, which: str, *, everything: bool) -> None:
+    """Raise a UsageError for a filter that matches everything, unless that is wanted."""
+    if criteria == type(criteria)() and not everything:
+        raise UsageError(f"which {which}? Give numbers, a filter, or --all")
+
+
+def refuse_unknown(to: str, settings: Settings) -> None:
+    """Raise a ConfigurationError for a destination that saf.toml does not have."""
+    if to not in settings.destinations:
         raise ConfigurationError(
-            f"--to {to}: no [destinations.{to}] in saf.toml{did_you_mean(to, known)}"
+            f"--to {to}: no [destinations.{to}] in saf.toml"
+            f"{did_you_mean(to, settings.destinations)}"
         )
-    _act(
-        partial(decide.redirect, to=to), criteria, config, broker, why,
-        to=to, dry_run=dry_run, as_json=as_json,
-    )  # fmt: skip
-
-
-def _refuse_all(criteria: Filter, *, everything: bool) -> None:
-    if criteria == Filter() and not everything:
-        raise UsageError("which dead letters? Give numbers, a filter, or --all")
 
 
 def _act(
+    round_: Round,
     decision: Decision[Filter],
     criteria: Filter,
-    config: Config,
-    broker: str | None,
     why: str,
     *,
     to: str | None = None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    round_ = Round(chosen(load(config), broker))
     round_.only(criteria.dead_letter_ids)
     if dry_run:
         pages = round_.visit(

@@ -35,11 +35,10 @@ from saf.cli.brokers import (
     say_next,
 )
 from saf.cli.console import Listing, echo
-from saf.cli.dead import MOST, decide_and_show, say_staying
+from saf.cli.dead import MOST, decide_and_show, refuse_all, refuse_unknown, say_staying
 from saf.cli.options import Options, grouped
-from saf.config import did_you_mean, load
+from saf.config import load
 from saf.database.pages import Page
-from saf.errors import ConfigurationError, UsageError
 from saf.operating import decide_parked
 from saf.operating.decide import Decision
 from saf.operating.wording import at, counted
@@ -254,7 +253,7 @@ def discard(
     What a forwarder or a receiver has in hand stays as it is; --dry-run says what else, and why. A
     dialog that lacks one of them fails at both ends.
     """
-    _refuse_all(criteria, everything=everything)
+    refuse_all(criteria, "parked messages", everything=everything)
     _act(round_, decide_parked.discard, criteria, why, dry_run=dry_run, as_json=as_json)
 
 
@@ -274,13 +273,9 @@ def redirect(
 
     The forwarder does, in order. Those of receivers and of dialogs stay as they are.
     """
-    _refuse_all(criteria, everything=everything)
+    refuse_all(criteria, "parked messages", everything=everything)
     settings = load(config)
-    if to not in settings.destinations:
-        raise ConfigurationError(
-            f"--to {to}: no [destinations.{to}] in saf.toml"
-            f"{did_you_mean(to, settings.destinations)}"
-        )
+    refuse_unknown(to, settings)
     round_ = Round(chosen(settings, broker))
     decision = partial(decide_parked.redirect, to=to)
     _act(round_, decision, criteria, why, to=to, dry_run=dry_run, as_json=as_json)
@@ -289,11 +284,6 @@ def redirect(
 app.command("messages")(messages)
 app.command("discard")(discard)
 app.command("redirect")(redirect)
-
-
-def _refuse_all(criteria: ParkedFilter, *, everything: bool) -> None:
-    if criteria == ParkedFilter() and not everything:
-        raise UsageError("which parked messages? Give numbers, a filter, or --all")
 
 
 def _act(

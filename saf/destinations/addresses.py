@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -75,6 +76,20 @@ def _host(text: str, place: str, port: int) -> tuple[str, int]:
     if not host or url.query:
         raise ValueError(f"{text!r} lacks a host, or has something after it")
     return named_host(text, host), url_port or port
+
+
+@contextmanager
+def reading_url(text: str) -> Iterator[None]:
+    """Read a URL in this block; an error quotes nothing of a URL that may contain a login.
+
+    Raises:
+        ValueError: it is not a URL.
+    """
+    try:
+        yield
+    except ValueError as error:
+        why = "" if "@" in text else f": {error}"
+        raise ValueError(f"it is not a URL{why}") from None
 
 
 def named_host(text: str, host: str) -> str:

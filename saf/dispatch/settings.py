@@ -42,6 +42,7 @@ from urllib.parse import quote_plus, urlsplit
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from saf.destinations.addresses import reading_url
 from saf.destinations.settings import within
 from saf.errors import UnreadableBody, UsageError
 from saf.message import CONTENT_TYPE, STRICT, as_json
@@ -66,14 +67,10 @@ JSON, FORM = "application/json", "application/x-www-form-urlencoded"
 
 def _is_url(text: str) -> str:
     """such as `https://example.com/hooks`"""
-    try:
+    with reading_url(text):
         parts = urlsplit(text)
         port = parts.port
         (parts.hostname or "").encode("idna")  # as name resolution does it
-    except ValueError as error:
-        # the error quotes a part of the URL, which may be a password
-        why = "" if "@" in text else f": {error}"
-        raise ValueError(f"it is not a URL{why}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ValueError("it is not a URL such as https://billing.example.com/hooks")
     if parts.username or parts.password:

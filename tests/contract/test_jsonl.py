@@ -183,9 +183,8 @@ def test_its_figures_are_those_that_postgresql_comes_to(app: Dsn) -> None:
     assert uuid_hashes(column).tolist() == said
 
 
-def test_a_folder_that_was_set_back_is_refused_and_gets_again_what_it_has_lost(
-    app: Dsn, files: Jsonl, tmp_path: Path
-) -> None:
+def let_lose_two(app: Dsn, files: Jsonl, tmp_path: Path) -> None:
+    """Set a folder back by two of four messages, and send a fifth."""
     send_numbers(app, 0, 1)
     forward(app, chunk_rows=3, files=files)
     backup = shutil.copytree(files.folder, tmp_path / "backup")
@@ -194,6 +193,12 @@ def test_a_folder_that_was_set_back_is_refused_and_gets_again_what_it_has_lost(
     shutil.rmtree(files.folder)
     backup.rename(files.folder)
     send_numbers(app, 4)
+
+
+def test_a_folder_that_was_set_back_is_refused_and_gets_again_what_it_has_lost(
+    app: Dsn, files: Jsonl, tmp_path: Path
+) -> None:
+    let_lose_two(app, files, tmp_path)
     assert [
         one.error_kind for one in forward(app, chunk_rows=3, files=files) if one.error_kind
     ] == ["Behind"]
@@ -218,14 +223,7 @@ def test_a_folder_that_was_set_back_is_refused_and_gets_again_what_it_has_lost(
 def test_messages_behind_a_replay_that_became_due_meanwhile_do_not_count_as_failed(
     app: Dsn, files: Jsonl, tmp_path: Path
 ) -> None:
-    send_numbers(app, 0, 1)
-    forward(app, chunk_rows=3, files=files)
-    backup = shutil.copytree(files.folder, tmp_path / "backup")
-    send_numbers(app, 2, 3)
-    forward(app, chunk_rows=3, files=files)
-    shutil.rmtree(files.folder)
-    backup.rename(files.folder)
-    send_numbers(app, 4)
+    let_lose_two(app, files, tmp_path)
     forward(app, chunk_rows=3, files=files)
     send_again(
         "app", app, {"files": files}, lambda one: current_routes(one, "files"),

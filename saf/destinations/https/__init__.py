@@ -26,7 +26,7 @@ import pydantic
 from pydantic import AfterValidator, SecretStr
 
 from saf.destinations import Capabilities, Destination
-from saf.destinations.addresses import named_host
+from saf.destinations.addresses import named_host, reading_url
 from saf.destinations.linked import LinkedSettings, check_certificates
 from saf.destinations.settings import Guarantee
 from saf.errors import UsageError
@@ -56,13 +56,9 @@ def parse(text: str) -> Address:
     ...
     ValueError: http:// is for this machine only, such as http://127.0.0.1:8000: use https://
     """
-    try:
+    with reading_url(text):
         parts = urlsplit(text)
         port = parts.port
-    except ValueError as error:
-        # the error quotes a part of the URL, which may be a password
-        why = "" if "@" in text else f": {error}"
-        raise ValueError(f"it is not a URL{why}") from None
     if parts.scheme not in ("https", "http") or not parts.hostname or port == 0:
         raise ValueError("it is not a URL such as https://partner.example.com/saf")
     if not text.isascii() or not text.isprintable() or " " in text:

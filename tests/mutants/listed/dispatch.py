@@ -52,7 +52,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the error for an unreadable URL shows a part of its password",
-        "saf/dispatch/settings.py",
+        "saf/destinations/addresses.py",
         'why = "" if "@" in text else f": {error}"',
         'why = f": {error}"',
         "unit/test_settings.py::test_an_unreadable_url_is_refused_without_showing_its_login",
