@@ -21,6 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
+from tests import memory
 from tests.mutants.generated import Generated
 from tests.mutants.kept import FILE, JUDGED, Kept
 from tests.mutants.listed import PARTS
@@ -38,6 +39,7 @@ SHOWN_LINES = 15
 def main() -> int:
     """Run; see above for what is returned."""
     given = _given()
+    memory.use()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the copy does not stay behind
     until = time.monotonic() + (given.seconds if given.seconds is not None else float("inf"))
     if given.generated:
