@@ -117,6 +117,20 @@ def test_an_endpoint_that_is_removed_gets_nothing_more(
         until(lambda: partner.by_key() == {"a": [1, 2]})
 
 
+def test_a_message_whose_endpoint_is_gone_is_delivered_once_an_operator_resumes_the_endpoint(
+    inbox: Dsn, partner: Partner, person: psycopg.Connection[Any], looks: Callable[[], None]
+) -> None:
+    add(person, partner)
+    partner.always(410)
+    put(inbox, "1", "2", key="a")
+    with dispatching(read(inbox)):
+        until(lambda: state(inbox) == "disabled")
+        looks()
+        partner.answer = None
+        book(person).resume(person)
+        until(lambda: partner.by_key() == {"a": [1, 2]})
+
+
 @pytest.mark.parametrize("status", [410, 503])
 def test_what_an_endpoint_says_that_was_removed_is_not_said_of_the_one_of_its_name(
     inbox: Dsn, partner: Partner, person: psycopg.Connection[Any], status: int

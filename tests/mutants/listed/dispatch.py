@@ -600,6 +600,14 @@ MUTANTS: list[Mutant] = [
         f"{REPLIES}::test_a_message_of_a_dialog_waits_for_an_earlier_one_and_a_repeated_one_is_dropped",
     ),
     mutant(
+        "a message whose endpoint is gone stays in flight",
+        JUDGING,
+        "        elif answer.meaning is Meaning.GONE:\n            self.window.put_back(message)\n",
+        "        elif answer.meaning is Meaning.GONE:\n",
+        "contract/test_dispatch_stored.py"
+        "::test_a_message_whose_endpoint_is_gone_is_delivered_once_an_operator_resumes_the_endpoint",
+    ),
+    mutant(
         "all messages of a batch are rejected with one of them",
         JUDGING,
         "        for message in reversed(messages):\n            self.window.put_back(message)\n",
