@@ -17,13 +17,11 @@ from saf.cli.brokers import (
     Limit,
     Round,
     Where,
-    ends,
     everywhere,
-    rows_of,
-    say_next,
 )
 from saf.cli.console import Listing, echo
 from saf.cli.options import grouped
+from saf.cli.tables import Table
 from saf.config import load
 from saf.dialogs.comparing import compare
 from saf.dialogs.conversations import (
@@ -52,6 +50,15 @@ Code = Annotated[
 ]
 Text = Annotated[str, typer.Option(help="Text of the error for the other end.")]
 
+SIDES = Table[Conversation](
+    *("handle", "state", "service", "with", "sent", "received"),
+    below="error",
+    cells=lambda row: (
+        str(row.handle), row.state, row.service, row.far_service, str(row.send_sequence),
+        _received(row), _error(row),
+    ),
+)  # fmt: skip
+
 
 @app.command("list")
 @grouped
@@ -73,22 +80,7 @@ def list_(
             connection, limit, service=service, states=state or None, after=place
         ),
     )
-    if as_json:
-        report = {"conversations": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
-        echo(json.dumps(report))
-    else:
-        listing = Listing(
-            "broker", "handle", "state", "service", "with", "sent", "received", below="error"
-        )
-        for name, broker_page in pages.items():
-            for row in broker_page.shown:
-                listing.add(
-                    name, str(row.handle), row.state, row.service, row.far_service,
-                    str(row.send_sequence), _received(row), below=_error(row),
-                )  # fmt: skip
-        listing.show()
-        say_next(pages)
-    round_.finish(say=not as_json)
+    round_.show_pages("conversations", pages, SIDES, as_json=as_json)
 
 
 @app.command()

@@ -134,8 +134,7 @@ def explain(settings: Settings, *, as_json: bool) -> None:
             by_route.add(name, f"{messages:,}", route)
     if any(result.by_route() for result in found.values()):
         by_route.show()
-    if any(result.lanes for result in found.values()):
-        parked.listing({name: result.waiting for name, result in found.items()}).show()
+    parked.BY_LANE.show_any({name: result.waiting for name, result in found.items()})
     for name, result in found.items():
         due = sum(lane.due for lane in result.lanes)
         if result.waiting.lanes:

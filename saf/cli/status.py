@@ -39,8 +39,7 @@ def command(
     else:
         _overview(known).show()
         lanes = {name: status.waiting for name, status in known.items()}
-        if any(waiting.shown for waiting in lanes.values()):
-            parked.listing(lanes).show()
+        parked.BY_LANE.show_any(lanes)
         parked.show_how_many_more(lanes)
         show_dropped({name: status.dropped for name, status in known.items()})
         _streams(known)
