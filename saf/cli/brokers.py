@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 from functools import partial
@@ -17,7 +17,7 @@ import typer
 from saf.broker import health
 from saf.cli.console import INTERRUPTED, echo
 from saf.cli.options import Options
-from saf.cli.tables import Table, ends, rows_of, say_next
+from saf.cli.tables import Table, ends, say_next
 from saf.config import Broker, Settings, load
 from saf.database import check_schema, unavailable_if_lost
 from saf.database.background import Background
@@ -255,11 +255,27 @@ class Round:
             show()
         self.finish(say=not as_json, found=found)
 
+    def say(
+        self,
+        answer: Mapping[str, Any],
+        lines: Iterable[str],
+        *,
+        as_json: bool,
+        found: int = 0,
+    ) -> None:
+        """Print an answer as JSON, or lines for operators; then `finish`."""
+
+        def show() -> None:
+            for line in lines:
+                echo(line)
+
+        self.report(answer, show, as_json=as_json, found=found)
+
     def show_rows(
         self, key: str, found: Mapping[str, Sequence[T]], table: Table[T], *, as_json: bool
     ) -> None:
         """Print rows as a table, or as JSON under a key; then `finish`."""
-        self.report({key: rows_of(found)}, lambda: table.show(found), as_json=as_json)
+        self.report({key: table.plain(found)}, lambda: table.show(found), as_json=as_json)
 
     def show_pages(
         self, key: str, pages: Mapping[str, Page[T]], table: Table[T], *, as_json: bool
@@ -270,7 +286,7 @@ class Round:
             table.show(pages)
             say_next(pages)
 
-        self.report({key: rows_of(pages), "next": ends(pages)}, show, as_json=as_json)
+        self.report({key: table.plain(pages), "next": ends(pages)}, show, as_json=as_json)
 
     def finish(self, *, say: bool, found: int = 0) -> None:
         """Print failures, if ``say``, and exit with ``found`` or the failures' code.

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from saf.cli.brokers import GREATEST, After, AsJson, Before, Brokers, DryRun, Limit, Round
-from saf.cli.console import echo, write
-from saf.cli.decisions import MOST, add_decisions
+from saf.cli.console import write
+from saf.cli.decisions import MOST, Key, Service, add_decisions, numbers
 from saf.cli.options import Options, grouped
 from saf.cli.tables import Table
 from saf.errors import UsageError
@@ -25,6 +25,14 @@ from saf.setaside.staying import WHY
 app = typer.Typer(no_args_is_help=True, help="Messages that need an operator's decision.")
 
 
+Reason = Annotated[str | None, typer.Option(help=f"One of {', '.join(REASONS)}.")]
+Destination = Annotated[str | None, typer.Option(help="Only those for this destination.")]
+Subscription = Annotated[
+    str | None, typer.Option(help="Only those of this one: forwarder, or a receivers'.")
+]
+Error = Annotated[str | None, typer.Option(help="Only those whose error has this text in it.")]
+
+
 def _selection(*, ids: list[int] | None, **criteria: Any) -> DeadLetters:
     found = DeadLetters(numbers=ids or None, **criteria)
     if found.reason is not None and found.reason not in REASONS:
@@ -32,23 +40,16 @@ def _selection(*, ids: list[int] | None, **criteria: Any) -> DeadLetters:
     return found
 
 
-def _only(text: str) -> Any:
-    return Annotated[str | None, typer.Option(help=text)]
-
-
 CRITERIA = Options(
     {
-        "ids": Annotated[
-            list[int] | None,
-            typer.Argument(max=GREATEST, help="Numbers, as `saf dead list` shows them."),
-        ],
-        "reason": _only(f"One of {', '.join(REASONS)}."),
-        "service": _only("Only those for this service."),
-        "destination": _only("Only those for this destination."),
-        "key": _only("Only those with this key."),
+        "ids": numbers("saf dead list"),
+        "reason": Reason,
+        "service": Service,
+        "destination": Destination,
+        "key": Key,
         "before": Before,
-        "subscription": _only("Only those of this one: forwarder, or a receivers'."),
-        "error": _only("Only those whose error has this text in it."),
+        "subscription": Subscription,
+        "error": Error,
     },
     make=_selection,
 )
@@ -132,12 +133,8 @@ def show(
 def _show_count(round_: Round, criteria: DeadLetters, *, as_json: bool) -> None:
     found = round_.visit("dead", lambda connection, _: criteria.count(connection, MOST))
     counts = {name: row.messages for name, row in found.items()}
-
-    def show() -> None:
-        for name, messages in counts.items():
-            echo(f"{name}: {counted(messages, 'dead letter')}")
-
-    round_.report({"dead_letters": counts}, show, as_json=as_json)
+    lines = (f"{name}: {counted(count, 'dead letter')}" for name, count in counts.items())
+    round_.say({"dead_letters": counts}, lines, as_json=as_json)
 
 
 def _show(

@@ -21,7 +21,7 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Config, Name, Round, Why, chosen
+from saf.cli.brokers import GREATEST, AsJson, Config, Name, Round, Why, chosen
 from saf.cli.console import echo
 from saf.cli.options import Options, grouped
 from saf.config import did_you_mean, load
@@ -38,8 +38,17 @@ MOST = 1_000_000_000
 All = Annotated[bool, typer.Option("--all", help="Really all, where no filter is given.")]
 To = Annotated[str, typer.Option(help="The destination, by its name in saf.toml.")]
 
+Key = Annotated[str | None, typer.Option(help="Only those with this key.")]
+Service = Annotated[str | None, typer.Option(help="Only those for this service.")]
+
 Target = tuple[Round, Decision]
 """The brokers to decide at, and what to decide there."""
+
+
+def numbers(shown_by: str) -> Any:
+    """Return the argument for the numbers of messages, as a command shows them."""
+    help_ = f"Numbers, as `{shown_by}` shows them."
+    return Annotated[list[int] | None, typer.Argument(max=GREATEST, help=help_)]
 
 
 class Preview(Protocol):

@@ -20,7 +20,7 @@ from saf.cli.brokers import (
 )
 from saf.cli.console import Listing, echo, write
 from saf.cli.options import grouped
-from saf.cli.tables import Table
+from saf.cli.tables import Table, results_of
 from saf.errors import UsageError
 from saf.operating import outbox
 from saf.operating.outbox import SECONDS, STATES, Details, Sent, Wanted, forwarded
@@ -115,13 +115,14 @@ def show(
     if body:
         for name, item in found.items():
             _write_body(Round({name: round_.brokers[name]}), item.message.id)
-    elif as_json:
-        rows = [{"broker": name, **item.as_dict()} for name, item in found.items()]
-        echo(json.dumps({"messages": rows, "errors": round_.errors()}))
-    else:
+        round_.finish(say=False)
+        return
+
+    def show_all() -> None:
         for name, item in found.items():
             _show(name, item)
-    round_.finish(say=not (as_json or body))
+
+    round_.report({"messages": results_of(found)}, show_all, as_json=as_json)
 
 
 @app.command("forwarded")
@@ -154,8 +155,8 @@ def forwarded_(
         if not (left or round_.failed):
             echo(f"everything that was sent before {at(until)} has been forwarded")
 
-    rows = [{"broker": name, **result.as_dict()} for name, result in found.items()]
-    round_.report({"brokers": rows}, show, as_json=as_json, found=int(left and not round_.failed))
+    code = int(left and not round_.failed)
+    round_.report({"brokers": results_of(found)}, show, as_json=as_json, found=code)
 
 
 def _number(text: str) -> int | UUID:

@@ -14,7 +14,6 @@ import psycopg
 import typer
 
 from saf.cli.brokers import (
-    GREATEST,
     MOST_ROWS,
     After,
     AsJson,
@@ -25,9 +24,9 @@ from saf.cli.brokers import (
     Why,
 )
 from saf.cli.console import echo
-from saf.cli.decisions import MOST, add_decisions, say_staying
+from saf.cli.decisions import MOST, Key, Service, add_decisions, numbers, say_staying
 from saf.cli.options import Options, grouped
-from saf.cli.tables import Table, ends, rows_of, say_next
+from saf.cli.tables import Table, ends, say_next
 from saf.operating.wording import at, counted
 from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
@@ -45,6 +44,16 @@ from saf.setaside.waiting import (
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
 
 
+Subscription = Annotated[str | None, typer.Option(help="Only what this one set aside.")]
+Destination = Annotated[
+    str | None, typer.Option(help="Only messages waiting for this destination.")
+]
+LaneKind = Annotated[Kind | None, typer.Option("--kind", help="Only lanes of this kind.")]
+Subject = Annotated[
+    str | None, typer.Option(help="Only the lane of this service, key, shard or conversation.")
+]
+
+
 def _lanes(*, kind: Kind | None, **criteria: Any) -> Lanes:
     return Lanes(lane=kind, **criteria)
 
@@ -53,26 +62,19 @@ def _selection(*, ids: list[int] | None, kind: Kind | None, **criteria: Any) -> 
     return ParkedMessages(numbers=ids or None, lane=kind, **criteria)
 
 
-def _only(text: str) -> Any:
-    return Annotated[str | None, typer.Option(help=text)]
-
-
 OF_LANES = {
-    "subscription": _only("Only what this one set aside."),
-    "destination": _only("Only messages waiting for this destination."),
-    "kind": Annotated[Kind | None, typer.Option("--kind", help="Only lanes of this kind.")],
-    "subject": _only("Only the lane of this service, key, shard or conversation."),
+    "subscription": Subscription,
+    "destination": Destination,
+    "kind": LaneKind,
+    "subject": Subject,
 }
 LANES = Options(OF_LANES, make=_lanes)
 MESSAGES = Options(
     {
-        "ids": Annotated[
-            list[int] | None,
-            typer.Argument(max=GREATEST, help="Numbers, as `saf parked messages` shows them."),
-        ],
+        "ids": numbers("saf parked messages"),
         **OF_LANES,
-        "service": _only("Only those for this service."),
-        "key": _only("Only those with this key."),
+        "service": Service,
+        "key": Key,
         "before": Before,
     },
     make=_selection,
@@ -127,7 +129,7 @@ def list_(
         say_next(lanes)
 
     counts = {name: found.lanes for name, found in lanes.items()}
-    answer = {"parked": rows_of(lanes), "lanes": counts, "next": ends(lanes)}
+    answer = {"parked": BY_LANE.plain(lanes), "lanes": counts, "next": ends(lanes)}
     round_.report(answer, show, as_json=as_json)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from saf.cli.console import Listing, echo
@@ -24,45 +25,54 @@ class Table(Generic[T]):
     Args:
         columns: their names.
         below: the name of a further column of long texts; see `Listing`.
-        cells: returns the texts of a row, with that for ``below`` as the last.
+        cells: returns the texts of a row, one per column, and then that for ``below``.
+        plain: returns a row as a dict for JSON.
     """
 
-    def __init__(self, *columns: str, below: str = "", cells: Callable[[T], Sequence[str]]) -> None:
+    def __init__(
+        self,
+        *columns: str,
+        below: str = "",
+        cells: Callable[[T], Sequence[str]],
+        plain: Callable[[T], Mapping[str, Any]] = methodcaller("as_dict"),
+    ) -> None:
         self._columns = columns
         self._below = below
         self._cells = cells
-
-    def listing(self, found: Found[T]) -> Listing:
-        """Return the table of some rows."""
-        listing = Listing("broker", *self._columns, below=self._below)
-        for name, row in rows(found):
-            *cells, last = self._cells(row)
-            if self._below:
-                listing.add(name, *cells, below=last)
-            else:
-                listing.add(name, *cells, last)
-        return listing
+        self._plain = plain
 
     def show(self, found: Found[T]) -> None:
-        """Print the table of some rows."""
-        self.listing(found).show()
+        """Print rows as lines."""
+        listing = Listing("broker", *self._columns, below=self._below)
+        for name, row in _rows(found):
+            cells, width = self._cells(row), len(self._columns)
+            listing.add(name, *cells[:width], below="".join(cells[width:]))
+        listing.show()
 
     def show_any(self, found: Found[T]) -> None:
-        """Print the table of some rows; without rows, print nothing."""
-        if any(rows(found)):
+        """Print rows as lines; print nothing if there are none."""
+        if any(_rows(found)):
             self.show(found)
 
+    def plain(self, found: Found[T]) -> list[dict[str, Any]]:
+        """Return rows, each with its broker, for JSON."""
+        return [{"broker": name, **self._plain(row)} for name, row in _rows(found)]
 
-def rows(found: Found[T]) -> Iterator[tuple[str, T]]:
-    """Yield the rows, each with its broker."""
+
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, group in found.items():
         for row in group.shown if isinstance(group, Page) else group:
             yield name, row
 
 
 def rows_of(found: Found[Any]) -> list[dict[str, Any]]:
-    """Return the rows, each with its broker, for JSON."""
-    return [{"broker": name, **row.as_dict()} for name, row in rows(found)]
+    """Return rows, each with its broker, for JSON."""
+    return [{"broker": name, **row.as_dict()} for name, row in _rows(found)]
+
+
+def results_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the one result of each broker, with its broker, for JSON."""
+    return [{"broker": name, **result.as_dict()} for name, result in found.items()]
 
 
 def ends(pages: Mapping[str, Page[Any]]) -> dict[str, str | None]:
