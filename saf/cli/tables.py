@@ -71,7 +71,7 @@ def rows_of(found: Found[Any]) -> list[dict[str, Any]]:
 
 
 def results_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the one result of each broker, with its broker, for JSON."""
+    """Return each broker's result, with the broker, for JSON."""
     return [{"broker": name, **result.as_dict()} for name, result in found.items()]
 
 

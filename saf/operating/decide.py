@@ -52,7 +52,7 @@ class Held(Protocol):
         """Give the messages up for good."""
 
 
-HOLD: Mapping[type, Callable[[psycopg.Connection[Any], Any, int | None, str | None], Held]] = {
+HELD: Mapping[type, Callable[[psycopg.Connection[Any], Any, int | None, str | None], Held]] = {
     DeadLetters: HeldDead,
     ParkedMessages: HeldParked,
 }
@@ -90,7 +90,7 @@ class Decision:
         with connection.transaction():
             if passes_on:
                 connection.execute(ONE_AT_A_TIME)
-            held = HOLD[type(chosen)](connection, chosen, limit, self.to)
+            held = HELD[type(chosen)](connection, chosen, limit, self.to)
             if held.message_ids:
                 number = audit(connection, str(self), held.message_ids, why, person)
                 if passes_on:

@@ -145,7 +145,7 @@ class Selection(Generic[Row]):
         return replace(self, through=fetch(connection, self.sql(LAST))[0][0])
 
     def going_on(self, place: str | None) -> Self:
-        """Return the selection of the page after the one that ended at ``place``.
+        """Return the selection for the page that begins at ``place``.
 
         Raises:
             UsageError: no page of these messages ends there.
