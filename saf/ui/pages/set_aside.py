@@ -187,7 +187,7 @@ DEAD = SetAside(
     kind=DeadLetters,
     at="/dead",
     template="dead.html",
-    fields=("reason", "service", "destination", "key", "subscription", "error"),
+    fields=("reason", "service", "key", "error", "destination", "subscription"),
     choice=("reason", "reason", REASONS),
     words={
         "all": "message",
