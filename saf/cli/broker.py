@@ -9,15 +9,25 @@ from typing import Annotated
 import typer
 
 from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
-from saf.cli.console import Listing, echo
+from saf.cli.console import echo
+from saf.cli.tables import Table
 from saf.config import Broker, Settings, load
 from saf.database import unavailable_if_lost
 from saf.errors import UsageError
-from saf.operating.status import identity
+from saf.operating.status import Identity, identity
 from saf.operating.wording import counted
 from saf.repair.new_id import Renewed, give_new_id, place
 
 app = typer.Typer(no_args_is_help=True, help="Brokers: the databases with the schema saf.")
+
+BROKERS = Table[tuple[list[str], Identity]](
+    *("broker_id", "used as", "database", "shards", "schema", "PostgreSQL"),
+    cells=lambda row: (
+        str(row[1].broker_id), " and ".join(row[0]), row[1].database, str(row[1].shards),
+        row[1].schema, row[1].postgresql,
+    ),
+    plain=lambda row: {"used_as": row[0], **row[1].as_dict()},
+)  # fmt: skip
 
 
 @app.command("list")
@@ -30,23 +40,8 @@ def list_(config: Config = None, broker: Where = None, as_json: AsJson = False) 
     settings = load(config)
     round_ = Round(everywhere(settings, broker))
     found = round_.visit("broker", lambda connection, _: identity(connection))
-    if as_json:
-        rows = [
-            {"broker": name, "used_as": _used_as(settings, name), **row.as_dict()}
-            for name, row in found.items()
-        ]
-        echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
-    else:
-        listing = Listing(
-            *("broker", "broker_id", "used as", "database", "shards", "schema", "PostgreSQL"),
-        )
-        for name, row in found.items():
-            listing.add(
-                name, str(row.broker_id), " and ".join(_used_as(settings, name)), row.database,
-                str(row.shards), row.schema, row.postgresql,
-            )  # fmt: skip
-        listing.show()
-    round_.finish(say=not as_json)
+    rows = {name: [(_used_as(settings, name), row)] for name, row in found.items()}
+    round_.show_rows("brokers", rows, BROKERS, as_json=as_json)
 
 
 @app.command("new-id")

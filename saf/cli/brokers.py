@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 from functools import partial
@@ -17,6 +17,7 @@ import typer
 from saf.broker import health
 from saf.cli.console import INTERRUPTED, echo
 from saf.cli.options import Options
+from saf.cli.tables import Table, ends, say_next
 from saf.config import Broker, Settings, load
 from saf.database import check_schema, unavailable_if_lost
 from saf.database.background import Background
@@ -44,12 +45,9 @@ __all__ = [
     "Where",
     "Why",
     "chosen",
-    "ends",
     "everywhere",
     "moment",
     "routes_of",
-    "rows_of",
-    "say_next",
     "store",
     "stores",
 ]
@@ -122,23 +120,6 @@ After = Annotated[
 Why = Annotated[str, typer.Option(help="For the audit; who and when are noted anyway.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="List matches without changing them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
-
-
-def say_next(pages: Mapping[str, Page[Any]]) -> None:
-    """Print how to show each broker's next page, if any."""
-    for name, page in pages.items():
-        if page.next is not None:
-            echo(f"{name}: continue with --broker {name} --after {shlex.quote(page.next)}")
-
-
-def rows_of(pages: Mapping[str, Page[Any]]) -> list[dict[str, Any]]:
-    """Return the rows of pages, each with its broker, for JSON."""
-    return [{"broker": name, **row.as_dict()} for name, page in pages.items() for row in page.shown]
-
-
-def ends(pages: Mapping[str, Page[Any]]) -> dict[str, str | None]:
-    """Return the start of each broker's next page, for JSON."""
-    return {name: page.next for name, page in pages.items()}
 
 
 def routes_of(settings: Settings) -> Callable[[psycopg.Connection[Any]], Routes]:
@@ -258,6 +239,54 @@ class Round:
     def errors(self) -> list[dict[str, str]]:
         """Return the failures for JSON."""
         return [{"broker": name, "error": str(error)} for name, error in self.failed]
+
+    def report(
+        self,
+        answer: Mapping[str, Any],
+        show: Callable[[], object],
+        *,
+        as_json: bool,
+        found: int = 0,
+    ) -> None:
+        """Print an answer as JSON, or ``show`` it to operators; then `finish`."""
+        if as_json:
+            echo(json.dumps({**answer, "errors": self.errors()}))
+        else:
+            show()
+        self.finish(say=not as_json, found=found)
+
+    def say(
+        self,
+        answer: Mapping[str, Any],
+        lines: Iterable[str],
+        *,
+        as_json: bool,
+        found: int = 0,
+    ) -> None:
+        """Print an answer as JSON, or lines for operators; then `finish`."""
+
+        def show() -> None:
+            for line in lines:
+                echo(line)
+
+        self.report(answer, show, as_json=as_json, found=found)
+
+    def show_rows(
+        self, key: str, found: Mapping[str, Sequence[T]], table: Table[T], *, as_json: bool
+    ) -> None:
+        """Print rows as a table, or as JSON under a key; then `finish`."""
+        self.report({key: table.plain(found)}, lambda: table.show(found), as_json=as_json)
+
+    def show_pages(
+        self, key: str, pages: Mapping[str, Page[T]], table: Table[T], *, as_json: bool
+    ) -> None:
+        """Print pages as a table, or as JSON under a key; then `finish`."""
+
+        def show() -> None:
+            table.show(pages)
+            say_next(pages)
+
+        self.report({key: table.plain(pages), "next": ends(pages)}, show, as_json=as_json)
 
     def finish(self, *, say: bool, found: int = 0) -> None:
         """Print failures, if ``say``, and exit with ``found`` or the failures' code.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +10,9 @@ import psycopg
 import typer
 
 from saf.cli.brokers import AsJson, Everywhere
-from saf.cli.console import Listing, echo
+from saf.cli.console import echo
 from saf.cli.options import grouped
+from saf.cli.tables import Table
 from saf.config import ENCODING
 from saf.dialogs.contracts import contracts, create_contract, create_message_type
 from saf.errors import ConfigurationError
@@ -22,6 +22,12 @@ app = typer.Typer(no_args_is_help=True, help="Contracts of dialogs, and their me
 File = Annotated[
     Path, typer.Argument(help="TOML with [[message_types]] and [[contracts]]; see the docs.")
 ]
+
+TYPES = Table[dict[str, object]](
+    *("contract", "version", "type", "its version", "sent by", "validation"),
+    cells=lambda row: [*map(str, row.values())],
+    plain=dict,
+)
 
 
 @app.command()
@@ -49,30 +55,22 @@ def create(file: File, *, round_: Everywhere) -> None:
 def list_(*, round_: Everywhere, as_json: AsJson = False) -> None:
     """Show contracts, their message types, and which end sends each."""
     found = round_.visit("contract", lambda connection, _: contracts(connection))
-    rows = [
-        {
-            "broker": name,
-            "contract": contract.name,
-            "version": contract.version,
-            "message_type": usage.name,
-            "message_type_version": usage.version,
-            "sent_by": usage.sent_by,
-            "validation": usage.validation,
-        }
+    rows = {
+        name: [
+            {
+                "contract": contract.name,
+                "version": contract.version,
+                "message_type": usage.name,
+                "message_type_version": usage.version,
+                "sent_by": usage.sent_by,
+                "validation": usage.validation,
+            }
+            for contract in group
+            for usage in contract.types.values()
+        ]
         for name, group in found.items()
-        for contract in group
-        for usage in contract.types.values()
-    ]
-    if as_json:
-        echo(json.dumps({"contracts": rows, "errors": round_.errors()}))
-    else:
-        listing = Listing(
-            "broker", "contract", "version", "type", "its version", "sent by", "validation"
-        )
-        for row in rows:
-            listing.add(*map(str, row.values()))
-        listing.show()
-    round_.finish(say=not as_json)
+    }
+    round_.show_rows("contracts", rows, TYPES, as_json=as_json)
 
 
 def _read(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -17,17 +16,16 @@ from saf.cli.brokers import (
     Limit,
     Round,
     Where,
-    ends,
     everywhere,
-    rows_of,
-    say_next,
 )
-from saf.cli.console import Listing, echo
+from saf.cli.console import echo
 from saf.cli.options import grouped
+from saf.cli.tables import Table, results_of
 from saf.config import load
 from saf.dialogs.comparing import compare
 from saf.dialogs.conversations import (
     Conversation,
+    Spoken,
     clean_up,
     conversations,
     exchange,
@@ -52,6 +50,23 @@ Code = Annotated[
 ]
 Text = Annotated[str, typer.Option(help="Text of the error for the other end.")]
 
+SIDES = Table[Conversation](
+    *("handle", "state", "service", "with", "sent", "received"),
+    below="error",
+    cells=lambda row: (
+        str(row.handle), row.state, row.service, row.far_service, str(row.send_sequence),
+        _received(row), _error(row),
+    ),
+)  # fmt: skip
+
+EXCHANGED = Table[Spoken](
+    *("log", "when", "number", "from", "type", "bytes"),
+    cells=lambda row: (
+        row.log, at(row.at), "" if row.sequence is None else str(row.sequence),
+        row.from_service or "", row.message_type or "", f"{row.bytes:,}",
+    ),
+)  # fmt: skip
+
 
 @app.command("list")
 @grouped
@@ -73,22 +88,7 @@ def list_(
             connection, limit, service=service, states=state or None, after=place
         ),
     )
-    if as_json:
-        report = {"conversations": rows_of(pages), "next": ends(pages), "errors": round_.errors()}
-        echo(json.dumps(report))
-    else:
-        listing = Listing(
-            "broker", "handle", "state", "service", "with", "sent", "received", below="error"
-        )
-        for name, broker_page in pages.items():
-            for row in broker_page.shown:
-                listing.add(
-                    name, str(row.handle), row.state, row.service, row.far_service,
-                    str(row.send_sequence), _received(row), below=_error(row),
-                )  # fmt: skip
-        listing.show()
-        say_next(pages)
-    round_.finish(say=not as_json)
+    round_.show_pages("conversations", pages, SIDES, as_json=as_json)
 
 
 @app.command()
@@ -96,16 +96,11 @@ def list_(
 def show(handle: Handle, *, round_: Everywhere, as_json: AsJson = False) -> None:
     """Show one end of a conversation, at any broker."""
     found = round_.visit("dialog", lambda connection, _: conversations(connection, handle=handle))
-    rows = [{"broker": name, **side.as_dict()} for name, group in found.items() for side in group]
-    if as_json:
-        echo(json.dumps({"conversations": rows, "errors": round_.errors()}))
-    else:
-        for row in rows:
-            for name, value in row.items():
-                echo(f"{name:18}{value}")
-    if not rows and not round_.failed:
+    sides = SIDES.plain(found)
+    lines = (f"{name:18}{value}" for side in sides for name, value in side.items())
+    round_.say({"conversations": sides}, lines, as_json=as_json)
+    if not sides:
         raise UsageError(f"no conversation {handle}; see `saf dialog list`")
-    round_.finish(say=not as_json)
 
 
 @app.command("exchange")
@@ -124,19 +119,10 @@ def exchange_(
     found = round_.visit(
         "dialog", lambda connection, _: exchange(connection, conversation_id, limit)
     )
-    if as_json:
-        rows = [{"broker": name, **row.as_dict()} for name, row in found.items()]
-        echo(json.dumps({"exchange": rows, "errors": round_.errors()}))
-    else:
-        listing = Listing("broker", "log", "when", "number", "from", "type", "bytes")
-        for name, side in found.items():
-            for row in side.messages:
-                listing.add(
-                    name, row.log, at(row.at), "" if row.sequence is None else str(row.sequence),
-                    row.from_service or "", row.message_type or "", f"{row.bytes:,}",
-                )  # fmt: skip
-        listing.show()
-    round_.finish(say=not as_json)
+    messages = {name: side.messages for name, side in found.items()}
+    round_.report(
+        {"exchange": results_of(found)}, lambda: EXCHANGED.show(messages), as_json=as_json
+    )
 
 
 @app.command()
@@ -189,12 +175,10 @@ def compare_(*, round_: Everywhere, as_json: AsJson = False) -> None:
             return compare(connection)
 
     found = round_.visit("dialog", let_compare)
-    if as_json:
-        echo(json.dumps({"compared": found, "errors": round_.errors()}))
-    else:
-        for name, count in found.items():
-            echo(f"{name}: {count} ends compare, as soon as it is forwarded")
-    round_.finish(say=not as_json)
+    lines = (
+        f"{name}: {count} ends compare, as soon as it is forwarded" for name, count in found.items()
+    )
+    round_.say({"compared": found}, lines, as_json=as_json)
 
 
 def _where_it_lives(round_: Round, handle: UUID, act: Any, done: str) -> None:

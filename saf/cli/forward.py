@@ -20,13 +20,14 @@ import typer
 
 from saf.cli import parked
 from saf.cli.brokers import Round, chosen
-from saf.cli.console import Listing, echo, is_of_output, plain_console
+from saf.cli.console import echo, is_of_output, plain_console
 from saf.cli.metrics import Listen, Push, Textfile, published
 from saf.cli.progress import ProgressBar, ProgressLog
+from saf.cli.tables import Table, results_of
 from saf.config import Settings, load, with_options
 from saf.errors import UsageError
 from saf.logger import Log
-from saf.operating.forecast import forecast
+from saf.operating.forecast import Forecast, Going, forecast
 from saf.operating.wording import at, counted
 from saf.signals import stop_on_signals
 
@@ -111,39 +112,34 @@ def explain(settings: Settings, *, as_json: bool) -> None:
     default, declared = settings.forwarder.default_destination, settings.declared
     round_ = Round(chosen(settings, None))
     found = round_.visit("forecast", lambda connection, _: forecast(connection, default, declared))
-    if as_json:
-        rows = [{"broker": name, **result.as_dict()} for name, result in found.items()]
-        echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
-        round_.finish(say=False)
-        return
-    listing = Listing(
-        "broker", "messages", "service", "to broker", "goes to", "oldest", below="how"
-    )
-    for name, result in found.items():
-        for group in result.going:
-            about = "" if result.exact else "about "
-            since = at(group.oldest) if group.oldest else ""
-            listing.add(
-                name, f"{about}{group.messages:,}", group.service, group.to_broker or "",
-                ", ".join(group.way.destinations) or "nowhere", since, below=group.way.how,
-            )  # fmt: skip
-    listing.show()
-    by_route = Listing("broker", "messages", "route")
-    for name, result in found.items():
-        for route, messages in result.by_route().items():
-            by_route.add(name, f"{messages:,}", route)
-    if any(result.by_route() for result in found.values()):
-        by_route.show()
-    if any(result.lanes for result in found.values()):
-        parked.listing({name: result.waiting for name, result in found.items()}).show()
-    for name, result in found.items():
-        due = sum(lane.due for lane in result.lanes)
-        if result.waiting.lanes:
-            echo(
-                f"{name}: {counted(result.waiting.messages, 'message')} parked in "
-                f"{counted(result.waiting.lanes, 'lane')}, {due} to be tried first"
-            )
-    round_.finish(say=True)
+
+    def show() -> None:
+        GOING.show(
+            {name: [(result, group) for group in result.going] for name, result in found.items()}
+        )
+        BY_ROUTE.show_any({name: [*result.by_route().items()] for name, result in found.items()})
+        parked.BY_LANE.show_any({name: result.waiting for name, result in found.items()})
+        for name, result in found.items():
+            due = sum(lane.due for lane in result.lanes)
+            if result.waiting.lanes:
+                echo(
+                    f"{name}: {counted(result.waiting.messages, 'message')} parked in "
+                    f"{counted(result.waiting.lanes, 'lane')}, {due} to be tried first"
+                )
+
+    round_.report({"brokers": results_of(found)}, show, as_json=as_json)
+
+
+GOING = Table[tuple[Forecast, Going]](
+    *("messages", "service", "to broker", "goes to", "oldest"),
+    below="how",
+    cells=lambda row: (
+        f"{'' if row[0].exact else 'about '}{row[1].messages:,}", row[1].service,
+        row[1].to_broker or "", ", ".join(row[1].way.destinations) or "nowhere",
+        at(row[1].oldest) if row[1].oldest else "", row[1].way.how,
+    ),
+)  # fmt: skip
+BY_ROUTE = Table[tuple[str, int]]("messages", "route", cells=lambda row: (f"{row[1]:,}", row[0]))
 
 
 def run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from typing import Annotated
 
@@ -10,15 +9,27 @@ import typer
 
 from saf.cli.brokers import AsJson, Config, Limit, Round, Store, store, stores
 from saf.cli.console import Listing, echo
-from saf.cli.status import show_dropped
+from saf.cli.status import DROPPED
+from saf.cli.tables import Table, rows_of
 from saf.config import load
 from saf.operating.wording import at
 from saf.receiving import inbox
+from saf.receiving.inbox import SubscriptionStatus
 from saf.receiving.link import switch
 from saf.setaside.dropped import dropped
 from saf.setaside.unhandled import unhandled
 
 app = typer.Typer(no_args_is_help=True, help="Messages that are stored and not yet handled.")
+
+
+SUBSCRIPTIONS = Table[SubscriptionStatus](
+    *("subscription", "unread", "lag", "parked", "keys", "dead letters"),
+    cells=lambda row: (
+        row.subscription, f"{row.unread:,}",
+        "-" if row.lag_seconds is None else f"{row.lag_seconds:,.0f} s",
+        f"{row.parked:,}", f"{row.keys_waiting:,}", f"{row.dead_letters:,}",
+    ),
+)  # fmt: skip
 
 
 class Switch(StrEnum):
@@ -67,39 +78,21 @@ def status(config: Config = None, broker: Store = None, as_json: AsJson = False)
     found = {where: group for where, (group, _, _) in asked.items()}
     counted = {where: group for where, (_, group, _) in asked.items()}
     waiting = {where: group for where, (_, _, group) in asked.items()}
-    if as_json:
-        rows = [
-            {"broker": where, **row.as_dict()} for where, group in found.items() for row in group
-        ]
-        gone = [{"broker": at, **row.as_dict()} for at, group in counted.items() for row in group]
-        by_type = [
-            {"broker": at, **row.as_dict()} for at, group in waiting.items() for row in group
-        ]
-        answer = {
-            "subscriptions": rows,
-            "unhandled": by_type,
-            "dropped": gone,
-            "errors": round_.errors(),
-        }
-        echo(json.dumps(answer))
-    else:
-        listing = Listing(
-            "broker", "subscription", "unread", "lag", "parked", "keys", "dead letters"
-        )
-        for where, group in found.items():
-            for row in group:
-                lag = "-" if row.lag_seconds is None else f"{row.lag_seconds:,.0f} s"
-                listing.add(
-                    where, row.subscription, f"{row.unread:,}", lag,
-                    f"{row.parked:,}", f"{row.keys_waiting:,}", f"{row.dead_letters:,}",
-                )  # fmt: skip
-        listing.show()
+
+    def show() -> None:
+        SUBSCRIPTIONS.show(found)
         for where, kinds in waiting.items():
             for kind in kinds:
                 since = f"{kind.since:%Y-%m-%d %H:%M:%S %Z}"
                 echo(f"{where}: {kind.subscription}: {kind}, since {since}")
-        show_dropped(counted)
-    round_.finish(say=not as_json)
+        DROPPED.show_any(counted)
+
+    answer = {
+        "subscriptions": rows_of(found),
+        "unhandled": rows_of(waiting),
+        "dropped": rows_of(counted),
+    }
+    round_.report(answer, show, as_json=as_json)
 
 
 @app.command()
@@ -113,14 +106,8 @@ def peek(
     """Show the next messages of a subscription without taking them."""
     round_ = Round(store(load(config), broker))
     found = round_.visit("inbox", lambda connection, _: inbox.peek(connection, subscription, limit))
-    if as_json:
-        rows = [
-            {"broker": where, **message.as_dict()}
-            for where, group in found.items()
-            for message in group
-        ]
-        echo(json.dumps({"messages": rows, "errors": round_.errors()}))
-    else:
+
+    def show() -> None:
         listing = Listing(
             "id", "message id", "service", "key", "type", "bytes", "received", below="last answer"
         )
@@ -132,4 +119,5 @@ def peek(
                     below=message.last_answer or "",
                 )  # fmt: skip
         listing.show()
-    round_.finish(say=not as_json)
+
+    round_.report({"messages": rows_of(found)}, show, as_json=as_json)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
 
 from saf.cli.brokers import AsJson, Everywhere
-from saf.cli.console import Listing, echo
 from saf.cli.options import grouped
+from saf.cli.tables import Table
 from saf.errors import UsageError, ranges
+from saf.log.backlog import Shard
 from saf.operating.members import Membership, memberships
 from saf.operating.wording import age, at
 
@@ -40,33 +40,22 @@ def command(
     if subscription is not None and asked and not any(known.values()):
         names = sorted({item.backlog.subscription for group in asked.values() for item in group})
         raise UsageError(f"--subscription {subscription} does not exist, only {', '.join(names)}")
-    if as_json:
-        rows = [
-            {"broker": name, **item.as_dict(shards=shards)}
-            for name, group in known.items()
-            for item in group
-        ]
-        echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
-    else:
-        _overview(known).show()
+    by_shard = {
+        name: [(membership, row) for membership in group for row in membership.backlog.shards]
+        for name, group in known.items()
+    }
+
+    def show() -> None:
+        OVERVIEW.show(known)
         if shards:
-            _by_shard(known).show()
-    round_.finish(say=not as_json)
+            BY_SHARD.show(by_shard)
 
-
-def _overview(known: Mapping[str, Sequence[Membership]]) -> Listing:
-    listing = Listing(
-        *("broker", "log", "subscription", "left", "lag"), below="members and their shards"
-    )
-    for name, group in known.items():
-        for membership in group:
-            backlog = membership.backlog
-            listing.add(
-                name, backlog.log, backlog.subscription,
-                f"{'' if backlog.exact else 'about '}{backlog.messages:,}",
-                age(membership.lag_seconds(backlog.oldest)), below="; ".join(_map(membership)),
-            )  # fmt: skip
-    return listing
+    rows = [
+        {"broker": name, **item.as_dict(shards=shards)}
+        for name, group in known.items()
+        for item in group
+    ]
+    round_.report({"subscriptions": rows}, show, as_json=as_json)
 
 
 def _map(membership: Membership) -> Iterator[str]:
@@ -82,15 +71,28 @@ def _map(membership: Membership) -> Iterator[str]:
         yield f"nobody: {len(free)} ({ranges(free)})"
 
 
-def _by_shard(known: Mapping[str, Sequence[Membership]]) -> Listing:
-    listing = Listing("broker", "subscription", "shard", "owner", "epoch", "batch", "left", "lag")
-    for name, group in known.items():
-        for membership in group:
-            for row in membership.backlog.shards:
-                part = membership.backlog.by_shard[row.shard]
-                listing.add(
-                    name, row.subscription, str(row.shard), row.owner or "-", str(row.epoch),
-                    f"{row.batch}{' open' if row.open is not None else ''}",
-                    f"{round(part.messages):,}", age(membership.lag_seconds(part.oldest)),
-                )  # fmt: skip
-    return listing
+def _overview(row: Membership) -> Sequence[str]:
+    backlog = row.backlog
+    return (
+        backlog.log, backlog.subscription,
+        f"{'' if backlog.exact else 'about '}{backlog.messages:,}",
+        age(row.lag_seconds(backlog.oldest)), "; ".join(_map(row)),
+    )  # fmt: skip
+
+
+def _of_shard(found: tuple[Membership, Shard]) -> Sequence[str]:
+    membership, row = found
+    part = membership.backlog.by_shard[row.shard]
+    return (
+        row.subscription, str(row.shard), row.owner or "-", str(row.epoch),
+        f"{row.batch}{' open' if row.open is not None else ''}",
+        f"{round(part.messages):,}", age(membership.lag_seconds(part.oldest)),
+    )  # fmt: skip
+
+
+OVERVIEW = Table[Membership](
+    *("log", "subscription", "left", "lag"), below="members and their shards", cells=_overview
+)
+BY_SHARD = Table[tuple[Membership, Shard]](
+    *("subscription", "shard", "owner", "epoch", "batch", "left", "lag"), cells=_of_shard
+)

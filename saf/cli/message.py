@@ -11,8 +11,9 @@ from uuid import UUID
 import typer
 
 from saf.cli.brokers import AsJson, Everywhere, moment
-from saf.cli.console import Listing, echo
+from saf.cli.console import echo
 from saf.cli.options import grouped
+from saf.cli.tables import Table, results_of
 from saf.errors import UsageError
 from saf.operating import journey
 from saf.operating.journey import Stay
@@ -55,10 +56,9 @@ def command(
     )
     known = {name: item for name, item in found.items() if not item.nothing}
     if as_json:
-        rows = [{"broker": name, **item.as_dict()} for name, item in known.items()]
-        echo(json.dumps({"message": rows, "errors": round_.errors()}))
+        echo(json.dumps({"message": results_of(known), "errors": round_.errors()}))
     else:
-        _listing(known).show()
+        HISTORY.show({name: [*_rows(item)] for name, item in known.items()})
     unfinished = [words for name, item in found.items() for words in _unfinished(name, item)]
     if not known and not round_.failed:
         raise UsageError(". ".join([f"no broker knows a message {message_id}", *unfinished]))
@@ -76,31 +76,26 @@ def _unfinished(broker: str, stay: Stay) -> Iterator[str]:
         )
 
 
-def _listing(known: dict[str, Stay]) -> Listing:
-    listing = Listing("broker", "when", "what", "by", below="why")
-    for name, stay in known.items():
-        if stay.sent is not None:
-            sent = stay.sent.message
-            listing.add(name, at(sent.created_at), f"sent, {sent.state}", f"to {sent.service}")
-        if stay.stored is not None:
-            listing.add(name, at(stay.stored.received_at), "stored", f"for {stay.stored.service}")
-        for reading in stay.readings:
-            listing.add(name, "", "taken" if reading.complete else "unread", reading.subscription)
-        for tried in stay.attempts:
-            answer = "no answer" if tried.status is None else f"answer {tried.status}"
-            what = f"tried for {tried.seconds:.1f} s: {answer}"
-            listing.add(name, at(tried.at), what, tried.subscription, below=tried.error)
-        for aside in stay.aside:
-            what = aside.reason or ""
-            if aside.lane is not None:
-                what = f"{aside.lane}, {counted(aside.attempts or 0, 'attempt')}"
-            listing.add(
-                name, at(aside.since), f"{aside.state}: {what}", aside.subscription,
-                below=aside.error or "",
-            )  # fmt: skip
-        for decided in stay.decided:
-            listing.add(
-                name, at(decided.audit_at), decided.action, decided.person or decided.who,
-                below=decided.why,
-            )  # fmt: skip
-    return listing
+def _rows(stay: Stay) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of what a broker knows of a message."""
+    if stay.sent is not None:
+        sent = stay.sent.message
+        yield at(sent.created_at), f"sent, {sent.state}", f"to {sent.service}"
+    if stay.stored is not None:
+        yield at(stay.stored.received_at), "stored", f"for {stay.stored.service}"
+    for reading in stay.readings:
+        yield "", "taken" if reading.complete else "unread", reading.subscription
+    for tried in stay.attempts:
+        answer = "no answer" if tried.status is None else f"answer {tried.status}"
+        what = f"tried for {tried.seconds:.1f} s: {answer}"
+        yield at(tried.at), what, tried.subscription, tried.error
+    for aside in stay.aside:
+        what = aside.reason or ""
+        if aside.lane is not None:
+            what = f"{aside.lane}, {counted(aside.attempts or 0, 'attempt')}"
+        yield at(aside.since), f"{aside.state}: {what}", aside.subscription, aside.error or ""
+    for decided in stay.decided:
+        yield at(decided.audit_at), decided.action, decided.person or decided.who, decided.why
+
+
+HISTORY = Table[tuple[str, ...]]("when", "what", "by", below="why", cells=lambda cells: cells)

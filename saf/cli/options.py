@@ -18,12 +18,16 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options by name, as Typer's annotations; each defaults to None. ``make`` takes them all."""
+    """Options by name, as Typer's annotations; those that may be None default to it.
+
+    ``make`` takes them all.
+    """
 
     types: Mapping[str, Any]
     make: Callable[..., Any]
@@ -33,11 +37,13 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command for Typer, which has the options of each group in place of its argument.
 
     >>> from typing import Annotated
-    >>> PATH = Options({"folder": str, "file": str}, make="{folder}/{file}".format)
+    >>> types = {"folder": Annotated[str, "…"], "file": Annotated[str | None, "…"]}
+    >>> PATH = Options(types, make="{folder}/{file}".format)
     >>> shown = []
     >>> def show(*, path: Annotated[str, PATH], twice: bool = False) -> None: shown.append(path)
-    >>> str(inspect.signature(grouped(show)))
-    '(*, folder: str = None, file: str = None, twice: bool = False)'
+    >>> options = inspect.signature(grouped(show)).parameters
+    >>> {name: option.default is option.empty for name, option in options.items()}
+    {'folder': True, 'file': False, 'twice': False}
     >>> grouped(show)(folder="etc", file="saf.toml")
     >>> shown
     ['etc/saf.toml']
@@ -53,7 +59,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             continue
         groups[parameter.name] = options
         parameters += [
-            inspect.Parameter(name, parameter.kind, default=None, annotation=type_)
+            inspect.Parameter(name, parameter.kind, default=_default(type_), annotation=type_)
             for name, type_ in options.types.items()
         ]
 
@@ -67,3 +73,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": None}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # it may be set
     return run
+
+
+def _default(type_: Any) -> Any:
+    """Return None if the type of an option permits it; otherwise, the option is required."""
+    return None if NoneType in get_args(get_args(type_)[0]) else inspect.Parameter.empty

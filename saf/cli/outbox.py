@@ -16,16 +16,14 @@ from saf.cli.brokers import (
     Round,
     Since,
     Until,
-    ends,
     moment,
-    rows_of,
-    say_next,
 )
 from saf.cli.console import Listing, echo, write
 from saf.cli.options import grouped
+from saf.cli.tables import Table, results_of
 from saf.errors import UsageError
 from saf.operating import outbox
-from saf.operating.outbox import SECONDS, STATES, Details, SentPage, Wanted, forwarded
+from saf.operating.outbox import SECONDS, STATES, Details, Sent, Wanted, forwarded
 from saf.operating.wording import at
 
 app = typer.Typer(no_args_is_help=True, help="The messages that were sent, and how far they are.")
@@ -38,6 +36,15 @@ Key = Annotated[
     str | None,
     typer.Option(help="Only messages with this key. The key gives the shard: a quick search."),
 ]
+
+SENT = Table[Sent](
+    *("id", "message id", "state", "service", "key", "type", "bytes", "created"),
+    below="waits for",
+    cells=lambda row: (
+        str(row.id), str(row.message_id), row.state, row.service, row.key or "",
+        row.message_type or "", f"{row.bytes:,}", at(row.created_at), _waits_for(row),
+    ),
+)  # fmt: skip
 
 
 @app.command("list")
@@ -72,13 +79,7 @@ def list_(
             connection, wanted, after=place, limit=limit, seconds=timeout
         ),
     )
-    if as_json:
-        report = {"messages": rows_of(found), "next": ends(found), "errors": round_.errors()}
-        echo(json.dumps(report))
-    else:
-        _listing(found).show()
-        say_next(found)
-    round_.finish(say=not as_json)
+    round_.show_pages("messages", found, SENT, as_json=as_json)
 
 
 @app.command()
@@ -114,13 +115,14 @@ def show(
     if body:
         for name, item in found.items():
             _write_body(Round({name: round_.brokers[name]}), item.message.id)
-    elif as_json:
-        rows = [{"broker": name, **item.as_dict()} for name, item in found.items()]
-        echo(json.dumps({"messages": rows, "errors": round_.errors()}))
-    else:
+        round_.finish(say=False)
+        return
+
+    def show_all() -> None:
         for name, item in found.items():
             _show(name, item)
-    round_.finish(say=not (as_json or body))
+
+    round_.report({"messages": results_of(found)}, show_all, as_json=as_json)
 
 
 @app.command("forwarded")
@@ -146,19 +148,15 @@ def forwarded_(
     found = round_.visit(
         "outbox", lambda connection, _: forwarded(connection, wanted, seconds=timeout)
     )
-    if as_json:
-        rows = [{"broker": name, **result.as_dict()} for name, result in found.items()]
-        echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
-    else:
-        pages = {
-            name: SentPage(shown=tuple(result.left.values())) for name, result in found.items()
-        }
-        if any(page.shown for page in pages.values()):
-            _listing(pages).show()
-        elif not round_.failed:
-            echo(f"everything that was sent before {at(until)} has been forwarded")
     left = not all(result.everything for result in found.values())
-    round_.finish(say=not as_json, found=int(left and not round_.failed))
+
+    def show() -> None:
+        SENT.show_any({name: [*result.left.values()] for name, result in found.items()})
+        if not (left or round_.failed):
+            echo(f"everything that was sent before {at(until)} has been forwarded")
+
+    code = int(left and not round_.failed)
+    round_.report({"brokers": results_of(found)}, show, as_json=as_json, found=code)
 
 
 def _number(text: str) -> int | UUID:
@@ -177,19 +175,8 @@ def _write_body(round_: Round, id_: int) -> None:
         write(body or b"")
 
 
-def _listing(found: dict[str, SentPage]) -> Listing:
-    listing = Listing(
-        *("broker", "id", "message id", "state", "service", "key", "type", "bytes", "created"),
-        below="waits for",
-    )
-    for name, page in found.items():
-        for row in page.shown:
-            waits = f"{row.destination}: {row.error or ''}" if row.destination else row.error
-            listing.add(
-                name, str(row.id), str(row.message_id), row.state, row.service, row.key or "",
-                row.message_type or "", f"{row.bytes:,}", at(row.created_at), below=waits or "",
-            )  # fmt: skip
-    return listing
+def _waits_for(row: Sent) -> str:
+    return f"{row.destination}: {row.error or ''}" if row.destination else row.error or ""
 
 
 def _show(broker: str, details: Details) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import Listing, echo
 from saf.cli.metrics import Push, Textfile, published
+from saf.cli.tables import Table
 from saf.config import load, with_options
 from saf.operating.maintenance import Outcome, count_purged, purge_by_rules
 
@@ -84,12 +84,13 @@ def command(
         )
         for name, outcome in known.items():
             count_purged(name, outcome)
-    if as_json:
-        brokers = [_as_dict(name, outcome) for name, outcome in known.items()]
-        echo(json.dumps({"dry_run": dry_run, "brokers": brokers, "errors": round_.errors()}))
-    elif known:
-        _listing(known).show()
-    round_.finish(say=not as_json)
+
+    def show() -> None:
+        if known:
+            SLOTS.show({name: [*_rows(outcome)] for name, outcome in known.items()})
+
+    brokers = [_as_dict(name, outcome) for name, outcome in known.items()]
+    round_.report({"dry_run": dry_run, "brokers": brokers}, show, as_json=as_json)
 
 
 def _as_dict(name: str, outcome: Outcome) -> dict[str, Any]:
@@ -108,26 +109,20 @@ def _as_dict(name: str, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _listing(known: dict[str, Outcome]) -> Listing:
-    listing = Listing("broker", "log", "slot", "state", "messages", below="why")
-    for name, outcome in known.items():
-        if outcome.busy:
-            listing.add(name, "", "", "busy", "", below="another purge is at work")
-        if outcome.orphans:
-            listing.add(
-                name, "outbox", "", "removed", f"{outcome.orphans:,}",
-                below="staged by jobs of Spark that never sent them",
-            )  # fmt: skip
-        for slot in outcome.slots:
-            if slot.state == "empty":
-                continue
+def _rows(outcome: Outcome) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of the slots and other things that a purge was about."""
+    if outcome.busy:
+        yield "", "", "busy", "", "another purge is at work"
+    if outcome.orphans:
+        why = "staged by jobs of Spark that never sent them"
+        yield "outbox", "", "removed", f"{outcome.orphans:,}", why
+    for slot in outcome.slots:
+        if slot.state != "empty":
             why = MEANING.get(slot.state, f"subscription {slot.subscription!r} has not read all")
-            listing.add(
-                name,
-                slot.log,
-                str(slot.number),
-                slot.state,
-                "" if slot.messages is None else f"{slot.messages:,}",
-                below=str(slot.archive or why),
-            )
-    return listing
+            messages = "" if slot.messages is None else f"{slot.messages:,}"
+            yield slot.log, str(slot.number), slot.state, messages, str(slot.archive or why)
+
+
+SLOTS = Table[tuple[str, ...]](
+    *("log", "slot", "state", "messages"), below="why", cells=lambda cells: cells
+)

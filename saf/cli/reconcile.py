@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -52,14 +51,11 @@ def command(
             limit=limit,
         )
     ).values()
-    if as_json:
-        brokers = [_as_dict(outcome, whole=shards) for outcome in known]
-        echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
-    else:
-        _show(known)
+    brokers = [_as_dict(outcome, whole=shards) for outcome in known]
     # report a proven loss first: unlike a failure to connect, it does not pass with time
     is_equal = all(outcome.same for outcome in known)
-    round_.finish(say=not as_json, found=0 if is_equal else DIFFERENT)
+    found = 0 if is_equal else DIFFERENT
+    round_.report({"brokers": brokers}, lambda: _show(known), as_json=as_json, found=found)
 
 
 def _as_dict(outcome: Outcome, *, whole: bool) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from saf.cli.brokers import (
     AsJson,
     Config,
@@ -16,7 +14,6 @@ from saf.cli.brokers import (
     chosen,
     routes_of,
 )
-from saf.cli.console import echo
 from saf.config import Broker, load
 from saf.operating.wording import counted
 from saf.repair.send_again import Sent, send_again
@@ -58,19 +55,14 @@ def command(
         return sent
 
     done = round_.each(again)
-    if as_json:
-        found = {
-            "message_ids": {name: texts(sent) for name, sent in done.items()},
-            "set_back": {name: sent.set_back for name, sent in done.items()},
-            "blind": {name: sent.blind for name, sent in done.items()},
-            "left_out": {name: left_out(sent) for name, sent in done.items()},
-            "errors": round_.errors(),
-        }
-        echo(json.dumps(found))
-    else:
-        for name, sent in done.items():
-            echo(f"{name}: {in_words(sent, dry_run=dry_run)}")
-    round_.finish(say=not as_json)
+    answer = {
+        "message_ids": {name: texts(sent) for name, sent in done.items()},
+        "set_back": {name: sent.set_back for name, sent in done.items()},
+        "blind": {name: sent.blind for name, sent in done.items()},
+        "left_out": {name: left_out(sent) for name, sent in done.items()},
+    }
+    lines = (f"{name}: {in_words(sent, dry_run=dry_run)}" for name, sent in done.items())
+    round_.say(answer, lines, as_json=as_json)
 
 
 def texts(sent: Sent) -> dict[str, list[str]]:

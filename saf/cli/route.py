@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
 from saf.cli.console import Listing, echo, paragraph
+from saf.cli.tables import Table, results_of
 from saf.config import Settings, did_you_mean, load
 from saf.database import of_broker
 from saf.destinations.identities import Identities
@@ -172,16 +172,11 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
     settings = load(config)
     round_ = Round(chosen(settings, broker))
     found = configured(round_, settings)
-    if as_json:
-        rows = [
-            {"broker": where, **as_dict(entry), "state": state(entry, configuration)}
-            for where, configuration in found.items()
-            for entry in configuration.routes
-        ]
-        echo(json.dumps({"routes": rows, "errors": round_.errors()}))
-    else:
-        _listing(found).show()
-    round_.finish(say=not as_json)
+    rows = {
+        where: [(entry, configuration) for entry in configuration.routes]
+        for where, configuration in found.items()
+    }
+    round_.show_rows("routes", rows, ROUTES, as_json=as_json)
 
 
 @app.command("explain")
@@ -214,14 +209,14 @@ def explain_(
             identities=identities,
         ),
     )
-    if as_json:
-        rows = [{"broker": where, **explanation.as_dict()} for where, explanation in found.items()]
-        echo(json.dumps({"explanations": rows, "errors": round_.errors()}))
-    else:
+
+    def show() -> None:
         for where, explanation in found.items():
             show_explanation(where, explanation)
+
     lost = any(explanation.lost for explanation in found.values())
-    round_.finish(say=not as_json, found=Unroutable.exit_code if lost else 0)
+    code = Unroutable.exit_code if lost else 0
+    round_.report({"explanations": results_of(found)}, show, as_json=as_json, found=code)
 
 
 def configured(round_: Round, settings: Settings) -> dict[str, Configuration]:
@@ -295,26 +290,27 @@ def _say(where: str, what: str, done: str, since: str = NEXT_BATCH) -> None:
     echo(f"{where}: {what} {done}, {since}")
 
 
-def _listing(found: Mapping[str, Configuration]) -> Listing:
-    listing = Listing(
-        *("broker", "service", "to broker", "destination", "quality", "until", "state", "from"),
-        below="comment",
+def _cells(row: tuple[Configured, Configuration]) -> Sequence[str]:
+    entry, configuration = row
+    topic = ", a topic" if entry.route.service in configuration.topics else ""
+    return (
+        ANY if entry.route.service is None else entry.route.service,
+        entry.route.broker or ANY,
+        entry.route.destination,
+        entry.route.quality or "",
+        at(entry.expires_at) if entry.expires_at else "",
+        state(entry, configuration) + topic + (", local" if entry.local else ""),
+        entry.origin,
+        entry.comment or "",
     )
-    for where, configuration in found.items():
-        for entry in configuration.routes:
-            topic = ", a topic" if entry.route.service in configuration.topics else ""
-            listing.add(
-                where,
-                ANY if entry.route.service is None else entry.route.service,
-                entry.route.broker or ANY,
-                entry.route.destination,
-                entry.route.quality or "",
-                at(entry.expires_at) if entry.expires_at else "",
-                state(entry, configuration) + topic + (", local" if entry.local else ""),
-                entry.origin,
-                below=entry.comment or "",
-            )
-    return listing
+
+
+ROUTES = Table[tuple[Configured, Configuration]](
+    *("service", "to broker", "destination", "quality", "until", "state", "from"),
+    below="comment",
+    cells=_cells,
+    plain=lambda row: {**as_dict(row[0]), "state": state(*row)},
+)
 
 
 def show_explanation(where: str, one: Explanation) -> None:

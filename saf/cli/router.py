@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from saf.cli.brokers import AsJson, Brokers, Config, Name, Round, Store, chosen, store
-from saf.cli.console import Listing, echo
+from saf.cli.console import echo
 from saf.cli.metrics import published
 from saf.cli.options import grouped
 from saf.cli.route import show_explanation
+from saf.cli.tables import Table, results_of
 from saf.cli.worker import StopTimeout, WorkersListen, listening, supervise
 from saf.config import load, load_keys, load_signer
 from saf.errors import ConfigurationError, UsageError
@@ -128,13 +127,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
         "route",
         lambda connection, _: routes.configuration(connection, None, settings.declared).routers,
     )
-    rows = [(where, router) for where, defined in found.items() for router in defined]
-    if as_json:
-        listed = [{"broker": where, **routers.as_dict(router)} for where, router in rows]
-        echo(json.dumps({"routers": listed, "errors": round_.errors()}))
-    else:
-        _listing(rows).show()
-    round_.finish(say=not as_json)
+    round_.show_rows("routers", found, ROUTERS, as_json=as_json)
 
 
 @app.command()
@@ -229,13 +222,13 @@ def explain(
         found: dict[str, DryRun] = round_.visit(
             "route", lambda connection, _: try_out(connection, message, default, declared, in_sql)
         )
-    if as_json:
-        rows = [{"broker": where, **dry_run.as_dict()} for where, dry_run in found.items()]
-        echo(json.dumps({"explanations": rows, "errors": round_.errors()}))
-    else:
+
+    def show() -> None:
         for where, dry_run in found.items():
             _explain(where, dry_run)
-    round_.finish(say=not as_json, found=max((run.exit_code for run in found.values()), default=0))
+
+    code = max((run.exit_code for run in found.values()), default=0)
+    round_.report({"explanations": results_of(found)}, show, as_json=as_json, found=code)
 
 
 def _enable(service: str, config: Path | None, broker: str | None, *, enabled: bool) -> None:
@@ -255,18 +248,16 @@ def _say(where: str, service: str, done: str) -> None:
     echo(f"{where}: router {service!r} {done}, from the next batch on")
 
 
-def _listing(rows: Iterable[tuple[str, ConfiguredRouter]]) -> Listing:
-    listing = Listing(
-        *("broker", "service", "kind", "once per", "mode", "state", "from", "comment"),
-        below="classifier",
-    )
-    for where, row in rows:
-        router, state = row.router, "in force" if row.enabled else "disabled"
-        listing.add(
-            where, router.service, router.kind, router.once_per, row.mode, state, row.origin,
-            row.comment or "", below=router.expression,
-        )  # fmt: skip
-    return listing
+ROUTERS = Table[ConfiguredRouter](
+    *("service", "kind", "once per", "mode", "state", "from", "comment"),
+    below="classifier",
+    cells=lambda row: (
+        row.router.service, row.router.kind, row.router.once_per, row.mode,
+        "in force" if row.enabled else "disabled", row.origin, row.comment or "",
+        row.router.expression,
+    ),
+    plain=routers.as_dict,
+)  # fmt: skip
 
 
 def _explain(where: str, dry_run: DryRun) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -12,7 +11,8 @@ import typer
 
 from saf.broker import senders
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import Listing, echo
+from saf.cli.console import echo
+from saf.cli.tables import Table
 from saf.config import load
 from saf.database import Dsn, check_schema, unavailable_if_lost
 
@@ -28,6 +28,22 @@ Database = Annotated[
         "environment (PGPASSWORD, SAF_DSN) than on the command line.",
     ),
 ]
+
+RULES = Table[senders.Sender](
+    *("role", "from", "to"),
+    cells=lambda rule: (
+        rule.role if rule.known else f"{rule.role} (no such role)",
+        rule.from_service,
+        rule.to_service or "any",
+    ),
+    plain=lambda rule: {
+        "role": rule.role,
+        "from": rule.from_service,
+        "to": rule.to_service,
+        "created_at": rule.created_at.isoformat(),
+        "known": rule.known,
+    },
+)
 
 
 @app.command()
@@ -73,27 +89,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
     """
     round_ = Round(chosen(load(config), broker))
     found = round_.visit("sender", lambda connection, _: senders.senders(connection))
-    rules = [(where, rule) for where, group in found.items() for rule in group]
-    if as_json:
-        rows = [
-            {
-                "broker": where,
-                "role": rule.role,
-                "from": rule.from_service,
-                "to": rule.to_service,
-                "created_at": rule.created_at.isoformat(),
-                "known": rule.known,
-            }
-            for where, rule in rules
-        ]
-        echo(json.dumps({"senders": rows, "errors": round_.errors()}))
-    else:
-        listing = Listing("broker", "role", "from", "to")
-        for where, rule in rules:
-            role = rule.role if rule.known else f"{rule.role} (no such role)"
-            listing.add(where, role, rule.from_service, rule.to_service or "any")
-        listing.show()
-    round_.finish(say=not as_json)
+    round_.show_rows("senders", found, RULES, as_json=as_json)
 
 
 @app.command()

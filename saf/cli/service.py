@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import psycopg
@@ -10,8 +9,9 @@ import typer
 
 from saf.broker import services
 from saf.cli.brokers import AsJson, AtStore, Config, Round, Store, store, stores
-from saf.cli.console import Listing, echo
+from saf.cli.console import echo
 from saf.cli.options import grouped
+from saf.cli.tables import Table
 from saf.config import load
 
 app = typer.Typer(no_args_is_help=True, help="Services: what messages are addressed to.")
@@ -20,6 +20,12 @@ Service = Annotated[str, typer.Argument(metavar="NAME", help="Of the service.")]
 Discard = Annotated[
     bool, typer.Option("--discard", help="Also if messages are left; they are given up.")
 ]
+
+SERVICES = Table[services.Service](
+    *("service", "subscriptions"),
+    cells=lambda row: (row.name, ", ".join(row.subscriptions)),
+    plain=lambda row: {"service": row.name, "subscriptions": row.subscriptions},
+)
 
 
 @app.command()
@@ -60,20 +66,7 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
     """Show the services of the destinations, and who reads their messages."""
     round_ = Round(stores(load(config), broker))
     found = round_.visit("service", lambda connection, _: services.services(connection))
-    if as_json:
-        rows = [
-            {"broker": where, "service": row.name, "subscriptions": row.subscriptions}
-            for where, group in found.items()
-            for row in group
-        ]
-        echo(json.dumps({"services": rows, "errors": round_.errors()}))
-    else:
-        listing = Listing("broker", "service", "subscriptions")
-        for where, group in found.items():
-            for row in group:
-                listing.add(where, row.name, ", ".join(row.subscriptions))
-        listing.show()
-    round_.finish(say=not as_json)
+    round_.show_rows("services", found, SERVICES, as_json=as_json)
 
 
 @app.command()

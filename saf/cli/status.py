@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
 from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import Listing, echo
+from saf.cli.tables import Table
 from saf.config import load
 from saf.errors import ranges
-from saf.operating.status import BrokerStatus, broker_status
+from saf.operating.status import BrokerStatus, ShardStatus, StreamStatus, broker_status
 from saf.operating.wording import age, at
 from saf.setaside.backoff import SHOWN
 from saf.setaside.dropped import Dropped
@@ -31,51 +30,52 @@ def command(
     """
     round_ = Round(chosen(load(config), broker))
     known = round_.visit("status", lambda connection, _: broker_status(connection, SHOWN))
-    if as_json:
-        brokers = [
-            {"broker": name, **status.as_dict(shards=shards)} for name, status in known.items()
-        ]
-        echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
-    else:
-        _overview(known).show()
+
+    def show() -> None:
+        OVERVIEW.show({name: [status] for name, status in known.items()})
         lanes = {name: status.waiting for name, status in known.items()}
-        if any(waiting.shown for waiting in lanes.values()):
-            parked.listing(lanes).show()
+        parked.BY_LANE.show_any(lanes)
         parked.show_how_many_more(lanes)
-        show_dropped({name: status.dropped for name, status in known.items()})
-        _streams(known)
+        DROPPED.show_any({name: status.dropped for name, status in known.items()})
+        STREAMS.show_any({name: status.streams for name, status in known.items()})
         if shards:
-            _by_shard(known).show()
-    round_.finish(say=not as_json)
+            BY_SHARD.show({name: status.shards for name, status in known.items()})
+
+    brokers = [{"broker": name, **status.as_dict(shards=shards)} for name, status in known.items()]
+    round_.report({"brokers": brokers}, show, as_json=as_json)
 
 
-def show_dropped(known: Mapping[str, Sequence[Dropped]]) -> None:
-    """Show a row for each reason for drops, if any messages were dropped."""
-    listing = Listing("broker", "dropped", "by", "reason", "the last at", "the last one")
-    for name, found in known.items():
-        for entry in found:
-            listing.add(
-                name, f"{entry.messages:,}", entry.subscription, entry.reason,
-                at(entry.last_at), str(entry.last_message_id),
-            )  # fmt: skip
-    if any(known.values()):
-        listing.show()
-
-
-def _overview(known: dict[str, BrokerStatus]) -> Listing:
-    listing = Listing(
-        *("broker", "pending", "oldest", "parked", "dead letters"), below="shards and their owners"
-    )
-    for name, status in known.items():
-        listing.add(
-            name,
-            f"{status.pending:,}",
-            age(status.oldest_pending_seconds),
-            f"{status.parked:,}",
-            f"{status.dead_letters:,}",
-            below="; ".join(_map(status)),
-        )
-    return listing
+OVERVIEW = Table[BrokerStatus](
+    *("pending", "oldest", "parked", "dead letters"),
+    below="shards and their owners",
+    cells=lambda status: (
+        f"{status.pending:,}", age(status.oldest_pending_seconds), f"{status.parked:,}",
+        f"{status.dead_letters:,}", "; ".join(_map(status)),
+    ),
+)  # fmt: skip
+DROPPED = Table[Dropped](
+    *("dropped", "by", "reason", "the last at", "the last one"),
+    cells=lambda row: (
+        f"{row.messages:,}", row.subscription, row.reason, at(row.last_at),
+        str(row.last_message_id),
+    ),
+)  # fmt: skip
+STREAMS = Table[StreamStatus](
+    *("stream", "log", "not committed", "oldest", "last took some"),
+    cells=lambda stream: (
+        stream.stream, stream.log,
+        "may not be read" if stream.pending is None else f"{stream.pending:,}",
+        age(stream.lag_seconds), at(stream.opened_at) if stream.opened_at else "never",
+    ),
+)  # fmt: skip
+BY_SHARD = Table[ShardStatus](
+    *("shard", "owner", "epoch", "batch", "pending", "lag"),
+    cells=lambda shard: (
+        str(shard.shard), shard.owner or "-", str(shard.epoch),
+        f"{shard.batch}{' open' if shard.open else ''}", f"{shard.pending:,}",
+        age(shard.lag_seconds),
+    ),
+)  # fmt: skip
 
 
 def _map(status: BrokerStatus) -> Iterator[str]:
@@ -87,34 +87,3 @@ def _map(status: BrokerStatus) -> Iterator[str]:
     free = [shard.shard for shard in status.shards if shard.owner is None]
     if free:
         yield f"nobody: {len(free)} ({ranges(free)})"
-
-
-def _streams(known: Mapping[str, BrokerStatus]) -> None:
-    """Show a row for each stream, if any exist."""
-    listing = Listing("broker", "stream", "log", "not committed", "oldest", "last took some")
-    for name, status in known.items():
-        for stream in status.streams:
-            listing.add(
-                name, stream.stream, stream.log,
-                "may not be read" if stream.pending is None else f"{stream.pending:,}",
-                age(stream.lag_seconds),
-                at(stream.opened_at) if stream.opened_at else "never",
-            )  # fmt: skip
-    if any(status.streams for status in known.values()):
-        listing.show()
-
-
-def _by_shard(known: Mapping[str, BrokerStatus]) -> Listing:
-    listing = Listing("broker", "shard", "owner", "epoch", "batch", "pending", "lag")
-    for name, status in known.items():
-        for shard in status.shards:
-            listing.add(
-                name,
-                str(shard.shard),
-                shard.owner or "-",
-                str(shard.epoch),
-                f"{shard.batch}{' open' if shard.open else ''}",
-                f"{shard.pending:,}",
-                age(shard.lag_seconds),
-            )
-    return listing

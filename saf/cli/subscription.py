@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -11,8 +10,9 @@ import typer
 from saf.broker import services
 from saf.broker.services import Start
 from saf.cli.brokers import AsJson, Config, Round, Store, everywhere, store, stores
-from saf.cli.console import Listing, echo
+from saf.cli.console import echo
 from saf.cli.service import Discard
+from saf.cli.tables import Table
 from saf.config import load
 from saf.errors import UsageError
 from saf.log import stream
@@ -23,6 +23,12 @@ app = typer.Typer(
 
 Log = Literal["outbox", "inbox"]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the subscription.")]
+
+SUBSCRIPTIONS = Table[services.Subscription](
+    *("subscription", "service"),
+    cells=lambda row: (row.name, row.service or "(all)"),
+    plain=lambda row: {"subscription": row.name, "service": row.service},
+)
 
 
 @app.command()
@@ -88,20 +94,7 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
     """Show the subscriptions of the destinations' inboxes."""
     round_ = Round(stores(load(config), broker))
     found = round_.visit("subscription", lambda connection, _: services.subscriptions(connection))
-    if as_json:
-        rows = [
-            {"broker": where, "subscription": row.name, "service": row.service}
-            for where, group in found.items()
-            for row in group
-        ]
-        echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
-    else:
-        listing = Listing("broker", "subscription", "service")
-        for where, group in found.items():
-            for row in group:
-                listing.add(where, row.name, row.service or "(all)")
-        listing.show()
-    round_.finish(say=not as_json)
+    round_.show_rows("subscriptions", found, SUBSCRIPTIONS, as_json=as_json)
 
 
 @app.command()

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import Listing, echo
+from saf.cli.console import echo
 from saf.cli.route import configured
+from saf.cli.tables import Table
 from saf.config import load
 from saf.routing import routes
 
 app = typer.Typer(no_args_is_help=True, help="Topics: services that go to every destination.")
 
 Service = Annotated[str, typer.Argument(metavar="NAME", help="Of the service.")]
+
+TOPICS = Table[tuple[str, list[str]]](
+    "topic",
+    below="destinations",
+    cells=lambda row: (row[0], ", ".join(row[1]) or "none"),
+    plain=lambda row: {"topic": row[0], "destinations": row[1]},
+)
 
 
 @app.command()
@@ -38,20 +45,15 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
     """Show the topics, and where a message of each goes now."""
     settings = load(config)
     round_ = Round(chosen(settings, broker))
-    rows = []
-    for where, configuration in configured(round_, settings).items():
-        for name in sorted(configuration.topics):
-            match = configuration.in_force.match(name, None)
-            rows.append((where, name, match.destinations if match else ()))
-    if as_json:
-        topics = [{"broker": w, "topic": n, "destinations": list(d)} for w, n, d in rows]
-        echo(json.dumps({"topics": topics, "errors": round_.errors()}))
-    else:
-        listing = Listing("broker", "topic", below="destinations")
-        for where, name, destinations in rows:
-            listing.add(where, name, below=", ".join(destinations) or "none")
-        listing.show()
-    round_.finish(say=not as_json)
+    topics = {
+        where: [
+            (name, [*match.destinations] if match else [])
+            for name in sorted(configuration.topics)
+            for match in [configuration.in_force.match(name, None)]
+        ]
+        for where, configuration in configured(round_, settings).items()
+    }
+    round_.show_rows("topics", topics, TOPICS, as_json=as_json)
 
 
 @app.command()

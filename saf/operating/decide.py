@@ -1,168 +1,121 @@
-"""Operators' decisions about dead letters: retry them, here or elsewhere, or give them up.
+"""Operators' decisions about messages set aside: deliver them again, or give them up.
 
-`retry` passes dead letters to their program again: to the forwarder, in their previous order and in
-a separate lane (see `saf.setaside.lane`); or to the receivers of their subscription, in the lane of
-their key and ahead of the messages that wait in that lane. `redirect` passes them to the forwarder
-for another destination. `discard` gives them up. Each decision releases keys that waited for it,
-and records in ``saf.audit`` who decided, when and why.
+`retry` passes dead letters to their program again. `redirect` passes dead letters or parked
+messages to the forwarder, for another destination. `discard` gives either up: if a dialog misses
+one, both of its ends get an Error, and so do the subscribers of a monolog. To retry parked messages
+now, call `saf.setaside.waiting.retry_now`. Each decision releases keys that waited for it, and
+records in ``saf.audit`` who decided, when and why.
 
-If a dialog's message becomes a dead letter on its way, the other end waits for it. The dialog
-continues in order if the message is retried, and fails at both ends if it is given up. A monolog
-does not wait; its subscribers get an Error in place of a message that is given up.
+The two kinds differ in how messages are locked for a decision, and in what becomes of them: see
+`saf.operating.decide_dead` and `saf.operating.decide_parked`. Some messages stay as they are
+(`saf.setaside.staying`).
 
-`in_chunks` decides about many messages: dead letters, or parked messages (see
-`saf.operating.decide_parked`). A decision about a million messages in one transaction would hold
-its locks for minutes, and could not be stopped. So each `CHUNK` is a separate transaction, with its
-own line in the audit, and the oldest messages go first. If a decision stops or fails midway,
-decided messages are done, and the others are still set aside.
-
-Some messages stay as they are. A dead letter stays while its batch is open and has not passed it
-(see `saf.setaside.staying`). `in_chunks` does not touch messages set aside after it began, so a
-message that fails again immediately is not decided about twice.
+A decision about a million messages in one transaction would hold its locks for minutes, and could
+not be stopped. So `in_chunks` decides about each `CHUNK` in a separate transaction, with its own
+line in the audit, and the oldest messages go first. If a decision stops or fails midway, decided
+messages are done, and the others are still set aside. `in_chunks` does not touch messages set aside
+after it began, so a message that fails again immediately is not decided about twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 from uuid import UUID
 
 import psycopg
 
-from saf.columns import COLUMNS
-from saf.database import fetch
-from saf.dialogs import monologs, statements
+from saf.operating.decide_dead import HeldDead
+from saf.operating.decide_parked import HeldParked
 from saf.setaside.audit import ONE_AT_A_TIME, audit
-from saf.setaside.dead import CHOSEN, STAYS, Filter
-from saf.setaside.lane import Kind
-from saf.setaside.parked_messages import ParkedFilter
-from saf.setaside.staying import TAKEN
-from saf.setaside.unhandled import FOR_ALL
+from saf.setaside.selection import DeadLetters, ParkedMessages, Selection
 
 CHUNK = 1000
 """Number of messages decided about in one transaction."""
 
-LOCKED = f"""
-WITH {TAKEN}
-SELECT dead_letter_id, message_id {CHOSEN} AND ({STAYS}) IS NULL
-ORDER BY 1 LIMIT %(limit)s FOR UPDATE OF d
-"""
 
-# A retry's number, its audit_id, rises with each retry, and so does the lane's watermark; within a
-# retry, messages keep the order in which they died. Expired messages go too: an operator wants it.
-RETRIED = f"""
-saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
-CROSS JOIN LATERAL (
-    SELECT CASE WHEN s.log = 'inbox' THEN '{Kind.KEY}' ELSE '{Kind.RETRY}' END AS kind,
-           CASE WHEN s.log = 'inbox' THEN coalesce(d.key, d.message_id::text)
-                ELSE '' END AS subject,
-           CASE WHEN s.log = 'inbox' THEN d.shard END AS of_key) AS l
-WHERE dead_letter_id = ANY (%(dead_letter_ids)s)
-"""
-PARK = f"""
-INSERT INTO saf.parked
-    (subscription_id, destination, kind, subject, shard, id, batch, position, {", ".join(COLUMNS)})
-SELECT subscription_id, coalesce(%(to)s::text, destination), kind, subject, shard, id, %(number)s,
-       row_number() OVER (ORDER BY dead_letter_id),
-       {", ".join("NULL" if c == "expires_at" else f"d.{c}" for c in COLUMNS)}
-FROM {RETRIED}
-"""
-DUE = f"""
-INSERT INTO saf.backoff (subscription_id, destination, kind, subject, shard, error)
-SELECT DISTINCT subscription_id, coalesce(%(to)s::text, destination), kind, subject, of_key,
-       'retried by ' || coalesce(%(person)s::text, session_user)
-FROM {RETRIED}
-ON CONFLICT (subscription_id, destination, kind, subject, broker)
-DO UPDATE SET attempts = 0, next_attempt_at = now(), {FOR_ALL}
-"""
-# Release keys that waited for an operator's decision
-LET_KEYS_GO_ON = f"""
-UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
-  AND (b.subscription_id, b.destination, b.kind, b.subject)
-      = (d.subscription_id, d.destination, l.kind, l.subject)
-  AND of_key IS NOT NULL AND b.attempts = 0 AND NOT b.awaits_handler
-"""
-DELETE = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
+class Held(Protocol):
+    """Some messages that are locked for a decision, until the transaction ends."""
 
-Chosen = TypeVar("Chosen", Filter, ParkedFilter)
-Decided_contra = TypeVar("Decided_contra", Filter, ParkedFilter, contravariant=True)
+    message_ids: list[UUID]
+
+    def pass_on(
+        self, connection: psycopg.Connection[Any], to: str | None, number: int, person: str | None
+    ) -> None:
+        """Pass the messages to their program, or for ``to`` to the forwarder.
+
+        ``number`` is that of the decision in the audit.
+        """
+
+    def give_up(self, connection: psycopg.Connection[Any]) -> None:
+        """Give the messages up for good."""
 
 
-class Decision(Protocol[Decided_contra]):
-    """A function of `saf.operating.decide` or `saf.operating.decide_parked`."""
+HELD: Mapping[type, Callable[[psycopg.Connection[Any], Any, int | None, str | None], Held]] = {
+    DeadLetters: HeldDead,
+    ParkedMessages: HeldParked,
+}
+"""How the oldest of some chosen messages are locked, by the kind of the selection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What becomes of messages: "retry", "redirect" or "discard", as their selection permits."""
+
+    action: str
+    to: str | None = None
+    """The destination of a redirection. The caller has checked that it exists."""
+
+    def __str__(self) -> str:
+        return self.action if self.to is None else f"{self.action} to {self.to}"
 
     def __call__(
         self,
         connection: psycopg.Connection[Any],
-        chosen: Decided_contra,
+        chosen: Selection[Any],
         why: str,
         person: str | None = None,
         limit: int | None = None,
     ) -> list[UUID]:
-        """Decide about the oldest of the chosen messages; return their message ids."""
+        """Decide about chosen messages; return their message ids, in order.
+
+        Deciding again does nothing. ``person``: see `saf.setaside.audit.audit`. With ``limit``,
+        the decision concerns only the oldest messages.
+
+        Raises:
+            Unavailable: a forwarder has them in hand, and does not release them in time.
+        """
+        passes_on = self.action != "discard"
+        with connection.transaction():
+            if passes_on:
+                connection.execute(ONE_AT_A_TIME)
+            held = HELD[type(chosen)](connection, chosen, limit, self.to)
+            if held.message_ids:
+                number = audit(connection, str(self), held.message_ids, why, person)
+                if passes_on:
+                    held.pass_on(connection, self.to, number, person)
+                else:
+                    held.give_up(connection)
+        return held.message_ids
 
 
-def retry(
-    connection: psycopg.Connection[Any],
-    chosen: Filter,
-    why: str,
-    person: str | None = None,
-    limit: int | None = None,
-) -> list[UUID]:
-    """Pass dead letters to their program again; return their message ids, in order.
+retry, discard = Decision(action="retry"), Decision(action="discard")
 
-    A retried message is no longer a dead letter, so a second retry does nothing. ``person``: see
-    `saf.setaside.audit.audit`. With ``limit``, only the oldest are retried.
+
+def redirect(to: str) -> Decision:
+    """Return the decision to pass messages to the forwarder for the destination ``to``.
+
+    Messages of receivers stay, because they have arrived, and so do those of dialogs, whose other
+    ends cannot move.
     """
-    return _hand_over(connection, chosen, why, person, limit, to=None)
-
-
-def redirect(
-    connection: psycopg.Connection[Any],
-    chosen: Filter,
-    why: str,
-    person: str | None = None,
-    limit: int | None = None,
-    *,
-    to: str,
-) -> list[UUID]:
-    """Pass dead letters of the forwarder to it again, for the destination ``to``; like `retry`.
-
-    Dead letters of receivers stay, because they have arrived, and so do those of dialogs, whose
-    other ends cannot move. The caller has checked that the destination exists.
-    """
-    return _hand_over(connection, chosen, why, person, limit, to=to)
-
-
-def discard(
-    connection: psycopg.Connection[Any],
-    chosen: Filter,
-    why: str,
-    person: str | None = None,
-    limit: int | None = None,
-) -> list[UUID]:
-    """Give dead letters up for good; return their message ids.
-
-    If a dialog misses a message that is given up, both of its ends get an Error. The subscribers of
-    a monolog get an Error, too.
-    """
-    with connection.transaction():
-        ids, message_ids = _locked(connection, chosen, limit)
-        if ids:
-            audit(connection, "discard", message_ids, why, person)
-            params = {"dead_letter_ids": ids}
-            connection.execute(statements.GIVE_UP, params)
-            connection.execute(monologs.GIVE_UP, params)
-            connection.execute(LET_KEYS_GO_ON, params)
-            connection.execute(DELETE, params)
-    return message_ids
+    return Decision(action="redirect", to=to)
 
 
 def in_chunks(
     connection: psycopg.Connection[Any],
-    decision: Decision[Chosen],
-    chosen: Chosen,
+    decision: Decision,
+    chosen: Selection[Any],
     why: str,
     *,
     person: str | None = None,
@@ -177,37 +130,3 @@ def in_chunks(
     chosen = chosen.until_now(connection)
     while not stop() and (done := decision(connection, chosen, why, person, chunk)):
         yield done
-
-
-def _hand_over(
-    connection: psycopg.Connection[Any],
-    chosen: Filter,
-    why: str,
-    person: str | None,
-    limit: int | None,
-    *,
-    to: str | None,
-) -> list[UUID]:
-    with connection.transaction():
-        connection.execute(ONE_AT_A_TIME)
-        ids, message_ids = _locked(connection, chosen, limit, to=to)
-        if ids:
-            action = "retry" if to is None else f"redirect to {to}"
-            number = audit(connection, action, message_ids, why, person)
-            params = {"number": number, "dead_letter_ids": ids, "to": to, "person": person}
-            connection.execute(DUE, params)
-            connection.execute(PARK, params)
-            connection.execute(DELETE, params)
-    return message_ids
-
-
-def _locked(
-    connection: psycopg.Connection[Any],
-    chosen: Filter,
-    limit: int | None,
-    *,
-    to: str | None = None,
-) -> tuple[list[int], list[UUID]]:
-    params = asdict(chosen) | {"limit": limit, "to": to}
-    rows = fetch(connection, LOCKED, params)
-    return [row[0] for row in rows], [row[1] for row in rows]

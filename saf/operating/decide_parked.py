@@ -1,10 +1,7 @@
-"""Operators' decisions about parked messages: give them up, or send them elsewhere.
+"""Parked messages for a decision: how they are locked, passed on and given up.
 
-`discard` gives them up, as `saf.operating.decide.discard` does with dead letters: if a dialog
-misses one of them, its ends get an Error, and so do the subscribers of a monolog. `redirect` passes
-them to the forwarder for another destination, in a separate lane and in the order in which they
-were written. Both record in ``saf.audit`` who decided, when and why. To retry them now, call
-`saf.setaside.waiting.retry_now`.
+They are passed to the forwarder for another destination, in a separate lane and in the order in
+which they were written.
 
 While an operator decides about a message, no process has it in hand. For a forwarder, the lanes of
 the destination are locked (`saf.setaside.in_hand`); for receivers, the cursors of the shards, as
@@ -22,38 +19,41 @@ redirected message arrives at both destinations, and a discarded message has arr
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
-from dataclasses import asdict
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 from uuid import UUID
 
 import psycopg
+from psycopg.rows import class_row
 
 from saf.columns import COLUMNS
 from saf.database import fetch
-from saf.dialogs import monologs, statements
-from saf.dialogs.giving_up import Lost, give_up
+from saf.dialogs import giving_up, statements
 from saf.errors import Unavailable
 from saf.log.cursor import note_taken_out
 from saf.log.shards import failed, newest
+from saf.operating import decide_dead
 from saf.setaside import backoff, in_hand, parking
-from saf.setaside.audit import ONE_AT_A_TIME, audit
 from saf.setaside.lane import NO_BROKER, SAME_LANE, THE_LANE, Kind, Lane
-from saf.setaside.parked_messages import CHOSEN, FREE, REST_SECONDS, RESTING, ParkedFilter
+from saf.setaside.selection import REST_SECONDS, RESTING, ParkedMessages
 from saf.setaside.staying import TAKEN
 from saf.setaside.unhandled import FOR_ALL
+
+T = TypeVar("T")
 
 LONGEST_SECONDS = REST_SECONDS / 2
 """Maximum time for deciding about a member's keys; the rest is for the commit."""
 
 # The lanes and shards that must be in hand before their rows are read for the decision
-CONCERNED = f"""
+CONCERNED = ParkedMessages.sql(f"""
 WITH {TAKEN}, chosen AS (
-    SELECT p.subscription_id, s.log, p.destination, p.shard {CHOSEN} AND {FREE}
+    SELECT p.subscription_id, s.log, p.destination, p.shard {{chosen}} AND ({{stays}}) IS NULL
     ORDER BY p.parked_id LIMIT %(limit)s)
 SELECT DISTINCT subscription_id, log, destination, CASE WHEN log = 'inbox' THEN shard END
 FROM chosen
-"""
+""")
 
 # Note what a receiver's failed delivery left in the row, before a lock overwrites it. Leave shards
 # that a process has in hand to that process.
@@ -69,17 +69,17 @@ RETURNING c.shard, c.owner IS NOT NULL
 """
 
 # Read while the shards are in hand, so that a member's keys are as its last marks left them
-LOCKED = f"""
+LOCKED = ParkedMessages.sql(f"""
 WITH {TAKEN}
 SELECT p.parked_id, p.message_id, p.subscription_id, s.log,
        p.destination, p.kind, p.subject, p.broker, p.shard, p.conversation_id, p.from_initiator,
-       coalesce(p.sequence::text, p.message_type, '')
-{CHOSEN} AND {FREE}
+       coalesce(p.sequence::text, p.message_type, '') AS name
+{{chosen}} AND ({{stays}}) IS NULL
   AND (p.subscription_id, p.destination, CASE WHEN s.log = 'inbox' THEN p.shard ELSE -1 END) IN (
       SELECT * FROM unnest(%(subscription_ids)s::int[], %(destinations)s::text[],
                            %(shards)s::smallint[]))
 ORDER BY p.parked_id LIMIT %(limit)s FOR UPDATE OF p
-"""
+""")
 
 # Operators may make a key due at any time (`saf.setaside.waiting.retry_now`); this prevents it
 HOLD = f"""
@@ -100,7 +100,6 @@ FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s) AND conversation_id IS NO
 RETURNING dead_letter_id
 """
 WHO = "SELECT session_user::text"
-UNBURY = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
 
 # A key whose first message goes starts again with the next one. A key that waits for an operator's
 # decision about a dead letter keeps waiting.
@@ -132,147 +131,160 @@ WHERE subscription_id = ANY (%(subscription_ids)s) AND destination = %(to)s
 """
 
 
-def discard(
-    connection: psycopg.Connection[Any],
-    chosen: ParkedFilter,
-    why: str,
-    person: str | None = None,
-    limit: int | None = None,
-) -> list[UUID]:
-    """Give parked messages up for good; return their message ids.
+@dataclass(frozen=True, kw_only=True)
+class Locked:
+    """One locked message."""
 
-    ``person``: see `saf.setaside.audit.audit`. With ``limit``, only those parked first are given
-    up.
+    parked_id: int
+    message_id: UUID
+    subscription_id: int
+    log: str
+    destination: str
+    kind: str
+    subject: str
+    broker: UUID
+    shard: int
+    conversation_id: UUID | None
+    from_initiator: bool | None
+    name: str
+    """The message in an error's text."""
 
-    Raises:
-        Unavailable: a forwarder has them in hand, and does not release them in time.
-    """
-    with connection.transaction():
-        rows = _locked(connection, chosen, limit, to=None)
-        if rows:
-            params: dict[str, Any] = {"parked_ids": rows.parked_ids}
-            rows.note(connection)
-            audit(connection, "discard", rows.message_ids, why, person)
-            connection.execute(LET_KEYS_GO_ON, params)
-            _tell_conversations(connection, params)
-            if rows.arrived:
-                ((operator,),) = fetch(connection, WHO)
-                give_up(connection, rows.arrived, operator)
-            parking.unpark(connection, rows.parked_ids)
-            for subscription_id, lanes in rows.forgettable.items():
-                backoff.forget(connection, subscription_id, lanes)
-            rows.check()
-    return rows.message_ids
+    @property
+    def lane(self) -> Lane:
+        """The lane that it is in."""
+        return Lane(
+            destination=self.destination,
+            kind=Kind(self.kind),
+            subject=self.subject,
+            broker=None if self.broker == NO_BROKER else self.broker,
+        )
 
-
-def redirect(
-    connection: psycopg.Connection[Any],
-    chosen: ParkedFilter,
-    why: str,
-    person: str | None = None,
-    limit: int | None = None,
-    *,
-    to: str,
-) -> list[UUID]:
-    """Pass parked messages to the forwarder for the destination ``to``; like `discard`.
-
-    Messages of dialogs stay, because their other ends cannot move, and so do those that already
-    wait for ``to``. The caller has checked that the destination exists.
-    """
-    with connection.transaction():
-        connection.execute(ONE_AT_A_TIME)
-        rows = _locked(connection, chosen, limit, to=to)
-        if rows:
-            rows.note(connection)
-            number = audit(connection, f"redirect to {to}", rows.message_ids, why, person)
-            target = Lane(destination=to, kind=Kind.RETRY)
-            for subscription_id, lanes in rows.lanes.items():
-                # all lanes in one statement, because others lock them in the order of lanes
-                parking.touch(connection, subscription_id, [*lanes, target], "redirected")
-            params: dict[str, Any] = {"to": to, "person": person, "number": number}
-            params |= {"parked_ids": rows.parked_ids, "subscription_ids": [*rows.lanes]}
-            connection.execute(PARK, params)
-            connection.execute(DUE, params)
-            parking.unpark(connection, rows.parked_ids)
-            for subscription_id, lanes in rows.lanes.items():
-                backoff.forget(connection, subscription_id, lanes)
-    return rows.message_ids
+    @property
+    def in_shard(self) -> tuple[int, int]:
+        """Its subscription_id and shard."""
+        return self.subscription_id, self.shard
 
 
-class _Rows:
-    """The messages of a decision, all locked."""
+class HeldParked:
+    """Parked messages that are locked for a decision, and that no other process has in hand."""
 
     def __init__(
         self,
-        rows: list[tuple[Any, ...]],
-        owned: Collection[tuple[int, int]] = (),
-        began: float = 0.0,
+        connection: psycopg.Connection[Any],
+        chosen: ParkedMessages,
+        limit: int | None,
+        to: str | None,
     ) -> None:
-        self._began = began
-        self._owned = bool(owned)
-        self.parked_ids: list[int] = [row[0] for row in rows]
-        self.message_ids: list[UUID] = [row[1] for row in rows]
-        self.lanes: dict[int, set[Lane]] = {}
-        self.forgettable: dict[int, set[Lane]] = {}
-        """Lanes that may be deleted when empty. A member may be about to park another message in a
-        lane that it found; it deletes its empty lanes itself."""
-        self.arrived: list[Lost] = []
-        """Messages that have reached an end of a conversation."""
-        self._shards: dict[int, set[int]] = {}
-        """The shards of messages that have not arrived, by subscription."""
-        for _, _, subscription_id, log, destination, kind, subject, broker, shard, *dialog in rows:
-            lane = Lane(
-                destination=destination,
-                kind=Kind(kind),
-                subject=subject,
-                broker=None if broker == NO_BROKER else broker,
-            )
-            self.lanes.setdefault(subscription_id, set()).add(lane)
-            if log == "outbox" or (subscription_id, shard) not in owned:
-                self.forgettable.setdefault(subscription_id, set()).add(lane)
-            if log == "outbox":
-                self._shards.setdefault(subscription_id, set()).add(shard)
-            conversation_id, from_initiator, name = dialog
-            if log == "inbox" and conversation_id is not None and from_initiator is not None:
-                self.arrived.append((conversation_id, from_initiator, name))
+        params = chosen.params(limit, to)
+        places, self._owned = _take(connection, fetch(connection, CONCERNED, params))
+        self._began = time.monotonic()
+        params |= {
+            "subscription_ids": [subscription_id for subscription_id, _, _ in places],
+            "destinations": [destination for _, destination, _ in places],
+            "shards": [shard for _, _, shard in places],
+        }
+        with psycopg.Cursor(connection, row_factory=class_row(Locked)) as cursor:
+            rows = cursor.execute(LOCKED, params).fetchall() if places else []
+        self._rows = self._held(connection, rows)
+        self.message_ids = [row.message_id for row in self._rows]
+        self._parked_ids = [row.parked_id for row in self._rows]
 
-    def note(self, connection: psycopg.Connection[Any]) -> None:
-        """Record at the source the messages that leave their lanes; see `saf.destinations.marks`.
+    def pass_on(
+        self, connection: psycopg.Connection[Any], to: str | None, number: int, person: str | None
+    ) -> None:
+        """Pass them to the forwarder for ``to``."""
+        self._note(connection)
+        target = Lane(destination=to or "", kind=Kind.RETRY)
+        lanes = _grouped((row.subscription_id, row.lane) for row in self._rows)
+        for subscription_id in lanes:
+            # all lanes in one statement, because others lock them in the order of lanes
+            touched = [*lanes[subscription_id], target]
+            parking.touch(connection, subscription_id, touched, "redirected")
+        params: dict[str, Any] = {"to": to, "person": person, "number": number}
+        params |= {"parked_ids": self._parked_ids, "subscription_ids": [*lanes]}
+        connection.execute(PARK, params)
+        connection.execute(DUE, params)
+        self._unpark(connection, lanes)
 
-        Call this before any lane is written: a forwarder locks cursors first, and then lanes.
-        """
-        for subscription_id in sorted(self._shards):
-            note_taken_out(connection, subscription_id, self._shards[subscription_id])
-        if self._shards:
-            in_hand.note(connection, self.parked_ids)
-
-    def check(self) -> None:
-        """Raise if the decision took so long that a member may have read a key that became due.
+    def give_up(self, connection: psycopg.Connection[Any]) -> None:
+        """Give them up for good.
 
         Raises:
-            Unavailable: it took longer than `LONGEST_SECONDS`.
+            Unavailable: it took so long that a member may have read a key that became due.
         """
+        self._note(connection)
+        params = {"parked_ids": self._parked_ids}
+        connection.execute(LET_KEYS_GO_ON, params)
+        if dead := [number for (number,) in fetch(connection, BURY, params)]:
+            decide_dead.give_up(connection, dead)
+        arrived = [
+            (row.conversation_id, row.from_initiator, row.name)
+            for row in self._rows
+            if row.log == "inbox" and row.conversation_id and row.from_initiator is not None
+        ]
+        if arrived:
+            ((operator,),) = fetch(connection, WHO)
+            giving_up.give_up(connection, arrived, operator)
+        # a member may be about to park another message in a lane that it found; it deletes its
+        # empty lanes itself
+        forgettable = [
+            row for row in self._rows if row.log == "outbox" or row.in_shard not in self._owned
+        ]
+        self._unpark(connection, _grouped((row.subscription_id, row.lane) for row in forgettable))
         if self._owned and time.monotonic() - self._began > LONGEST_SECONDS:
             raise Unavailable(
                 "what receivers have parked", "to decide took too long: decide about fewer"
             )
 
-    def __bool__(self) -> bool:
-        return bool(self.parked_ids)
+    def _note(self, connection: psycopg.Connection[Any]) -> None:
+        """Record at the source the messages that leave their lanes; see `saf.destinations.marks`.
+
+        Call this before any lane is written: a forwarder locks cursors first, and then lanes.
+        """
+        shards = _grouped(row.in_shard for row in self._rows if row.log == "outbox")
+        for subscription_id in sorted(shards):
+            note_taken_out(connection, subscription_id, shards[subscription_id])
+        if shards:
+            in_hand.note(connection, self._parked_ids)
+
+    def _unpark(
+        self, connection: psycopg.Connection[Any], forgettable: dict[int, set[Lane]]
+    ) -> None:
+        """Delete the messages, and lanes that may be deleted and are empty."""
+        parking.unpark(connection, self._parked_ids)
+        for subscription_id, lanes in forgettable.items():
+            backoff.forget(connection, subscription_id, lanes)
+
+    def _held(self, connection: psycopg.Connection[Any], rows: list[Locked]) -> list[Locked]:
+        """Return rows but those of members' keys that are due by now; lock the others' keys."""
+        of_members = [row for row in rows if row.log == "inbox" and row.in_shard in self._owned]
+        subjects = _grouped((row.subscription_id, row.subject) for row in of_members)
+        rest = {
+            (subscription_id, subject)
+            for subscription_id in sorted(subjects)
+            for (subject,) in fetch(
+                connection,
+                HOLD,
+                {"subscription_id": subscription_id, "subjects": [*subjects[subscription_id]]},
+            )
+        }
+        due = {
+            row.parked_id for row in of_members if (row.subscription_id, row.subject) not in rest
+        }
+        return [row for row in rows if row.parked_id not in due]
 
 
-def _locked(
-    connection: psycopg.Connection[Any],
-    chosen: ParkedFilter,
-    limit: int | None,
-    *,
-    to: str | None,
-) -> _Rows:
-    """Lock out processes that might have the chosen messages in hand; then lock the messages."""
-    params = asdict(chosen) | {"limit": limit, "to": to}
+def _take(
+    connection: psycopg.Connection[Any], concerned: Iterable[tuple[int, str, str, int]]
+) -> tuple[set[tuple[int, str, int]], set[tuple[int, int]]]:
+    """Lock out processes that might have messages in hand.
+
+    Return what is locked, as subscription, destination and shard, with -1 for all shards; and the
+    shards that members own.
+    """
     places: set[tuple[int, str, int]] = set()
     shards: dict[int, list[int]] = {}
-    for subscription_id, log, destination, shard in fetch(connection, CONCERNED, params):
+    for subscription_id, log, destination, shard in concerned:
         if log == "inbox":
             shards.setdefault(subscription_id, []).append(shard)
         else:
@@ -285,40 +297,12 @@ def _locked(
             places.add((subscription_id, "", shard))
             if is_owned:
                 owned.add((subscription_id, shard))
-    if not places:
-        return _Rows([])
-    subscription_ids, destinations, numbers = zip(*places, strict=True)
-    params |= {
-        "subscription_ids": list(subscription_ids),
-        "destinations": list(destinations),
-        "shards": list(numbers),
-    }
-    began = time.monotonic()
-    rows = _held(connection, fetch(connection, LOCKED, params), owned)
-    return _Rows(rows, owned, began)
+    return places, owned
 
 
-def _held(
-    connection: psycopg.Connection[Any],
-    rows: list[tuple[Any, ...]],
-    owned: Collection[tuple[int, int]],
-) -> list[tuple[Any, ...]]:
-    """Return the rows, except those of members' keys that are due by now; lock the others' keys."""
-    of_members = [row for row in rows if row[3] == "inbox" and (row[2], row[8]) in owned]
-    due: set[tuple[int, str]] = set()
-    for subscription_id in sorted({row[2] for row in of_members}):
-        subjects = {row[6] for row in of_members if row[2] == subscription_id}
-        params = {"subscription_id": subscription_id, "subjects": list(subjects)}
-        rest = {subject for (subject,) in fetch(connection, HOLD, params)}
-        due |= {(subscription_id, subject) for subject in subjects - rest}
-    gone = {row[0] for row in of_members if (row[2], row[6]) in due}
-    return [row for row in rows if row[0] not in gone]
-
-
-def _tell_conversations(connection: psycopg.Connection[Any], params: dict[str, Any]) -> None:
-    dead = [number for (number,) in fetch(connection, BURY, params)]
-    if dead:
-        params = {"dead_letter_ids": dead}
-        connection.execute(statements.GIVE_UP, params)
-        connection.execute(monologs.GIVE_UP, params)
-        connection.execute(UNBURY, params)
+def _grouped(pairs: Iterable[tuple[int, T]]) -> dict[int, set[T]]:
+    """Return values by subscription."""
+    found: dict[int, set[T]] = defaultdict(set)
+    for subscription_id, value in pairs:
+        found[subscription_id].add(value)
+    return found

@@ -1,29 +1,24 @@
 """Dead letters: messages set aside for an operator.
 
-They are written in the transaction that moves the position past them. Operators' decisions about
-them are in `saf.operating.decide`.
+They are written in the transaction that moves the position past them. `saf.setaside.selection`
+lists them, and operators' decisions about them are in `saf.operating.decide`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Self
+from typing import Any
 from uuid import UUID
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import class_row
 
 from saf.columns import COLUMNS
 from saf.database import fetch, parameters
-from saf.database.pages import Page, number_at, page_of
-from saf.limits import HEADERS_READABLE, WHY_NOT
+from saf.limits import WHY_NOT
 from saf.message import MAX_BODY
-from saf.setaside.staying import DEAD_SINCE, OF_BATCH, TAKEN, Counted
 from saf.signing.verifier import ALTERED, UNKNOWN_KEY, UNSIGNED
 
 REASONS = (
@@ -63,107 +58,7 @@ WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
   AND (id, message_id) IN (SELECT * FROM unnest(%(ids)s::bigint[], %(message_ids)s::uuid[]))
 """
 
-CHOSEN = """
-FROM saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
-WHERE (%(dead_letter_ids)s::bigint[] IS NULL OR dead_letter_id = ANY (%(dead_letter_ids)s))
-  AND (%(reason)s::text IS NULL OR reason = %(reason)s)
-  AND (%(service)s::text IS NULL OR to_service = %(service)s)
-  AND (%(destination)s::text IS NULL OR destination = %(destination)s)
-  AND (%(key)s::text IS NULL OR key = %(key)s)
-  AND (%(before)s::timestamptz IS NULL OR dead_letter_at < %(before)s)
-  AND (%(subscription)s::text IS NULL OR s.name = %(subscription)s)
-  AND (%(error)s::text IS NULL OR strpos(lower(error), lower(%(error)s)) > 0)
-  AND (%(after)s::bigint IS NULL OR dead_letter_id > %(after)s)
-  AND (%(through)s::bigint IS NULL OR dead_letter_id <= %(through)s)
-"""
-
-# If it were deleted, the batch would not see it, and would set it aside again, or deliver it
-STAYS = f"""
-CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
-     WHEN %(to)s::text IS NOT NULL AND d.conversation_id IS NOT NULL THEN 'dialog'
-     WHEN {OF_BATCH.format(one="d", at=DEAD_SINCE)} THEN 'batch' END
-"""
-"""SQL: why an operator may not decide about the dead letter d of the subscription s now, one of
-`saf.setaside.staying.WHY`; or NULL. ``to`` is the destination of a redirection, or NULL."""
-
-LIST = f"""
-WITH {TAKEN}
-SELECT dead_letter_id, s.name AS subscription, destination, reason, error, dead_letter_at,
-       message_id, left(to_service, {SHOWN}) AS service, left(key, {SHOWN}) AS key,
-       left(message_type, {SHOWN}) AS message_type, octet_length(body) AS bytes,
-       CASE WHEN {HEADERS_READABLE} THEN headers::text END AS headers,
-       d.created_at, expires_at, {STAYS} AS stays
-{CHOSEN} ORDER BY dead_letter_id LIMIT %(limit)s
-"""
-
-COUNT = f"""
-WITH {TAKEN}
-SELECT stays, count(*), max(dead_letter_id)
-FROM (SELECT dead_letter_id, {STAYS} AS stays {CHOSEN}
-      ORDER BY dead_letter_id LIMIT %(most)s) AS found
-GROUP BY 1 ORDER BY 1
-"""
-
-LAST = "SELECT coalesce(max(dead_letter_id), 0) FROM saf.dead_letter"
-
 BODY = "SELECT body FROM saf.dead_letter WHERE dead_letter_id = %(dead_letter_id)s"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Filter:
-    """Which dead letters to choose; None means any."""
-
-    dead_letter_ids: Sequence[int] | None = None
-    reason: str | None = None
-    service: str | None = None
-    destination: str | None = None
-    key: str | None = None
-    before: datetime | None = None
-    subscription: str | None = None
-    error: str | None = None
-    """A part of the error's text, case-insensitive."""
-    after: int | None = None
-    """Only those with greater numbers: the next page."""
-    through: int | None = None
-    """Only those up to this number, without later dead letters."""
-
-    def until_now(self, connection: psycopg.Connection[Any]) -> Self:
-        """Return the filter without messages that become dead letters from now on."""
-        return self if self.through is not None else replace(self, through=last(connection))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeadLetter:
-    """One dead letter, without its body."""
-
-    dead_letter_id: int
-    subscription: str
-    destination: str
-    reason: str
-    error: str
-    dead_letter_at: datetime
-    message_id: UUID
-    service: str
-    key: str | None
-    message_type: str | None
-    headers: str | None
-    """The headers as JSON text; None also if they are too large to be read."""
-    bytes: int
-    created_at: datetime
-    expires_at: datetime | None
-    stays: str | None
-    """Why nobody may decide about it now, one of `saf.setaside.staying.WHY`; None: operators
-    may."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the dead letter as a dict for JSON."""
-        plain = {name: value for name, value in asdict(self).items() if value is not None}
-        moments = {n: v.isoformat() for n, v in plain.items() if isinstance(v, datetime)}
-        if self.headers is not None:
-            # as text if Python cannot decode them
-            with suppress(ValueError, RecursionError):
-                plain["headers"] = json.loads(self.headers)
-        return {**plain, **moments, "message_id": str(self.message_id)}
 
 
 def known(
@@ -252,58 +147,6 @@ def bury_as_stored(
     }
     number = "parked_id" if table == "parked" else "id"
     connection.execute(BURY_AS_STORED.format(table=table, id=number), params)
-
-
-def dead_letters(
-    connection: psycopg.Connection[Any],
-    chosen: Filter,
-    limit: int | None = 100,
-    *,
-    to: str | None = None,
-) -> list[DeadLetter]:
-    """Return the dead letters that a filter matches, oldest first.
-
-    ``stays`` is set for a redirection ``to`` a destination, or for other decisions.
-    """
-    with psycopg.Cursor(connection, row_factory=class_row(DeadLetter)) as cursor:
-        return cursor.execute(LIST, asdict(chosen) | {"limit": limit, "to": to}).fetchall()
-
-
-def page(
-    connection: psycopg.Connection[Any],
-    chosen: Filter,
-    limit: int | None,
-    *,
-    to: str | None = None,
-) -> Page[DeadLetter]:
-    """Return a page of `dead_letters`; it begins after the filter's ``after``."""
-    return page_of(
-        lambda most: dead_letters(connection, chosen, most, to=to),
-        limit,
-        lambda row: str(row.dead_letter_id),
-    )
-
-
-def place_at(place: str | None) -> int | None:
-    """Parse a place returned by an earlier page, for the next page's `Filter`.
-
-    Raises:
-        UsageError: no page of dead letters ends there.
-    """
-    return number_at(place, "dead letters")
-
-
-def count(
-    connection: psycopg.Connection[Any], chosen: Filter, most: int, *, to: str | None = None
-) -> Counted:
-    """Count the dead letters that a filter matches, up to ``most``, oldest first."""
-    return Counted.of(fetch(connection, COUNT, asdict(chosen) | {"most": most + 1, "to": to}), most)
-
-
-def last(connection: psycopg.Connection[Any]) -> int:
-    """Return the greatest number of a dead letter; 0 if there is none."""
-    ((number,),) = fetch(connection, LAST)
-    return int(number)
 
 
 def body(connection: psycopg.Connection[Any], dead_letter_id: int) -> bytes | None:

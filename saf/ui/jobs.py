@@ -20,8 +20,7 @@ from saf.database import check_schema, unavailable_if_lost
 from saf.errors import SafError, Unexpected
 from saf.logger import Log
 from saf.operating.decide import Decision, in_chunks
-from saf.setaside.dead import Filter
-from saf.setaside.parked_messages import ParkedFilter
+from saf.setaside.selection import Selection
 from saf.ui import redaction
 
 KEPT = 100
@@ -45,8 +44,8 @@ class Job:
     """Action of the job, e.g. "retry"."""
     person: str
     why: str
-    about: Mapping[str, Filter | ParkedFilter]
-    """Filter for each broker."""
+    about: Mapping[str, Selection[Any]]
+    """Which messages, for each broker."""
     expected: int
     began: float = field(default_factory=time.time)
     ended: float | None = None
@@ -89,10 +88,9 @@ class Jobs:
 
     def begin(
         self,
-        decision: Decision[Any],
-        about: Mapping[str, tuple[Broker, Filter | ParkedFilter]],
+        decision: Decision,
+        about: Mapping[str, tuple[Broker, Selection[Any]]],
         *,
-        what: str,
         person: str,
         why: str,
         expected: int,
@@ -100,7 +98,7 @@ class Jobs:
         """Begin a job, and return it immediately."""
         job = Job(
             number=next(self._numbers),
-            what=what,
+            what=str(decision),
             person=person,
             why=why,
             about={name: chosen for name, (_, chosen) in about.items()},
@@ -131,7 +129,7 @@ class Jobs:
             if job.thread is not None:
                 job.thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _work(self, job: Job, decision: Decision[Any], places: Mapping[str, Broker]) -> None:
+    def _work(self, job: Job, decision: Decision, places: Mapping[str, Broker]) -> None:
         with self._turns:
             job.state = "running"
             for name, broker in places.items():
@@ -147,7 +145,7 @@ class Jobs:
             job.state = "failed" if job.errors else "cancelled" if stopped else "done"
             job.ended = time.time()
 
-    def _at(self, job: Job, decision: Decision[Any], name: str, broker: Broker) -> None:
+    def _at(self, job: Job, decision: Decision, name: str, broker: Broker) -> None:
         with (
             unavailable_if_lost(f"broker {name!r}"),
             broker.dsn.connect(role="dead", autocommit=True) as connection,

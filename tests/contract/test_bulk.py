@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import psycopg
@@ -12,8 +11,8 @@ from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.operating import decide
 from saf.operating.decide import in_chunks
-from saf.setaside import audit, dead
-from saf.setaside.dead import Filter
+from saf.setaside import audit
+from saf.setaside.selection import DeadLetters
 from tests.pipeline import bodies, connect, run, send
 
 REFUSE = "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') !~ 'bad')"
@@ -34,14 +33,14 @@ def rejected(app: Dsn, mom: Dsn) -> list[str]:
 
 
 def letters(connection: psycopg.Connection[Any]) -> int:
-    return dead.count(connection, Filter(), 1000).messages
+    return DeadLetters().count(connection, 1000).messages
 
 
 def test_many_are_retried_some_at_a_time_and_arrive_in_order(
     app: Dsn, mom: Dsn, rejected: list[str]
 ) -> None:
     with connect(app) as connection:
-        done = in_chunks(connection, decide.retry, Filter(), "try", person="ann", chunk=3)
+        done = in_chunks(connection, decide.retry, DeadLetters(), "try", person="ann", chunk=3)
         assert [len(ids) for ids in done] == [3, 3, 1]
         assert [(one.messages, one.person, one.who) for one in audit.audited(connection)] == [
             (1, "ann", "postgres"),
@@ -59,7 +58,7 @@ def test_what_is_stopped_leaves_the_rest_as_it_was(app: Dsn, rejected: list[str]
         def stop() -> bool:
             return chunks == 1
 
-        for _ in in_chunks(connection, decide.discard, Filter(), "", chunk=2, stop=stop):
+        for _ in in_chunks(connection, decide.discard, DeadLetters(), "", chunk=2, stop=stop):
             chunks += 1
         assert letters(connection) == len(rejected) - 2
 
@@ -68,7 +67,7 @@ def test_what_dies_after_the_decision_is_not_touched(
     app: Dsn, mom: Dsn, rejected: list[str]
 ) -> None:
     with connect(app) as connection, connect(mom) as store:
-        chunks = in_chunks(connection, decide.discard, Filter(), "", chunk=3)
+        chunks = in_chunks(connection, decide.discard, DeadLetters(), "", chunk=3)
         next(chunks)
         store.execute(REFUSE)
         send(connection, "bad later", key="k")
@@ -81,8 +80,10 @@ def test_dead_letters_are_redirected_to_another_destination_in_order(
     app: Dsn, mom: Dsn, other: Dsn, rejected: list[str]
 ) -> None:
     with connect(app) as connection:
-        elsewhere = partial(decide.redirect, to="other")
-        (ids,) = in_chunks(connection, elsewhere, Filter(destination="mom"), "mom is too strict")
+        elsewhere = decide.redirect("other")
+        (ids,) = in_chunks(
+            connection, elsewhere, DeadLetters(destination="mom"), "mom is too strict"
+        )
         assert len(ids) == len(rejected)
         assert [one.action for one in audit.audited(connection)] == ["redirect to other"]
     run(app, mom=mom, other=other)
@@ -100,14 +101,14 @@ def test_a_receivers_dead_letter_is_not_redirected(mom: Dsn) -> None:
             " to_service, body) VALUES (%s, '', 0, 1, 'failed', 'no', 'billing', '')",
             [subscription],
         )
-        assert decide.redirect(store, Filter(), "", to="other") == []
+        assert decide.redirect("other")(store, DeadLetters(), "") == []
         assert letters(store) == 1
 
 
 def test_a_count_has_a_bound_and_says_that_there_are_more(app: Dsn, rejected: list[str]) -> None:
     with connect(app) as connection:
-        few = dead.count(connection, Filter(), 3)
+        few = DeadLetters().count(connection, 3)
         assert (few.messages, few.more) == (3, True)
-        all_of_them = dead.count(connection, Filter(error="POLITE"), len(rejected))
+        all_of_them = DeadLetters(error="POLITE").count(connection, len(rejected))
         assert (all_of_them.messages, all_of_them.more) == (len(rejected), False)
-        assert dead.count(connection, Filter(error="%"), 3).messages == 0
+        assert DeadLetters(error="%").count(connection, 3).messages == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import psycopg
@@ -15,7 +14,7 @@ from saf.operating import decide
 from saf.operating.decide import Decision
 from saf.setaside import audit as audits
 from saf.setaside import dead
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from tests.destinations import NOWHERE
 from tests.destinations import run as attempt
 from tests.pipeline import (
@@ -54,9 +53,9 @@ def test_retried_messages_arrive_in_order_and_with_their_ids(
     app: Dsn, mom: Dsn, rejected: list[str]
 ) -> None:
     with connect(app) as connection, connect(mom) as store:
-        found = dead.dead_letters(connection, Filter())
+        found = DeadLetters().rows(connection)
         store.execute(ALLOW)
-        ids = decide.retry(connection, Filter(), "the check was wrong")
+        ids = decide.retry(connection, DeadLetters(), "the check was wrong")
         assert ids == [letter.message_id for letter in found]
         run(app, chunk_rows=3, mom=mom)
         assert bodies(mom)[5:] == rejected
@@ -70,13 +69,13 @@ def test_retrying_again_retries_nothing_and_what_is_rejected_again_is_dead_again
     app: Dsn, mom: Dsn, rejected: list[str]
 ) -> None:
     with connect(app) as connection, connect(mom) as store:
-        first = decide.retry(connection, Filter(), "")
-        assert decide.retry(connection, Filter(), "") == []
+        first = decide.retry(connection, DeadLetters(), "")
+        assert decide.retry(connection, DeadLetters(), "") == []
         run(app, chunk_rows=3, mom=mom)
-        again = dead.dead_letters(connection, Filter())
+        again = DeadLetters().rows(connection)
         assert [letter.message_id for letter in again] == first
         store.execute(ALLOW)
-        decide.retry(connection, Filter(), "")
+        decide.retry(connection, DeadLetters(), "")
         run(app, chunk_rows=3, mom=mom)
         assert bodies(mom)[5:] == rejected
 
@@ -86,9 +85,9 @@ def test_retries_one_after_the_other_are_all_delivered_in_whatever_order_they_we
 ) -> None:
     with connect(app) as connection, connect(mom) as store:
         store.execute(ALLOW)
-        numbers = [letter.dead_letter_id for letter in dead.dead_letters(connection, Filter())]
+        numbers = [letter.dead_letter_id for letter in DeadLetters().rows(connection)]
         for number in reversed(numbers):
-            decide.retry(connection, Filter(dead_letter_ids=[number]), "")
+            decide.retry(connection, DeadLetters(numbers=[number]), "")
         run(app, chunk_rows=3, mom=mom)
     assert bodies(mom)[5:] == rejected[::-1]
 
@@ -99,7 +98,7 @@ def test_a_retry_beside_a_destination_that_is_down_waits_its_turn(
     nowhere = Dsn("host=/nonexistent dbname=mom")
     with connect(app) as connection, connect(mom) as store:
         store.execute(ALLOW)
-        decide.retry(connection, Filter(), "")
+        decide.retry(connection, DeadLetters(), "")
         with Cycle(app, forwarding_rules(mom=nowhere)) as cycle:
             cycle.run()
         assert len(bodies(mom)) == 5
@@ -112,14 +111,14 @@ def test_a_filter_chooses_and_a_discarded_message_is_gone_and_remembered(
     app: Dsn, rejected: list[str]
 ) -> None:
     with connect(app) as connection:
-        assert dead.dead_letters(connection, Filter(reason="expired")) == []
-        assert decide.discard(connection, Filter(service="nobody"), "") == []
-        (first, *_) = dead.dead_letters(connection, Filter(key="k", destination="mom"))
+        assert DeadLetters(reason="expired").rows(connection) == []
+        assert decide.discard(connection, DeadLetters(service="nobody"), "") == []
+        (first, *_) = DeadLetters(key="k", destination="mom").rows(connection)
         assert dead.body(connection, first.dead_letter_id) == rejected[0].encode()
-        chosen = Filter(dead_letter_ids=[first.dead_letter_id])
+        chosen = DeadLetters(numbers=[first.dead_letter_id])
         assert decide.discard(connection, chosen, "a test order") == [first.message_id]
         assert dead.body(connection, first.dead_letter_id) is None
-        assert len(dead.dead_letters(connection, Filter())) == 4
+        assert len(DeadLetters().rows(connection)) == 4
         assert audit(connection) == [("postgres", "discard", 1, "a test order")]
 
 
@@ -134,8 +133,8 @@ def test_what_had_expired_is_delivered_all_the_same_when_a_person_retries_it(
             "VALUES ('billing', 'late', now() - interval '1 s')"
         )
         run(app, chunk_rows=3, mom=mom)
-        assert [one.reason for one in dead.dead_letters(connection, Filter())] == ["expired"]
-        decide.retry(connection, Filter(), "better late")
+        assert [one.reason for one in DeadLetters().rows(connection)] == ["expired"]
+        decide.retry(connection, DeadLetters(), "better late")
         run(app, chunk_rows=3, mom=mom)
     with saf.receive(mom, "billing") as delivery:
         assert [message.text() for message in delivery] == ["late"]
@@ -149,16 +148,14 @@ def test_retries_are_numbered_one_at_a_time(app: Dsn, rejected: list[str]) -> No
         with one.transaction():
             one.execute(audits.ONE_AT_A_TIME)
             with pytest.raises(psycopg.errors.LockNotAvailable):
-                decide.retry(two, Filter(), "")
+                decide.retry(two, DeadLetters(), "")
         two.rollback()
-        assert len(decide.retry(two, Filter(), "")) == len(rejected)
+        assert len(decide.retry(two, DeadLetters(), "")) == len(rejected)
 
 
-@pytest.mark.parametrize(
-    "decision", [decide.discard, decide.retry, partial(decide.redirect, to="mom")]
-)
+@pytest.mark.parametrize("decision", [decide.discard, decide.retry, decide.redirect("mom")])
 def test_what_an_open_batch_is_not_past_stays_and_says_why(
-    app: Dsn, mom: Dsn, decision: Decision[Filter]
+    app: Dsn, mom: Dsn, decision: Decision
 ) -> None:
     with connect(app) as connection:
         send(connection, "late", key="k")
@@ -166,22 +163,22 @@ def test_what_an_open_batch_is_not_past_stays_and_says_why(
         send(connection, "plain", key="k")
         # the only destination, so that the batch stays open
         assert attempt(app, mom=NOWHERE) == ["Unavailable"]
-        (letter,) = dead.dead_letters(connection, Filter())
+        (letter,) = DeadLetters().rows(connection)
         assert letter.stays == "batch"
-        assert dead.count(connection, Filter(), 10).stays == {"batch": 1}
-        assert decision(connection, Filter(), "too early") == []
+        assert DeadLetters().count(connection, 10).stays == {"batch": 1}
+        assert decision(connection, DeadLetters(), "too early") == []
         for _ in range(2):
             let_time_pass(app)
             assert attempt(app, mom=NOWHERE) == ["Unavailable"]
-        (still,) = dead.dead_letters(connection, Filter())
+        (still,) = DeadLetters().rows(connection)
         assert (still.dead_letter_id, still.stays) == (letter.dead_letter_id, "batch")
 
         let_time_pass(app)
         run(app, mom=mom)
-        assert dead.count(connection, Filter(), 10).messages == 1
-        assert decision(connection, Filter(), "now") == [letter.message_id]
+        assert DeadLetters().count(connection, 10).messages == 1
+        assert decision(connection, DeadLetters(), "now") == [letter.message_id]
         run(app, mom=mom)
-        assert dead.dead_letters(connection, Filter()) == []
+        assert DeadLetters().rows(connection) == []
     assert bodies(mom) == (["plain"] if decision is decide.discard else ["plain", "late"])
 
 
@@ -191,6 +188,6 @@ def test_what_cannot_go_elsewhere_stays_and_says_why(app: Dsn, rejected: list[st
             "UPDATE saf.dead_letter SET conversation_id = gen_random_uuid() "
             "WHERE dead_letter_id = (SELECT min(dead_letter_id) FROM saf.dead_letter)"
         )
-        counted = dead.count(connection, Filter(), 10, to="mom")
+        counted = DeadLetters().count(connection, 10, to="mom")
         assert (counted.messages, counted.stays) == (len(rejected) - 1, {"dialog": 1})
-        assert len(decide.redirect(connection, Filter(), "there", to="mom")) == len(rejected) - 1
+        assert len(decide.redirect("mom")(connection, DeadLetters(), "there")) == len(rejected) - 1

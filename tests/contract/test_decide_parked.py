@@ -6,7 +6,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from uuid import UUID
 
 import psycopg
@@ -16,10 +15,10 @@ import saf
 from saf.database import Dsn, fetch
 from saf.errors import Unavailable
 from saf.failpoints import arm
-from saf.operating import decide_parked
+from saf.operating import decide, decide_parked
 from saf.operating.decide import in_chunks
-from saf.setaside import audit, parked_messages, waiting
-from saf.setaside.parked_messages import ParkedFilter
+from saf.setaside import audit, waiting
+from saf.setaside.selection import ParkedMessages
 from tests.destinations import NOWHERE, AnswerLost, count, know, route, send_to
 from tests.dialogs import ERROR, SHOP, WAREHOUSE, begin, say
 from tests.dialogs import forward as forward_dialogs
@@ -41,12 +40,12 @@ from tests.processors import Poisoned, prepare_processors
 from tests.receivers import SUBSCRIPTION, effect, effects, prepare, put, running
 from tests.waits import until, waiters
 
-ANY = ParkedFilter()
+ANY = ParkedMessages()
 LATER = """
 UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h'
 WHERE next_attempt_at > now() + interval '1 s'
 """
-TO_OTHER = partial(decide_parked.redirect, to="other")
+TO_OTHER = decide.redirect("other")
 
 
 @pytest.fixture
@@ -80,13 +79,13 @@ def test_what_is_discarded_is_gone_with_a_line_in_the_audit_and_the_rest_arrives
     app: Dsn, mom: Dsn, other: Dsn
 ) -> None:
     with connect(app) as connection:
-        some = parked_messages.parked_messages(connection, ANY)
-        which = ParkedFilter(parked_ids=[some[1].parked_id, some[4].parked_id])
-        assert parked_messages.count(connection, which, 100).messages == 2
-        done = decide_parked.discard(connection, which, "test orders", "ann")
+        some = ANY.rows(connection)
+        which = ParkedMessages(numbers=[some[1].parked_id, some[4].parked_id])
+        assert which.count(connection, 100).messages == 2
+        done = decide.discard(connection, which, "test orders", "ann")
         assert done == [some[1].message_id, some[4].message_id]
         assert actions(connection) == [("discard", 2, "test orders", "ann")]
-        assert decide_parked.discard(connection, which, "") == []
+        assert decide.discard(connection, which, "") == []
     forward(app, mom=mom, other=other)
     assert bodies(mom) == ["b0", "b2", "b3", "b5"]
     assert count(app, "parked") + count(app, "backoff") + count(app, "dead_letter") == 0
@@ -97,7 +96,7 @@ def test_all_are_discarded_some_at_a_time_and_their_lane_goes_with_the_last(
     app: Dsn, mom: Dsn, other: Dsn
 ) -> None:
     with connect(app) as connection:
-        done = in_chunks(connection, decide_parked.discard, ParkedFilter(key="k"), "", chunk=4)
+        done = in_chunks(connection, decide.discard, ParkedMessages(key="k"), "", chunk=4)
         assert [len(ids) for ids in done] == [4, 2]
         assert count(app, "backoff") == 0
         send_to(connection, "billing", "new")
@@ -109,12 +108,12 @@ def test_what_is_redirected_arrives_elsewhere_in_order_and_once_with_what_was_le
     app: Dsn, mom: Dsn, other: Dsn, parked: list[str]
 ) -> None:
     with connect(app) as connection:
-        chosen = ParkedFilter(destination="mom", through=_number(connection, 3))
+        chosen = ParkedMessages(destination="mom", through=_number(connection, 3))
         done = in_chunks(connection, TO_OTHER, chosen, "mom is away", chunk=2)
         assert [len(ids) for ids in done] == [2, 2]
         assert actions(connection) == [("redirect to other", 2, "mom is away", None)] * 2
         # what waits for that destination already is not moved behind itself
-        assert TO_OTHER(connection, ParkedFilter(destination="other"), "") == []
+        assert TO_OTHER(connection, ParkedMessages(destination="other"), "") == []
     forward(app, mom=mom, other=other)
     assert (bodies(other), bodies(mom)) == (["s", *parked[:4]], parked[4:])
     assert count(app, "parked") + count(app, "backoff") == 0
@@ -133,9 +132,9 @@ def test_a_decision_about_what_has_arrived_is_not_taken_for_a_set_back(
             forward(app, mom=mom, other=other)
         assert (count(app, "parked"), bodies(other)) == (1, ["stored"])
         if redirected:
-            assert len(decide_parked.redirect(connection, ANY, "it is away", to="mom")) == 1
+            assert len(decide.redirect("mom")(connection, ANY, "it is away")) == 1
         else:
-            assert len(decide_parked.discard(connection, ANY, "it is away")) == 1
+            assert len(decide.discard(connection, ANY, "it is away")) == 1
         send_to(connection, "billing", "next")
     forward(app, mom=mom, other=other)
     assert bodies(other) == ["stored", "next"]
@@ -155,7 +154,7 @@ def test_what_waits_for_a_route_or_for_a_service_can_be_sent_to_a_destination(
         cycle.default = None
         cycle.run()
         with connect(app) as connection:
-            kinds = [one.kind for one in parked_messages.parked_messages(connection, ANY)]
+            kinds = [one.kind for one in ANY.rows(connection)]
             assert sorted(kinds) == ["route", "service"]
             assert len(TO_OTHER(connection, ANY, "")) == 2
         drain(cycle)
@@ -169,19 +168,19 @@ def test_nobody_decides_about_what_a_forwarder_has_in_hand(
     """The destination is about to commit them, and the source does not know that yet."""
     refused: list[str] = []
 
-    def decide() -> None:
+    def refuse() -> None:
         with connect(app) as connection:
             connection.execute("SET lock_timeout = '50ms'")
-            for decision in (decide_parked.discard, TO_OTHER):
+            for decision in (decide.discard, TO_OTHER):
                 with pytest.raises(Unavailable, match="in a moment") as error:
                     decision(connection, ANY, "")
                 refused.append(str(error.value))
 
-    arm("mom_insert", decide)
+    arm("mom_insert", refuse)
     forward(app, mom=mom, other=other)
     assert ["'mom'" in one for one in refused] == [True, True]
     with connect(app) as connection:
-        assert decide_parked.discard(connection, ANY, "") == []
+        assert decide.discard(connection, ANY, "") == []
         assert actions(connection) == []
     assert (bodies(mom), bodies(other)) == (parked, ["s"])
 
@@ -192,8 +191,8 @@ def test_a_forwarder_waits_for_a_decision_and_delivers_the_rest(
     running = threading.Thread(target=forward, args=(app,), kwargs={"mom": mom, "other": other})
     with connect(app) as connection:
         with connection.transaction():
-            chosen = ParkedFilter(through=_number(connection, 0))
-            assert len(decide_parked.discard(connection, chosen, "")) == 1
+            chosen = ParkedMessages(through=_number(connection, 0))
+            assert len(decide.discard(connection, chosen, "")) == 1
             running.start()
             until(lambda: waiters(connection))
             assert bodies(mom) == []
@@ -205,15 +204,15 @@ def test_a_forwarder_waits_for_a_decision_and_delivers_the_rest(
 def test_a_person_who_is_stopped_in_a_decision_holds_forwarders_up_no_longer_than_they_wait(
     app: Dsn,
 ) -> None:
-    def decide() -> None:
+    def stop_inside() -> None:
         with connect(app) as connection, connection.transaction():
             connection.execute("SET LOCAL lock_timeout = '200ms'")
-            assert len(decide_parked.discard(connection, ANY, "")) == 6
+            assert len(decide.discard(connection, ANY, "")) == 6
             time.sleep(1.0)
             connection.execute("SELECT")
 
     with pytest.raises(psycopg.errors.IdleInTransactionSessionTimeout):
-        decide()
+        stop_inside()
     assert count(app, "parked") == 6
 
 
@@ -245,9 +244,9 @@ def test_a_task_that_loses_its_session_leaves_alone_what_was_decided_meanwhile(
                 " JOIN pg_stat_activity a USING (pid)"
                 " WHERE l.locktype = 'advisory' AND a.application_name LIKE '%mark%'"
             )
-            chosen = ParkedFilter(through=_number(connection, 4))
+            chosen = ParkedMessages(through=_number(connection, 4))
             # the first one is on its way: it has arrived, whatever is said of it now
-            assert len(decide_parked.discard(connection, chosen, "")) == 5
+            assert len(decide.discard(connection, chosen, "")) == 5
 
     arm("mom_insert", lose)
     forward(app, chunk_rows=1, attempts=5, mom=mom, other=other)
@@ -265,11 +264,11 @@ def test_what_the_open_batch_has_set_aside_beyond_its_position_stays(app: Dsn, m
         with pytest.raises(Crash), Cycle(app, forwarding_rules("exactly_once", mom=mom)) as cycle:
             cycle.run()
         assert count(app, "parked") == 2
-        found = parked_messages.count(connection, ANY, 100)
+        found = ANY.count(connection, 100)
         assert (found.messages, found.staying) == (0, 2)
-        assert decide_parked.discard(connection, ANY, "") == []
+        assert decide.discard(connection, ANY, "") == []
         forward(app, mom=mom)
-        assert len(decide_parked.discard(connection, ANY, "")) == 2
+        assert len(decide.discard(connection, ANY, "")) == 2
     know(mom, "shipping")
     let_time_pass(app)
     forward(app, mom=mom)
@@ -289,7 +288,7 @@ def test_a_dialog_that_lacks_a_parked_message_that_is_given_up_fails_at_both_end
         send_to(connection, "elsewhere", "x")
         forward(app, mom=NOWHERE, other=other)
         assert TO_OTHER(connection, ANY, "") == []  # its other end is where it is
-        assert len(decide_parked.discard(connection, ANY, "never mind")) == 1
+        assert len(decide.discard(connection, ANY, "never mind")) == 1
         assert count(app, "dead_letter") == 0
     let_time_pass(app)
     forward(app, mom=mom, other=other)
@@ -308,8 +307,8 @@ def failing(mom: Dsn) -> None:
     put(mom, "1", "2", "3", key="k")
     receive(mom, failing="1")
     with connect(mom) as connection:
-        found = parked_messages.parked_messages(connection, ANY)
-    assert [(one.kind, one.subject, one.free) for one in found] == [("key", "k", True)] * 3
+        found = ANY.rows(connection)
+    assert [(one.kind, one.subject, one.stays) for one in found] == [("key", "k", None)] * 3
 
 
 def receive(mom: Dsn, *, failing: str = "") -> None:
@@ -325,8 +324,8 @@ def receive(mom: Dsn, *, failing: str = "") -> None:
 def test_a_key_goes_on_without_the_message_that_is_given_up(mom: Dsn) -> None:
     with connect(mom) as connection:
         assert TO_OTHER(connection, ANY, "") == []  # it has arrived
-        chosen = ParkedFilter(key="k", through=_number(connection, 0))
-        assert len(decide_parked.discard(connection, chosen, "")) == 1
+        chosen = ParkedMessages(key="k", through=_number(connection, 0))
+        assert len(decide.discard(connection, chosen, "")) == 1
     receive(mom)
     assert effects(mom) == ["2", "3"]
     assert count(mom, "parked") + count(mom, "backoff") == 0
@@ -339,8 +338,8 @@ def test_nobody_decides_about_what_a_receiver_has_in_hand(mom: Dsn) -> None:
         with saf.receive(mom, SUBSCRIPTION) as delivery:
             (first,) = delivery
             assert first.text() == "1"
-            assert decide_parked.discard(connection, ANY, "") == []
-        assert len(decide_parked.discard(connection, ANY, "")) == 2
+            assert decide.discard(connection, ANY, "") == []
+        assert len(decide.discard(connection, ANY, "")) == 2
 
 
 @pytest.mark.usefixtures("failing")
@@ -351,12 +350,12 @@ def test_of_a_members_shards_only_keys_that_rest_are_decided_about(mom: Dsn) -> 
         connection.execute("UPDATE saf.cursor SET owner = %s", [member.member_id])
         for due in ("now()", "now() + interval '4 s'"):
             connection.execute(f"UPDATE saf.backoff SET next_attempt_at = {due}")
-            found = parked_messages.count(connection, ANY, 100)
+            found = ANY.count(connection, 100)
             assert (found.messages, found.stays) == (0, {"in_hand": 3})
-            assert decide_parked.discard(connection, ANY, "") == []
+            assert decide.discard(connection, ANY, "") == []
         connection.execute("UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h'")
-        assert parked_messages.count(connection, ANY, 100).messages == 3
-        assert len(decide_parked.discard(connection, ANY, "")) == 3
+        assert ANY.count(connection, 100).messages == 3
+        assert len(decide.discard(connection, ANY, "")) == 3
         # the member forgets the lane when it finds it empty: it may be about to park in it
         ((wait,),) = fetch(connection, "SELECT next_attempt_at <= now() FROM saf.backoff")
         assert (count(mom, "parked"), wait) == (0, True)
@@ -373,7 +372,7 @@ def test_a_key_that_a_person_makes_due_is_a_members_and_no_other_persons(mom: Ds
             assert waiting.retry_now(other) == 1
             found: list[list[UUID]] = []
             discard = threading.Thread(
-                target=lambda: found.append(decide_parked.discard(connection, ANY, ""))
+                target=lambda: found.append(decide.discard(connection, ANY, ""))
             )
             discard.start()
             until(lambda: waiters(other))
@@ -392,10 +391,10 @@ def test_a_decision_that_takes_so_long_that_a_member_may_have_read_the_key_is_un
         connection.execute("UPDATE saf.cursor SET owner = %s", [member.member_id])
         connection.execute("UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h'")
         with pytest.raises(Unavailable, match="decide about fewer"):
-            decide_parked.discard(connection, ANY, "")
+            decide.discard(connection, ANY, "")
         assert (count(mom, "parked"), actions(connection)) == (3, [])
         connection.execute("UPDATE saf.cursor SET owner = NULL")
-        assert len(decide_parked.discard(connection, ANY, "")) == 3
+        assert len(decide.discard(connection, ANY, "")) == 3
 
 
 def test_what_a_dispatcher_has_parked_is_given_up_while_it_runs(mom: Dsn) -> None:
@@ -409,8 +408,8 @@ def test_what_a_dispatcher_has_parked_is_given_up_while_it_runs(mom: Dsn) -> Non
             until(lambda: count(mom, "parked") == 2)
             # it has nothing of the key in memory as long as the key is not due
             until(lambda: connection.execute(LATER).rowcount)
-            first = ParkedFilter(through=_number(connection, 0))
-            until(lambda: decide_parked.discard(connection, first, "never mind"))
+            first = ParkedMessages(through=_number(connection, 0))
+            until(lambda: decide.discard(connection, first, "never mind"))
             put(mom, "3", key="k")
             until(lambda: count(mom, "parked") == 2)
             assert waiting.retry_now(connection) == 1
@@ -426,7 +425,7 @@ def test_what_processors_have_parked_is_given_up_while_they_run(mom: Dsn) -> Non
     with running(saf.Processors(mom, SUBSCRIPTION, Poisoned, policy=policy)):
         until(lambda: count(mom, "parked") == 2)
         with connect(mom) as connection:
-            until(lambda: decide_parked.discard(connection, ParkedFilter(key="k"), ""))
+            until(lambda: decide.discard(connection, ParkedMessages(key="k"), ""))
         put(mom, "1", key="k")
         until(lambda: effects(mom) == ["1"])
         until(lambda: count(mom, "backoff") == 0)
@@ -444,14 +443,12 @@ def test_a_dialog_fails_at_both_ends_if_a_message_is_given_up_where_it_had_arriv
             for _message in delivery:
                 raise ZeroDivisionError
     with connect(mom) as connection:
-        parked = parked_messages.parked_messages(connection, ANY)
+        parked = ANY.rows(connection)
         assert {one.kind for one in parked} == {"key"}
         # it has arrived: it goes nowhere else
-        assert parked_messages.count(connection, ANY, 9, to="other").stays == {
-            "arrived": len(parked)
-        }
-        first = ParkedFilter(through=parked[0].parked_id)
-        assert len(decide_parked.discard(connection, first, "never mind")) == 1
+        assert ANY.count(connection, 9, to="other").stays == {"arrived": len(parked)}
+        first = ParkedMessages(through=parked[0].parked_id)
+        assert len(decide.discard(connection, first, "never mind")) == 1
         assert actions(connection) == [("discard", 1, "never mind", None)]
     forward_dialogs(app, mom)
     (error,) = receive_said(app, SHOP)
@@ -467,4 +464,4 @@ def test_a_dialog_fails_at_both_ends_if_a_message_is_given_up_where_it_had_arriv
 
 def _number(connection: psycopg.Connection[object], place: int) -> int:
     """The number of a parked message, by its place among all."""
-    return parked_messages.parked_messages(connection, ANY)[place].parked_id
+    return ANY.rows(connection)[place].parked_id

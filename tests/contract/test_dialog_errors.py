@@ -31,9 +31,9 @@ from saf.errors import (
 )
 from saf.operating.decide import discard, retry
 from saf.routing.routes import add_route, add_topic
-from saf.setaside.dead import Filter
 from saf.setaside.dropped import dropped
 from saf.setaside.isolation import MAX_ERROR
+from saf.setaside.selection import DeadLetters
 from saf.testing.clock import let_time_pass
 from tests.dialogs import (
     END,
@@ -627,7 +627,7 @@ def test_a_dialog_whose_message_is_a_dead_letter_on_its_way_waits_for_a_persons_
         assert (there.receive_sequence, there.ahead) == (1, 1)
         connection.execute("DROP TRIGGER IF EXISTS refuses ON saf.inbox")
     with connect(app) as connection:
-        assert len(retry(connection, Filter(), "mended")) == 1
+        assert len(retry(connection, DeadLetters(), "mended")) == 1
     forward(app, mom)
     assert said(receive(mom, WAREHOUSE)) == [HUGE, "3"]
     say(app, dialog, "4")
@@ -644,7 +644,7 @@ def test_a_dialog_whose_message_was_given_up_on_its_way_fails_at_both_ends(
     if ended:
         end(app, dialog)
     with connect(app) as connection:
-        assert len(discard(connection, Filter(), "nobody needs it")) == 1
+        assert len(discard(connection, DeadLetters(), "nobody needs it")) == 1
     forward(app, mom)
     heard = [*receive(mom, WAREHOUSE), *receive(app, SHOP)]
     assert said(heard) == [ERROR] * (2 - ended)
@@ -705,7 +705,7 @@ def test_a_first_message_that_is_retried_after_the_lifetime_takes_with_it_what_w
     with connect(mom) as connection:
         connection.execute("DROP TRIGGER refuses ON saf.inbox")
     with connect(app) as connection:
-        assert len(retry(connection, Filter(), "mended")) == 1
+        assert len(retry(connection, DeadLetters(), "mended")) == 1
     forward(app, mom)
     (error,) = receive(mom, WAREHOUSE)
     assert error.json()["code"] == Code.EXPIRED
@@ -728,7 +728,7 @@ def test_a_dialog_of_which_nothing_has_come_but_an_error_is_begun_and_failed_by_
     assert (there.state, there.service, there.far_service) == ("error", WAREHOUSE, SHOP)
     assert there.expires_at is not None
     with connect(app) as connection:
-        assert len(discard(connection, Filter(), "nobody needs it")) == 1
+        assert len(discard(connection, DeadLetters(), "nobody needs it")) == 1
     end(mom, error.dialog)
     pass_seconds(601, app, mom)
     forward(app, mom)
@@ -748,7 +748,7 @@ def test_the_first_message_that_comes_after_an_error_of_its_dialog_does_not_begi
     with connect(mom) as connection:
         connection.execute("DROP TRIGGER refuses ON saf.inbox")
     with connect(app) as connection:
-        assert len(retry(connection, Filter(), "mended")) == 1
+        assert len(retry(connection, DeadLetters(), "mended")) == 1
     forward(app, mom)
     assert receive(mom, WAREHOUSE) == []
     assert states(mom) == ["error"]
@@ -774,7 +774,7 @@ def test_subscribers_of_a_monolog_get_an_error_in_place_of_what_was_given_up(
     run(app, mom=mom, other=other)
     assert dead(app) == [(HUGE, "rejected")]
     with connect(app) as connection:
-        assert len(discard(connection, Filter(), "nobody needs it")) == 1
+        assert len(discard(connection, DeadLetters(), "nobody needs it")) == 1
     with connect(mom) as connection:
         connection.execute("DROP TRIGGER refuses ON saf.inbox")
     run(app, mom=mom, other=other)
@@ -832,7 +832,7 @@ def _forward_without(number: int, app: Dsn, mom: Dsn, why: str) -> None:
 def _give_up(app: Dsn, mom: Dsn, why: str, times: int) -> None:
     """A person gives up a dialog's first message, and so many of its ends are told."""
     with connect(app) as connection:
-        assert len(discard(connection, Filter(), "nobody needs it")) == 1
+        assert len(discard(connection, DeadLetters(), "nobody needs it")) == 1
     forward(app, mom)
     heard = [*receive(mom, WAREHOUSE), *receive(app, SHOP)]
     assert said(heard) == [ERROR] * times

@@ -49,7 +49,7 @@ from saf.receiving.hand import Reader
 from saf.receiving.inbox import inbox_status
 from saf.receiving.retries import Waiting
 from saf.repair.rebase import rebase
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from tests.endpoints import (
     Got,
     Partner,
@@ -520,7 +520,7 @@ def test_a_dead_letter_that_a_person_retries_is_sent_before_what_waits_behind_it
     dispatch(inbox, partner)
     partner.answer = None
     with connect(inbox) as connection:
-        retry(connection, Filter(), "mended")
+        retry(connection, DeadLetters(), "mended")
     put(inbox, "2", key="a")
     dispatch(inbox, partner)
     assert partner.by_key() == {"a": [1, 2]}

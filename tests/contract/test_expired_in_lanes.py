@@ -12,7 +12,7 @@ from saf import Outbox, Unavailable
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.operating import decide
-from saf.setaside.dead import Filter, dead_letters
+from saf.setaside.selection import DeadLetters
 from tests.destinations import NOWHERE, AnswerLost, count, know, route, run, send_to
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.routing import without_default
@@ -162,15 +162,15 @@ def test_what_is_too_large_is_dead_again_when_it_is_retried_and_nothing_allows_i
         with Cycle(app, small) as cycle:
             cycle.run()
         for _ in range(2):
-            assert len(decide.retry(source, Filter(reason="over_size"), "once more")) == 1
+            assert len(decide.retry(source, DeadLetters(reason="over_size"), "once more")) == 1
             with Cycle(app, small) as cycle:
                 cycle.run()
-            (letter,) = dead_letters(source, Filter())
+            (letter,) = DeadLetters().rows(source)
             assert letter.reason == "over_size"
             assert letter.error == "the body has more than forwarder.max_bytes = 1000"
             assert count(app, "parked") == count(app, "backoff") == 0
         assert bodies(mom) == []
-        assert len(decide.retry(source, Filter(), "it is allowed now")) == 1
+        assert len(decide.retry(source, DeadLetters(), "it is allowed now")) == 1
         with Cycle(app, rules) as cycle:
             cycle.run()
     assert bodies(mom) == [large]

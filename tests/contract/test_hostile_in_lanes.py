@@ -13,7 +13,7 @@ from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.errors import Rejected
 from saf.operating import decide
 from saf.routing.routers import add_router
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from tests.destinations import NOWHERE, count
 from tests.hostile import LONG_KEY, dead, send, unbounded
 from tests.pipeline import Cycle, bodies, connect, forward, forwarding_rules, let_time_pass, run
@@ -150,7 +150,7 @@ def test_what_is_retried_and_still_too_large_is_dead_again_while_its_destination
         send(connection, "larger than ten bytes")
         forward(app, mom=Small(dsn=mom))
         assert dead(app) == [("larger than ten bytes", "rejected")]
-        assert len(decide.retry(connection, Filter(), "try it")) == 1
+        assert len(decide.retry(connection, DeadLetters(), "try it")) == 1
         assert (dead(app), count(app, "parked")) == ([], 1)
     forward(app, mom=Small(dsn=NOWHERE))
     assert dead(app) == [("larger than ten bytes", "rejected")]

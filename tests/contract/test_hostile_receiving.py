@@ -17,8 +17,7 @@ import saf
 from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
 from saf.dialogs.statements import Code
-from saf.setaside import dead as dead_letters
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from tests import dialogs
 from tests.hostile import LONG_KEY, error_of, unbounded
 from tests.pipeline import connect
@@ -111,7 +110,7 @@ def test_a_hostile_message_is_a_dead_letter_and_its_shard_goes_on(
     assert (body, reason in ("rejected", "over_size")) == ("hostile", True)
     assert error_of(mom)
     with connect(mom) as connection:
-        (letter,) = dead_letters.dead_letters(connection, Filter())
+        (letter,) = DeadLetters().rows(connection)
     assert json.dumps(letter.as_dict())
 
 

@@ -41,11 +41,11 @@ from saf.errors import (
     UsageError,
 )
 from saf.log.ring import purge
-from saf.operating.decide_parked import discard
+from saf.operating.decide import discard
 from saf.repair.send_again import Sent, send_again
 from saf.routing.routes import add_topic, current_routes
 from saf.setaside.lane import Kind
-from saf.setaside.parked_messages import ParkedFilter
+from saf.setaside.selection import ParkedMessages
 from saf.signing.webhook import key_of, sign
 from saf.testing.forwarder import Forwarder, start
 from tests import dialogs
@@ -272,7 +272,7 @@ def test_one_that_was_set_back_gets_a_topics_messages_again_that_wait_for_others
             send_to(connection, "prices", str(number))
             forward(app, partner=partner.at(), other=NOWHERE)
         if discarded:
-            assert len(discard(connection, ParkedFilter(destination="other"), "away")) == 2
+            assert len(discard(connection, ParkedMessages(destination="other"), "away")) == 2
         owner.execute("DELETE FROM saf.inbox WHERE body <> '0'")
         owner.execute("UPDATE saf.watermark SET batch = 1, position = 1")
     sent = send_again("app", app, there, current_routes, since=since, retention_seconds=86400)

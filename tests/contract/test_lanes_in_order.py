@@ -16,7 +16,7 @@ from saf.operating import decide
 from saf.repair.replay import replay
 from saf.routing.matching import Route, Routes
 from saf.routing.routers import add_router
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from tests.destinations import NOWHERE, AnswerLost, count, route, run, send_to
 from tests.dying import Crash, crash
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
@@ -276,9 +276,11 @@ def test_what_is_retried_before_it_has_a_route_arrives_after_what_was_retried_la
         send_to(connection, "billing", "bad", key="k")
         run_routed(app, mom)
         store.execute("ALTER TABLE saf.inbox DROP CONSTRAINT polite")
-        assert len(decide.retry(connection, Filter(service="shipping"), "wanted after all")) == 1
+        assert (
+            len(decide.retry(connection, DeadLetters(service="shipping"), "wanted after all")) == 1
+        )
         run_routed(app, mom)
-        assert len(decide.retry(connection, Filter(service="billing"), "it was not bad")) == 1
+        assert len(decide.retry(connection, DeadLetters(service="billing"), "it was not bad")) == 1
         run_routed(app, mom)
         assert bodies(mom) == ["bad"]
 
@@ -294,7 +296,7 @@ def test_of_what_is_retried_together_each_goes_when_it_has_a_route(app: Dsn, mom
         for service in ("shipping", "billing", "shipping", "billing"):
             send_to(connection, service, service, key="k", expires_at=datetime.now(UTC))
         run_routed(app, mom)
-        assert len(decide.retry(connection, Filter(), "wanted after all")) == 4
+        assert len(decide.retry(connection, DeadLetters(), "wanted after all")) == 4
         for service in ("billing", "shipping"):
             route(connection, service, "mom")
             let_time_pass(app)
@@ -315,7 +317,9 @@ def test_what_is_retried_says_for_which_service_it_has_no_way(app: Dsn, mom: Dsn
             ("shipping", "no route for service 'shipping'"),
             ("departures", "router 'departures'"),
         ):
-            assert len(decide.retry(connection, Filter(service=service), "wanted after all")) == 1
+            assert (
+                len(decide.retry(connection, DeadLetters(service=service), "wanted after all")) == 1
+            )
             run_routed(app, mom)
             (error,) = why()
             assert said in error

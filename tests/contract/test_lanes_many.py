@@ -15,8 +15,8 @@ from saf.engine import releasing
 from saf.operating import decide
 from saf.setaside import backoff
 from saf.setaside.backoff import rank
-from saf.setaside.dead import Filter
 from saf.setaside.lane import Kind, Lane
+from saf.setaside.selection import DeadLetters
 from tests.destinations import NOWHERE, count, route, send_to
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.routing import without_default
@@ -215,7 +215,7 @@ def test_of_what_is_retried_nothing_is_lost_behind_a_service_that_is_not_known(
             cycle.run()
             assert count(app, "dead_letter") == 6
             store.execute("INSERT INTO saf.service VALUES ('shipping')")
-            decide.retry(connection, Filter(), "wanted after all")
+            decide.retry(connection, DeadLetters(), "wanted after all")
             cycle.run()
             assert bodies(mom) == [f"shipping {number}" for number in range(3)]
             send_to(connection, "billing", "billing 3")

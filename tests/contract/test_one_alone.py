@@ -14,7 +14,7 @@ from saf.database import Dsn
 from saf.forwarding import runner
 from saf.forwarding.broker import SourceBroker
 from saf.forwarding.forwarder import Forwarder
-from saf.setaside.dead import Filter, dead_letters
+from saf.setaside.selection import DeadLetters
 from tests.driver import InProcess, forwarder
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
 from tests.programs import configuration
@@ -116,7 +116,7 @@ def test_what_a_server_says_of_its_watermarks_makes_no_dead_letters(app: Dsn, mo
         errors = [receipt.error or "" for receipt in cycle.run()]
         assert any("nobodys" in error for error in errors)
         with connect(app) as connection:
-            assert dead_letters(connection, Filter()) == []
+            assert DeadLetters().rows(connection) == []
         with connect(mom) as connection, connection.transaction():
             connection.execute("ALTER TABLE saf.watermark DROP CONSTRAINT nobodys")
         with connect(app) as connection:

@@ -23,7 +23,7 @@ from saf.operating.maintenance import purge_broker
 from saf.receiving import prefetch
 from saf.receiving.link import connected
 from saf.receiving.receive import Receiver
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from tests.pipeline import connect
 from tests.processes import run, start, wait
 from tests.receivers import (
@@ -277,7 +277,7 @@ def test_a_dead_letter_that_is_retried_goes_before_what_was_read_ahead(filled: D
         assert take(receiver, 5) == numbers(16)[11:]
         assert prefetched(receiver) > 0
         with connect(filled) as connection:
-            decide.retry(connection, Filter(), "the test says so")
+            decide.retry(connection, DeadLetters(), "the test says so")
         assert rest(receiver) == ["11", *numbers(60)[16:]]
 
 

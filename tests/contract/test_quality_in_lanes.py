@@ -11,7 +11,7 @@ from saf.failpoints import arm
 from saf.operating import decide
 from saf.repair.replay import replay
 from saf.routing.matching import Route, Routes
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from tests.destinations import NOWHERE, count, route, send_to
 from tests.dying import Crash
 from tests.dying import crash as die
@@ -42,7 +42,7 @@ def retried(app: Dsn, mom: Dsn, other: Dsn) -> None:
         store.execute(REFUSE)
         forward(app, "at_least_once", mom=mom, other=other)
         store.execute(ALLOW)
-        assert len(decide.retry(connection, Filter(), "")) == 1
+        assert len(decide.retry(connection, DeadLetters(), "")) == 1
 
 
 def replayed(app: Dsn, mom: Dsn, other: Dsn) -> None:
@@ -99,6 +99,6 @@ def test_what_is_redirected_has_the_quality_of_a_route_that_leads_there_or_the_d
         send_to(connection, "shipping", "one")
         store.execute(REFUSE)
         forward(routed, "exactly_once", mom=mom, other=other)
-        decide.redirect(connection, Filter(), "", to="mom")
+        decide.redirect("mom")(connection, DeadLetters(), "")
     try_three_times(routed, mom, other)
     assert bodies(mom) == ["one"] * 3

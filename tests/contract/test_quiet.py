@@ -19,7 +19,7 @@ from saf.operating import decide
 from saf.receiving import claim, receive
 from saf.receiving.link import connected
 from saf.receiving.receive import Receiver
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from tests.pipeline import connect
 from tests.receivers import SUBSCRIPTION, let_keys_be_due, put, store
 from tests.waits import until
@@ -135,7 +135,7 @@ def buried(inbox: Dsn) -> None:
 
 def retried(inbox: Dsn) -> None:
     with connect(inbox) as connection:
-        decide.retry(connection, Filter(), "the test says so")
+        decide.retry(connection, DeadLetters(), "the test says so")
 
 
 @pytest.mark.parametrize(

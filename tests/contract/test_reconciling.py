@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from saf.database import Dsn
 from saf.operating import decide
 from saf.repair.reconcile import Outcome, reconcile
-from saf.setaside.dead import Filter
 from saf.setaside.dropped import Reason, add
+from saf.setaside.selection import DeadLetters
 from tests.pipeline import Cycle, connect, forward, forwarding_rules, send, stores
 
 Broker = Callable[[str], Dsn]
@@ -89,7 +89,7 @@ def test_what_was_retried_is_not_given_up_and_so_may_be_lost(app: Dsn, mom: Dsn)
             "VALUES ('billing', 'late', now() - interval '1 s')"
         )
         forward(app, mom=mom)
-        decide.retry(connection, Filter(), "better late")
+        decide.retry(connection, DeadLetters(), "better late")
         forward(app, mom=mom)
         assert counts(compare(app, mom)) == {}
         store.execute("DELETE FROM saf.inbox")

@@ -30,7 +30,7 @@ from saf.routing.routes import (
     configuration,
     current_routes,
 )
-from saf.setaside.dead import Filter, dead_letters
+from saf.setaside.selection import DeadLetters
 from saf.setaside.waiting import parked
 from tests import classifiers
 from tests.destinations import NOWHERE, Broker
@@ -81,7 +81,7 @@ def flights(*origins: str | None) -> list[dict[str, str | None]]:
 
 def buried(connection: psycopg.Connection[Any]) -> list[tuple[str, str, str]]:
     """Of each dead letter its service, reason and error."""
-    return [(one.service, one.reason, one.error) for one in dead_letters(connection, Filter())]
+    return [(one.service, one.reason, one.error) for one in DeadLetters().rows(connection)]
 
 
 def inbox(dsn: Dsn, columns: str) -> list[tuple[Any, ...]]:
@@ -366,7 +366,7 @@ def test_a_dead_letter_that_is_retried_is_classified_again(
     run(app, ewr=ewr, jfk=jfk)
     assert len(buried(source)) == 2
     add_route(source, "ewr", service="LGA")
-    decide.retry(source, Filter(), "there is a route now")
+    decide.retry(source, DeadLetters(), "there is a route now")
     run(app, ewr=ewr, jfk=jfk)
     assert inbox(ewr, "to_service, key") == [("LGA", "N1")]
     assert [why for _, _, why in buried(source)] == [

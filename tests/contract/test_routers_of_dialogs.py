@@ -18,7 +18,7 @@ from saf.operating.decide import retry
 from saf.routing.route_choices import forget
 from saf.routing.routers import add_router, remove_router
 from saf.routing.routes import add_route
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from tests import classifiers
 from tests.dialogs import END, ERROR, SHOP, begin, end, receive, said, say, states
 from tests.pipeline import bodies, connect, drain
@@ -200,7 +200,7 @@ def test_the_dead_letters_of_a_dialog_are_retried_in_their_order(places: dict[st
     assert len(dead(places["shop"])) == 3
     with connect(places["shop"]) as connection:
         add_route(connection, "ewr", service="LGA")
-        retry(connection, Filter(), "there is a route now")
+        retry(connection, DeadLetters(), "there is a route now")
     with connect(places["ewr"]) as connection:
         create_service(connection, "LGA")
     forward(places)

@@ -31,7 +31,7 @@ from saf.routing.routes import (
     remove_route,
     remove_topic,
 )
-from saf.setaside import dead
+from saf.setaside.selection import DeadLetters
 from tests.destinations import NOWHERE, count
 from tests.dying import Crash, crash
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
@@ -533,7 +533,7 @@ def test_a_dead_letter_without_a_destination_goes_where_routes_lead_when_it_is_r
         add_route(source, destination, service="s")
     send(source, "late", expires_at=datetime.now(UTC) - timedelta(seconds=1))
     run(app, a=a, b=b)
-    assert len(decide.retry(source, dead.Filter(reason="expired"), "it is not too late")) == 1
+    assert len(decide.retry(source, DeadLetters(reason="expired"), "it is not too late")) == 1
     run(app, a=a, b=b)
     assert bodies(a) == bodies(b) == ["late"]
     assert count(app, "parked") == count(app, "backoff") == 0

@@ -21,7 +21,7 @@ from saf.operating.decide import discard
 from saf.routing.routers import add_router, enable_router
 from saf.routing.routes import add_route, remove_route
 from saf.routing_service import RoutingService
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from saf.testing.clock import let_time_pass
 from tests import classifiers
 from tests.dialogs import END, ERROR, REFUSES, SHOP, begin, end, receive, said, say, states
@@ -183,7 +183,7 @@ def test_the_first_message_that_is_given_up_on_its_way_is_an_error_at_all_ends_t
     hub.carry()
     assert receive(hub.ewr, "EWR") == []
     with connect(source) as connection:
-        assert len(discard(connection, Filter(), "nobody needs it")) == 1
+        assert len(discard(connection, DeadLetters(), "nobody needs it")) == 1
     with connect(there) as connection:
         connection.execute("DROP TRIGGER refuses ON saf.inbox")
     hub.carry()

@@ -23,8 +23,8 @@ from saf.routing.matching import KEY, PYTHON
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.setaside import backoff
-from saf.setaside.dead import Filter
 from saf.setaside.lane import Lane
+from saf.setaside.selection import DeadLetters
 from tests.destinations import NOWHERE, count, know, route, send_to, subscription
 from tests.dying import Crash
 from tests.dying import crash as die
@@ -496,7 +496,7 @@ def test_a_task_that_lags_behind_its_twin_sets_nothing_aside_again(
 
         def twin_and_a_person_are_quicker() -> None:
             twin_is_quicker()
-            assert len(decide.discard(source, Filter(), "not wanted")) == 1
+            assert len(decide.discard(source, DeadLetters(), "not wanted")) == 1
 
         arm("mark_commit", twin_and_a_person_are_quicker)
         receipts = cycle.deliver()

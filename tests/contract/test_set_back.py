@@ -19,11 +19,11 @@ from saf.errors import Unavailable, UsageError
 from saf.failpoints import arm
 from saf.forwarding.runner import run_item
 from saf.log.cursor import TIMES
-from saf.operating.decide_parked import discard, redirect
+from saf.operating.decide import discard, redirect
 from saf.repair.rebase import rebase
 from saf.repair.send_again import Sent, send_again
 from saf.routing.routes import current_routes
-from saf.setaside.parked_messages import ParkedFilter
+from saf.setaside.selection import DeadLetters, ParkedMessages
 from tests.pipeline import (
     Cycle,
     bodies,
@@ -339,7 +339,6 @@ def test_what_is_retried_is_not_dropped_after_the_source_was_set_back(
     app: Dsn, mom: Dsn, backup: Backup
 ) -> None:
     from saf.operating.decide import retry
-    from saf.setaside.dead import Filter
 
     late = """
         INSERT INTO saf.outbox (to_service, key, body, expires_at)
@@ -350,7 +349,7 @@ def test_what_is_retried_is_not_dropped_after_the_source_was_set_back(
         with connect(source) as connection:
             connection.execute(late, (body.encode(),))
             run(source, mom=mom)
-            assert retry(connection, Filter(), "") != []
+            assert retry(connection, DeadLetters(), "") != []
 
     send_numbers(app, 0)
     run(app, mom=mom)
@@ -365,7 +364,7 @@ def test_what_is_retried_is_not_dropped_after_the_source_was_set_back(
         connection.execute(late, (b"3",))
         with Cycle(older, forwarding_rules(mom=mom)) as cycle:
             cycle.run()
-        retry(connection, Filter(), "")
+        retry(connection, DeadLetters(), "")
     assert {error.partition(":")[0] for error in refused(older, mom=mom)} == {"Ahead"}
     assert repair_source(older, mom=mom) is not None
     run(older, mom=mom)
@@ -479,9 +478,9 @@ def test_a_set_back_is_noticed_that_only_shows_in_what_a_person_decided_about_pa
     with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         work = cycle.open() if in_hand else []
         with connect(app) as connection:
-            first = ParkedFilter()
+            first = ParkedMessages()
             if elsewhere:
-                gone = redirect(connection, first, "moved", limit=1, to="other")
+                gone = redirect("other")(connection, first, "moved", limit=1)
             else:
                 gone = discard(connection, first, "not needed", limit=1)
             assert len(gone) == 1

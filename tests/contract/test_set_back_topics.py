@@ -20,7 +20,7 @@ from saf.repair.reconcile import reconcile
 from saf.repair.send_again import Sent, send_again
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic, current_routes, remove_route, remove_topic
-from saf.setaside import dead
+from saf.setaside.selection import DeadLetters
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, run, stores
 from tests.programs import configuration, saf
 
@@ -287,7 +287,7 @@ def test_what_was_given_up_for_one_store_is_sent_again_to_another_that_has_lost_
         tell(app, "bad")
         run(app, mom=mom, other=other)
         with connect(app) as connection:
-            assert len(decide.discard(connection, dead.Filter(), "")) == 1
+            assert len(decide.discard(connection, DeadLetters(), "")) == 1
 
     given_up()
     tell(app, "good")

@@ -17,7 +17,7 @@ from saf.columns import COLUMNS
 from saf.database import Dsn, fetch
 from saf.operating import decide
 from saf.routing.routes import add_route, add_topic
-from saf.setaside.dead import Filter, dead_letters
+from saf.setaside.selection import DeadLetters
 from tests import dialogs
 from tests.dialogs import END, ERROR, SHOP, TIMER, WAREHOUSE, forward, prepare, put, said, states
 from tests.hub import Hub
@@ -48,7 +48,7 @@ def at_warehouse(mom: Dsn, handle: dialogs.Handle | None = None) -> list[saf.Rec
 
 def refused(dsn: Dsn) -> list[str]:
     with connect(dsn) as connection:
-        return [one.reason for one in dead_letters(connection, Filter())]
+        return [one.reason for one in DeadLetters().rows(connection)]
 
 
 def alter(dsn: Dsn, change: str) -> None:
@@ -125,7 +125,7 @@ def test_what_was_altered_is_refused_and_the_dialog_waits_for_what_was_said(
             "message_type, from_service, headers) = (%s, %s, %s, %s, %s, %s, %s, %s)",
             kept,
         )
-        decide.retry(connection, Filter(), "mended")
+        decide.retry(connection, DeadLetters(), "mended")
     assert said(at_warehouse(mom)) == ["2", "3"]
     assert talk.conversation_id
 
@@ -237,7 +237,7 @@ def test_an_altered_fragment_is_refused_and_the_body_is_whole_when_it_is_mended(
     with connect(mom) as connection:
         mended = LARGE[(which - 1) * 1000 + 3]
         connection.execute("UPDATE saf.dead_letter SET body = set_byte(body, 3, %s)", [mended])
-        decide.retry(connection, Filter(), "mended")
+        decide.retry(connection, DeadLetters(), "mended")
     received: list[bytes] = []
     at_warehouse(mom, lambda _, message: received.append(message.body))
     assert received == [LARGE]

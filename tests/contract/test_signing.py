@@ -25,7 +25,7 @@ from saf.broker.senders import add_senders
 from saf.database import Dsn, fetch
 from saf.operating import decide
 from saf.routing.routers import add_router
-from saf.setaside.dead import Filter, dead_letters
+from saf.setaside.selection import DeadLetters
 from saf.signing.form import number
 from tests.pipeline import connect, let_time_pass, run
 from tests.receivers import SUBSCRIPTION, dead, effect, effects, prepare, waiting
@@ -68,7 +68,7 @@ def alter(dsn: Dsn, change: str, table: str = "inbox") -> None:
 
 def refused(mom: Dsn) -> list[tuple[str, str]]:
     with connect(mom) as connection:
-        return [(one.reason, one.error) for one in dead_letters(connection, Filter())]
+        return [(one.reason, one.error) for one in DeadLetters().rows(connection)]
 
 
 # What arrives as it was sent
@@ -366,7 +366,7 @@ def test_a_message_that_was_refused_for_its_key_is_taken_when_the_key_is_known(
     run(app, mom=inbox)
     assert receive(inbox, keys={"bank-1": key()}) == []
     with connect(inbox) as connection:
-        decide.retry(connection, Filter(reason="unknown_key"), "the key was missing")
+        decide.retry(connection, DeadLetters(reason="unknown_key"), "the key was missing")
     assert [one.text() for one in receive(inbox)] == ["A-1"]
     assert dead(inbox) == []
 
@@ -489,7 +489,7 @@ def test_a_message_that_waited_and_was_retried_is_still_the_one_that_was_signed(
     assert sorted(effects(inbox)) == ["behind", "late"]
     fails = False
     with connect(inbox) as connection:
-        decide.retry(connection, Filter(), "mended")  # removes expires_at
+        decide.retry(connection, DeadLetters(), "mended")  # removes expires_at
     worker.drain()
     assert dead(inbox) == []
     assert "fails" in effects(inbox)
@@ -506,7 +506,7 @@ def test_a_message_that_has_expired_is_not_brought_back_on_its_way(app: Dsn, inb
     ((reason, error),) = refused(inbox)
     assert (reason, error) == ("altered", "its expires_at was removed after it had passed")
     with connect(inbox) as connection:
-        decide.retry(connection, Filter(), "it is still of use")
+        decide.retry(connection, DeadLetters(), "it is still of use")
     assert len(receive(inbox)) == 1  # a person says so, here
 
 
@@ -519,7 +519,7 @@ def test_what_a_router_has_redirected_is_taken_if_that_is_said(app: Dsn, inbox: 
     assert receive(inbox) == []
     assert "'departures', and redirected to service 'billing'" in refused(inbox)[0][1]
     with connect(inbox) as connection:
-        decide.retry(connection, Filter(), "the router may")
+        decide.retry(connection, DeadLetters(), "the router may")
     keys = saf.Keys(KEYS, redirected_from=["departures"])
     assert [one.text() for one in receive(inbox, keys=keys)] == ["billing"]
 

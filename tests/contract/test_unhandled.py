@@ -20,7 +20,7 @@ from saf.operating import decide
 from saf.receiving import retries
 from saf.receiving.inbox import inbox_status
 from saf.receiving.summary import MOST_TYPES
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from saf.setaside.unhandled import unhandled
 from saf.setaside.waiting import retry_now
 from tests.pipeline import connect, let_time_pass
@@ -185,7 +185,7 @@ def test_what_nobody_will_handle_is_a_dead_letter_if_so_said_and_can_be_retried(
     assert worker.summary.buried == 1
     assert [one["log_level"] for one in logs if one["event"] == "no_handler"] == ["warning"]
     with connect(inbox) as connection:
-        decide.retry(connection, Filter(), "there is a handler")
+        decide.retry(connection, DeadLetters(), "there is a handler")
     Of(inbox, "New").drain()
     assert effects(inbox) == ["2", "1"]
 
@@ -248,7 +248,7 @@ def test_a_dead_letter_that_is_retried_goes_before_what_waits_for_a_handler(inbo
     assert by_type(inbox) == {"New": (1, 1)}
     old.bad.clear()
     with connect(inbox) as connection:
-        decide.retry(connection, Filter(), "the handler is mended")
+        decide.retry(connection, DeadLetters(), "the handler is mended")
     old.drain()
     assert effects(inbox) == ["1"]
     assert by_type(inbox) == {"New": (1, 1)}
@@ -261,7 +261,7 @@ def test_a_dead_letter_that_is_discarded_leaves_what_waits_for_a_handler_alone(i
     old.bad.add("1")
     old.drain()
     with connect(inbox) as connection:
-        decide.discard(connection, Filter(), "nobody needs it")
+        decide.discard(connection, DeadLetters(), "nobody needs it")
     assert by_type(inbox) == {"New": (1, 1)}
 
 

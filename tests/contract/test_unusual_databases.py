@@ -19,7 +19,7 @@ from saf.operating import decide
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.routing_service import RoutingService
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from saf.testing.databases import Database
 from tests.destinations import NOWHERE, count, route, send_to
 from tests.pipeline import connect, forward, let_time_pass, run
@@ -127,7 +127,7 @@ def test_what_waits_and_what_is_a_dead_letter_keeps_its_body(
         assert count(app, "dead_letter") == len(BODIES)
         assert [body for (body,) in dead(connection)] == BODIES
         store.execute("ALTER TABLE saf.inbox DROP CONSTRAINT refuses")
-        decide.retry(connection, Filter(), "")
+        decide.retry(connection, DeadLetters(), "")
     run(app, mom=mom, other=other)
     with saf.receive(mom, "billing") as delivery:
         assert [message.body for message in delivery] == BODIES

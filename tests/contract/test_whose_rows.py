@@ -25,9 +25,10 @@ from saf.receiving import retries
 from saf.receiving.hand import Reader
 from saf.receiving.retries import Policy, Waiting
 from saf.setaside import backoff, dead, dropped, in_hand, parking, unhandled
-from saf.setaside.dead import AsStored, Filter
+from saf.setaside.dead import AsStored
 from saf.setaside.dropped import Reason
 from saf.setaside.lane import NO_BROKER, Kind, Lane
+from saf.setaside.selection import DeadLetters
 from tests.destinations import subscription
 from tests.pipeline import connect
 
@@ -330,7 +331,7 @@ def test_what_has_expired_without_a_route_is_buried_for_the_batchs_own_shards(
     park(source, others, 5, **lane)
     with source.transaction():
         assert dropped.bury_unrouted(source, batch(mine, opened_at=opened_at)) == 1
-    assert [one.reason for one in dead.dead_letters(source, Filter())] == ["expired"]
+    assert [one.reason for one in DeadLetters().rows(source)] == ["expired"]
     left = fetch(source, "SELECT id FROM saf.parked ORDER BY id")
     assert left == [(2,), (3,), (4,), (5,)]
 
@@ -349,7 +350,7 @@ def test_a_dead_letter_of_one_destination_is_none_of_another_one(
                 [AsStored(shard=shard, id=id_)],
                 destination=destination,
             )
-    found = dead.dead_letters(source, Filter())
+    found = DeadLetters().rows(source)
     assert sorted(one.destination for one in found) == ["mom", "other"]
 
 
@@ -358,15 +359,15 @@ def test_dead_letters_are_chosen_up_to_a_number_and_before_a_moment(
 ) -> None:
     bury(source, mine, "mom", 1)
     bury(source, mine, "other", 2)
-    first, second = dead.dead_letters(source, Filter())
-    assert dead.dead_letters(source, Filter(through=first.dead_letter_id)) == [first]
-    assert dead.dead_letters(source, Filter(after=first.dead_letter_id)) == [second]
-    assert dead.dead_letters(source, Filter(before=second.dead_letter_at)) == [first]
-    assert dead.dead_letters(source, Filter(destination="other")) == [second]
-    assert dead.dead_letters(source, Filter(subscription="billing")) == []
-    counted = dead.count(source, Filter(), 1)
+    first, second = DeadLetters().rows(source)
+    assert DeadLetters(through=first.dead_letter_id).rows(source) == [first]
+    assert DeadLetters(after=first.dead_letter_id).rows(source) == [second]
+    assert DeadLetters(before=second.dead_letter_at).rows(source) == [first]
+    assert DeadLetters(destination="other").rows(source) == [second]
+    assert DeadLetters(subscription="billing").rows(source) == []
+    counted = DeadLetters().count(source, 1)
     assert (counted.messages, counted.more) == (1, True)
-    assert not dead.count(source, Filter(), 2).more
+    assert not DeadLetters().count(source, 2).more
 
 
 def test_what_a_person_takes_out_of_a_forwarders_lanes_is_remembered_and_nothing_else(

@@ -23,7 +23,7 @@ from saf.errors import ConfigurationError, Unexpected, UsageError
 from saf.operating import decide
 from saf.receiving import retries
 from saf.receiving.hand import Reader
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from saf.setaside.waiting import Lanes, retry_now, undecided
 from tests.pipeline import connect
 from tests.programs import ROOT, environment, run
@@ -130,8 +130,8 @@ def test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_dec
     assert dead(inbox) == [("2", "failed"), ("x", "failed")]
     picky.bad.clear()
     with connect(inbox) as connection:
-        decide.retry(connection, Filter(key="k"), "mended")
-        decide.discard(connection, Filter(key="other"), "not wanted")
+        decide.retry(connection, DeadLetters(key="k"), "mended")
+        decide.discard(connection, DeadLetters(key="other"), "not wanted")
     picky.worker.drain()
     assert effects(inbox) == ["1", "2", "3", "4", "y"] or effects(inbox) == [
         "1", "y", "2", "3", "4",

@@ -31,7 +31,7 @@ from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.runner import InProcess
 from saf.log import cursor, stream
 from saf.log.shards import Member
-from saf.operating import decide, decide_parked, outbox
+from saf.operating import decide, outbox
 from saf.operating.forecast import forecast
 from saf.operating.members import memberships
 from saf.operating.status import broker_status, identity
@@ -48,8 +48,7 @@ from saf.routing.routes import (
     remove_topic,
 )
 from saf.routing_service import RoutingService
-from saf.setaside import dead
-from saf.setaside.parked_messages import ParkedFilter
+from saf.setaside.selection import DeadLetters, ParkedMessages
 from saf.spark.table.copying import Copy
 from saf.spark.table.sink import Outgoing, Written
 from saf.webhooks.event import Event
@@ -302,7 +301,7 @@ def test_a_receiver_receives_parks_and_buries_for_a_service_that_an_operator_cre
     with connect(operator) as connection:
         (status,) = inbox_status(connection)
         assert (status.unread, status.parked, status.dead_letters) == (0, 2, 2)
-        decide.retry(connection, dead.Filter(reason="failed"), "mended")
+        decide.retry(connection, DeadLetters(reason="failed"), "mended")
         connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
     for _ in range(2):
         with saf.receive(receiver, "billing") as delivery:
@@ -330,9 +329,9 @@ def test_an_operator_decides_about_what_forwarders_and_receivers_have_parked(
         services.create_service(connection, "billing")
         connection.execute(PARKED)
     with connect(granted(mom, "operator")) as connection:
-        sent = ParkedFilter(subscription="forwarder")
-        assert len(decide_parked.redirect(connection, sent, "", limit=1, to="other")) == 1
-        assert len(decide_parked.discard(connection, ParkedFilter(), "")) == 4
+        sent = ParkedMessages(subscription="forwarder")
+        assert len(decide.redirect("other")(connection, sent, "", limit=1)) == 1
+        assert len(decide.discard(connection, ParkedMessages(), "")) == 4
 
 
 @contextmanager
@@ -470,8 +469,8 @@ def test_an_operator_sees_the_state_of_things_and_mends_routes_and_what_was_set_
         remove_route(connection, "mom", service="a")
         assert add_topic(connection, "a")
         remove_topic(connection, "a")
-        (found,) = dead.dead_letters(connection, dead.Filter())
-        assert decide.retry(connection, dead.Filter(), "the cause is mended") == [found.message_id]
+        (found,) = DeadLetters().rows(connection)
+        assert decide.retry(connection, DeadLetters(), "the cause is mended") == [found.message_id]
         connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
         connection.execute("DELETE FROM saf.parked")
 

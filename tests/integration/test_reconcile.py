@@ -22,7 +22,7 @@ from saf.operating import decide
 from saf.repair.reconcile import Outcome, missing, reconcile
 from saf.repair.reconcile.outcome import read_both
 from saf.routing.routes import add_route, add_topic, remove_topic
-from saf.setaside import dead
+from saf.setaside.selection import DeadLetters
 from tests.pipeline import Cycle, connect, forward, forwarding_rules, stores
 from tests.programs import configuration, last_json, saf, send
 from tests.tiers import sized
@@ -228,8 +228,8 @@ def test_what_is_parked_dead_or_discarded_is_not_lost(app: Dsn, mom: Dsn, other:
     )
     forward(app, mom=mom, other=NOWHERE)
     with connect(app) as connection:
-        one = dead.dead_letters(connection, dead.Filter())[0]
-        decide.discard(connection, dead.Filter(dead_letter_ids=[one.dead_letter_id]), "test")
+        one = DeadLetters().rows(connection)[0]
+        decide.discard(connection, DeadLetters(numbers=[one.dead_letter_id]), "test")
     outcome = compare(app, mom=mom, other=other)
     assert outcome.same
     assert (total(outcome, "complete"), total(outcome, "aside")) == (20, 3)

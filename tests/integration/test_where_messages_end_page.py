@@ -23,6 +23,7 @@ from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.setaside import dead
 from saf.setaside.dropped import Reason
+from saf.setaside.selection import DeadLetters
 from tests import expiring
 from tests.crash.evaluated import run_transforming, transforming_rules
 from tests.destinations import NOWHERE, send_to
@@ -167,7 +168,7 @@ def test_every_end_is_reached_and_the_pages_commands_show_it(
         remove_subscription(connection, "more", discard=True)
         connection.execute("INSERT INTO saf.service (name) VALUES ('unheard')")
     with connect(app) as connection:
-        assert len(decide.discard(connection, dead.Filter(reason="rejected"), "nobody asks")) == 1
+        assert len(decide.discard(connection, DeadLetters(reason="rejected"), "nobody asks")) == 1
 
     def answer(*command: str, of: str) -> list[dict[str, Any]]:
         done = saf(*command, "--json", cwd=folder)

@@ -14,7 +14,7 @@ from saf.forwarding import broker
 from saf.operating import decide
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
-from saf.setaside.dead import Filter, dead_letters
+from saf.setaside.selection import DeadLetters
 from saf.setaside.waiting import parked
 from saf.spark import transforms
 from tests.on_spark import forward
@@ -75,7 +75,7 @@ def by_key(mom: Dsn) -> dict[str, list[tuple[str, str]]]:
 
 
 def dead(source: psycopg.Connection[Any]) -> dict[str, str]:
-    return {one.service: one.error or "" for one in dead_letters(source, Filter())}
+    return {one.service: one.error or "" for one in DeadLetters().rows(source)}
 
 
 def waits(source: psycopg.Connection[Any]) -> dict[str, str]:
@@ -219,7 +219,7 @@ def test_a_dead_letter_of_either_kind_is_evaluated_again_when_it_is_retried(
     assert forward(path)["dead"] == 2
     add_router(source, "front", "sql", "'audit'")
     path.write_text(path.read_text().replace(":number", ":masked"))
-    decide.retry(source, Filter(), "both are mended")
+    decide.retry(source, DeadLetters(), "both are mended")
     forward(path)
     assert sorted(bodies(mom)) == ["2", "no number", "x"]
     assert dead(source) == {}

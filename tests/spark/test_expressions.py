@@ -14,7 +14,7 @@ from saf.database import Dsn, fetch
 from saf.forwarding.forwarder import Forwarder
 from saf.routing.routers import add_router, remove_router
 from saf.routing.routes import add_route
-from saf.setaside.dead import Filter, dead_letters
+from saf.setaside.selection import DeadLetters
 from saf.setaside.waiting import parked
 from saf.spark.expressions import Compiled, _compiled
 from tests import on_spark
@@ -157,7 +157,7 @@ def test_a_refused_expression_of_a_source_parks_its_messages_and_holds_up_nobody
         forward(config)
         assert bodies(mom)[-2:] == ["first", "second"]
         assert parked(source).lanes == 0
-        assert dead_letters(source, Filter()) == []
+        assert DeadLetters().rows(source) == []
 
 
 def test_a_batch_that_has_frozen_a_refused_expression_gets_free(
@@ -215,7 +215,7 @@ def test_the_dead_letter_says_what_its_expression_has_raised(
             source.execute(SEND, [service, "k", body])
         source.execute(SEND, ["nulls", None, b""])
         forward(config)
-        errors = {one.service: one.error for one in dead_letters(source, Filter())}
+        errors = {one.service: one.error for one in DeadLetters().rows(source)}
     assert bodies(mom) == ["7"]
     assert "numbers': its expression raises an error: [CAST_INVALID_INPUT]" in errors["numbers"]
     assert "'seven'" in errors["numbers"]

@@ -14,7 +14,7 @@ from saf.database import Dsn
 from saf.operating import decide
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
-from saf.setaside.dead import Filter, dead_letters
+from saf.setaside.selection import DeadLetters
 from saf.setaside.waiting import parked
 from tests.on_spark import forward
 from tests.pipeline import connect, let_time_pass
@@ -135,7 +135,7 @@ def test_an_expression_may_fail_for_one_message_and_look_at_all_columns(
     assert stored(stores["ewr"], everything) == [("EWR", None, None), arrived[0]]
     assert stored(stores["jfk"], everything) == [("JFK", None, None), arrived[1]]
     assert len(stored(stores["lga"])) == 1
-    errors = [(one.service, one.reason, one.error) for one in dead_letters(source, Filter())]
+    errors = [(one.service, one.reason, one.error) for one in DeadLetters().rows(source)]
     assert errors == [
         (
             "departures",
@@ -164,7 +164,7 @@ def test_routers_of_all_kinds_follow_each_other(
         )
     forward(config)
     assert stored(stores["ewr"], "to_service, key") == [("EWR", "x")]
-    (letter,) = dead_letters(source, Filter())
+    (letter,) = DeadLetters().rows(source)
     assert letter.error == "router 'a': a loop of routers: a -> b -> c -> a"
 
 
@@ -203,12 +203,12 @@ def test_a_dead_letter_that_is_retried_is_asked_about_again(
         "INSERT INTO saf.outbox (to_service, key, body) VALUES ('departures', 'k', 'SFO')"
     )
     forward(config)
-    assert len(dead_letters(source, Filter())) == 1
+    assert len(DeadLetters().rows(source)) == 1
     add_route(source, "ewr", service="SFO")
-    decide.retry(source, Filter(), "there is a route now")
+    decide.retry(source, DeadLetters(), "there is a route now")
     forward(config)
     assert stored(stores["ewr"], "to_service, key") == [("SFO", "k")]
-    assert dead_letters(source, Filter()) == []
+    assert DeadLetters().rows(source) == []
 
 
 def test_a_module_that_only_the_driver_has_ends_the_run_by_name_and_loses_nothing(
@@ -223,7 +223,7 @@ def test_a_module_that_only_the_driver_has_ends_the_run_by_name_and_loses_nothin
     source.execute(FILL, [1, 10])
     said = start(config, 2, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert "only_here:classify" in str(said["problems"])
-    assert dead_letters(source, Filter()) == []
+    assert DeadLetters().rows(source) == []
     (tmp_path / "only_here.py").write_text("def classify(message): return 'EWR'\n")
     start(config, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert len(numbers(stores["ewr"])) == 10

@@ -27,7 +27,7 @@ from saf.broker import services
 from saf.operating import decide
 from saf.operating.maintenance import purge_broker
 from saf.receiving.delivery import Delivery
-from saf.setaside import dead
+from saf.setaside.selection import DeadLetters
 from saf.testing import clock
 from tests.stateful.forwarder import AN_HOUR, Died, at, die
 from tests.stateful.site import Place, Site
@@ -330,7 +330,7 @@ class Receiving(RuleBasedStateMachine):
         for _, name, _ in self.of(DEAD, subscription):
             self.put[name].again[subscription] += 1
             self.put[name].failures_before = self.failures
-        decide.retry(self.mom.person, dead.Filter(dead_letter_ids=ids), "a test")
+        decide.retry(self.mom.person, DeadLetters(numbers=ids), "a test")
 
     @rule(subscription=st.sampled_from(SUBSCRIPTIONS))
     def discard_dead(self, subscription: str) -> None:
@@ -338,7 +338,7 @@ class Receiving(RuleBasedStateMachine):
         ids = self._dead_ids(subscription)
         for _, name, _ in self.of(DEAD, subscription):
             self.put[name].discarded.add(subscription)
-        decide.discard(self.mom.person, dead.Filter(dead_letter_ids=ids), "a test")
+        decide.discard(self.mom.person, DeadLetters(numbers=ids), "a test")
 
     @rule()
     def purge(self) -> None:

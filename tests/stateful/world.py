@@ -19,7 +19,8 @@ from saf.database import Dsn
 from saf.errors import SafError
 from saf.operating import decide
 from saf.operating.maintenance import purge_broker
-from saf.setaside import dead, parking, waiting
+from saf.setaside import parking, waiting
+from saf.setaside.selection import DeadLetters
 from saf.testing import clock
 from tests.stateful.forwarder import AN_HOUR, Forwarder
 from tests.stateful.model import AT_MOST_ONCE, Seen, Sent, Truth
@@ -265,13 +266,13 @@ class World:
         """``saf dead retry``."""
         for name, destination, _ in self.dead_ones(service):
             self.truth.sent[name].again[destination] += 1
-        decide.retry(self.app.person, dead.Filter(service=service), "a test")
+        decide.retry(self.app.person, DeadLetters(service=service), "a test")
 
     def discard_dead(self, service: str | None) -> None:
         """``saf dead discard``."""
         for name, destination, _ in self.dead_ones(service):
             self.truth.sent[name].discarded.add(destination)
-        decide.discard(self.app.person, dead.Filter(service=service), "a test")
+        decide.discard(self.app.person, DeadLetters(service=service), "a test")
 
     def dead_ones(self, service: str | None) -> Sequence[tuple[str, str, str]]:
         """Name, destination and reason of the dead letters, of a service or all."""

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from saf.database import Dsn
-from saf.setaside import dead
-from saf.setaside.dead import Filter
+from saf.setaside.selection import DeadLetters
 from tests.pipeline import connect
 
 LETTER = """
@@ -31,7 +30,7 @@ def many(app: Dsn, count: int = 2500) -> None:
 def letters(app: Dsn) -> int:
     """How many dead letters there are."""
     with connect(app) as connection:
-        return dead.count(connection, Filter(), 1_000_000).messages
+        return DeadLetters().count(connection, 1_000_000).messages
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from saf.database import Dsn
-from saf.setaside import parked_messages
-from saf.setaside.parked_messages import ParkedFilter
+from saf.setaside.selection import ParkedMessages
 from saf.ui.pages import parked
 from tests.dashboard import Dashboard, Visitor, dashboard, finished, settings
 from tests.destinations import NOWHERE, route, send_to
@@ -88,7 +87,7 @@ def test_what_is_parked_between_the_count_and_the_decision_is_left_alone(
         with Cycle(app, forwarding_rules(mom=NOWHERE, other=other)) as cycle:
             cycle.run()
         finished(visitor, visitor.form(PAGE, DECIDE, form).url.path)
-        assert parked_messages.count(connection, ParkedFilter(), 100).messages == 1
+        assert ParkedMessages().count(connection, 100).messages == 1
 
 
 def test_of_a_lane_no_more_messages_are_counted_than_a_page_has_time_for(

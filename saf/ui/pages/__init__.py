@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from saf.ui.pages import (
     audit,
-    dead,
     dialogs,
     doctor,
     jobs,
@@ -18,8 +17,8 @@ from saf.ui.pages import (
     outbox,
     overview,
     parked,
-    parked_messages,
     routes,
+    set_aside,
 )
 from saf.ui.site import Visit
 
@@ -44,12 +43,12 @@ PAGES: Mapping[str, Page] = {
     "/parked": Page(page=parked.lanes),
     "/parked/confirm": Page(page=parked.confirm, operates=True),
     "/parked/retry": Page(page=parked.retry, changes=True, operates=True),
-    "/parked/messages": Page(page=parked_messages.messages),
-    "/parked/messages/confirm": Page(page=parked_messages.confirm, changes=True, operates=True),
-    "/parked/messages/decide": Page(page=parked_messages.decide, changes=True, operates=True),
-    "/dead": Page(page=dead.letters),
-    "/dead/confirm": Page(page=dead.confirm, changes=True, operates=True),
-    "/dead/decide": Page(page=dead.decide_, changes=True, operates=True),
+    "/parked/messages": Page(page=set_aside.PARKED.messages),
+    "/parked/messages/confirm": Page(page=set_aside.PARKED.confirm, changes=True, operates=True),
+    "/parked/messages/decide": Page(page=set_aside.PARKED.decide, changes=True, operates=True),
+    "/dead": Page(page=set_aside.DEAD.messages),
+    "/dead/confirm": Page(page=set_aside.DEAD.confirm, changes=True, operates=True),
+    "/dead/decide": Page(page=set_aside.DEAD.decide, changes=True, operates=True),
     "/jobs": Page(page=jobs.jobs),
     "/jobs/{number}": Page(page=jobs.job),
     "/jobs/{number}/cancel": Page(page=jobs.cancel, changes=True, operates=True),

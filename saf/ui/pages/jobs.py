@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from saf.errors import UsageError
-from saf.ui.choosing import number_of
+from saf.ui.fields import number_of
 from saf.ui.jobs import Job
 from saf.ui.site import Visit
 

@@ -18,7 +18,7 @@ from saf.errors import UsageError
 from saf.operating import journey
 from saf.operating.journey import Stay, Stored
 from saf.ui.brokers import PATIENCE_SECONDS
-from saf.ui.choosing import moment_of
+from saf.ui.fields import moment_of
 from saf.ui.redaction import LARGEST_BYTES, Redaction
 from saf.ui.site import Visit
 

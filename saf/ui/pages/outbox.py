@@ -11,7 +11,7 @@ from saf.errors import UsageError
 from saf.operating import outbox
 from saf.operating.outbox import STATES, SentPage, Wanted
 from saf.ui.brokers import PATIENCE_SECONDS
-from saf.ui.choosing import moment_of
+from saf.ui.fields import moment_of
 from saf.ui.site import Visit
 
 ROWS = 50

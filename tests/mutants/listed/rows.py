@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-BACKOFF, PARKING, DEAD = (
+BACKOFF, PARKING, DEAD, SELECTION = (
     "saf/setaside/backoff.py",
     "saf/setaside/parking.py",
     "saf/setaside/dead.py",
+    "saf/setaside/selection.py",
 )
 EXPIRED, MARKS, SHARDS = "saf/setaside/dropped.py", "saf/destinations/marks.py", "saf/log/shards.py"
 ROWS = "contract/test_whose_rows.py::test_"
@@ -250,23 +251,23 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a dead letter of that moment is before it",
-        DEAD,
-        "dead_letter_at < %(before)s",
-        "dead_letter_at <= %(before)s",
+        SELECTION,
+        "{since} < %(before)s",
+        "{since} <= %(before)s",
         CHOSEN,
     ),
     mutant(
         "the last dead letter of a choice is left out",
-        DEAD,
-        "dead_letter_id <= %(through)s",
-        "dead_letter_id < %(through)s",
+        SELECTION,
+        "{number} <= %(through)s",
+        "{number} < %(through)s",
         CHOSEN,
     ),
     mutant(
         "a page of dead letters begins with the last one of the page before",
-        DEAD,
-        "dead_letter_id > %(after)s",
-        "dead_letter_id >= %(after)s",
+        SELECTION,
+        "{number} > %(after)s",
+        "{number} >= %(after)s",
         CHOSEN,
     ),
     mutant(

@@ -9,7 +9,11 @@ PARKING, BACKOFF, WAITING = (
     "saf/setaside/backoff.py",
     "saf/setaside/waiting.py",
 )
-DEAD, DECIDE = "saf/setaside/dead.py", "saf/operating/decide.py"
+SELECTION, DECIDE, DECIDE_DEAD = (
+    "saf/setaside/selection.py",
+    "saf/operating/decide.py",
+    "saf/operating/decide_dead.py",
+)
 ASIDE, RELEASING = "saf/engine/set_aside.py", "saf/engine/releasing.py"
 ONCE, ISOLATED, LETTERS = (
     "contract/test_set_aside_once.py",
@@ -26,15 +30,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what a person took out of a lane is not remembered",
         "saf/operating/decide_parked.py",
-        "            in_hand.note(connection, self.parked_ids)\n",
+        "            in_hand.note(connection, self._parked_ids)\n",
         "            pass\n",
         f"{DECIDED}::test_a_decision_about_what_has_arrived_is_not_taken_for_a_set_back",
     ),
     mutant(
         "a person gives up what another one has let a member take",
         "saf/operating/decide_parked.py",
-        "    rows = _held(connection, fetch(connection, LOCKED, params), owned)",
-        "    rows = fetch(connection, LOCKED, params)",
+        "self._rows = self._held(connection, rows)",
+        "self._rows = rows",
         f"{DECIDED}::test_a_key_that_a_person_makes_due_is_a_members_and_no_other_persons",
     ),
     mutant(
@@ -310,22 +314,21 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a dead letter that is retried is still one",
-        DECIDE,
-        """            connection.execute(PARK, params)
-            connection.execute(DELETE, params)""",
-        """            connection.execute(PARK, params)""",
+        DECIDE_DEAD,
+        "for statement in (DUE, PARK, DELETE):",
+        "for statement in (DUE, PARK):",
         f"{LETTERS}::test_retrying_again_retries_nothing_and_what_is_rejected_again_is_dead_again",
     ),
     mutant(
         "what is retried expires again",
-        DECIDE,
+        DECIDE_DEAD,
         '"NULL" if c == "expires_at" else f"d.{c}"',
         'f"d.{c}"',
         f"{LETTERS}::test_what_had_expired_is_delivered_all_the_same_when_a_person_retries_it",
     ),
     mutant(
         "what is retried keeps no order",
-        DECIDE,
+        DECIDE_DEAD,
         "row_number() OVER (ORDER BY dead_letter_id)",
         "row_number() OVER (ORDER BY dead_letter_id DESC)",
         f"{LETTERS}::test_retried_messages_arrive_in_order_and_with_their_ids",
@@ -333,13 +336,13 @@ MUTANTS: list[Mutant] = [
     mutant(
         "retries take no turn",
         DECIDE,
-        "        connection.execute(ONE_AT_A_TIME)\n",
-        "",
+        "                connection.execute(ONE_AT_A_TIME)\n",
+        "                pass\n",
         f"{LETTERS}::test_retries_are_numbered_one_at_a_time",
     ),
     mutant(
         "a filter by reason chooses all",
-        DEAD,
+        SELECTION,
         "AND (%(reason)s::text IS NULL OR reason = %(reason)s)",
         "AND (%(reason)s::text IS NULL OR reason IS NOT NULL)",
         f"{LETTERS}::test_a_filter_chooses_and_a_discarded_message_is_gone_and_remembered",
@@ -347,15 +350,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is discarded is not remembered",
         DECIDE,
-        '            audit(connection, "discard", message_ids, why, person)\n',
-        "",
+        "number = audit(connection, str(self), held.message_ids, why, person)",
+        "number = passes_on and audit(connection, str(self), held.message_ids, why, person)",
         f"{LETTERS}::test_a_filter_chooses_and_a_discarded_message_is_gone_and_remembered",
     ),
     mutant(
         "a key goes on waiting though its dead letter was discarded",
-        DECIDE,
-        "            connection.execute(LET_KEYS_GO_ON, params)\n",
-        "",
+        DECIDE_DEAD,
+        "monologs.GIVE_UP, LET_KEYS_GO_ON, DELETE",
+        "monologs.GIVE_UP, DELETE",
         "contract/test_worker.py::"
         "test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_decided",
     ),
@@ -409,8 +412,8 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a person decides about a dead letter that its batch is not past",
-        DECIDE,
-        " AND ({STAYS}) IS NULL",
+        DECIDE_DEAD,
+        " AND ({{stays}}) IS NULL",
         "",
         f"{LETTERS}::test_what_an_open_batch_is_not_past_stays_and_says_why",
     ),

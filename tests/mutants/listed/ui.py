@@ -48,7 +48,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what dies after the count is decided about too",
-        "saf/ui/choosing.py",
+        "saf/ui/pages/set_aside.py",
         "counted[name] = broker, replace(selection, through=last_ids[name])",
         "counted[name] = broker, selection",
         f"{PAGES}::test_what_dies_between_the_count_and_the_decision_is_left_alone",
@@ -76,9 +76,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a receiver's dead letter is redirected",
-        "saf/setaside/dead.py",
-        "WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'",
-        "WHEN s.log = 'inbox' AND %(to)s::text = '' THEN 'arrived'",
+        "saf/setaside/selection.py",
+        "THEN 'arrived'\n     WHEN %(to)s::text IS NOT NULL AND d.",
+        "THEN NULL\n     WHEN %(to)s::text IS NOT NULL AND d.",
         f"{BULK}::test_a_receivers_dead_letter_is_not_redirected",
     ),
     mutant(
@@ -97,7 +97,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what the open batch has set aside is discarded",
-        "saf/setaside/parked_messages.py",
+        "saf/setaside/selection.py",
         "WHEN {OF_BATCH.format(one=\"p\", at=PARKED_BY)} THEN 'batch'",
         'WHEN {OF_BATCH.format(one="p", at=PARKED_BY)} THEN NULL',
         f"{DECIDED}::test_what_the_open_batch_has_set_aside_beyond_its_position_stays",
@@ -111,7 +111,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a key that a member may have in memory is discarded",
-        "saf/setaside/parked_messages.py",
+        "saf/setaside/selection.py",
         "AND b.next_attempt_at > clock_timestamp() + make_interval(secs => {REST_SECONDS}))",
         ")",
         f"{DECIDED}::test_of_a_members_shards_only_keys_that_rest_are_decided_about",
@@ -119,15 +119,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a lane goes in which a member may be about to park",
         "saf/operating/decide_parked.py",
-        'if log == "outbox" or (subscription_id, shard) not in owned:',
-        "if shard is not None:",
+        'row for row in self._rows if row.log == "outbox" or row.in_shard not in self._owned',
+        "row for row in self._rows if row.shard is not None",
         f"{DECIDED}::test_of_a_members_shards_only_keys_that_rest_are_decided_about",
     ),
     mutant(
         "a dialog goes on without a message that was given up where it had arrived",
         "saf/operating/decide_parked.py",
-        "            if rows.arrived:\n",
-        "            if rows.arrived and not rows:\n",
+        "        if arrived:\n",
+        "        if arrived and not self._rows:\n",
         f"{DECIDED}::test_a_dialog_fails_at_both_ends_if_a_message_is_given_up_where_it_had_arrived",
     ),
     mutant(

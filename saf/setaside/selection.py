@@ -1,0 +1,302 @@
+"""Selections: which messages set aside operators list, count or decide about.
+
+There are two kinds: `DeadLetters`, and single `ParkedMessages` (`saf.setaside.waiting` has their
+lanes). Both are chosen, listed and counted in the same way, in the order of their numbers.
+Operators' decisions about them are in `saf.operating.decide`.
+
+Not every message can be decided about now (`saf.setaside.staying`). A receiver that is a member,
+such as a dispatcher, has each due key of its shards in hand: from that moment it may have the key's
+messages in memory. Until `REST_SECONDS` before, it has not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any, ClassVar, Generic, Self, TypeVar
+from uuid import UUID
+
+import psycopg
+from psycopg.rows import class_row
+
+from saf.database import fetch
+from saf.database.pages import Page, number_at, page_of
+from saf.limits import HEADERS_READABLE
+from saf.setaside.dead import SHOWN
+from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
+from saf.setaside.staying import DEAD_SINCE, OF_BATCH, PARKED_BY, TAKEN, Counted
+
+Row = TypeVar("Row")
+
+REST_SECONDS = 5.0
+"""Minimum seconds until a member's key is due, for an operator to decide about it."""
+
+RESTING = f"""(NOT b.awaits_handler
+ AND b.next_attempt_at > clock_timestamp() + make_interval(secs => {REST_SECONDS}))"""
+"""SQL: whether no member takes messages out of the lane b for a while."""
+RESTS = f"EXISTS (SELECT FROM saf.backoff b WHERE {SAME_LANE} AND {RESTING})"
+
+# The names in braces are those of the kind; see `Selection.sql`
+CHOSEN = """
+FROM {table} JOIN saf.subscription s USING (subscription_id)
+WHERE (%(numbers)s::bigint[] IS NULL OR {number} = ANY (%(numbers)s))
+  AND (%(subscription)s::text IS NULL OR s.name = %(subscription)s)
+  AND (%(destination)s::text IS NULL OR destination = %(destination)s)
+  AND (%(service)s::text IS NULL OR to_service = %(service)s)
+  AND (%(key)s::text IS NULL OR key = %(key)s)
+  AND (%(before)s::timestamptz IS NULL OR {since} < %(before)s)
+  AND (%(after)s::bigint IS NULL OR {number} > %(after)s)
+  AND (%(through)s::bigint IS NULL OR {number} <= %(through)s)
+  {criteria}
+"""
+LIST = f"""
+WITH {TAKEN}
+SELECT {{number}}, s.name AS subscription, destination, {{since}}, message_id,
+       left(to_service, {SHOWN}) AS service, left(key, {SHOWN}) AS key,
+       left(message_type, {SHOWN}) AS message_type, octet_length(body) AS bytes,
+       {{columns}}, {{stays}} AS stays
+{{chosen}} ORDER BY {{number}} LIMIT %(limit)s
+"""
+COUNT = f"""
+WITH {TAKEN}
+SELECT stays, count(*), max({{number}})
+FROM (SELECT {{number}}, {{stays}} AS stays {{chosen}}
+      ORDER BY {{number}} LIMIT %(limit)s) AS found
+GROUP BY 1 ORDER BY 1
+"""
+LAST = "SELECT coalesce(max({number}), 0) FROM {table}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection(Generic[Row]):
+    """Which messages of a kind to choose; None means any."""
+
+    numbers: Sequence[int] | None = None
+    subscription: str | None = None
+    destination: str | None = None
+    service: str | None = None
+    key: str | None = None
+    before: datetime | None = None
+    after: int | None = None
+    """Only those with greater numbers: the next page."""
+    through: int | None = None
+    """Only those up to this number, without messages set aside later."""
+
+    WORD: ClassVar[str]
+    DECISIONS: ClassVar[Sequence[str]]
+    """The possible actions of a `saf.operating.decide.Decision`."""
+    ROW: ClassVar[type[Any]]
+    TABLE: ClassVar[str]
+    NUMBER: ClassVar[str]
+    """The column with the number of a message, which rises in the order of setting aside."""
+    SINCE: ClassVar[str]
+    COLUMNS: ClassVar[str]
+    """SQL: the columns of a row that only this kind has."""
+    CRITERIA: ClassVar[str]
+    """SQL: the conditions that only this kind has."""
+    STAYS: ClassVar[str]
+    """SQL: why an operator may not decide about a message of the subscription s now, one of
+    `saf.setaside.staying.WHY`; or NULL. ``to`` is the destination of a redirection, or NULL."""
+
+    @classmethod
+    def sql(cls, statement: str) -> str:
+        """Return a statement with the names of the kind in place of those in braces."""
+        names = {"table": cls.TABLE, "number": cls.NUMBER, "since": cls.SINCE}
+        chosen = CHOSEN.format(criteria=cls.CRITERIA, **names)
+        return statement.format(chosen=chosen, columns=cls.COLUMNS, stays=cls.STAYS, **names)
+
+    def params(self, limit: int | None, to: str | None) -> dict[str, Any]:
+        """Return the parameters of a statement about up to ``limit`` of the chosen messages."""
+        return asdict(self) | {"limit": limit, "to": to}
+
+    def rows(
+        self, connection: psycopg.Connection[Any], limit: int | None = 100, *, to: str | None = None
+    ) -> list[Row]:
+        """Return the chosen messages, in the order of their numbers.
+
+        ``stays`` is set for a redirection ``to`` a destination, or for other decisions.
+        """
+        with psycopg.Cursor(connection, row_factory=class_row(self.ROW)) as cursor:
+            return cursor.execute(self.sql(LIST), self.params(limit, to)).fetchall()
+
+    def page(
+        self, connection: psycopg.Connection[Any], limit: int | None, *, to: str | None = None
+    ) -> Page[Row]:
+        """Return a page of `rows`; it begins after ``after``."""
+        return page_of(
+            lambda most: self.rows(connection, most, to=to),
+            limit,
+            lambda row: str(getattr(row, self.NUMBER)),
+        )
+
+    def count(
+        self, connection: psycopg.Connection[Any], most: int, *, to: str | None = None
+    ) -> Counted:
+        """Count the chosen messages, up to ``most``, in the order of their numbers."""
+        return Counted.of(fetch(connection, self.sql(COUNT), self.params(most + 1, to)), most)
+
+    def until_now(self, connection: psycopg.Connection[Any]) -> Self:
+        """Return the selection without messages that are set aside from now on."""
+        if self.through is not None:
+            return self
+        return replace(self, through=fetch(connection, self.sql(LAST))[0][0])
+
+    def going_on(self, place: str | None) -> Self:
+        """Return the selection for the page that begins at ``place``.
+
+        Raises:
+            UsageError: no page of these messages ends there.
+        """
+        return replace(self, after=number_at(place, f"{self.WORD}s"))
+
+
+class SetAside:
+    """A row of a selection: one message, without its body."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as a dict for JSON, without values that are NULL."""
+        plain: dict[str, Any] = asdict(self)  # type: ignore[call-overload] # a kind is a dataclass
+        return {
+            name: value.isoformat() if isinstance(value, datetime)
+            else str(value) if isinstance(value, UUID) else value
+            for name, value in plain.items()
+            if value is not None
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadLetter(SetAside):
+    """One dead letter, without its body."""
+
+    dead_letter_id: int
+    subscription: str
+    destination: str
+    reason: str
+    error: str
+    dead_letter_at: datetime
+    message_id: UUID
+    service: str
+    key: str | None
+    message_type: str | None
+    headers: str | None
+    """The headers as JSON text; None also if they are too large to be read."""
+    bytes: int
+    created_at: datetime
+    expires_at: datetime | None
+    stays: str | None
+    """Why nobody may decide about it now, one of `saf.setaside.staying.WHY`; None: operators
+    may."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the dead letter as a dict for JSON."""
+        plain = super().as_dict()
+        if self.headers is not None:
+            # as text if Python cannot decode them
+            with suppress(ValueError, RecursionError):
+                plain["headers"] = json.loads(self.headers)
+        return plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParkedMessage(SetAside):
+    """One parked message, without its body."""
+
+    parked_id: int
+    subscription: str
+    destination: str
+    kind: str
+    subject: str
+    broker: UUID | None
+    parked_at: datetime
+    message_id: UUID
+    service: str
+    key: str | None
+    message_type: str | None
+    bytes: int
+    created_at: datetime
+    stays: str | None
+    """As in `DeadLetter`."""
+    error: str | None
+    """What its lane waits for."""
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that it is in."""
+        return Lane(
+            destination=self.destination,
+            kind=Kind(self.kind),
+            subject=self.subject,
+            broker=self.broker,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as a dict for JSON."""
+        plain = super().as_dict() | {"free": self.stays is None}
+        broker = plain.pop("broker", None)
+        # must not be mistaken for the broker that it is parked at
+        return plain if broker is None else {**plain, "to_broker": broker}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadLetters(Selection[DeadLetter]):
+    """Which dead letters to choose; None means any."""
+
+    reason: str | None = None
+    error: str | None = None
+    """A part of the error's text, case-insensitive."""
+
+    WORD = "dead letter"
+    DECISIONS = ("retry", "redirect", "discard")
+    ROW = DeadLetter
+    TABLE = "saf.dead_letter d"
+    NUMBER, SINCE = "dead_letter_id", "dead_letter_at"
+    COLUMNS = f"""reason, error, d.created_at, expires_at,
+       CASE WHEN {HEADERS_READABLE} THEN headers::text END AS headers"""
+    CRITERIA = """
+  AND (%(reason)s::text IS NULL OR reason = %(reason)s)
+  AND (%(error)s::text IS NULL OR strpos(lower(error), lower(%(error)s)) > 0)"""
+    # If one of an open batch were deleted, the batch would set it aside again, or deliver it
+    STAYS = f"""
+CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
+     WHEN %(to)s::text IS NOT NULL AND d.conversation_id IS NOT NULL THEN 'dialog'
+     WHEN {OF_BATCH.format(one="d", at=DEAD_SINCE)} THEN 'batch' END"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParkedMessages(Selection[ParkedMessage]):
+    """Which parked messages to choose; None means any."""
+
+    lane: str | None = None
+    """The kind of their lanes; see `saf.setaside.lane.Kind`."""
+    subject: str | None = None
+
+    WORD = "parked message"
+    DECISIONS = ("redirect", "discard")
+    ROW = ParkedMessage
+    TABLE = "saf.parked p"
+    NUMBER, SINCE = "parked_id", "parked_at"
+    COLUMNS = f"""kind, subject, {BROKER}, p.created_at,
+       (SELECT b.error FROM saf.backoff b WHERE {SAME_LANE}) AS error"""
+    CRITERIA = """
+  AND (%(lane)s::text IS NULL OR kind = %(lane)s)
+  AND (%(subject)s::text IS NULL OR subject = %(subject)s)"""
+    STAYS = f"""
+CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
+     WHEN p.kind = '{Kind.DOUBT}' THEN 'doubt'
+     WHEN p.kind = '{Kind.LATER}' THEN 'later'
+     WHEN p.kind = '{Kind.AHEAD}' THEN 'ahead'
+     WHEN s.log = 'inbox' AND p.from_initiator IS NOT NULL AND NOT EXISTS (
+         SELECT FROM saf.conversation d
+         WHERE d.conversation_id = p.conversation_id AND d.is_initiator = NOT p.from_initiator)
+     THEN 'no_end'
+     WHEN %(to)s::text IS NOT NULL AND p.conversation_id IS NOT NULL THEN 'dialog'
+     WHEN p.destination = %(to)s::text THEN 'there'
+     WHEN {OF_BATCH.format(one="p", at=PARKED_BY)} THEN 'batch'
+     WHEN EXISTS (
+         SELECT FROM taken t
+         WHERE (t.subscription_id, t.shard) = (p.subscription_id, p.shard)
+           AND t.log = 'inbox' AND NOT {RESTS})
+     THEN 'in_hand' END"""
